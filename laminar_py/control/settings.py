@@ -33,6 +33,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
             max_staleness=staleness.max_staleness,
             wait=StalePolicy.WAIT in staleness.policies,
             publish_every=config.learner.publish_every,
+            drops_silent=rollout.without_signal is WithoutSignal.REFILL,
         ),
         bound=StalenessBound(staleness.max_staleness, staleness.policies),
         group_deadline_s=rollout.group_deadline_s,

@@ -21,6 +21,7 @@ class Admission:
     max_staleness: int | None = None
     wait: bool = True
     publish_every: int = 1  # steps; the newest version is up to one less behind the learner
+    drops_silent: bool = True  # groups without signal are live no more, so live ones do not tell what was issued
 
     @property
     def limit(self) -> int:
@@ -57,11 +58,14 @@ class Admission:
         """Groups that may be issued now, with `live` groups of which `generating` are not ready yet.
 
         `one_step` opens a batch only when the one before is generated, e.g. batch 32: `allowed(live=32,
-        generating=0)` is 32 (the others are in the learner), `allowed(live=32, generating=4)` is 0.
+        generating=0)` is 32 (the others are in the learner), `allowed(live=32, generating=4)` is 0. One that some
+        replicas came too late for is completed meanwhile, where live groups tell how much of it was issued:
+        `allowed(live=40, generating=8)` is 24.
         """
         room = max(0, self.limit - live)
         if self.schedule is Schedule.ONE_STEP:
-            return 0 if generating else min(room, self.batch)
+            rest = 0 if self.drops_silent else -live % self.batch
+            return min(room, rest if generating else self.batch)
         return room
 
 

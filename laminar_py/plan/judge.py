@@ -5,12 +5,9 @@ as it is. Invariant: the learner keeps its speed for each replica, also where it
 """
 
 import math
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
-import yaml
-
+from laminar_py.config.emulated_profile import EmulationProfile
 from laminar_py.config.loading import parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule
@@ -40,9 +37,8 @@ def judge(request: PlanRequest, placement: FleetPlacement, *, times: int = 1, se
     """Simulate some steps of the placement on a few of its replicas, or so many times more of them."""
     each = request.trajectories_per_step / placement.replicas
     replicas = times * max(FEWEST_REPLICAS, min(REPLICAS, int(MOST_A_STEP / each)))
-    with tempfile.TemporaryDirectory(prefix="laminar-plan-") as folder:
-        config = shrunk_config(request, placement, folder=Path(folder), replicas=replicas, seed=seed)
-        figures = simulate(config).figures
+    config, profile = shrunk_fleet(request, placement, replicas=replicas, seed=seed)
+    figures = simulate(config, profile=profile).figures
     ratio = request.trajectories_per_step / config.trajectories_per_step
     step_s = figures.step_s
     return Judgement(
@@ -53,10 +49,10 @@ def judge(request: PlanRequest, placement: FleetPlacement, *, times: int = 1, se
     )
 
 
-def shrunk_config(
-    request: PlanRequest, placement: FleetPlacement, *, folder: Path, replicas: int, seed: int
-) -> RunConfig:
-    """Config of the shrunk fleet, whose profile is written into `folder`."""
+def shrunk_fleet(
+    request: PlanRequest, placement: FleetPlacement, *, replicas: int, seed: int
+) -> tuple[RunConfig, EmulationProfile]:
+    """Config and times of a fleet of about so many replicas."""
     wanted = min(1.0, replicas / placement.replicas)
     groups = max(1, round(wanted * request.prompts_per_step))
     ratio = groups / request.prompts_per_step  # that the groups, which come whole, allow
@@ -66,17 +62,15 @@ def shrunk_config(
     learner = learner.model_copy(
         update={"train_tokens_per_s": learner.train_tokens_per_s * ratio * placement.learner_gpus / devices}
     )
-    profile = folder / "profile.yaml"
-    profile.write_text(yaml.safe_dump({"engine": rates.times.model_dump(), "learner": learner.model_dump()}))
     lengths, spread = request.lengths, placement.schedule is Schedule.ASYNC
-    return parse_config(
+    config = parse_config(
         {
             "name": "plan",
             "seed": seed,
             "steps": _steps(_live_steps(request, placement), groups * request.group_size),
             "schedule": str(placement.schedule),
             "emulation": {
-                "profile": str(profile),
+                "profile": "of the plan",
                 "start_spread_s": estimate(request, placement).step_s if spread else 0,
                 "learner_devices": devices,
                 "median_tokens": max(1, round(lengths.median)),
@@ -95,6 +89,7 @@ def shrunk_config(
             "packer": {"max_tokens": placement.pack_tokens},
         }
     )
+    return config, EmulationProfile(engine=rates.times, learner=learner)
 
 
 def _rollout(request: PlanRequest, placement: FleetPlacement, *, replicas: int, groups: int) -> dict[str, object]:

@@ -27,6 +27,7 @@ class EndedResponse:
 
     at_s: float  # of RL
     latency_s: float  # since it was issued
+    age: int  # versions that the learner had published by then, after the oldest in it
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Owned by `simulate.run`. Batches come from the production scheduler and are pack
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.config.run import RunConfig
@@ -24,30 +25,32 @@ from laminar_py.telemetry.stats import Stats
 STALLED_S = 1e5  # of the GPUs, in which no step gets its batch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerParts:
+    """Parts of a simulation that its learner works with; `show` has each step's row."""
+
+    scheduler: TrajectoryScheduler
+    weights: ModelledWeights
+    stats: Stats
+    cores: SharedCores
+    show: Callable[[StepRow], None]
+
+
 class SimulatedLearner:
     """Takes `config.steps` steps; `version` is the newest that it published, of which `weights` hear later."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        times: LearnerTimes,
-        *,
-        scheduler: TrajectoryScheduler,
-        weights: ModelledWeights,
-        stats: Stats,
-        cores: SharedCores,
-        show: Callable[[StepRow], None],
-    ) -> None:
+    def __init__(self, config: RunConfig, times: LearnerTimes, parts: LearnerParts) -> None:
         assert config.emulation is not None, "a simulation has an emulated learner"
         self._config, self._emulation, self._times = config, config.emulation, times
-        self._scheduler = scheduler
-        self._weights = weights
-        self._stats = stats
-        self._cores = cores
-        self._show = show
+        self._scheduler = parts.scheduler
+        self._weights = parts.weights
+        self._stats = parts.stats
+        self._cores = parts.cores
+        self._show = parts.show
         self._attention_share = attention_share(
             hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
         )
+        self._groups_at_once = config.rollout.prompts_per_step
         self.step, self.version = 0, -1
         self._refill = RefillWatch(
             max_refill=config.rollout.max_refill, record=lambda event: None, end=self._give_up
@@ -76,7 +79,7 @@ class SimulatedLearner:
         """The next batch; None once time is up."""
         stalls_s = STALLED_S / self._emulation.compression
         left_s = math.inf if limit_s is None else max(0.0, limit_s - self._stats.rl_s)
-        groups = self._config.rollout.prompts_per_step
+        groups = self._groups_at_once
         if left_s <= 0.0:
             return None  # a batch that is there already would be taken without a wait
         try:

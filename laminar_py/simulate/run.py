@@ -9,10 +9,11 @@ import gc
 import math
 import random
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
-from laminar_py.config.emulated_profile import EmulationProfile, read_profile
+from laminar_py.config.emulated_profile import EmulationProfile, LearnerTimes, read_profile
 from laminar_py.config.emulation import EmulationConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
@@ -30,7 +31,7 @@ from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.simulate.cores import SharedCores
 from laminar_py.simulate.figures import ControlTraffic, EndedResponse, SimulatedRun
 from laminar_py.simulate.fleet import END, SimulatedFleet
-from laminar_py.simulate.learner import SimulatedLearner
+from laminar_py.simulate.learner import LearnerParts, SimulatedLearner
 from laminar_py.simulate.parts import ModelledWeights, NoRecord
 from laminar_py.simulate.virtual_loop import LoopClock, virtually
 from laminar_py.telemetry.stats import Stats, Totals
@@ -38,14 +39,26 @@ from laminar_py.telemetry.stats import Stats, Totals
 MIN_STEPS = 2
 
 
-def simulate(config: RunConfig, *, show: Callable[[StepRow], None] = lambda row: None) -> SimulatedRun:
-    """Lead a run from its first step to its last; `show` has each. Raises `ConfigError`."""
+LearnerMaker: TypeAlias = Callable[[RunConfig, LearnerTimes, LearnerParts], SimulatedLearner]
+
+
+def simulate(
+    config: RunConfig,
+    *,
+    show: Callable[[StepRow], None] = lambda row: None,
+    profile: EmulationProfile | None = None,
+    learner: LearnerMaker = SimulatedLearner,
+) -> SimulatedRun:
+    """Lead a run from its first step to its last; `show` has each. Raises `ConfigError`.
+
+    `profile` takes the place of the one that the config names, `learner` that of the production learner.
+    """
     check(config)
     assert config.emulation is not None, "`check` has looked"
-    profile = read_profile(config.emulation.profile)
+    times = profile or read_profile(config.emulation.profile)
 
     async def lead() -> SimulatedRun:
-        return await _Simulation(config, profile, show).lead()
+        return await _Simulation(config, times, learner, show).lead()
 
     collects = gc.isenabled()
     gc.disable()  # next to nothing is freed by it, and what lives would be looked at ever again
@@ -113,7 +126,13 @@ def _check_lengths(config: RunConfig, emulation: EmulationConfig) -> None:
 class _Simulation:
     """Parts of one run, made on the loop that they run on."""
 
-    def __init__(self, config: RunConfig, profile: EmulationProfile, show: Callable[[StepRow], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        profile: EmulationProfile,
+        learner: LearnerMaker,
+        show: Callable[[StepRow], None],
+    ) -> None:
         self._config = config
         self._show = show
         self._loop = asyncio.get_running_loop()
@@ -132,14 +151,10 @@ class _Simulation:
         self._fleet = SimulatedFleet(
             config, profile.engine, scheduler=scheduler, weights=weights, stats=stats, clock=clock, cores=cores
         )
-        self._learner = SimulatedLearner(
+        self._learner = learner(
             config,
             profile.learner,
-            scheduler=scheduler,
-            weights=weights,
-            stats=stats,
-            cores=cores,
-            show=self._stepped,
+            LearnerParts(scheduler=scheduler, weights=weights, stats=stats, cores=cores, show=self._stepped),
         )
         self._migration = Migration(
             MigrationSettings.of(config),
@@ -207,7 +222,8 @@ class _Simulation:
         self._migration.finished(trajectory)
         if trajectory.id in self._issued:  # else it was dropped, and goes on for the record alone
             latency_s = self._loop.time() - self._issued.pop(trajectory.id)
-            self._ended.append(EndedResponse(self._stats.rl_s, latency_s))
+            age = self._learner.version - trajectory.oldest_version
+            self._ended.append(EndedResponse(self._stats.rl_s, latency_s, age))
         reward = self._config.simulation
         self._cores.spend(reward.trajectory_cpu_s)
         delay_s = reward.reward_median_s * self._random.lognormvariate(0.0, reward.reward_sigma)

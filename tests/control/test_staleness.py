@@ -48,6 +48,14 @@ def test_one_step_opens_a_batch_only_when_the_one_before_is_generated():
     assert admission.allowed(live=64, generating=0) == 0
 
 
+def test_one_step_completes_a_batch_that_some_replicas_were_late_for():
+    admission = Admission(schedule=Schedule.ONE_STEP, batch=32, capacity=1000, drops_silent=False)
+    assert admission.allowed(live=40, generating=8) == 24, "32 are in the learner"
+    assert admission.allowed(live=8, generating=8) == 24
+    assert admission.allowed(live=32, generating=4) == 0
+    assert admission.allowed(live=32, generating=0) == 32
+
+
 def test_sync_keeps_one_batch_alive():
     admission = Admission(schedule=Schedule.SYNC, batch=32, capacity=1000)
     assert admission.allowed(live=0, generating=0) == 32

@@ -6,12 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_py.cli.main import app
-from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.loading import load_config, read_tree
 from laminar_py.config.section import ConfigError
 from laminar_py.config.staleness import Schedule
 from laminar_py.hardware.times import learner_times
-from laminar_py.plan.judge import judge, shrunk_config
+from laminar_py.plan.judge import judge, shrunk_fleet
 from laminar_py.plan.placements import learner_bytes, placements
 from laminar_py.plan.planner import make_plan
 from laminar_py.plan.stages import estimate
@@ -72,11 +71,11 @@ def test_staleness_of_every_placement_is_within_its_bound(small):
     assert all(one.judgement.figures.staleness_max <= 4 for one in small.ranked)
 
 
-def test_a_shrunk_fleet_keeps_the_learners_speed_for_each_replica(tmp_path):
+def test_a_shrunk_fleet_keeps_the_learners_speed_for_each_replica():
     request = make_request(nodes=8)
     one = placements(request)[0]
-    config = shrunk_config(request, one, folder=tmp_path, replicas=4, seed=0)
-    rate = read_profile(config.emulation.profile).learner.train_tokens_per_s
+    config, profile = shrunk_fleet(request, one, replicas=4, seed=0)
+    rate = profile.learner.train_tokens_per_s
     shrunk = rate * config.emulation.learner_devices / config.trajectories_per_step
     whole = (
         learner_times(request.shape, request.fleet.gpu).train_tokens_per_s

@@ -76,9 +76,8 @@ def _splits(diagnosis: Diagnosis, config: RunConfig) -> Iterator[BetterConfig]:
         )
         if fewer == replicas:
             continue
-        settings = (f"rollout.replicas={fewer}", f"learner.world_size={gpus - fewer * each}")
-        if schedule is not step.schedule:
-            settings = (f"schedule={schedule}", *settings)
+        split = (f"rollout.replicas={fewer}", f"learner.world_size={gpus - fewer * each}")
+        settings = split if schedule is step.schedule else (f"schedule={schedule}", *split)
         yield BetterConfig(settings, step_s, f"{gpus} GPUs divided so that generation and learner take alike")
 
 
