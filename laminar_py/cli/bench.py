@@ -55,12 +55,13 @@ BENCHMARKS: Catalog = {
         measurements={"plan": Measurement("laminar_py.bench.repack:rows", "plan_256x8192_ms")},
     ),
     "plan": Benchmark(
-        help="What a run would do, predicted and then seen: quickstart's task, emulated fleets. Takes an hour.",
+        help="Runs predicted and then seen; what the first choice of a plan lacks. Takes hours.",
         example="--only quickstart --runs 1 --json",
         options=[
             option(
                 "runs", Annotated[int, typer.Option(min=1, help="Rounds of each figure; figures are medians")], 3
-            )
+            ),
+            option("cases", Annotated[int, typer.Option(min=1, help="Random fleets that are planned")], 20),
         ],
         measurements={
             "quickstart": Measurement(
@@ -74,6 +75,7 @@ BENCHMARKS: Catalog = {
                 " plan_fleet_staleness_error_max plan_fleet_async plan_fleet_async_repack plan_fleet_async_paper"
                 " plan_fleet_in_place plan_fleet_one_step plan_fleet_sync",
             ),
+            "regret": Measurement("laminar_py.bench.plan.regret:rows", "plan_regret_p95"),
         },
     ),
     "packer": Benchmark(

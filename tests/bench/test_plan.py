@@ -11,8 +11,10 @@ from laminar_py.bench.plan import fleets, quickstart
 from laminar_py.bench.plan.cpu import LEARNER, REPLICA, CpuLog, CpuSpent, watching_cpu
 from laminar_py.bench.plan.facts import RunFacts, handover_s, sigma_of
 from laminar_py.bench.plan.fleets import FleetFigures
+from laminar_py.bench.plan.regret import MOST_PLACEMENTS, draw_case
 from laminar_py.bench.plan.settings import Compared
 from laminar_py.config.loading import load_config
+from laminar_py.plan.placements import placements
 from laminar_py.simulate.run import check
 from tests.analytics.builders import make_step_row
 from tests.bench.figures import figures
@@ -93,3 +95,11 @@ def test_each_setting_is_one_that_runs_and_one_that_is_simulated():
         check(load_config(fleets.CONFIG, [*fleets.BASE, *one.settings]))
     names = [one.settings for one in quickstart.SETTINGS]
     assert () not in names, "the base setting is what is calibrated with"
+
+
+def test_cases_of_regret_are_of_64_gpus_at_most_and_the_same_every_time():
+    for number in range(10):
+        request = draw_case(number)
+        assert request.fleet.gpus <= 64
+        assert 0 < len(placements(request)) <= MOST_PLACEMENTS
+        assert request == draw_case(number)

@@ -5,7 +5,7 @@ const page = JSON.parse(byId("data").textContent);
 const whole = (value) => Number(value).toLocaleString("en", { maximumFractionDigits: 0 });
 const label = (row) => `${row.schedule}, ${row.learner_gpus} + ${row.replicas} × ${row.tensor_parallel}`;
 const SCHEDULES = { async: "accent", one_step: "second", sync: "third" };
-const PARTS = ["#0072b2", "#56b4e9", "#009e73", "#b8860b", "#d55e00", "#cc79a7", "#7f5fc4", "#8c564b", "#9aa3ab", "#667078"];
+const PARTS = ["#0072b2", "#56b4e9", "#009e73", "#b8860b", "#d55e00", "#cc79a7", "#7f5fc4", "#8c564b", "#9aa3ab", "#667078", "#b5a26a", "#3f5f4f"];
 
 function price(row) {
   return row.cost === null ? `${number((1000 * row.step_s) / 3600)} h` : whole(row.cost);
