@@ -28,6 +28,9 @@ from laminar_py.sandbox.survey import available_tiers
 FILES_WANTED = 4096
 SHM_WANTED = 1 << 30
 
+Holders = Mapping[str, Collection[str]]
+"""Nodes on which each kind of GPU of a plan is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -43,16 +46,12 @@ class Finding:
 class Fit:
     """How a config fits a cluster."""
 
-    nodes: list[Node]  # as Ray sees them
+    nodes: list[Node]  # as Ray sees them, or as they are pretended
     memory: list[GpuMemory]  # of each kind of GPU
     rows: list[tuple[str, str, str]]  # parts, address of their node, GPUs
     warnings: list[str]  # it runs, though not as well as it could
     faults: list[str]  # it does not run before these are mended
     unplaced: ConfigError | None = None  # why its parts have no place
-
-
-Holders = Mapping[str, Collection[str]]
-"""Nodes on which each kind of GPU of a plan is."""
 
 
 def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:

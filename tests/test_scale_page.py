@@ -1,0 +1,55 @@
+"""docs/scale.md: its settings exist, and its figures by formula are those that the formulas give."""
+
+import re
+
+import pytest
+
+from laminar_py.config.loading import _settings
+from laminar_py.config.run import RunConfig
+from laminar_py.relay.planning.cost import Broadcast, Links, choose, versions_at_peak
+from laminar_py.workers.replica_lines import pace_of
+from tests.runs.runs import REPO
+
+PAGE = (REPO / "docs/scale.md").read_text()
+WAYS = {  # row of the page: bytes a second of a link, of an encoder and of who applies; None: whole versions
+    "the wire,": (50e9, None),
+    "a link with CURVE": (0.53e9, None),
+    "the same, delta, one": (0.53e9, (1.6e9, 4.9e9)),
+    "the same, delta, eight": (0.53e9, (12.8e9, 4.9e9)),
+}
+PARAMETERS = (7.6e9, 72.7e9)
+FLEETS = {"4": 5, "64": 65, "512": 513}  # hops: hosts with a relay
+
+
+def cells(row):
+    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {row}")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.parametrize("row", WAYS)
+def test_times_of_a_version_are_those_of_the_cost_model(row):
+    speed, codec = WAYS[row]
+    _, _, *columns = cells(row)
+    for parameters, column in zip(PARAMETERS, columns, strict=True):
+        told = [float(time) for time in re.findall(r"[\d.]+", column)]
+        found = []
+        for hosts in FLEETS.values():
+            share, rates = (1.0, ()) if codec is None else (0.0082, codec)
+            broadcast = Broadcast(round(2 * parameters), share, *rates)
+            found.append(choose([""] * hosts, broadcast, Links(speed, 50e-6)).seconds)
+        assert told == pytest.approx(found if len(told) > 1 else [found[1]], rel=0.02)
+
+
+def test_room_for_versions_and_the_pace_of_reports_are_those_of_the_code():
+    versions = versions_at_peak(keep_versions=2, num_replicas=8)
+    assert versions * 2 * PARAMETERS[0] / 2**30 == pytest.approx(170, abs=0.5)
+    assert f"{versions} versions of 15.2 GB" in PAGE
+    rates = [replicas / pace_of(replicas, 60.0).quiet_s for replicas in (4, 32, 512, 4096)]
+    told = [float(cell.replace(",", "")) for cell in cells("reports without news")[1:5]]
+    assert told == pytest.approx(rates, rel=0.02)
+
+
+def test_settings_exist():
+    named = re.findall(r"`((?:rollout|learner|relay|packer|repack|emulation|simulation)\.[a-z_]+)", PAGE)
+    assert named
+    assert set(named) <= set(_settings(RunConfig))
