@@ -30,7 +30,7 @@ RULES = {  # room: the rooms that it may import
     " reward rollout sandbox segments telemetry",
     "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"
     " telemetry workers",
-    "simulate": "config control engines learner packing records repack rollout telemetry",
+    "simulate": "config control engines learner ledger packing records relay repack rollout segments telemetry",
     "audit": "config ledger records segments",
     "samples": "audit config data ledger records",
     "analytics": "audit config ledger records samples",

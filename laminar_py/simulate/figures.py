@@ -36,16 +36,17 @@ class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float  # from one step to the next
     trained_tokens_per_s: float  # response tokens
     generated_tokens_per_s: float
-    kv_use: float  # mean share of the replicas' KV caches
+    kv_use: float  # mean share of the replicas' KV caches over time
     learner_waiting_share: float
     staleness_mean: float
     staleness_max: int
     versions_alive_max: int
     latency_p50_s: float  # from a response's issue to its end
     latency_p95_s: float
+    failures: int  # of replicas
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
     """Outcome of a simulated run, in seconds of its clock, of which `emulation.compression` are one."""
 
@@ -53,6 +54,7 @@ class SimulatedRun:
     rows: Sequence[StepRow]
     samples: Sequence[FleetSample]
     ended: Sequence[EndedResponse]
+    failed_s: Sequence[float]  # when replicas failed, in seconds of RL
 
     @property
     def figures(self) -> SimulatedFigures:
@@ -69,13 +71,14 @@ class SimulatedRun:
             step_s=elapsed_s / len(counted),
             trained_tokens_per_s=(last.trained_tokens - first.trained_tokens) / elapsed_s,
             generated_tokens_per_s=_rate(samples) / fast,
-            kv_use=float(np.mean([sample.kv_use for sample in samples])),
+            kv_use=_mean_kv_use(samples),
             learner_waiting_share=1.0 - fast * (last.learner_busy_s - first.learner_busy_s) / elapsed_s,
             staleness_mean=float(np.mean([row.staleness_mean for row in counted])),
             staleness_max=max(row.staleness_max for row in counted),
             versions_alive_max=max(row.versions_alive for row in counted),
             latency_p50_s=float(np.percentile(latencies, 50)),
             latency_p95_s=float(np.percentile(latencies, 95)),
+            failures=sum(first.rl_s <= at_s <= last.rl_s for at_s in self.failed_s),
         )
 
     @property
@@ -88,3 +91,9 @@ def _rate(samples: Sequence[FleetSample]) -> float:
     """Tokens a second of the run's clock from the first sample to the last; each step has one."""
     first, last = samples[0], samples[-1]
     return (last.generated_tokens - first.generated_tokens) / (last.at_s - first.at_s)
+
+
+def _mean_kv_use(samples: Sequence[FleetSample]) -> float:
+    """Mean over time: samples come in even steps and at the end of each step of the learner besides."""
+    at_s, use = np.array([(sample.at_s, sample.kv_use) for sample in samples]).T
+    return float(np.trapezoid(use, at_s) / (at_s[-1] - at_s[0]))
