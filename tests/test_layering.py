@@ -31,7 +31,7 @@ RULES = {  # room: the rooms that it may import
     " reward rollout sandbox segments telemetry",
     "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"
     " telemetry workers",
-    "simulate": "config control engines learner packing records repack rollout telemetry",
+    "simulate": "config control engines learner ledger packing records relay repack rollout segments telemetry",
     "calibration": "config engines learner packing records relay rollout",
     "audit": "config ledger records segments",
     "samples": "audit config data ledger records",

@@ -16,9 +16,10 @@ import numpy as np
 from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.archive import file_pieces
 from laminar_py.ledger.database import LedgerError
-from laminar_py.ledger.pieces import StoredPiece, is_whole, piece_rows, split, stored_pieces
+from laminar_py.ledger.pieces import NO_COLUMN, StoredPiece, is_whole, piece_rows, spans_of, split, stored_pieces
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import decode_event
+from laminar_py.ledger.start import is_simulated
 from laminar_py.records.codec import BoolArray, IntArray
 from laminar_py.records.digests import response_digest
 from laminar_py.records.events import StreamCut
@@ -59,6 +60,7 @@ class ResponseCheck:
         self.num_elsewhere = 0  # trajectories of which another host has pieces
         self._connection = connection
         self._reader = reader
+        self._simulated = is_simulated(connection)
 
     def see_stored(self, first: int, last: int) -> list[int]:
         """Look at what SQLite refers to of trajectories `first` to `last`; those of which there should be more."""
@@ -98,6 +100,8 @@ class ResponseCheck:
                 self.num_elsewhere += any(piece.is_elsewhere for piece in stored)
                 if in_file and not is_whole(split(stored)[0], promise.length):
                     self.apart.append(number)
+                elif self._simulated:
+                    self.violations += _check_counted(stored, promise)
                 elif not _is_plainly_right(stored, promise):
                     self.violations += _check(self._connection, stored, promise)
 
@@ -116,6 +120,26 @@ def _is_plainly_right(pieces: list[StoredPiece], promise: _Promise) -> bool:
         return False
     is_right = pieces[0].is_intact and response_digest([pieces[0].digest]) == promise.digest
     return is_right and piece.spans == decode_spans(promise.spans)
+
+
+def _check_counted(stored: list[StoredPiece], promise: _Promise) -> Iterator[Violation]:
+    """Look at the references to a response of a simulation; tokens that they could lead to there are none."""
+    rows = [piece.counted for piece in stored if piece.counted is not None and piece.name == NO_COLUMN]
+    if len(rows) < len(stored):
+        yield Violation(Rule.SPANS, promise.id, "has tokens of an engine, in a run that was simulated")
+        return
+    edges = [0, *(row.end for row in rows)]
+    if [row.start for row in rows] != edges[:-1] or edges[-1] != promise.length:
+        yield Violation(Rule.SPANS, promise.id, f"{rows} are not its {promise.length} tokens")
+        return
+    sure = promise.restamped or 0
+    try:
+        counted, spans = spans_of(rows), decode_spans(promise.spans or "[]")
+    except msgspec.DecodeError as error:
+        yield Violation(Rule.SPANS, promise.id, str(error))
+        return
+    if promise.spans is not None and clip_spans(counted, sure) != clip_spans(spans, sure):
+        yield Violation(Rule.SPANS, promise.id, f"was counted with {counted}, it finished with {spans}")
 
 
 def _check(connection: sqlite3.Connection, stored: list[StoredPiece], promise: _Promise) -> Iterator[Violation]:

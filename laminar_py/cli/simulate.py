@@ -21,17 +21,25 @@ def simulate(
     config: Annotated[Path, typer.Argument(help="YAML file of a run with the section emulation")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.replicas=64")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep a run folder, for laminar report, audit and dashboard")
+    ] = False,
 ) -> None:
     """Lead a run on a virtual clock: its own scheduling, repacking, staleness and packing, among engines and a
     learner that take the time of the GPUs in the profile.
 
     Figures are in seconds of the GPUs, of all steps but the first quarter. The same config trains emulated engines
-    in real time with `laminar train`.
+    in real time with `laminar train`. With --record everything is in runs/simulated-<name>-<n>/, as if it had been
+    trained, and says that it was not.
     """
     from laminar_py.config.loading import load_config
+    from laminar_py.simulate.record import new_simulated_run
+    from laminar_py.simulate.run import check
     from laminar_py.simulate.run import simulate as lead
 
     settings = load_config(config, overrides or [])
+    check(settings)
+    run = new_simulated_run(settings) if record else None
     began = told = time.monotonic()
 
     def show(row: "StepRow") -> None:
@@ -43,11 +51,14 @@ def simulate(
                 f"  learner waiting {row.learner_waiting_share:.0%}  {told - began:.0f} s"
             )
 
-    figures = lead(settings, show=show).figures
+    figures = lead(settings, run=run, show=show).figures
     if as_json:
         print(msgspec.json.encode(figures).decode())
-    else:
-        console.print(_table(figures))
+        return
+    console.print(_table(figures))
+    if run is not None:
+        say(f"laminar report {run.path} has all figures, and draws report.html")
+        say(f"laminar audit {run.path} verify proves them")
 
 
 def _control_rates(figures: "SimulatedFigures") -> str:
@@ -56,7 +67,7 @@ def _control_rates(figures: "SimulatedFigures") -> str:
 
 
 def _table(figures: "SimulatedFigures") -> Table:
-    table = Table("of a step, once under way", "")
+    table = Table("simulated, of a step once under way", "")
     for name, value in (
         ("trained tokens/s", f"{figures.trained_tokens_per_s:,.0f}"),
         ("generated tokens/s", f"{figures.generated_tokens_per_s:,.0f}"),
@@ -65,6 +76,7 @@ def _table(figures: "SimulatedFigures") -> Table:
         ("KV caches in use", f"{figures.kv_use:.0%}"),
         ("staleness, steps", f"{figures.staleness_mean:.2f}, at most {figures.staleness_max}"),
         ("versions alive", f"at most {figures.versions_alive_max}"),
+        ("failures of replicas", f"{figures.failures}"),
         ("response, s", f"p50 {figures.latency_p50_s:.0f}, p95 {figures.latency_p95_s:.0f}"),
         ("trajectories that end, events, reports a second", _control_rates(figures)),
     ):

@@ -22,11 +22,16 @@ class RefillWatch:
     """Ceilings of refill; after too many in a row that gave no group, `end` is called with a line."""
 
     def __init__(
-        self, *, max_refill: float, record: Callable[[AnyEvent], None], end: Callable[[str], None]
+        self,
+        *,
+        max_refill: float,
+        record: Callable[[AnyEvent], None],
+        end: Callable[[str], None],
+        remedy: str = "choose other prompts or another reward, and --resume",
     ) -> None:
         self._setting = f"rollout.max_refill={max_refill:g}"
         self._record = record
-        self._end = end
+        self._end, self._remedy = end, remedy
         self._hollow: list[RefillStopped] = []  # ceilings in a row without a group
 
     def see(self, batch: StepBatch, stopped: RefillStopped | None) -> None:
@@ -50,5 +55,5 @@ class RefillWatch:
         if len(self._hollow) >= MIN_CEILINGS and row.num_silent >= MIN_GROUPS:
             self._end(
                 f"step {row.step}, {len(self._hollow)} times in a row at {self._setting}: {row.tell()}; there is"
-                " nothing to learn from, choose other prompts or another reward, and --resume"
+                f" nothing to learn from, {self._remedy}"
             )

@@ -18,6 +18,8 @@ from laminar_py.records.spans import clip_spans
 from laminar_py.records.trajectory import Break, DropReason, FinishReason, Kind, Status
 from laminar_py.segments.salvage import Known, Salvaged
 
+REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
+
 
 class Reports:
     """Takes in what replicas did; whatever goes on elsewhere is queued, whatever finished goes on to its group."""

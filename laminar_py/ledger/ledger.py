@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -45,13 +45,22 @@ class Ledger:
     disk that cannot keep up therefore shows as slow commits, not as memory.
     """
 
-    def __init__(self, path: Path, *, host: str, clock: Clock, copy: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        host: str,
+        clock: Clock,
+        copy: Path | None = None,
+        wall: Callable[[], float] | None = None,
+    ) -> None:
         self._path = path
         self._copy = copy  # in the run's folder, where the ledger itself lies elsewhere
         self._run = (copy or path).parent
         self._copying = threading.Lock()
         self._host = host
         self._clock = clock
+        self._wall = wall or (lambda: time.time())  # seconds since 1970
         self._machine = Machine(recall=self._recall)
         self._batch = Unwritten()
         self._prompts: set[str] = set()  # ids in the batch
@@ -114,7 +123,7 @@ class Ledger:
     def append(self, event: AnyEvent) -> None:
         """Record an event. Raises `IllegalEventError`, an AssertionError, if it cannot happen now."""
         self._check_open()
-        wall, mono = time.time(), self._clock.now()
+        wall, mono = self._wall(), self._clock.now()
         row = self._machine.apply(self._seq + 1, event, wall=wall, mono=mono)
         self._seq += 1
         if row is not None:

@@ -11,7 +11,15 @@ from itertools import islice
 import msgspec
 
 from laminar_py.records.columns import Dtype
-from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
+from laminar_py.records.pieces import (
+    COUNTED,
+    ColumnPiece,
+    ColumnRef,
+    PayloadLostError,
+    Piece,
+    PieceRef,
+    TokensRef,
+)
 from laminar_py.records.spans import clip_spans, decode_spans, encode_spans, replace_spans
 from laminar_py.records.trajectory import Span
 from laminar_py.segments.frames import AnyPiece, Buffer, arrays_of, describe, frame_digest, rebuild
@@ -22,6 +30,7 @@ AT_ONCE = 256  # pieces that are read together
 NO_COLUMN = ""  # name of response tokens
 LOST = "on record as lost"
 ELSEWHERE = "on another host of the run"
+NOT_GENERATED = "counted in a simulation, in which nothing was generated"
 
 
 class PieceRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -61,6 +70,7 @@ class StoredPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     digest: bytes
     piece: AnyPiece | None
     fault: str = ""
+    counted: PieceRow | None = None  # the reference, to tokens of a simulation that are nowhere
 
     @property
     def is_lost(self) -> bool:
@@ -115,10 +125,11 @@ def piece_rows(
 def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[StoredPiece]:
     """The pieces of references, in their order, some at a time."""
     while block := list(islice(rows, AT_ONCE)):
-        loaded = reader.load(row.ref for row in block if row.segment)
+        nowhere = {"": LOST, COUNTED.segment: NOT_GENERATED}
+        loaded = reader.load(row.ref for row in block if row.segment not in nowhere)
         for row in block:
             piece: AnyPiece | None = None
-            fault = "" if row.segment else LOST
+            fault = nowhere.get(row.segment, "")
             if not fault:
                 try:
                     piece = loaded.piece(row.ref)
@@ -134,6 +145,7 @@ def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[S
                 digest=row.digest,
                 piece=piece,
                 fault=fault,
+                counted=row if fault == NOT_GENERATED else None,
             )
 
 

@@ -32,7 +32,7 @@ from laminar_py.ledger.live import own_disk, settle
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.orchestrator.controller import Controller
-from laminar_py.orchestrator.resumed_data import refuse_other_prompts, refuse_other_rows
+from laminar_py.orchestrator.resumed_data import refuse_other_prompts, refuse_other_rows, refuse_simulated
 from laminar_py.preflight.inputs import Inputs, check
 from laminar_py.preflight.survey import clear, place
 from laminar_py.telemetry.memory import folder_bytes
@@ -154,6 +154,7 @@ def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, config: RunCon
     reaped = run.reap()
     _settle_ledger(run, disk, console)
     if run.has_ledger:
+        refuse_simulated(run)
         refuse_other_rows(run, inputs.digests)
         refuse_other_prompts(run, inputs, config)
         tell_fallback(run, console)  # better refused now than when all parts are up

@@ -1,16 +1,13 @@
 """First and last entries in the record of a run or an evaluation. Called by their controllers."""
 
 import logging
-import os
 import socket
-from hashlib import blake2b
 from pathlib import Path
 
-from laminar_py.config.rollout import OnNewWeights
-from laminar_py.ledger.database import SCHEMA_VERSION, LedgerError
+from laminar_py.ledger.database import LedgerError
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.seal import seal_run
-from laminar_py.records.events import RunStarted, Scaled
+from laminar_py.ledger.start import first_events
 from laminar_py.workers.incarnation import Incarnation
 
 log = logging.getLogger(__name__)
@@ -18,21 +15,15 @@ log = logging.getLogger(__name__)
 
 async def record_start(incarnation: Incarnation, recovered: Recovered | None) -> None:
     """Put on record that an incarnation begins, and what it undoes of the one before."""
-    config, checkpoint = incarnation.config, incarnation.checkpoint
-    started = RunStarted(
+    checkpoint = incarnation.checkpoint
+    begun = first_events(
+        incarnation.config,
         incarnation=incarnation.number,
         host=socket.gethostname(),
-        pid=os.getpid(),
-        schema=SCHEMA_VERSION,
-        config_digest=blake2b(config.model_dump_json().encode(), digest_size=16).hexdigest(),
-        drain=config.rollout.on_new_weights is OnNewWeights.DRAIN,
-        max_staleness=config.staleness.enforced,
-        resumed_step=checkpoint.step if checkpoint else None,
         data=incarnation.inputs.digests,
-        eval_requests=config.eval.requests(config.rollout.sampling.params()),
+        resumed_step=checkpoint.step if checkpoint else None,
     )
-    fleet = Scaled(tuple(range(config.rollout.replicas)), config.rollout.engine.servers)
-    incarnation.ledger.append_all([started, fleet, *(recovered.events if recovered else ())])
+    incarnation.ledger.append_all([*begun, *(recovered.events if recovered else ())])
     await incarnation.ledger.commit()
     await incarnation.ledger.copy()
 

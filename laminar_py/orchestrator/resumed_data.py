@@ -14,6 +14,15 @@ from laminar_py.preflight.inputs import Inputs
 MOST = 1000  # prompts that are made again; another tokenizer or template shows in most, a task in its own
 
 
+def refuse_simulated(run: RunFolder) -> None:
+    """Refuse the record of a simulation, which has no weights to go on from. Raises `ConfigError`."""
+    started = last_start(run.live_ledger)
+    if started is not None and started.simulated:
+        raise ConfigError(
+            f"run={run.path}: was simulated, and nothing was trained in it; start a run of its config"
+        )
+
+
 def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
     """Refuse rows that are others than those that a run's places and ids are of. Raises `ConfigError`.
 

@@ -31,6 +31,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
         default_factory=dict
     )  # digest of the rows of each source, by its field of the config
     eval_requests: dict[str, str] = field(default_factory=dict)  # by set, see `EvalConfig.requests`
+    simulated: bool = False  # nothing is generated or trained: tokens are counts, times are of a virtual clock
 
 
 class RunEnded(Event, frozen=True):

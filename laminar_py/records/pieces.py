@@ -50,6 +50,10 @@ class PieceRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: bytes  # [16] BLAKE3
 
 
+COUNTED = PieceRef("(counted)", 0, 0, b"")
+"""Reference of tokens that a simulation has counted; no file of segments has that name."""
+
+
 class TokensRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Reference to response tokens [start, end); the piece has experts alone where both are the same."""
 

@@ -147,6 +147,10 @@ class Replica:
         """Have the next report go out without waiting for more to share it."""
         self._out.at_once()
 
+    def note(self) -> None:
+        """Have the journal hold what running trajectories have got, as it does every `partial_interval_s`."""
+        self._streams.note_partials(tells=False)
+
     # ---- called for repacking
 
     async def survey(self) -> Survey:

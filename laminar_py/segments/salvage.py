@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.pieces import Piece, TokensRef
+from laminar_py.records.pieces import Piece, PieceRef, TokensRef
 from laminar_py.records.recordings import (
     join_experts,
     join_masks,
@@ -67,21 +67,22 @@ def salvage(folder: str, request: bytes) -> bytes:
     """`Salvage` for a `SalvageRequest`, from the journals in a folder of this host. Raises `OSError`."""
     wanted = decode(SalvageRequest, request)
     journals = sorted(Path(folder).glob(f"{wanted.pattern}{JOURNAL}"))
-    pieces = chain.from_iterable(map(_entries, journals))
-    merged = [merge(run) for run in _continuations(pieces, wanted.running)]
+    merged = continuations(chain.from_iterable(map(_entries, journals)), wanted.running)
     writer = SegmentWriter(Path(folder), wanted.label)
     refs = writer.write_all(merged)
     writer.close()
-    found = [
-        Salvaged(
-            trajectory_id=piece.trajectory_id,
-            tokens=tokens_ref(piece, ref),
-            spans=piece.spans,
-            used_s=piece.used_s,
-        )
-        for piece, ref in zip(merged, refs, strict=True)
-    ]
+    found = [salvaged(piece, ref) for piece, ref in zip(merged, refs, strict=True)]
     return encode(Salvage(found, [path.name for path in journals]))
+
+
+def salvaged(piece: Piece, ref: PieceRef) -> Salvaged:
+    """Answer for a trajectory of which a piece was found, once that lies where `ref` says."""
+    return Salvaged(
+        trajectory_id=piece.trajectory_id,
+        tokens=tokens_ref(piece, ref),
+        spans=piece.spans,
+        used_s=piece.used_s,
+    )
 
 
 def merge(pieces: Sequence[Piece]) -> Piece:
@@ -111,8 +112,8 @@ def _entries(path: Path) -> Iterator[Piece]:
                 yield from (piece for piece in whole_frames(memoryview(data)) if isinstance(piece, Piece))
 
 
-def _continuations(pieces: Iterable[Piece], running: Mapping[str, Known]) -> list[list[Piece]]:
-    """Entries of each trajectory that go on where its record ends, end to end."""
+def continuations(pieces: Iterable[Piece], running: Mapping[str, Known]) -> list[Piece]:
+    """Continuation of each trajectory from where its record ends, of entries of a journal that lie end to end."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         known = running.get(piece.trajectory_id)
@@ -120,4 +121,4 @@ def _continuations(pieces: Iterable[Piece], running: Mapping[str, Known]) -> lis
             run = found.setdefault(piece.trajectory_id, [])
             if piece.start == (run[-1].end if run else known.length):
                 run.append(piece)
-    return [run for run in found.values() if run]
+    return [merge(run) for run in found.values() if run]

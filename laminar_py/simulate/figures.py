@@ -45,7 +45,7 @@ class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float  # from one step to the next
     trained_tokens_per_s: float  # response tokens
     generated_tokens_per_s: float
-    kv_use: float  # mean share of the replicas' KV caches
+    kv_use: float  # mean share of the replicas' KV caches over time
     learner_waiting_share: float
     staleness_mean: float
     staleness_max: int
@@ -55,6 +55,7 @@ class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
     trajectories_per_s: float  # that ended
     events_per_s: float
     reports_per_s: float
+    failures: int  # of replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,8 @@ class SimulatedRun:
         first, last = self.rows[self._warm - 1], self.rows[-1]
         return [self._compression * one.latency_s for one in self.ended if first.rl_s <= one.at_s <= last.rl_s]
 
+    failed_s: Sequence[float]  # when replicas failed, in seconds of RL
+
     @property
     def figures(self) -> SimulatedFigures:
         """Figures of all steps after the first quarter, of which there is one at least."""
@@ -88,7 +91,7 @@ class SimulatedRun:
             step_s=elapsed_s / len(counted),
             trained_tokens_per_s=(last.trained_tokens - first.trained_tokens) / elapsed_s,
             generated_tokens_per_s=_rate(samples) / fast,
-            kv_use=float(np.mean([sample.kv_use for sample in samples])),
+            kv_use=_mean_kv_use(samples),
             learner_waiting_share=1.0 - fast * (last.learner_busy_s - first.learner_busy_s) / elapsed_s,
             staleness_mean=float(np.mean([row.staleness_mean for row in counted])),
             staleness_max=max(row.staleness_max for row in counted),
@@ -98,6 +101,7 @@ class SimulatedRun:
             trajectories_per_s=len(latencies) / elapsed_s,
             events_per_s=(after.events - before.events) / elapsed_s,
             reports_per_s=(after.reports - before.reports) / elapsed_s,
+            failures=sum(first.rl_s <= at_s <= last.rl_s for at_s in self.failed_s),
         )
 
     @property
@@ -114,3 +118,9 @@ def _rate(samples: Sequence[FleetSample]) -> float:
     """Tokens a second of the run's clock from the first sample to the last; each step has one."""
     first, last = samples[0], samples[-1]
     return (last.generated_tokens - first.generated_tokens) / (last.at_s - first.at_s)
+
+
+def _mean_kv_use(samples: Sequence[FleetSample]) -> float:
+    """Mean over time: samples come in even steps and at the end of each step of the learner besides."""
+    at_s, use = np.array([(sample.at_s, sample.kv_use) for sample in samples]).T
+    return float(np.trapezoid(use, at_s) / (at_s[-1] - at_s[0]))

@@ -4,7 +4,6 @@ Owned by `simulate.run`. Batches come from the production scheduler and are pack
 """
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,15 +13,17 @@ from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.refill import RefillWatch
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.steps import pack_step
+from laminar_py.control.steps import pack_step, step_events
 from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.packing.balance import attention_share
+from laminar_py.records.events import VersionPublished
 from laminar_py.records.metrics import StepMetrics, StepRow, Work
 from laminar_py.simulate.cores import SharedCores
-from laminar_py.simulate.parts import ModelledWeights
+from laminar_py.simulate.parts import HeardRecorder
+from laminar_py.simulate.weights import ModelledWeights, version_bytes, weights_digest
 from laminar_py.telemetry.stats import Stats
 
-STALLED_S = 1e5  # of the GPUs, in which no step gets its batch
+INCARNATION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class LearnerParts:
     """Parts of a simulation that its learner works with; `show` has each step's row."""
 
     scheduler: TrajectoryScheduler
+    recorder: HeardRecorder
     weights: ModelledWeights
     stats: Stats
     cores: SharedCores
@@ -43,6 +45,7 @@ class SimulatedLearner:
         assert config.emulation is not None, "a simulation has an emulated learner"
         self._config, self._emulation, self._times = config, config.emulation, times
         self._scheduler = parts.scheduler
+        self._recorder = parts.recorder
         self._weights = parts.weights
         self._stats = parts.stats
         self._cores = parts.cores
@@ -53,18 +56,31 @@ class SimulatedLearner:
         self._groups_at_once = config.rollout.prompts_per_step
         self.step, self.version = 0, -1
         self._refill = RefillWatch(
-            max_refill=config.rollout.max_refill, record=lambda event: None, end=self._give_up
+            max_refill=config.rollout.max_refill,
+            record=self._recorder.append,
+            end=self._give_up,
+            remedy=f"set simulation.solved={config.simulation.solved:g} nearer to one half",
         )
 
     def publish(self) -> None:
-        """Have the weights as they are on all hosts after `simulation.publish_s`; the learner goes on."""
-        self.version += 1
+        """Have the weights as they are on their way to all hosts; the learner goes on."""
+        parent, self.version = self.version, self.version + 1
         self._scheduler.published(self.version)
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._config.simulation.publish_s, self._weights.publish, self.version)
+        self._weights.publish(self.version, after_s=self._config.simulation.publish_s)
+        self._recorder.append(
+            VersionPublished(
+                version=self.version,
+                step=self.step,
+                incarnation=INCARNATION,
+                parent=parent if parent >= 0 else None,
+                digest=weights_digest(self.version),
+                num_bytes=version_bytes(self._times.num_parameters),
+                stall_s=0.0,
+            )
+        )
 
     async def run(self, limit_s: float | None) -> None:
-        """Until all steps are done, or so much time of RL has passed. Raises `ConfigError` where no step comes."""
+        """Until all steps are done, or so much time of RL has passed. Raises `ConfigError`."""
         consumption = self._scheduler.consumption
         while self.step < self._config.steps:
             batch = await self._next_batch(limit_s)
@@ -77,27 +93,19 @@ class SimulatedLearner:
 
     async def _next_batch(self, limit_s: float | None) -> StepBatch | None:
         """The next batch; None once time is up."""
-        stalls_s = STALLED_S / self._emulation.compression
-        left_s = math.inf if limit_s is None else max(0.0, limit_s - self._stats.rl_s)
+        left_s = None if limit_s is None else max(0.0, limit_s - self._stats.rl_s)
         groups = self._groups_at_once
-        if left_s <= 0.0:
+        if left_s == 0.0:
             return None  # a batch that is there already would be taken without a wait
         try:
-            async with asyncio.timeout(min(left_s, stalls_s)):
+            async with asyncio.timeout(left_s):
                 return await self._scheduler.next_batch(groups=groups, version=self.version)
         except TimeoutError:
-            if left_s <= stalls_s:
-                return None
-            raise ConfigError(
-                f"rollout.prompts_per_step={groups}: step {self.step + 1} is not full after {STALLED_S:g} s of the"
-                " GPUs; lower it, or raise rollout.batch_per_replica or rollout.replicas"
-            ) from None
+            return None
 
     async def _commit(self, batch: StepBatch, metrics: StepMetrics | None) -> None:
-        scheduler = self._scheduler
+        scheduler, publishes = self._scheduler, metrics is not None and self._is_due
         self.step += 1
-        await scheduler.consumption.commit(batch, self.step)
-        scheduler.consumption.checkpointed(self.step)
         row = self._stats.row(
             step=self.step,
             version=batch.version,
@@ -108,8 +116,13 @@ class SimulatedLearner:
             versions_alive=scheduler.book.versions_alive(),
             stall_s=0.0,
         )
-        if metrics is not None and self._is_due:
-            self.publish()
+        with self._recorder.together():
+            await scheduler.consumption.commit(batch, self.step)
+            for event in step_events(row, batch, incarnation=INCARNATION, skipped=0):
+                self._recorder.append(event)
+            if publishes:
+                self.publish()
+        scheduler.consumption.checkpointed(self.step)
         self._show(row)
 
     def _give_up(self, fault: str) -> None:
@@ -117,8 +130,9 @@ class SimulatedLearner:
 
     @property
     def _is_due(self) -> bool:
-        unpublished = 1 + self._scheduler.book.ages.of(self.version)
-        return unpublished >= self._config.learner.publish_every or self.step == self._config.steps
+        """True where the step in hand publishes."""
+        unpublished = 1 + self._scheduler.book.ages.of(self.version)  # steps, with this one
+        return unpublished >= self._config.learner.publish_every or self.step + 1 == self._config.steps
 
     async def _learn(self, batch: StepBatch) -> StepMetrics:
         packed = pack_step(self._config, batch, stand_ins=batch.reweighted, attention_share=self._attention_share)

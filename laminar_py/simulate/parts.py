@@ -1,52 +1,77 @@
-"""Edges of a simulation: weights without bytes, tokens that are counted, no record."""
+"""Edges of a simulation: tokens that are counted, and a recorder that may have a ledger behind it."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
+from laminar_py.ledger.ledger import Ledger
 from laminar_py.records.codec import IntArray
 from laminar_py.records.events import AnyEvent
-from laminar_py.records.pieces import ColumnRef, Piece, PieceRef, TokensRef
-from laminar_py.records.protocols import PulledVersion
+from laminar_py.records.pieces import COUNTED, ColumnRef, Piece, TokensRef
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Prompt, Span
+from laminar_py.segments.salvage import Known, Salvaged, continuations, salvaged
 
-NOWHERE = PieceRef("", 0, 0, b"")
 
+class HeardRecorder:
+    """A recorder whose events `see` hears too, see `control.book.Recorder`; without a ledger it keeps nothing."""
 
-class NoRecord:
-    """A recorder that keeps nothing, see `control.book.Recorder`; `see` hears of each event."""
-
-    def __init__(self, see: Callable[[AnyEvent], None]) -> None:
+    def __init__(self, ledger: Ledger | None, *, see: Callable[[AnyEvent], None]) -> None:
+        self._ledger = ledger
         self._see = see
 
     def append(self, event: AnyEvent) -> None:
-        """Tell of an event, and keep nothing of it."""
+        """Record an event."""
         self._see(event)
+        if self._ledger is not None:
+            self._ledger.append(event)
 
     def store_prompt(self, prompt: Prompt) -> None:
-        """Keep nothing of a prompt."""
+        """Keep a prompt."""
+        if self._ledger is not None:
+            self._ledger.store_prompt(prompt)
 
     def store_tokens(self, trajectory_id: str, tokens: TokensRef, spans: tuple[Span, ...]) -> None:
-        """Keep nothing of tokens."""
+        """Keep how many tokens there are, and under which versions."""
+        if self._ledger is not None:
+            self._ledger.store_tokens(trajectory_id, tokens, spans)
 
     def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
-        """Keep nothing of columns."""
+        """Keep where columns lie."""
+        if self._ledger is not None:
+            self._ledger.store_columns(trajectory_id, columns)
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `ledger.Ledger.together`."""
+        return contextlib.nullcontext() if self._ledger is None else self._ledger.together()
 
 
 class CountedTokens:
     """A store that knows how many tokens there are, and not which, see `rollout.storing.ResponseStore`."""
 
+    def __init__(self) -> None:
+        self._journal: dict[str, list[Piece]] = {}
+
     def keep(self, piece: Piece) -> TokensRef:
         """A reference to as many tokens, which lie nowhere."""
-        return TokensRef(piece.start, piece.end, NOWHERE)
+        return TokensRef(piece.start, piece.end, COUNTED)
 
     def note(self, pieces: Sequence[Piece]) -> None:
-        """Keep nothing for salvage: no process dies."""
+        """Keep for salvage what running trajectories have got."""
+        for piece in pieces:
+            self._journal.setdefault(piece.trajectory_id, []).append(piece)
 
     def forget(self, trajectory_id: str) -> None:
-        """Keep on knowing nothing of a trajectory."""
+        """Note that a trajectory has left, and all of it was told."""
+        self._journal.pop(trajectory_id, None)
+
+    def salvage(self, running: Mapping[str, Known]) -> list[Salvaged]:
+        """Tokens of these that the journal has and nobody was told, once their replica has died."""
+        pieces = (piece for noted in self._journal.values() for piece in noted)
+        return [salvaged(piece, COUNTED) for piece in continuations(pieces, running)]
 
     async def read(self, assignment: Assignment) -> IntArray:
         """Placeholders for the tokens that an assignment goes on from."""
@@ -55,32 +80,3 @@ class CountedTokens:
     async def keep_synced(self) -> None:
         """Sync nothing, until cancelled."""
         await asyncio.Event().wait()
-
-
-class ModelledWeights:
-    """Versions in the memory of every host, see `records.protocols.WeightSource`; `publish` adds one."""
-
-    def __init__(self) -> None:
-        self.newest = -1
-        self._news = asyncio.Event()
-
-    def publish(self, version: int) -> None:
-        """Have it on all hosts now."""
-        self.newest = version
-        self._news.set()
-        self._news = asyncio.Event()
-
-    async def latest(self) -> int:
-        """The newest version; waits for the first."""
-        return await self.wait_newer(-1)
-
-    async def wait_newer(self, version: int) -> int:
-        """The newest version, once it is above that."""
-        while self.newest <= version:
-            await self._news.wait()
-        return self.newest
-
-    async def pull(self, version: int | None = None) -> PulledVersion:
-        """Any version that there ever was."""
-        number = await self.latest() if version is None else version
-        return PulledVersion(number, "", f"v{number}")

@@ -6,8 +6,6 @@ out depends on the config alone.
 
 import asyncio
 import gc
-import math
-import random
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -22,18 +20,21 @@ from laminar_py.control.deadlines import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import control_settings, packing
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
-from laminar_py.records.events import AnyEvent, Dropped, Issued
+from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
-from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.simulate.cores import SharedCores
-from laminar_py.simulate.figures import ControlTraffic, EndedResponse, SimulatedRun
+from laminar_py.simulate.figures import ControlTraffic, SimulatedRun
 from laminar_py.simulate.fleet import END, SimulatedFleet
 from laminar_py.simulate.learner import LearnerParts, SimulatedLearner
-from laminar_py.simulate.parts import ModelledWeights, NoRecord
+from laminar_py.simulate.parts import HeardRecorder
+from laminar_py.simulate.record import SimulatedRecord
+from laminar_py.simulate.rewards import SimulatedRewards
+from laminar_py.simulate.stalls import StallWatch
 from laminar_py.simulate.virtual_loop import LoopClock, virtually
+from laminar_py.simulate.weights import ModelledWeights, host_arrivals_s
 from laminar_py.telemetry.stats import Stats, Totals
 
 MIN_STEPS = 2
@@ -45,11 +46,12 @@ LearnerMaker: TypeAlias = Callable[[RunConfig, LearnerTimes, LearnerParts], Simu
 def simulate(
     config: RunConfig,
     *,
+    run: RunFolder | None = None,
     show: Callable[[StepRow], None] = lambda row: None,
     profile: EmulationProfile | None = None,
     learner: LearnerMaker = SimulatedLearner,
 ) -> SimulatedRun:
-    """Lead a run from its first step to its last; `show` has each. Raises `ConfigError`.
+    """Lead a run from its first step to its last; `show` has each, and `run` a record. Raises `ConfigError`.
 
     `profile` takes the place of the one that the config names, `learner` that of the production learner.
     """
@@ -58,12 +60,12 @@ def simulate(
     times = profile or read_profile(config.emulation.profile)
 
     async def lead() -> SimulatedRun:
-        return await _Simulation(config, times, learner, show).lead()
+        return await _Simulation(config, times, run=run, learner=learner, show=show).lead()
 
     collects = gc.isenabled()
     gc.disable()  # next to nothing is freed by it, and what lives would be looked at ever again
     try:
-        done = virtually(lead(), limit_s=math.inf)
+        done = virtually(lead(), limit_s=None)
     except ExceptionGroup as group:
         faults, others = group.split(ConfigError)
         if faults is None or others is not None:
@@ -130,46 +132,55 @@ class _Simulation:
         self,
         config: RunConfig,
         profile: EmulationProfile,
+        *,
+        run: RunFolder | None,
         learner: LearnerMaker,
         show: Callable[[StepRow], None],
     ) -> None:
-        self._config = config
-        self._show = show
+        self._config, self._show = config, show
         self._loop = asyncio.get_running_loop()
-        self._random = random.Random(config.seed)
-        self._ids = np.zeros(config.simulation.prompt_tokens, np.int32)
         self._rows: list[StepRow] = []
-        self._issued: dict[str, float] = {}  # when, on the loop's clock
-        self._ended: list[EndedResponse] = []
         self._traffic: list[ControlTraffic] = []  # [steps]
-        self._num_events = 0
         clock = LoopClock()
         self._stats = stats = Stats(clock, replicas=config.rollout.replicas, totals=Totals())
+        self._record = None if run is None else SimulatedRecord(config, run, clock=clock, stats=stats)
+        self._rewards = SimulatedRewards(config, self._stats)
+        self._recorder = HeardRecorder(
+            None if self._record is None else self._record.ledger, see=self._rewards.see
+        )
         self._scheduler = scheduler = self._make_scheduler(clock)
-        self._weights = weights = ModelledWeights()
+        self._weights = weights = _weights(config, profile)
         self._cores = cores = SharedCores(config.simulation.cores)
         self._fleet = SimulatedFleet(
             config, profile.engine, scheduler=scheduler, weights=weights, stats=stats, clock=clock, cores=cores
         )
-        self._learner = learner(
-            config,
-            profile.learner,
-            LearnerParts(scheduler=scheduler, weights=weights, stats=stats, cores=cores, show=self._stepped),
-        )
-        self._migration = Migration(
-            MigrationSettings.of(config),
+        parts = LearnerParts(
             scheduler=scheduler,
+            recorder=self._recorder,
+            weights=weights,
+            stats=stats,
+            cores=cores,
+            show=self._stepped,
+        )
+        self._learner = learner(config, profile.learner, parts)
+        self._migration = self._make_migration(clock)
+
+    def _make_migration(self, clock: LoopClock) -> Migration:
+        return Migration(
+            MigrationSettings.of(self._config),
+            scheduler=self._scheduler,
             fleet=self._fleet,
-            published=weights.wait_newer,
+            published=self._weights.root.wait_newer,
             clock=clock,
         )
 
     def _make_scheduler(self, clock: LoopClock) -> TrajectoryScheduler:
         algorithm, cap = self._config.algorithm, self._config.rollout.sampling.max_new_tokens
+        ids = np.zeros(self._config.simulation.prompt_tokens, np.int32)
         scheduler = TrajectoryScheduler(
             control_settings(self._config, stop_ids=(END,)),
-            prompt_at=self._prompt,
-            recorder=NoRecord(self._see),
+            prompt_at=lambda index: Prompt(id="p", index=index, text="", ids=ids),
+            recorder=self._recorder,
             stages=Stages(submit_score=self._finished),
             credit=Credit(group_advantages(algorithm.advantage), overlong_cost(cap, algorithm.overlong_tokens)),
             clock=clock,
@@ -179,75 +190,94 @@ class _Simulation:
 
     async def lead(self) -> SimulatedRun:
         """Until the last step is done, or time is up."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            background = [
-                tasks.create_task(self._fleet.run(), name="fleet"),
-                tasks.create_task(self._keep_house(), name="housekeeping"),
-                tasks.create_task(self._cores.run(), name="cores"),
-            ]
-            self._learner.publish()
-            if self._config.repacks:
-                speed = await self._fleet.speed()
-                background.append(tasks.create_task(self._migration.run(speed), name="repack"))
-            self._stats.rl_phase(True)
-            self._scheduler.admit()
-            self._fleet.wake()
-            await self._learner.run(self._config.max_rl_seconds)
-            for task in background:
-                task.cancel()
+        record = self._record
+        if record is not None:
+            await record.begin()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._rewards.open(tasks, self._scheduler)
+                background = [
+                    tasks.create_task(self._fleet.run(), name="fleet"),
+                    tasks.create_task(self._keep_house(), name="housekeeping"),
+                    tasks.create_task(self._cores.run(), name="cores"),
+                ]
+                if record is not None:
+                    rows = record.watch(generated_tokens=lambda: self._scheduler.book.generated_tokens)
+                    background.append(tasks.create_task(rows, name="rows"))
+                self._learner.publish()
+                if self._config.repacks:
+                    speed = await self._fleet.speed()
+                    background.append(tasks.create_task(self._migration.run(speed), name="repack"))
+                self._stats.rl_phase(True)
+                self._scheduler.admit()
+                self._fleet.begin_rl()
+                await self._learner.run(self._config.max_rl_seconds)
+                done = self._outcome()  # a record goes on for a moment
+                await self._end()
+                for task in background:
+                    task.cancel()
+        finally:
+            if record is not None:
+                await record.close()
+        return done
+
+    def _outcome(self) -> SimulatedRun:
         return SimulatedRun(
             config=self._config,
             rows=self._rows,
-            samples=self._fleet.samples,
-            ended=self._ended,
-            traffic=self._traffic,
+            samples=tuple(self._fleet.samples),
+            ended=tuple(self._rewards.ended),
+            traffic=tuple(self._traffic),
+            failed_s=tuple(at_s for at_s, _ in self._fleet.failures),
         )
 
-    # ---- data and reward
+    async def _end(self) -> None:
+        """Interrupt what still runs, and put on record what it has, where there is a record."""
+        self._stats.rl_phase(False)
+        self._scheduler.pause()
+        self._rewards.close()
+        if self._record is not None:
+            await self._fleet.stop()
+            await self._record.end(restarts=self._fleet.restarts)
 
-    def _prompt(self, index: int) -> Prompt:
-        return Prompt(id=f"p{index}", index=index, text="", ids=self._ids)
-
-    def _see(self, event: AnyEvent) -> None:
-        """Count it, and know when each training trajectory was issued, until it has ended."""
-        self._num_events += 1
-        if isinstance(event, Issued):
-            self._issued[event.trajectory_id] = self._loop.time()
-        elif isinstance(event, Dropped):
-            self._issued.pop(event.trajectory_id, None)
+    # ---- between the parts
 
     def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
-        """Score it after a while."""
+        """A response has ended, and is to be scored."""
         self._migration.finished(trajectory)
-        if trajectory.id in self._issued:  # else it was dropped, and goes on for the record alone
-            latency_s = self._loop.time() - self._issued.pop(trajectory.id)
-            age = self._learner.version - trajectory.oldest_version
-            self._ended.append(EndedResponse(self._stats.rl_s, latency_s, age))
-        reward = self._config.simulation
-        self._cores.spend(reward.trajectory_cpu_s)
-        delay_s = reward.reward_median_s * self._random.lognormvariate(0.0, reward.reward_sigma)
-        value = float(self._random.random() < reward.solved)
-        self._loop.call_later(delay_s, self._score, trajectory, value)
-
-    def _score(self, trajectory: FinishedTrajectory, value: float) -> None:
-        self._tasks.create_task(self._deliver(trajectory, value), name="score")
-
-    async def _deliver(self, trajectory: FinishedTrajectory, value: float) -> None:
-        await self._scheduler.closing.on_score(Score(trajectory_id=trajectory.id, value=value))
-        self._stats.scored(value, (), trajectory.length)
-
-    # ---- beside the learner
+        self._cores.spend(self._config.simulation.trajectory_cpu_s)
+        self._rewards.submit(trajectory, version=self._learner.version)
 
     async def _keep_house(self) -> None:
+        stalls = StallWatch(self._config)
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.enforce_deadlines()
             self._fleet.wake()
+            stalls.look(
+                self._loop.time(),
+                step=self._learner.step,
+                ended=len(self._rewards.ended),
+                moved=(self._rewards.num_events, self._fleet.generated_tokens),
+                waits=self._stats.learner_idle_s is None or self._rewards.num_open > 0 or self._fleet.is_short,
+            )
 
     def _stepped(self, row: StepRow) -> None:
         self._rows.append(row)
-        self._traffic.append(ControlTraffic(self._num_events, self._fleet.num_reports))
+        self._traffic.append(ControlTraffic(self._rewards.num_events, self._fleet.num_reports))
         self._fleet.sample()
         self._fleet.wake()
+        if self._record is not None:
+            self._record.step(row)
         self._show(row)
+
+
+def _weights(config: RunConfig, profile: EmulationProfile) -> ModelledWeights:
+    """Weights that travel by the tree of the config, in seconds of the run."""
+    assert config.emulation is not None, "`check` has looked"
+    arrivals_s = host_arrivals_s(config, num_parameters=profile.learner.num_parameters)
+    return ModelledWeights(
+        [arrival_s / config.emulation.compression for arrival_s in arrivals_s],
+        replicas_per_host=config.simulation.replicas_per_host,
+        keep_versions=config.relay.keep_versions,
+    )

@@ -54,15 +54,20 @@ async def note_placed(path: Path, *, all_placed: Callable[[], Awaitable[bool]]) 
     await asyncio.to_thread(path.write_text, f"{time.time()}\n")
 
 
-async def watch_fleet(path: Path, stats: Stats, *, generated_tokens: Callable[[], int]) -> None:
-    """Append a row for each second of RL until cancelled."""
+async def watch_fleet(
+    path: Path, stats: Stats, *, generated_tokens: Callable[[], int], has_processes: bool = True
+) -> None:
+    """Append a row for each second of RL until cancelled; of a simulation without the use of cores."""
     cores, own = os.sched_getaffinity(0), OwnCpu()
+    use = own_use = None
     with open_rows(path) as file:
         while True:
             await asyncio.sleep(EVERY_S)
-            use = cpu_use(cores)  # also before RL, since each call counts from the one before
-            own_use = await asyncio.to_thread(own.use, len(cores))
+            if has_processes:
+                use = cpu_use(cores)  # also before RL, since each call counts from the one before
+                own_use = await asyncio.to_thread(own.use, len(cores))
             if stats.in_rl:
-                row = stats.fleet(generated_tokens(), cpu_use=use, own_cpu_use=own_use, cores=len(cores))
+                count = len(cores) if has_processes else 0
+                row = stats.fleet(generated_tokens(), cpu_use=use, own_cpu_use=own_use, cores=count)
                 append_row(file, row)
                 file.flush()

@@ -246,8 +246,10 @@ class Stats:
         values, self._terms = self._terms, {}
         return {name: math.fsum(given) / len(given) for name, given in values.items()}
 
-    def fleet(self, generated_tokens: int, *, cpu_use: float, own_cpu_use: float, cores: int) -> FleetRow:
-        """Row of what the replicas do now, on a machine whose `cores` are busy to that share."""
+    def fleet(
+        self, generated_tokens: int, *, cpu_use: float | None, own_cpu_use: float | None, cores: int
+    ) -> FleetRow:
+        """Row of what the replicas do now, on a machine whose `cores` are busy to that share; None: not known."""
         indices, replicas = list(self.replicas), self.replicas.values()
         return FleetRow(
             rl_s=round(self.rl_s, 3),
@@ -258,8 +260,8 @@ class Stats:
             running=[replica.running for replica in replicas],
             waiting=[replica.waiting for replica in replicas],
             kv_use=[round(replica.kv_use, 4) for replica in replicas],
-            cpu_use=round(cpu_use, 4),
-            own_cpu_use=round(own_cpu_use, 4),
+            cpu_use=None if cpu_use is None else round(cpu_use, 4),
+            own_cpu_use=None if own_cpu_use is None else round(own_cpu_use, 4),
             cores=cores,
         )
 

@@ -12,6 +12,7 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set
 from laminar_py.ledger.rows import decode_event, read_accounting
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.ledger.start import is_simulated
 from laminar_py.records.evaluations import SetFigures
 from laminar_py.records.events import Checkpointed, Evaluated, Relayed, Repacked
 from laminar_py.records.trajectory import DropReason
@@ -107,6 +108,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     finished: bool
+    simulated: bool  # nothing was generated or trained; seconds are of a virtual clock
     accuracy_start: float | None  # of the first set, where its rewards are 0 or 1
     accuracy_end: float | None
     rl_seconds: float
@@ -245,6 +247,7 @@ def summarise(
         summary = Summary(
             run=str(run.path),
             finished=finished,
+            simulated=is_simulated(connection),
             accuracy_start=_accuracy(next((one for one in of_first if one.step == 0), None)),
             accuracy_end=_accuracy(of_first[-1]) if finished and of_first else None,
             rl_seconds=stats.rl_s,

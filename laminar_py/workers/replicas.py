@@ -20,6 +20,7 @@ from laminar_py.cluster.part import Part, watched
 from laminar_py.cluster.placement import Place, Plan
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.control.reports import HOST_LOST, REPLICA_DIED
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.tick import DISPATCH_S, Tick
 from laminar_py.link.hub import Line
@@ -43,7 +44,6 @@ START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
 ANSWER_S = 2.0  # for an answer, at least: a busy controller takes reports in with delay
 SCALED = "scaled"  # reason of one that was to leave
-REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
 FIRST_STARTS = 2  # that may fail before the run does
 FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
 

@@ -101,6 +101,7 @@ async def test_a_good_run_has_no_findings(tmp_path):
         ("UPDATE piece SET segment = '../../x' WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET segment = CAST(x'00' AS TEXT) WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET segment = '' WHERE trajectory = 2", "rows", "g1.0"),
+        ("UPDATE piece SET segment = '(counted)' WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET offset = offset + 1 WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET offset = -1 WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET num_bytes = num_bytes - 1 WHERE trajectory = 2", "spans", "g1.0"),

@@ -15,7 +15,7 @@ from laminar_py.rollout.calibration import EngineBounds, TimedRequests
 from laminar_py.simulate.cores import SharedCores, shares
 from laminar_py.simulate.run import simulate
 from laminar_py.simulate.virtual_loop import LoopClock, virtually
-from tests.simulate.test_run import CONFIG, SMALL
+from tests.simulate.small import CONFIG, SMALL
 
 TIMES = EngineTimes(step_s=0.01, kv_token_s=0.0, prefill_tokens_per_s=1e9, load_s=0.0, reserve_tokens=1)
 STEPS = 100  # a second of an engine that has a core

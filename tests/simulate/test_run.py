@@ -4,26 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.rollout.replica import Replica
-from laminar_py.simulate.run import simulate
 from laminar_py.telemetry.stats import Stats
+from tests.simulate.small import run
 
-CONFIG = Path("configs/emulation/repack.yaml")
 PROFILE = Path("configs/emulation/h100_7b.yaml")
-SMALL = (
-    "steps=6",
-    "rollout.replicas=4",
-    "rollout.batch_per_replica=96",
-    "rollout.prompts_per_step=48",
-    "emulation.start_spread_s=200",
-)
 NEVER_DRAINS = ("repack.planner=none", "rollout.on_new_weights=in_place")
-
-
-def run(*settings):
-    return simulate(load_config(CONFIG, [*SMALL, *settings]))
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +60,17 @@ def test_a_run_in_which_no_response_ends_while_steps_count_has_no_figures(tmp_pa
     quick = (f"emulation.profile={profile}", "emulation.learner_devices=100000", "repack.planner=none")
     with pytest.raises(ConfigError, match="steps=2: no response ends in those that count; raise it"):
         run(*few, *quick, "emulation.compression=1", "emulation.start_spread_s=0", "emulation.sigma=0")
+
+
+def test_one_step_in_two_publishes_where_that_is_asked_for():
+    assert [row.version for row in run("learner.publish_every=2").rows] == [0, 0, 1, 1, 2, 2]
+
+
+def test_no_more_responses_are_scored_at_a_time_than_there_are_scorers():
+    scorers = ("simulation.scorers=2", "simulation.reward_median_s=0.1")
+    rows = run(*scorers).rows
+    assert rows[-1].step * rows[0].trajectories <= 2 * rows[-1].rl_s / 0.1
+    assert rows[-1].rl_s < run("simulation.scorers=1", *scorers[1:]).rows[-1].rl_s
 
 
 def test_a_bound_on_staleness_holds():
@@ -132,7 +130,7 @@ def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
         (["max_rl_seconds=1"], "max_rl_seconds=1.0: ends the run after 0 steps, and figures need 2; raise it"),
         (
             ["rollout.without_signal=refill", "simulation.solved=1.0"],
-            "times in a row at rollout.max_refill=4: .* there is nothing to learn from",
+            "times in a row at rollout.max_refill=4: .* nothing to learn from, set simulation.solved=1 nearer to",
         ),
     ],
 )

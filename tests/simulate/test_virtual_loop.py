@@ -24,6 +24,25 @@ def test_a_day_passes_at_once_and_timers_fire_in_order():
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.parametrize("others", [[], [0.5, 2.0], [1.0 - 1e-9, 1.0, 1.0 + 1e-9, 3.0]])
+def test_timers_of_a_moment_fire_as_they_were_set_and_on_time_whatever_others_there_are(others):
+    fired = []
+
+    async def lead():
+        loop = asyncio.get_running_loop()
+        for seconds in others:
+            loop.call_later(seconds, int)
+        for place in range(20):
+            loop.call_later(1.0 if place % 2 else 1 / 3, lambda place=place: fired.append((place, loop.time())))
+        await asyncio.sleep(1.5)
+
+    virtually(lead())
+    assert [place for place, _ in fired] == [*range(0, 20, 2), *range(1, 20, 2)]
+    (third, one) = sorted({at_s for _, at_s in fired})
+    assert 1 / 3 <= third < 1 / 3 + 1e-8
+    assert one == 1.0
+
+
 def test_work_for_a_thread_is_done_on_the_spot_with_its_error():
     async def lead():
         answer = await asyncio.to_thread(sum, [1, 2])

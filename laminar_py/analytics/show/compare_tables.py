@@ -48,7 +48,8 @@ def _group_name(heads: Sequence[str], group: SeedGroup) -> str:
 def short_names(reports: Sequence[RunReport]) -> list[str]:
     """Names of the folders; whole paths where two are alike."""
     names = [Path(report.run).name for report in reports]
-    return names if len(set(names)) == len(names) else [report.run for report in reports]
+    told = names if len(set(names)) == len(names) else [report.run for report in reports]
+    return [f"{name} (simulated)" if one.simulation else name for name, one in zip(told, reports, strict=True)]
 
 
 def _table(title: str, heads: list[str], rows: Sequence[CompareRow]) -> Group:

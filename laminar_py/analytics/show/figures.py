@@ -37,6 +37,8 @@ MOST_BINS, MOST_COLUMNS, MOST_POINTS, MOST_RECENT, MOST_ROWS, NUM_EXAMPLES = 50,
 def headline(report: RunReport) -> list[Figure]:
     """Figures that a reader wants first."""
     snapshot, tokens, figures = report.snapshot, report.tokens, list[Figure]()
+    if report.simulation:
+        figures.append(Figure("simulated", "no real run", report.simulation))
     if report.diagnosis is not None:
         wall = str(report.diagnosis.binding.wall)
         figures.append(Figure("limited by", wall, "evidence and remedies are below"))

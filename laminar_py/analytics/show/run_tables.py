@@ -21,6 +21,8 @@ _BY = (Measure.LENGTH, Measure.GENERATION, Measure.REWARD, Measure.END_TO_END)
 def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
     """Tables and lines, the most important first."""
     tokens = report.tokens
+    if report.simulation:
+        yield f"SIMULATED: {report.simulation}"
     yield (
         f"{report.run}: {report.steps} steps in {report.rl_s:.1f} s of RL; goodput {tokens.goodput:,.0f} useful"
         f" tokens/s, {report.trained_tokens_per_s:,.0f} trained"

@@ -21,6 +21,7 @@ from laminar_py.analytics.triage.mean_step import mean_step
 from laminar_py.analytics.triage.selector import BetterConfig, choices
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import ledger_path
+from laminar_py.records.events import RunStarted
 
 
 class RunReport:
@@ -33,6 +34,16 @@ class RunReport:
     def run(self) -> str:
         """Folder of the run."""
         return str(self.snapshot.run)
+
+    @property
+    def simulation(self) -> str:
+        """Words on what a simulation is not, and on its seconds; "" for a real run."""
+        starts = (started for _, started in self.snapshot.history.of(RunStarted))
+        if not any(started.simulated for started in starts):
+            return ""
+        config = self.snapshot.config
+        speed = 1.0 if config is None or config.emulation is None else config.emulation.compression
+        return f"nothing was generated or trained; a second of its virtual clock is {speed:g} s of the GPUs"
 
     @cached_property
     def diagnosis(self) -> Diagnosis | None:

@@ -181,6 +181,13 @@ class EmulatedEngine:
         self._pace = share
         self._set_event_timer(self._due_s)
 
+    def deliver(self) -> None:
+        """Hand over all that running requests have by now, without waiting for the next interval."""
+        self._raise_if_lost()
+        self._scheduler.advance(self._now())
+        self._scheduler.flush()
+        self._deliver()
+
     def lengths(self) -> dict[str, int]:
         """Response tokens of each running request, delivered or not, as of the last `status`."""
         return self._scheduler.lengths()
@@ -229,9 +236,7 @@ class EmulatedEngine:
     def _flush(self) -> None:
         self._flush_timer = None
         with self._losing():
-            self._scheduler.advance(self._now())
-            self._scheduler.flush()
-            self._deliver()
+            self.deliver()
 
     @contextmanager
     def _losing(self) -> Iterator[None]:

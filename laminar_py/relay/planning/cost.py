@@ -91,8 +91,26 @@ class Route:
 
 def routes(tree: Topology, zones: Sequence[str]) -> tuple[Route, ...]:
     """Receivers of a tree ([N] zones) of which one is last, on any network; none for a lone root."""
-    firsts, paces = {0: Sends(0, 0)}, {0: frozenset[Sends]()}
     last: dict[frozenset[Sends], dict[int, int]] = {}  # of equal paces: far sends -> near sends, at most
+    for _, sent, pace in _ways(tree, zones):
+        most = last.setdefault(pace, {})
+        most[sent.far] = max(sent.near, most.get(sent.far, 0))
+    return tuple(Route(first, pace) for pace, most in last.items() for first in _latest(most))
+
+
+def arrivals_s(
+    tree: Topology, zones: Sequence[str], broadcast: Broadcast, links: Links, *, chunk_bytes: int
+) -> list[float]:
+    """Seconds until each node of a tree ([N] zones) has all of a version; 0 for the root, which has it."""
+    arrivals = [0.0] * tree.num_nodes
+    for node, first, paces in _ways(tree, zones):
+        arrivals[node] = Route(first, paces).seconds(broadcast, links, chunk_bytes)
+    return arrivals
+
+
+def _ways(tree: Topology, zones: Sequence[str]) -> Iterator[tuple[int, Sends, frozenset[Sends]]]:
+    """Each receiver, with what is sent until its first chunk is there, and the paces above it."""
+    firsts, paces = {0: Sends(0, 0)}, {0: frozenset[Sends]()}
     for node in tree.downward:
         children = tree.children(node)
         far = sum(zones[child] != zones[node] for child in children)
@@ -102,9 +120,7 @@ def routes(tree: Topology, zones: Sequence[str]) -> tuple[Route, ...]:
             away = zones[child] != zones[node]
             sent = Sends(sent.near + (not away), sent.far + away)
             firsts[child], paces[child] = sent, pace
-            most = last.setdefault(pace, {})
-            most[sent.far] = max(sent.near, most.get(sent.far, 0))
-    return tuple(Route(first, pace) for pace, most in last.items() for first in _latest(most))
+            yield child, sent, pace
 
 
 def _latest(most: Mapping[int, int]) -> Iterator[Sends]:

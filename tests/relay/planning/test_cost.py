@@ -16,6 +16,7 @@ from laminar_py.relay.planning.cost import (
     SMALLEST_CHUNK_BYTES,
     Broadcast,
     Links,
+    arrivals_s,
     best_chunk_bytes,
     broadcast_s,
     choose,
@@ -67,6 +68,18 @@ def test_a_broadcast_of_equal_chunks_takes_what_the_model_says(
     tree = grow(shape, zones)
     told = broadcast_s(routes(tree, zones), broadcast, links, chunk_bytes=chunk_bytes)
     assert told == pytest.approx(simulate(tree, zones, broadcast, links, chunk_bytes), rel=1e-6)
+
+
+@settings(deadline=None)
+@given(SHAPES, ZONES, LINKS, SIZES, st.integers(1, 40))
+def test_the_last_of_all_arrivals_is_the_time_of_the_broadcast_and_no_child_is_before_its_parent(
+    shape: Shape, zones: list[str], links: Links, chunk_bytes: int, num_chunks: int
+) -> None:
+    tree, broadcast = grow(shape, zones), Broadcast(num_chunks * chunk_bytes)
+    arrivals = arrivals_s(tree, zones, broadcast, links, chunk_bytes=chunk_bytes)
+    assert max(arrivals) == broadcast_s(routes(tree, zones), broadcast, links, chunk_bytes=chunk_bytes)
+    assert arrivals[0] == 0.0
+    assert all(arrivals[parent] <= arrivals[node] for node, parent in enumerate(tree.parents[1:], 1))
 
 
 @settings(deadline=None)

@@ -1,0 +1,28 @@
+"""A direction of the link between the controller and all replicas, on a virtual clock. Owned by `simulate.fleet`.
+
+Invariant: what is sent arrives in the order in which it was sent, also at one moment, of which the event loop's
+timers keep no order.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+
+class OneWay:
+    """Deliveries that take so long; bounded by what replicas and scheduler have to say in that time."""
+
+    def __init__(self, takes_s: float) -> None:
+        self._takes_s = takes_s
+        self._loop = asyncio.get_running_loop()
+        self._sent: asyncio.Queue[tuple[float, Callable[[], Awaitable[None]]]] = asyncio.Queue()
+
+    def send(self, arrive: Callable[[], Awaitable[None]]) -> None:
+        """Have that done when it has come there."""
+        self._sent.put_nowait((self._loop.time() + self._takes_s, arrive))
+
+    async def run(self) -> None:
+        """Carry all of it, until cancelled."""
+        while True:
+            due_s, arrive = await self._sent.get()
+            await asyncio.sleep(due_s - self._loop.time())
+            await arrive()

@@ -1,0 +1,73 @@
+"""Rewards of a simulation: a score for each response, after a time that is drawn, by as many scorers as there are.
+
+Owned by `simulate.run`. Scores are drawn in the order in which responses end.
+"""
+
+import asyncio
+import contextlib
+import random
+
+from laminar_py.config.run import RunConfig
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.records.events import AnyEvent, Dropped, Issued
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.scoring import Score
+from laminar_py.simulate.figures import EndedResponse
+from laminar_py.telemetry.stats import Stats
+
+
+class SimulatedRewards:
+    """Scores responses once it is open; `see` hears every event of the run."""
+
+    def __init__(self, config: RunConfig, stats: Stats) -> None:
+        self.ended: list[EndedResponse] = []
+        self.num_events = 0
+        self.num_open = 0  # responses that wait for a score
+        self._closed = False
+        self._settings, self._stats = config.simulation, stats
+        self._random = random.Random(config.seed)
+        self._loop = asyncio.get_running_loop()
+        self._issued: dict[str, float] = {}  # when, on the loop's clock
+        scorers = config.simulation.scorers
+        # with no limit as many as there ever are responses; on record a worker of the config has its share of them
+        self._scorers_per_worker = (config.capacity if scorers is None else scorers) / config.reward.workers
+        self._free = contextlib.nullcontext() if scorers is None else asyncio.Semaphore(scorers)
+
+    def open(self, tasks: asyncio.TaskGroup, scheduler: TrajectoryScheduler) -> None:
+        """Give scores to a scheduler from here on."""
+        self._tasks, self._scheduler = tasks, scheduler
+
+    def close(self) -> None:
+        """Score nothing more."""
+        self._closed = True
+
+    def see(self, event: AnyEvent) -> None:
+        """Know when each training trajectory was issued, until it has ended."""
+        self.num_events += 1
+        if isinstance(event, Issued):
+            self._issued[event.trajectory_id] = self._loop.time()
+        elif isinstance(event, Dropped):
+            self._issued.pop(event.trajectory_id, None)
+
+    def submit(self, trajectory: FinishedTrajectory, *, version: int) -> None:
+        """Score a response after a while; `version` is the learner's newest."""
+        if trajectory.id in self._issued:  # else it was dropped, and goes on for the record alone
+            latency_s = self._loop.time() - self._issued.pop(trajectory.id)
+            age = version - trajectory.oldest_version
+            self.ended.append(EndedResponse(self._stats.rl_s, latency_s, age))
+        takes_s = self._settings.reward_median_s * self._random.lognormvariate(0.0, self._settings.reward_sigma)
+        value = float(self._random.random() < self._settings.solved)
+        score = Score(
+            trajectory_id=trajectory.id, value=value, elapsed_s=takes_s, at_once=self._scorers_per_worker
+        )
+        self.num_open += 1
+        self._tasks.create_task(self._score(score, trajectory.length), name="score")
+
+    async def _score(self, score: Score, length: int) -> None:
+        async with self._free:
+            if self._scheduler.awaits_score(score.trajectory_id):  # else a deadline has dropped it meanwhile
+                await asyncio.sleep(score.elapsed_s)
+                if not self._closed:
+                    await self._scheduler.closing.on_score(score)
+                    self._stats.scored(score.value or 0.0, (), length)
+        self.num_open -= 1

@@ -1,0 +1,114 @@
+"""Records of simulations: read like those of any run, true to the run, and told from those of real ones."""
+
+import sqlite3
+
+import msgspec
+import numpy as np
+import pytest
+
+from laminar_py.analytics.show.page import make_page
+from laminar_py.analytics.show.run_tables import run_tables
+from laminar_py.analytics.triage.report import read_report
+from laminar_py.audit.verify import prove
+from laminar_py.config.section import ConfigError
+from laminar_py.ledger.database import LEDGER_NAME, reading
+from laminar_py.ledger.row_files import read_rows
+from laminar_py.ledger.rows import read_accounting
+from laminar_py.ledger.rows import read_rows as read_trajectories
+from laminar_py.ledger.run_folder import RunFolder, runs_of
+from laminar_py.orchestrator.resumed_data import refuse_simulated
+from laminar_py.records.metrics import FleetRow, StepRow
+from laminar_py.telemetry.summary import Summary
+from tests.simulate.small import FAILING, run, run_recorded, small
+
+CASES = {
+    "repacked": (),
+    "failing": FAILING,
+    "in place, slow links, one scorer, some fail": (
+        *FAILING,
+        "rollout.on_new_weights=in_place",
+        "repack.planner=none",
+        "simulation.link_gbit_per_s=100",
+        "simulation.scorers=1",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
+def recorded(request, tmp_path_factory):
+    done, folder = run_recorded(tmp_path_factory.mktemp("runs"), *request.param)
+    return request.param, done, folder
+
+
+def test_a_record_changes_nothing_of_what_comes_out(recorded):
+    settings, done, _ = recorded
+    again = run(*settings)
+    assert again.rows == done.rows
+    assert again.figures == done.figures
+
+
+def test_the_audit_holds_on_a_record_and_says_what_it_leaves_out(recorded):
+    proof = prove(recorded[2])
+    assert proof.violations == []
+    assert any(note.startswith("simulated: nothing was generated") for note in proof.notes)
+    assert any(note.startswith("sealed") for note in proof.notes)
+
+
+def test_rows_summary_and_accounts_of_a_record_are_those_of_the_run(recorded):
+    _, done, folder = recorded
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
+    assert list(read_rows(folder / "metrics.jsonl", StepRow)) == done.rows
+    assert summary.simulated
+    assert summary.steps == len(done.rows)
+    assert sum(summary.restarts.values()) >= len(done.failed_s)
+    with reading(folder) as connection:
+        account = read_accounting(connection).train
+    assert account.balanced
+    assert account.consumed == sum(row.trajectories for row in done.rows)
+
+
+def test_times_of_a_record_are_those_of_the_virtual_clock(recorded):
+    _, done, folder = recorded
+    with reading(folder) as connection:
+        rows = list(read_trajectories(connection, "status = 'consumed'"))
+    first_s, last_s = min(row.issued_s for row in rows), max(row.ended_s for row in rows)
+    assert -1e-3 < done.rows[-1].rl_s - (last_s - first_s) < 1.0, "but for the way of the first weights"
+    assert all(row.issued_s <= row.finished_s <= row.scored_s <= row.ready_s <= row.ended_s for row in rows)
+    seconds = [row.rl_s for row in read_rows(folder / "fleet.jsonl", FleetRow)]
+    assert np.diff(seconds) == pytest.approx(1.0, abs=0.01)
+
+
+def test_report_and_page_begin_with_the_word_that_it_was_simulated(recorded):
+    report = read_report(recorded[2])
+    assert str(next(run_tables(report, details=False))).startswith("SIMULATED: nothing was generated")
+    page = make_page(report)
+    assert page.headline[0].name == "simulated"
+    assert "20 s of the GPUs" in page.headline[0].note
+    assert not page.live
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "UPDATE piece SET end = end - 1 WHERE trajectory = 2",
+        "UPDATE piece SET spans = '[[3,0,' || end || ']]' WHERE trajectory = 2",
+        "UPDATE piece SET name = 'hints' WHERE trajectory = 2",
+        "UPDATE piece SET segment = 'replica-0' WHERE trajectory = 2",
+        "DELETE FROM piece WHERE trajectory = 2",
+    ],
+)
+def test_counts_that_were_changed_are_found(tmp_path, sql):
+    _, folder = run_recorded(tmp_path, "steps=2")
+    (folder / "seal.json").unlink()
+    with sqlite3.connect(folder / LEDGER_NAME) as connection:
+        assert connection.execute(sql).rowcount
+    assert {(str(one.rule), one.subject) for one in prove(folder).violations} == {("spans", "g0.1")}
+
+
+def test_no_resume_finds_a_record_and_one_that_names_it_is_refused(tmp_path):
+    _, folder = run_recorded(tmp_path, "steps=2")
+    _, second = run_recorded(tmp_path, "steps=2")
+    assert (folder.name, second.name) == ("simulated-repack-1", "simulated-repack-2")
+    assert runs_of(small(f"runs={tmp_path}")) == []
+    with pytest.raises(ConfigError, match="was simulated, and nothing was trained in it; start a run"):
+        refuse_simulated(RunFolder(folder))
