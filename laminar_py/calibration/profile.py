@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol, runtime_checkable
 
 import yaml
 
@@ -34,6 +35,15 @@ EMBEDDED = "local"  # the engine that computes in this process
 EMBEDDED_RESERVE = 16  # tokens that it keeps free for the growth of a request
 RESERVE = 600  # of other engines, an assumption
 POOR = 0.2  # mean error of a fit that should not be trusted
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """An engine that has connections to let go of; what it runs on ends with this process, as a replica's does."""
+
+    async def close(self) -> None:
+        """Let go of them."""
+        ...
 
 
 class CpuClock:
@@ -104,7 +114,7 @@ async def _measure_engine(
             kv_capacity=engine.status().kv_capacity,
             sampling=rollout.sampling.params(),
         )
-        return await measure_engine(  # the engine ends with this process, as a replica's does
+        found = await measure_engine(
             engine,
             bounds,
             CpuClock() if is_embedded else SystemClock(),
@@ -113,6 +123,9 @@ async def _measure_engine(
             repeats=repeats,
             tell=tell,
         )
+        if isinstance(engine, Closable):
+            await engine.close()
+        return found
 
 
 def write(found: Calibration, path: Path, *, measured: str) -> None:

@@ -26,21 +26,26 @@ def calibrate(
     from laminar_py.bench.report import machine
     from laminar_py.calibration.profile import calibrate as measure
     from laminar_py.calibration.profile import write
+    from laminar_py.cluster.errors import RunFailedError
     from laminar_py.config.loading import load_config
     from laminar_py.config.section import ConfigError
     from laminar_py.preflight.inputs import prepare
+    from laminar_py.records.protocols import EngineLostError
 
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out {out}: cannot be written; name a file in a folder that is there")
     settings = load_config(config, overrides or [])
     prepare(settings)
-    found = measure(settings, repeats=repeats, tell=lambda line: say(line, style="dim"))
+    try:
+        found = measure(settings, repeats=repeats, tell=lambda line: say(line, style="dim"))
+    except EngineLostError as error:
+        raise RunFailedError(f"the engine is lost: {error}") from None
     command = " ".join([str(config), *(overrides or [])])
     write(found, out, measured=f"{command}, median of {repeats}, {machine()}")
     console.print(_errors(found))
     for warning in found.warnings:
         say(warning, style="yellow")
-    say(f"{out} has the profile: laminar simulate {config} emulation.profile={out} tells what a run would do")
+    say(f"{out} has the profile, which a config with the section emulation names: emulation.profile={out}")
 
 
 def _errors(found: "Calibration") -> Table:

@@ -9,14 +9,14 @@ import pytest
 
 from laminar_py.bench.plan import fleets, quickstart
 from laminar_py.bench.plan.cpu import LEARNER, REPLICA, CpuLog, CpuSpent, watching_cpu
-from laminar_py.bench.plan.facts import RunFacts, handover_s, sigma_of
+from laminar_py.bench.plan.facts import RunFacts, beyond_s, sigma_of
 from laminar_py.bench.plan.fleets import FleetFigures
 from laminar_py.bench.plan.regret import MOST_PLACEMENTS, draw_case
 from laminar_py.bench.plan.settings import Compared
+from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.config.loading import load_config
 from laminar_py.plan.placements import placements
 from laminar_py.simulate.run import check
-from tests.analytics.builders import make_step_row
 from tests.bench.figures import figures
 
 FACTS = RunFacts(
@@ -54,13 +54,13 @@ def test_the_sigma_of_lengths_that_engines_drew_is_found_again():
     assert sigma_of(drawn.mean(), middle=50, cap=344) == pytest.approx(0.8, abs=0.02)
 
 
-def test_handing_over_is_what_is_beyond_the_learners_own_time_and_its_least_wait():
-    busy = [(1.0, 1.0), (2.1, 1.0), (3.3, 1.1)]
-    rows = [
-        make_step_row(step, 0.0, learner_busy_s=total, learner_s=own, waited_s=0.02 * step)
-        for step, (total, own) in enumerate(busy, 1)
-    ]
-    assert handover_s(rows) == pytest.approx(0.1 + 0.04)
+def test_what_a_learners_process_spends_beyond_its_profile_is_shared_by_the_steps():
+    times = LearnerTimes(
+        train_tokens_per_s=1000, num_parameters=10**9, hidden_size=1, num_layers=1, optimizer_s=0.1
+    )
+    modelled_s = 2 * 0.1 + 2.0
+    assert beyond_s(modelled_s + 0.5, [500] * 4, times, steps=2) == pytest.approx(0.25, abs=1e-3)
+    assert beyond_s(modelled_s - 0.5, [500] * 4, times, steps=2) == 0.0
 
 
 def test_errors_are_of_medians_and_a_setting_that_scatters_may_be_off_by_twice_its_spread():

@@ -3,9 +3,9 @@
 Used by `laminar bench plan`, whose calibration run is not one of those that are predicted.
 """
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -13,11 +13,12 @@ import numpy as np
 from laminar_py.bench.plan.cpu import CpuLog
 from laminar_py.bench.plan.settings import warm_steps
 from laminar_py.bench.runs import FinishedRun
+from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.engines.emulated.responses import SHORTEST
+from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.events import Stepped, VersionLoaded
-from laminar_py.records.metrics import StepRow
 
 UNDISTURBED = 10  # percentile of a delay that is taken for the delay where nothing else waits
 SAMPLES, HALVINGS = 200_000, 40  # of a cut log-normal whose mean is looked for
@@ -34,7 +35,7 @@ class RunFacts:
     solved: float
     reward_s: float  # from a response's end to its score, where none waits before it
     publish_s: float  # from a step to the first replica that serves its weights, where none has to end anything
-    handover_s: float  # that a step takes beyond the learner's own time
+    handover_s: float  # of a step: CPU time of the learner's process beyond its profile, and the least wait
     trajectory_cpu_s: float  # of all but learner and engines
 
     @property
@@ -51,8 +52,9 @@ class RunFacts:
         ]
 
 
-def read_facts(done: FinishedRun, cpu: CpuLog, *, cap: int) -> RunFacts:
-    """Facts of a run whose responses have so many tokens at most."""
+def read_facts(done: FinishedRun, cpu: CpuLog, times: LearnerTimes, *, cap: int) -> RunFacts:
+    """Facts of a run whose responses have so many tokens at most; `times` are those of its learner."""
+    warm, last = warm_steps(len(done.steps)), len(done.steps)
     with reading(done.folder) as connection:
         ask = connection.execute
         rows = ask(
@@ -64,9 +66,13 @@ def read_facts(done: FinishedRun, cpu: CpuLog, *, cap: int) -> RunFacts:
         begin_s, end_s = (
             ask(ends, (step,)).fetchone()[0] for step in (warm_steps(len(done.steps)), len(done.steps))
         )
+        trained = "SELECT trajectory.length + length(ids) / 4 FROM trajectory JOIN prompt ON prompt.id = prompt_id"
+        sequences = [length for (length,) in ask(f"{trained} WHERE step > ?", (warm,))]
         finished = "SELECT count(*) FROM trajectory WHERE finished_s BETWEEN ? AND ?"
         (count,) = ask(finished, (begin_s, end_s)).fetchone()
     lengths = np.array([length for length, *_ in rows], float)
+    spent = cpu.spent(begin_s, end_s)
+    waited_s = min(row.waited_s for row in done.steps[warm:])
     return RunFacts(
         median_tokens=round(float(np.median(lengths))),
         sigma=sigma_of(float(lengths.mean()), middle=round(float(np.median(lengths))), cap=cap),
@@ -74,8 +80,8 @@ def read_facts(done: FinishedRun, cpu: CpuLog, *, cap: int) -> RunFacts:
         solved=float(np.mean([reward > 0 for _, reward, *_ in rows])),
         reward_s=float(np.percentile([scored_s - ended_s for *_, ended_s, scored_s in rows], UNDISTURBED)),
         publish_s=_publish_s(done),
-        handover_s=handover_s(done.steps),
-        trajectory_cpu_s=cpu.spent(begin_s, end_s).rest_s / count,
+        handover_s=waited_s + beyond_s(spent.learner_s, sequences, times, steps=last - warm),
+        trajectory_cpu_s=spent.rest_s / count,
     )
 
 
@@ -90,13 +96,10 @@ def sigma_of(mean: float, *, middle: int, cap: int) -> float:
     return low
 
 
-def handover_s(steps: list[StepRow]) -> float:
-    """Median of what the learner is busy beyond computing, and the least wait for a batch, which was there."""
-    beyond = [
-        row.learner_busy_s - before.learner_busy_s - row.learner_s - row.publish_stall_s
-        for before, row in pairwise(steps)
-    ]
-    return max(0.0, median(beyond)) + min(row.waited_s for row in steps[1:])
+def beyond_s(spent_s: float, lengths: Sequence[int], times: LearnerTimes, *, steps: int) -> float:
+    """CPU seconds of a step that the profile has not, of all that the learner's process spent on these steps."""
+    modelled_s = steps * times.optimizer_s + emulated_step_s(times, [lengths], devices=1) - times.optimizer_s
+    return max(0.0, (spent_s - modelled_s) / steps)
 
 
 def _publish_s(done: FinishedRun) -> float:

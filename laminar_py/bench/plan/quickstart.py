@@ -74,7 +74,7 @@ def _calibrated(folder: Path, turn: int, tell: Tell) -> tuple[Path, RunFacts]:
     profile = calibrate(config, repeats=CALIBRATIONS, tell=lambda line: None).profile
     with watching_cpu() as cpu:
         done = train(CONFIG, ["name=base", f"runs={folder}", *BASE], limit_s=LIMIT_S)
-    facts = read_facts(done, cpu, cap=config.rollout.sampling.max_new_tokens)
+    facts = read_facts(done, cpu, profile.learner, cap=config.rollout.sampling.max_new_tokens)
     tell(f"base: {trained_tokens_per_s(done):,.0f} trained tokens/s; {profile}; {facts}")
     path = folder / f"profile-{turn}.yaml"
     path.write_text(yaml.safe_dump(_handing_over(profile, facts.handover_s).model_dump()))
