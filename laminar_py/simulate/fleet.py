@@ -87,7 +87,7 @@ class SimulatedFleet:
         rollout = self._config.rollout
         sampling = rollout.sampling.params(stop_ids=(END,))
         speed, _ = await self._replicas[0].measure_speed(vocab=VOCAB, max_len=rollout.max_len, sampling=sampling)
-        return speed
+        return speed.keeping_to(self._config.repack.roofline_batch)
 
     # ---- `migration.ReplicaFleet`
 
