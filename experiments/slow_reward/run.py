@@ -29,7 +29,7 @@ SETTINGS = (
     "rollout.sampling.max_new_tokens=1024",
     "rollout.prompts_per_step=64",
     "repack.interval_s=5",
-    "repack.max_stall_s=0.7",
+    "repack.max_stall_s=5",
     "reward.timeout_s=120",
     "learner.checkpoint_every=1000",
 )

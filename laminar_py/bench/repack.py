@@ -13,7 +13,7 @@ from laminar_py.repack.predictive import PredictivePlanner
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 
 REPLICAS, TRAJECTORIES = 256, 8192
-MAX_STALL_S = 0.7
+MAX_STALL_S = 5.0
 MAX_NEW_TOKENS = 16_384
 SPEED = EngineSpeed(
     step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-8, prefill_tokens_per_s=25_000, roofline_batch=48

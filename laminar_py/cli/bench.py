@@ -50,9 +50,27 @@ BENCHMARKS: Catalog = {
         },
     ),
     "repack": Benchmark(
-        help="Time to plan a round for 8,192 trajectories on 256 replicas. Takes seconds.",
+        help="Time to plan a round, and what repacking gains on a simulated fleet.\n\n"
+        "The plan takes seconds, each model a quarter of an hour of one core.",
         example="--only plan --json",
-        measurements={"plan": Measurement("laminar_py.bench.repack:rows", "plan_256x8192_ms")},
+        options=[
+            option("seeds", Annotated[int, typer.Option(min=1, help="Simulated runs of each figure, a median")], 3)
+        ],
+        measurements={
+            "plan": Measurement("laminar_py.bench.repack:rows", "plan_256x8192_ms"),
+            "7b": Measurement(
+                "laminar_py.bench.repacked_fleet:rows_7b",
+                "throughput_repack_over_off_7b throughput_paper_over_off_7b throughput_full_over_off_7b"
+                " gain_of_ceiling_7b ours_over_paper_planner_7b latency_p95_over_off_7b"
+                " async_repack_of_ceiling_7b",
+            ),
+            "32b": Measurement(
+                "laminar_py.bench.repacked_fleet:rows_32b",
+                "throughput_repack_over_off_32b throughput_paper_over_off_32b throughput_full_over_off_32b"
+                " gain_of_ceiling_32b ours_over_paper_planner_32b latency_p95_over_off_32b"
+                " async_repack_of_ceiling_32b",
+            ),
+        },
     ),
     "plan": Benchmark(
         help="Runs predicted and then seen; what the first choice of a plan lacks. Takes hours.",

@@ -1,7 +1,7 @@
 """The predictive planner: waiting trajectories are shared, and replicas are emptied where that gains time."""
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 import numpy.typing as npt
@@ -10,16 +10,20 @@ from laminar_py.records.replica import Held, Move, Survey
 from laminar_py.repack.planner import PlanningContext, move_of
 from laminar_py.repack.signals import Numbers
 
+CACHE_READS = 2.5  # most time of a destination's step for reading caches, over what reading the weights takes
+
 
 class PredictivePlanner:
-    """Shares what waits, then empties sources into several destinations where that gains.
+    """Shares what waits, then empties sources and spreads what they have where that gains.
 
     1. Where one replica of a version has trajectories that wait and another has room, waiting ones move: they have
        no KV cache to lose.
-    2. Where nothing waits any more, sources, the emptiest first, are emptied into the fullest destinations that
-       have room, over several rounds if the stall limit says so, if that gains more time than it costs: a source
-       is freed for as long as its longest response is expected to go on; destinations stand still for prefill
-       and are slower afterwards. Not where a freed replica would get nothing (`has_demand` is False).
+    2. Where nothing waits any more, as many sources are emptied, the emptiest first, as the others have room for
+       in this round, and what they have is spread evenly over these. Room is what is free until reading caches
+       takes `CACHE_READS` times as long as reading the weights: more would gain little and slow down all that is
+       there. A source is emptied if that gains more time than it costs: it is freed for as long as its longest
+       response is expected to go on; destinations stand still for prefill and are slower afterwards. Not where a
+       freed replica would get nothing (`has_demand` is False).
     """
 
     def __init__(self, context: PlanningContext) -> None:
@@ -71,20 +75,48 @@ class PredictivePlanner:
         ordered = sorted(tail, key=lambda survey: (survey.kv_used, survey.replica))
         if len(ordered) < 2:
             return []
-        rooms = _Rooms(ordered, self._stall_tokens, self._growth)
         gains = self._gains(ordered)
+        first = next((place for place, gain in enumerate(gains) if gain > 0), len(ordered))
+        ordered, gains = ordered[first:], gains[first:]  # those before are about to end by themselves
+        free = [self._free(survey) for survey in ordered]
+        count = self._num_sources(ordered, gains, free)
+        rooms = _Rooms(ordered[count:], free[count:], self._stall_tokens)
         moves: list[Move] = []
-        for source, gain in zip(ordered, gains, strict=True):
-            if gain <= 0 or rooms.received(source.replica):
-                continue
-            rooms.leave(source.replica)
-            if not rooms.hold(source):
-                rooms.come_back(source.replica)
-                continue
-            for held in sorted(source.running, key=lambda held: -held.context):
-                destination = rooms.place(held.context + self._growth)
-                if destination is not None:
-                    moves.append(move_of(held, source, destination))
+        for source in ordered[:count]:
+            given = self._spread(source, rooms)
+            if given is None:
+                break  # the others have more
+            moves += given
+        return moves
+
+    def _free(self, survey: Survey) -> int:
+        """KV tokens that a destination has room for."""
+        speed = self._speed
+        limit = float(survey.kv_capacity)
+        if speed.step_s_per_token > 0:
+            limit = min(limit, CACHE_READS * speed.step_s / speed.step_s_per_token)
+        return max(0, int(limit) - survey.kv_used)
+
+    def _num_sources(self, ordered: Sequence[Survey], gains: Sequence[float], free: Sequence[int]) -> int:
+        """Number of the emptiest, each of which gains, that all others together have room for in this round."""
+        room = [min(tokens, self._stall_tokens) for tokens in free]
+        left = sum(room)
+        slots = sum(survey.slots - len(survey.running) for survey in ordered)
+        for count, (source, gain) in enumerate(zip(ordered, gains, strict=True)):
+            left -= room[count] + source.kv_used + self._growth * len(source.running)
+            slots -= source.slots
+            if gain <= 0 or left < 0 or slots < 0:
+                return count
+        return len(ordered)
+
+    def _spread(self, source: Survey, rooms: "_Rooms") -> list[Move] | None:
+        """Moves of all that a source has, the longest first, or None where not all of it finds a place."""
+        moves: list[Move] = []
+        for held in sorted(source.running, key=lambda held: -held.context):
+            destination = rooms.place(held.context + self._growth)
+            if destination is None:
+                return None
+            moves.append(move_of(held, source, destination))
         return moves
 
     def _gains(self, tail: Sequence[Survey]) -> list[float]:
@@ -115,72 +147,28 @@ class PredictivePlanner:
 
 
 class _Rooms:
-    """Destinations by what they can still take in this round, the least first (Best-Fit).
+    """Destinations by the KV tokens that each has room for, the most first."""
 
-    Each entry is (tokens this round, free KV, replica); tokens this round are bounded by the free KV and by what
-    the stall limit leaves.
-    """
-
-    def __init__(self, surveys: Sequence[Survey], stall_tokens: int, growth: int) -> None:
-        self._stall_tokens = stall_tokens
-        self._growth = growth
-        self._slots = {survey.replica: survey.slots - len(survey.running) for survey in surveys}
-        self._entries: list[tuple[int, int, int]] = []
-        self._entry: dict[int, tuple[int, int, int]] = {}
-        self._received: set[int] = set()
-        self._free_kv = self._free_slots = 0
-        for survey in surveys:
-            free = survey.kv_capacity - survey.kv_used
-            self._add((min(free, stall_tokens), free, survey.replica))
-
-    def received(self, replica: int) -> bool:
-        """True where anything was placed there."""
-        return replica in self._received
-
-    def leave(self, replica: int) -> None:
-        """Take a replica out: as a source it receives nothing."""
-        self._remove(self._entry[replica])
-
-    def come_back(self, replica: int) -> None:
-        """Put a replica back, which is no source after all."""
-        self._add(self._entry[replica])
-
-    def hold(self, source: Survey) -> bool:
-        """True where the others together have room for all of a source, in this round or later ones.
-
-        A trajectory that no destination can ever take would stay behind, alone.
-        """
-        longest = max(held.context for held in source.running) + self._growth
-        widest = max((entry[1] for entry in self._entries), default=0)
-        fits = longest <= min(self._stall_tokens, widest)
-        return fits and source.kv_used <= self._free_kv and len(source.running) <= self._free_slots
+    def __init__(self, surveys: Sequence[Survey], free: Sequence[int], stall_tokens: int) -> None:
+        # (minus KV tokens free, replica, slots free, tokens that it may still compute in this round)
+        self._entries = [
+            (-tokens, survey.replica, survey.slots - len(survey.running), stall_tokens)
+            for survey, tokens in zip(surveys, free, strict=True)
+        ]
+        heapify(self._entries)
 
     def place(self, context: int) -> int | None:
-        """The destination with the least room that suffices, None if there is none in this round."""
-        place = bisect_left(self._entries, (context,))
-        if place == len(self._entries):
-            return None
-        entry = self._entries[place]
-        replica = entry[2]
-        self._remove(entry)
-        self._slots[replica] -= 1
-        self._add((entry[0] - context, entry[1] - context, replica))
-        self._received.add(replica)
-        return replica
+        """The destination with the most KV tokens free, None where none has room.
 
-    def _add(self, entry: tuple[int, int, int]) -> None:
-        """Put in a replica, unless it has no slot or no token free."""
-        self._entry[entry[2]] = entry
-        if self._slots[entry[2]] > 0 and entry[1] > 0:
-            self._free_kv += entry[1]
-            self._free_slots += self._slots[entry[2]]
-            insort(self._entries, entry)
-
-    def _remove(self, entry: tuple[int, int, int]) -> None:
-        if self._slots[entry[2]] > 0 and entry[1] > 0:
-            self._free_kv -= entry[1]
-            self._free_slots -= self._slots[entry[2]]
-            del self._entries[bisect_left(self._entries, entry)]
+        One that has none for this context is asked no more: those to come are hardly shorter.
+        """
+        while self._entries:
+            full, replica, slots, tokens = self._entries[0]
+            if slots > 0 and context <= min(-full, tokens):
+                heapreplace(self._entries, (full + context, replica, slots - 1, tokens - context))
+                return replica
+            heappop(self._entries)
+        return None
 
 
 def _harmonic(counts: npt.NDArray[np.int64]) -> Numbers:

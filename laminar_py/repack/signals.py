@@ -38,6 +38,10 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds to compute the KV cache of `tokens`."""
         return tokens / self.prefill_tokens_per_s
 
+    def keeping_to(self, roofline_batch: int | None) -> "EngineSpeed":
+        """Speed with the roofline batch that a run was given in place of the measured one, if any."""
+        return self if roofline_batch is None else msgspec.structs.replace(self, roofline_batch=roofline_batch)
+
 
 @dataclass(frozen=True, slots=True)
 class RampDown:

@@ -129,7 +129,7 @@ class SimulatedFleet:
         speed, _ = await self._lives[0].replica.measure_speed(
             vocab=VOCAB, max_len=rollout.max_len, sampling=sampling
         )
-        return speed
+        return speed.keeping_to(self._config.repack.roofline_batch)
 
     @property
     def generated_tokens(self) -> int:

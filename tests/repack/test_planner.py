@@ -26,7 +26,7 @@ def long(held):
 
 def context(**state):
     return PlanningContext(
-        **{"speed": SPEED, "forecast": long, "max_stall_s": 0.7, "max_new_tokens": 16_384} | state
+        **{"speed": SPEED, "forecast": long, "max_stall_s": 5.0, "max_new_tokens": 16_384} | state
     )
 
 
@@ -35,7 +35,7 @@ def paper(previous=None):
     return PaperPlanner(context(previous_kv=dict.fromkeys(range(9), KV + 1) | (previous or {})))
 
 
-def predictive(to_come=long, max_stall_s=0.7, **state):
+def predictive(to_come=long, max_stall_s=5.0, **state):
     return PredictivePlanner(context(forecast=to_come, max_stall_s=max_stall_s, **state))
 
 
@@ -123,8 +123,9 @@ def test_a_source_that_all_together_have_no_room_for_stays():
 
 def test_a_source_with_one_that_nobody_can_take_is_not_stripped_of_the_others():
     tight = predictive(max_stall_s=0.4)  # 10,000 tokens
-    assert tight.plan([make_survey(0, [12_000, 2000, 2000]), make_survey(1, [12_000] * 5)]) == []
-    assert tight.plan([make_survey(0, [9000, 2000, 2000]), make_survey(1, [12_000] * 5)])
+    others = [make_survey(1, [12_000] * 5), make_survey(2, [12_000] * 5)]
+    assert tight.plan([make_survey(0, [12_000, 2000]), *others]) == []
+    assert len(tight.plan([make_survey(0, [9000, 2000]), *others])) == 2
 
 
 def test_nothing_is_emptied_where_a_larger_batch_costs_as_much_as_it_gives():
@@ -169,11 +170,48 @@ def test_what_waits_with_a_cache_to_compute_anew_is_not_shared():
     assert predictive().plan(group) == []
 
 
-def test_a_destination_gets_what_exceeds_its_stall_limit_in_a_later_round():
+def test_a_source_stays_until_the_others_can_take_all_of_it_within_the_stall_limit():
     group = [make_survey(0, [9000] * 3), make_survey(1, [9000] * 5)]
-    [move] = predictive(max_stall_s=0.7).plan(group)
-    assert (move.source, move.destination) == (0, 1)
+    assert predictive(max_stall_s=0.7).plan(group) == []
     assert len(predictive(max_stall_s=2.0).plan(group)) == 3
+
+
+def test_what_a_source_has_is_spread_so_that_caches_are_as_full_as_each_other():
+    group = [make_survey(0, [1000] * 20), make_survey(1, [2000] * 20), make_survey(2, [2000] * 24)]
+    used = after(group, predictive().plan(group))
+    assert used[0] == [0, 0]
+    assert abs(used[1][0] - used[2][0]) <= PROMPT + 1000
+
+
+def test_as_many_are_emptied_in_a_round_as_the_others_have_room_for():
+    group = [make_survey(index, [1000] * 8) for index in range(8)]
+    used = after(group, predictive(max_stall_s=9.0).plan(group))
+    assert sorted(count for _, count in used.values()) == [0] * 7 + [64]
+    used = after(group, predictive(max_stall_s=0.5).plan(group))  # 12,500 tokens
+    assert sorted(count for _, count in used.values()) == [0] * 4 + [16] * 4
+
+
+def test_no_destination_is_filled_until_reading_caches_takes_much_longer_than_reading_weights():
+    wide = EngineSpeed(
+        step_s=0.02,
+        step_s_per_sequence=0.0,
+        step_s_per_token=0.02 / 30_000,
+        prefill_tokens_per_s=25_000.0,
+        roofline_batch=48,
+    )
+    group = [make_survey(0, [9000] * 2), make_survey(1, [9000] * 6)]
+    assert predictive(speed=wide).plan(group) == [], "30,000 tokens are read in as long as the weights"
+    assert len(predictive(speed=wide).plan([group[0], make_survey(1, [9000] * 5)])) == 2
+
+
+def test_one_that_is_about_to_end_by_itself_keeps_no_other_from_being_emptied():
+    ends = make_survey(0, [100])
+
+    def to_come(held):
+        return np.array([8000.0 if item.length > 100 else 1.0 for item in held])
+
+    moves = predictive(to_come).plan([ends, make_survey(1, [9000] * 2), make_survey(2, [9000] * 5)])
+    assert {(move.source, move.destination) for move in moves} == {(1, 2)}
 
 
 @pytest.mark.parametrize("planner", [paper(), predictive()])

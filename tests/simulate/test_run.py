@@ -89,7 +89,7 @@ def test_time_is_up_also_where_the_next_batch_is_there_already(tmp_path):
 
 
 def test_compressed_time_gives_the_same_figures_but_for_what_the_link_takes(repacked):
-    settings = [f"repack.interval_s={0.25 * 20}", f"repack.max_stall_s={0.035 * 20}", "emulation.compression=1"]
+    settings = [f"repack.interval_s={0.25 * 20}", f"repack.max_stall_s={0.25 * 20}", "emulation.compression=1"]
     figures = run(*settings).figures
     assert figures.generated_tokens_per_s == pytest.approx(repacked.figures.generated_tokens_per_s, rel=0.1)
 

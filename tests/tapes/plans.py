@@ -39,7 +39,7 @@ class Plan:
     repack: str = "none"  # paper, predictive: plans carried out by the script; migration-*: by the real rounds
     repack_s: float = 0.9
     slow_s: float = 0.61  # that replicas take at times to promise, or to give up
-    max_stall_s: float = 0.004
+    max_stall_s: float = 0.03
     # ---- replicas
     takes: int = 12  # trajectories under one version, or in flight
     slots: int = 8
@@ -100,7 +100,7 @@ _PLANS = [
         takes=8,
         slots=16,
         kv=900,
-        max_stall_s=0.006,
+        max_stall_s=0.045,
         policies=("wait", "drop"),
         repack="migration-predictive",
         controller_deaths=(60,),

@@ -99,7 +99,7 @@ def _settings(folder: Path, *, replicas: int, rate: float, steps: int) -> dict[s
         },
         "staleness": {"max_staleness": 8, "policies": ["wait", "reweight"]},
         "reward": {"use": [{"kind": "exact", "pattern": "(x)"}], "workers": 1},
-        "repack": {"interval_s": 5.0 / COMPRESSION, "max_stall_s": 0.7 / COMPRESSION},
+        "repack": {"interval_s": 5.0 / COMPRESSION, "max_stall_s": 5.0 / COMPRESSION},
         "packer": {"max_tokens": 32_768},
         "learner": {"checkpoint_every": 20},
         "relay": {"nodes": 1},
