@@ -3,7 +3,7 @@
 `python experiments/paper/run.py [--json] [--quick]` simulates each schedule at 7B, 32B and 72B on fleets of 64 to
 1,024 GPUs, under each split of `parameters.yaml` at the lower tensor parallelism and at the middle split under the
 higher one, and prints the middle of each band with the band and the paper's figure beside it. Cells that are done
-are kept in `.cache/paper`; all take a quarter of an hour of a core. `--quick`: one fleet, one placement, a minute.
+are kept in `.cache/paper`; all take about 20 minutes of a core. `--quick`: one fleet, one placement, a minute.
 """
 
 import argparse
