@@ -3,7 +3,7 @@
 `python experiments/paper/run.py [--json] [--quick]` simulates each schedule at 7B, 32B and 72B on fleets of 64 to
 1,024 GPUs, under each split of `parameters.yaml` at the lower tensor parallelism and at the middle split under the
 higher one, and prints the middle of each band with the band and the paper's figure beside it. Cells that are done
-are kept in `.cache/paper`; all take a quarter of an hour of a core. `--quick`: one fleet, one placement, a minute.
+are kept in `.cache/paper`; all take about 20 minutes of a core. `--quick`: one fleet, one placement, a minute.
 """
 
 import argparse
@@ -201,21 +201,22 @@ def _kv(cells: Sequence[Sequence[CellFigures]]) -> list[float]:
 
 
 def shrinking(measured: Measured, parameters: Parameters) -> Iterator[Row]:
-    """Errors of a shrunk fleet, on the larger one of the 7B: a cell over the same one, shrunk less."""
-    for arm, planner in ((Arm.SYNC, "none"), (Arm.ASYNC, parameters.planner)):
-        small = Cell(
-            arm=arm,
-            size="7b",
-            gpus=parameters.fleets["7b"][-1],
-            tp=parameters.tensor_parallel["7b"][0],
-            share=0.5 if arm is Arm.SYNC else sorted(parameters.learner_share)[1],
-            mfu=parameters.learner_mfu[0],
-            planner=planner,
-            iterations=LONG.get(arm),
-        )
-        large = replace(small, shrink=LESS)
-        ratio = measured(small).trained_tokens_per_s / measured(large).trained_tokens_per_s
-        yield Row(f"shrunk_{arm}", ratio, "x", f"trained tokens/s of {small.name} over {large.name}")
+    """Errors of a shrunk fleet, on the larger ones of two sizes: a cell over the same one, shrunk less."""
+    for size in ("7b", "72b"):
+        for arm, planner in ((Arm.SYNC, "none"), (Arm.ASYNC, parameters.planner)):
+            small = Cell(
+                arm=arm,
+                size=size,
+                gpus=parameters.fleets[size][-1],
+                tp=parameters.tensor_parallel[size][0],
+                share=0.5 if arm is Arm.SYNC else sorted(parameters.learner_share)[1],
+                mfu=parameters.learner_mfu[0],
+                planner=planner,
+                iterations=LONG.get(arm),
+            )
+            large = replace(small, shrink=LESS)
+            ratio = measured(small).trained_tokens_per_s / measured(large).trained_tokens_per_s
+            yield Row(f"shrunk_{arm}_{size}", ratio, "x", f"trained tokens/s of {small.name} over {large.name}")
 
 
 def main() -> None:
