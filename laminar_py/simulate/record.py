@@ -28,7 +28,7 @@ HOST = "simulated"  # in the place of a host's name
 
 def new_simulated_run(config: RunConfig) -> RunFolder:
     """The next `runs/simulated-<name>-<n>`, locked; no run that `--resume` finds. Raises `ConfigError`."""
-    disk = own_disk(config.runs, config.runs_local) if config.runs.is_dir() else None
+    disk = own_disk(config.runs, config.runs_local)
     run = new_run(config.model_copy(update={"name": f"simulated-{config.name}"}))
     run.lock()
     settle(run, disk)
@@ -77,3 +77,4 @@ class SimulatedRecord:
         await self.ledger.close()
         if self._has_ended:
             seal_run(self._run.path)
+        self._run.unlock()

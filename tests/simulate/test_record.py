@@ -1,6 +1,8 @@
 """Records of simulations: read like those of any run, true to the run, and told from those of real ones."""
 
+import json
 import sqlite3
+import sys
 
 import msgspec
 import numpy as np
@@ -10,6 +12,7 @@ from laminar_py.analytics.show.page import make_page
 from laminar_py.analytics.show.run_tables import run_tables
 from laminar_py.analytics.triage.report import read_report
 from laminar_py.audit.verify import prove
+from laminar_py.cli.main import main
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.row_files import read_rows
@@ -19,7 +22,7 @@ from laminar_py.ledger.run_folder import RunFolder, runs_of
 from laminar_py.orchestrator.resumed_data import refuse_simulated
 from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.telemetry.summary import Summary
-from tests.simulate.small import FAILING, run, run_recorded, small
+from tests.simulate.small import CONFIG, FAILING, SMALL, run, run_recorded, small
 
 CASES = {
     "repacked": (),
@@ -112,3 +115,15 @@ def test_no_resume_finds_a_record_and_one_that_names_it_is_refused(tmp_path):
     assert runs_of(small(f"runs={tmp_path}")) == []
     with pytest.raises(ConfigError, match="was simulated, and nothing was trained in it; start a run"):
         refuse_simulated(RunFolder(folder))
+
+
+@pytest.mark.parametrize("words", [[], ["--record"]])
+def test_a_record_is_kept_where_it_is_asked_for(tmp_path, monkeypatch, capsys, words):
+    settings = [*SMALL[1:], "steps=2", f"runs={tmp_path / 'new'}"]
+    monkeypatch.setattr(sys, "argv", ["laminar", "simulate", str(CONFIG), *settings, "--json", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    assert json.loads(capsys.readouterr().out)["steps"] == 1
+    kept = [path.name for path in tmp_path.glob("new/*")]
+    assert kept == (["simulated-repack-1"] if words else [])
