@@ -42,8 +42,9 @@ class SimulationConfig(Section):
     """A report's way to the controller and onto its desk: an assumption, not measured by itself."""
     order_s: Delay = 0.01
     """An order's way from the controller to its replica: an assumption, too."""
-    cores: Count | None = None
+    cores: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Cores that engines, learner and all else share, where they compute on CPUs: one each at most, the engines
-    what the others leave. Times in the profile are then CPU seconds. None: each has what it needs."""
+    what the others leave; 1.5 where other work takes half of one. Times in the profile are then CPU seconds. None:
+    each has what it needs."""
     trajectory_cpu_s: Delay = 0.0
     """With `cores`: CPU seconds that a trajectory takes of all but engines and learner."""

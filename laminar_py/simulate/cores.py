@@ -34,7 +34,7 @@ class CpuWork:
 class SharedCores:
     """Cores for engines, the learner and the rest, e.g. `SharedCores(2)`; `SharedCores(None)` has one for each."""
 
-    def __init__(self, cores: int | None) -> None:
+    def __init__(self, cores: float | None) -> None:
         self._cores = cores
         self._loop = asyncio.get_running_loop()
         self._engines: list[EmulatedEngine] = []

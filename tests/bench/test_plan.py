@@ -4,12 +4,13 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
 from laminar_py.bench.plan import fleets, quickstart
 from laminar_py.bench.plan.cpu import LEARNER, REPLICA, CpuLog, CpuSpent, watching_cpu
-from laminar_py.bench.plan.facts import RunFacts, beyond_s, sigma_of
+from laminar_py.bench.plan.facts import RunFacts, beyond_s, cores_left, sigma_of
 from laminar_py.bench.plan.fleets import FleetFigures
 from laminar_py.bench.plan.regret import MOST_PLACEMENTS, draw_case
 from laminar_py.bench.plan.settings import Compared
@@ -17,6 +18,7 @@ from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.config.loading import load_config
 from laminar_py.plan.placements import placements
 from laminar_py.simulate.run import check
+from tests.analytics.builders import make_fleet_row
 from tests.bench.figures import figures
 
 FACTS = RunFacts(
@@ -28,6 +30,7 @@ FACTS = RunFacts(
     publish_s=0.02,
     handover_s=0.04,
     trajectory_cpu_s=0.001,
+    cores=1.9,
 )
 
 
@@ -61,6 +64,14 @@ def test_what_a_learners_process_spends_beyond_its_profile_is_shared_by_the_step
     modelled_s = 2 * 0.1 + 2.0
     assert beyond_s(modelled_s + 0.5, [500] * 4, times, steps=2) == pytest.approx(0.25, abs=1e-3)
     assert beyond_s(modelled_s - 0.5, [500] * 4, times, steps=2) == 0.0
+
+
+def test_cores_that_others_keep_busy_are_not_a_runs():
+    rows = [
+        msgspec.structs.replace(make_fleet_row(float(second), [1], [0.5]), cores=2, cpu_use=use, own_cpu_use=own)
+        for second, (use, own) in enumerate([(1.0, 0.5), (0.5, 0.5)])
+    ]
+    assert cores_left(rows) == pytest.approx(2 * 0.75)
 
 
 def test_errors_are_of_medians_and_a_setting_that_scatters_may_be_off_by_twice_its_spread():

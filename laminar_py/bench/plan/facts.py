@@ -19,6 +19,7 @@ from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.events import Stepped, VersionLoaded
+from laminar_py.records.metrics import FleetRow
 
 UNDISTURBED = 10  # percentile of a delay that is taken for the delay where nothing else waits
 SAMPLES, HALVINGS = 200_000, 40  # of a cut log-normal whose mean is looked for
@@ -37,6 +38,7 @@ class RunFacts:
     publish_s: float  # from a step to the first replica that serves its weights, where none has to end anything
     handover_s: float  # of a step: CPU time of the learner's process beyond its profile, and the least wait
     trajectory_cpu_s: float  # of all but learner and engines
+    cores: float  # less what others kept busy
 
     @property
     def settings(self) -> list[str]:
@@ -49,6 +51,7 @@ class RunFacts:
             f"simulation.reward_median_s={self.reward_s}",
             f"simulation.publish_s={self.publish_s}",
             f"simulation.trajectory_cpu_s={self.trajectory_cpu_s}",
+            f"simulation.cores={self.cores}",
         ]
 
 
@@ -82,6 +85,7 @@ def read_facts(done: FinishedRun, cpu: CpuLog, times: LearnerTimes, *, cap: int)
         publish_s=_publish_s(done),
         handover_s=waited_s + beyond_s(spent.learner_s, sequences, times, steps=last - warm),
         trajectory_cpu_s=spent.rest_s / count,
+        cores=cores_left([row for row in done.fleet if row.rl_s > done.steps[warm - 1].rl_s]),
     )
 
 
@@ -100,6 +104,14 @@ def beyond_s(spent_s: float, lengths: Sequence[int], times: LearnerTimes, *, ste
     """CPU seconds of a step that the profile has not, of all that the learner's process spent on these steps."""
     modelled_s = steps * times.optimizer_s + emulated_step_s(times, [lengths], devices=1) - times.optimizer_s
     return max(0.0, (spent_s - modelled_s) / steps)
+
+
+def cores_left(rows: Sequence[FleetRow]) -> float:
+    """Cores that a run had, less what others kept busy meanwhile."""
+    others = [
+        row.cpu_use - row.own_cpu_use for row in rows if row.cpu_use is not None and row.own_cpu_use is not None
+    ]
+    return rows[0].cores * (1.0 - max(0.0, float(np.mean(others))))
 
 
 def _publish_s(done: FinishedRun) -> float:

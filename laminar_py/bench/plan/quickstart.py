@@ -90,7 +90,7 @@ def _handing_over(profile: EmulationProfile, seconds: float) -> EmulationProfile
 def predict(one: Setting, profile: Path, facts: RunFacts) -> float:
     """Trained tokens a second of a simulated run."""
     settings = one.settings if one.simulated is None else one.simulated
-    given = [f"emulation.profile={profile}", "warm_start=null", f"simulation.cores={num_cores()}", *facts.settings]
+    given = [f"emulation.profile={profile}", "warm_start=null", *facts.settings]
     return simulate(load_config(CONFIG, [*BASE, *given, *settings])).figures.trained_tokens_per_s
 
 
@@ -100,7 +100,8 @@ def table(found: Sequence[Compared], loads: Sequence[float]) -> list[Row]:
         f"{CONFIG} without a group filter and evaluations, steps {warm_steps(STEPS) + 1} to {STEPS} of {STEPS};"
         " each round calibrates, runs the base setting, whose ledger gives log-normal lengths (median, and sigma"
         " with which the mean is right), and then each setting; learner, engines and all else share"
-        f" {num_cores()} cores; load average after a run {spread(loads, '.1f')}"
+        f" {num_cores()} cores, less what others took of them in the base run; load average after a run"
+        f" {spread(loads, '.1f')}"
     )
     within = [one for one in found if abs(one.error) <= max(WITHIN, SPREADS * one.spread)]
     return [
