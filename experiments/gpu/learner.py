@@ -24,9 +24,9 @@ from laminar_py.bench.models import count_parameters
 from laminar_py.bench.report import Row, show
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.loading import parse_config
+from laminar_py.hardware.model_shape import read_shape
 from laminar_py.learner.attention import KERNELS, choose_kernel, register_kernel
 from laminar_py.preflight.memory import learner_parts
-from laminar_py.hardware.model_shape import read_shape
 
 WAYS = {
     "selective": LearnerConfig(recompute=Recompute.SELECTIVE),
