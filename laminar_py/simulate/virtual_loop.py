@@ -95,7 +95,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def _next_tick(seconds: float) -> float:
-    return math.ceil(seconds / TICK_S) * TICK_S
+    return math.ceil(seconds / TICK_S) * TICK_S if math.isfinite(seconds) else seconds
 
 
 def virtually(coroutine: Coroutine[Any, Any, T], *, limit_s: float | None = DAY_S) -> T:
