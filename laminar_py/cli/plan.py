@@ -8,13 +8,15 @@ import typer
 from rich.table import Table
 
 from laminar_py.cli.lines import console, say
+from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
     from laminar_py.plan.planner import Ranked, RankedPlan
-    from laminar_py.plan.request import Lengths
+    from laminar_py.plan.request import Lengths, PlanRequest
     from laminar_py.plan.subject import Subject
 
 SHOWN = 8  # placements
+P50, TAIL = 1500.0, 10.0  # tokens, and p99 over it, where nobody tells
 GBIT = 1e9 / 8  # bytes
 
 
@@ -24,7 +26,7 @@ def plan(
     ],
     gpus: Annotated[str, typer.Option(help="Nodes x GPUs of each x kind, e.g. 8x8xH100")],
     run: Annotated[Path | None, typer.Option(help="Run whose ledger tells the lengths of responses")] = None,
-    p50: Annotated[float, typer.Option(min=1, help="Median tokens of a response, without --run")] = 1500,
+    p50: Annotated[float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500")] = None,
     p99: Annotated[float | None, typer.Option(min=1, help="Their 99th percentile; default: 10 x p50")] = None,
     cap: Annotated[
         int | None, typer.Option(min=1, help="Longest response; default: the config's, or 16384")
@@ -35,7 +37,7 @@ def plan(
     max_staleness: Annotated[int | None, typer.Option(min=0, help="Steps; default: the config's, or 4")] = None,
     reward_s: Annotated[float, typer.Option(min=0, help="Median seconds from a response to its score")] = 0.05,
     mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Of the learner; 0.1 to 0.45 is seen")] = 0.4,
-    network_gbit: Annotated[float, typer.Option(min=0.1, help="Of a node, to others")] = 400,
+    network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
     write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
     html: Annotated[Path | None, typer.Option(help="File for a page with the trade-offs")] = None,
@@ -47,36 +49,49 @@ def plan(
     Formulas choose the likeliest placements; a simulation of each with the run's own policies, on fewer replicas,
     judges them. Times are scaling rules over data sheets, docs/scale.md says how good they are.
     """
-    from laminar_py.plan.planner import make_plan
-    from laminar_py.plan.pool import judged_side_by_side
     from laminar_py.plan.request import PlanRequest
     from laminar_py.plan.subject import read_fleet, read_subject
+    from laminar_py.plan.writing import refuse_existing
 
-    subject, given = read_subject(model), (p50, p99 or 10 * p50)
+    refuse_existing(write)
+    subject = read_subject(model)
     request = PlanRequest(
         model=subject.name,
         shape=subject.shape,
         fleet=read_fleet(gpus, network_bytes_per_s=network_gbit * GBIT),
-        lengths=_lengths(run, given, cap=cap or subject.cap, prompt=prompt, quiet=as_json),
+        lengths=_lengths(run, (p50, p99), cap=cap or subject.cap, prompt=prompt, quiet=as_json),
         prompts_per_step=prompts_per_step or subject.prompts_per_step,
         group_size=group_size or subject.group_size,
         max_staleness=subject.max_staleness if max_staleness is None else max_staleness,
         reward_s=reward_s,
         mfu=mfu,
         price=price,
+        learner=subject.learner,
     )
-    made = make_plan(request, look=judged_side_by_side(request))
+    made = _make(request)
     _print(made, as_json=as_json, explain=explain)
     _write(made, subject, write=write, html=html, quiet=as_json)
 
 
-def _lengths(run: Path | None, given: tuple[float, float], *, cap: int, prompt: int, quiet: bool) -> "Lengths":
+def _make(request: "PlanRequest") -> "RankedPlan":
+    from laminar_py.plan.planner import make_plan
+    from laminar_py.plan.pool import judged_side_by_side
+
+    return make_plan(request, look=judged_side_by_side(request))
+
+
+def _lengths(
+    run: Path | None, given: tuple[float | None, float | None], *, cap: int, prompt: int, quiet: bool
+) -> "Lengths":
     """Lengths as given, or as the ledger of a run has them."""
     from laminar_py.plan.request import Lengths
     from laminar_py.plan.subject import lengths_by_task, lengths_of
 
+    p50, p99 = given
     if run is None:
-        return Lengths.of_percentiles(*given, cap=cap, prompt=prompt)
+        return Lengths.of_percentiles(p50 or P50, p99 or TAIL * (p50 or P50), cap=cap, prompt=prompt)
+    if p50 is not None or p99 is not None:
+        raise ConfigError(f"--run={run}: tells the lengths; leave out --p50 and --p99")
     tasks = lengths_by_task(run)
     if not quiet:
         table = Table("task", "responses", "p50", "p99", title=f"response tokens of {run.name}")
@@ -116,12 +131,16 @@ def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: 
             fleet = plan.request.fleet
             pretend = f"{fleet.nodes}x{fleet.per_node}x{fleet.gpu.name}"
             say(f"the config: {write}; check it with laminar doctor {write} --pretend {pretend}")
+            if not (subject.folder / "config.json").is_file():
+                say(f"before that put the model into {subject.folder}")
         if html is not None:
             say(f"the page: {html}")
 
 
 def _ranking(plan: "RankedPlan") -> Table:
-    table = Table("", "learner + replicas x TP", "tokens/s", "step, s", "staleness", "binds, then", "1,000 steps")
+    table = Table(
+        "", "learner + replicas x TP", "tokens/s", "step, s", "staleness", "formula: binds, then", "1,000 steps"
+    )
     for place, one in enumerate(plan.ranked[:SHOWN], start=1):
         where, judged, cost = one.placement, one.judgement, plan.cost(one)
         figures = judged.figures

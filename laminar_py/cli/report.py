@@ -7,12 +7,15 @@ import dataclasses
 from functools import cached_property
 from math import isnan
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from laminar_py.cli.lines import console, say
+
+if TYPE_CHECKING:
+    from laminar_py.analytics.triage.report import RunReport
 
 
 def report(
@@ -44,7 +47,7 @@ def report(
 
 def _report_one(run: Path, *, details: bool) -> None:
     from laminar_py.analytics.show.page import write_page
-    from laminar_py.analytics.show.run_tables import choice_lines, run_tables
+    from laminar_py.analytics.show.run_tables import run_tables
     from laminar_py.analytics.show.trace import write_trace
     from laminar_py.analytics.triage.report import read_report
 
@@ -52,11 +55,26 @@ def _report_one(run: Path, *, details: bool) -> None:
     for table in run_tables(found, details=details):
         console.print(table)
     say(f"in pictures: {write_page(found)}; for Perfetto: {write_trace(found)}")
-    for line in choice_lines(found):
-        if isinstance(line, str):
-            say(line)
-        else:
-            console.print(line)
+    if not found.simulation:
+        _print_choices(found)
+
+
+def _print_choices(report: "RunReport") -> None:
+    """Other schedules and placements with what they would give, and the command that runs the best."""
+    from laminar_py.analytics.show.run_tables import make_table, tell_seconds
+    from laminar_py.plan.selector import choices, command
+
+    config, diagnosis = report.snapshot.config, report.diagnosis
+    if config is None or diagnosis is None:
+        return
+    best = choices(diagnosis, config, file=report.config_file)
+    if not best:
+        return
+    now_s = diagnosis.mean_step.measured_s
+    rows = [(" ".join(one.settings), tell_seconds(one.step_s), f"{now_s / one.step_s:.2f} x") for one in best]
+    console.print(make_table("\nWhat would give more, by these readings", "settings", ("a step", "goodput"), rows))
+    say(f"the first: {best[0].why}")
+    say(command(best[0], file=report.config_file))
 
 
 def print_limits(run: Path) -> None:

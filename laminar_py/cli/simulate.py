@@ -58,7 +58,7 @@ def simulate(
     console.print(_table(figures))
     if run is not None:
         say(f"laminar report {run.path} has all figures, and draws report.html")
-        say(f"laminar audit {run.path} verify proves them")
+        say(f"laminar audit {run.path} verify checks the record")
 
 
 def _control_rates(figures: "SimulatedFigures") -> str:

@@ -62,7 +62,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)[bB]")
 def model_named(model: str) -> tuple[str, ModelShape]:
     """Name and shape of a model: its folder, its `config.json`, a name of `KNOWN_MODELS`, or a size such as `7B`.
 
-    A size stands for the known dense model that is nearest. Raises `ConfigError`.
+    A folder that is not there may have such a name; a size stands for the known dense model that is nearest.
+    Raises `ConfigError`.
     """
     path = Path(model)
     if path.exists():
@@ -74,7 +75,7 @@ def model_named(model: str) -> tuple[str, ModelShape]:
             )
         return folder.resolve().name, shape
     for name, shape in KNOWN_MODELS.items():
-        if name.lower() == model.lower():
+        if name.lower() == path.name.lower():
             return name, shape
     size = _SIZE.fullmatch(model)
     dense = {name: shape for name, shape in KNOWN_MODELS.items() if not shape.experts}

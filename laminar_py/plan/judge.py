@@ -37,7 +37,9 @@ def judge(request: PlanRequest, placement: FleetPlacement, *, times: int = 1, se
     """Simulate some steps of the placement on a few of its replicas, or so many times more of them."""
     each = request.trajectories_per_step / placement.replicas
     replicas = times * max(FEWEST_REPLICAS, min(REPLICAS, int(MOST_A_STEP / each)))
+    few = shrunk_fleet(request, placement, replicas=replicas // times, seed=seed)[0]
     config, profile = shrunk_fleet(request, placement, replicas=replicas, seed=seed)
+    config = config.model_copy(update={"steps": few.steps})  # as many, however many replicas
     figures = simulate(config, profile=profile).figures
     ratio = request.trajectories_per_step / config.trajectories_per_step
     step_s = figures.step_s

@@ -70,7 +70,7 @@ class PlanPage(msgspec.Struct, frozen=True, kw_only=True):
     by_bound: list[TradeOff]
     by_gpus: list[TradeOff]
     considered: int
-    shrink_error: float
+    shrink_error: float | None
 
 
 def write_page(plan: RankedPlan, path: Path) -> None:

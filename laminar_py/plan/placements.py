@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from laminar_py.config.learner import LearnerConfig, Recompute
+from laminar_py.config.learner import Recompute
 from laminar_py.config.section import ConfigError
 from laminar_py.config.staleness import Schedule
 from laminar_py.hardware.times import kv_tokens
@@ -44,20 +44,16 @@ class FleetPlacement:
         """GPUs that generate."""
         return self.replicas * self.tensor_parallel
 
-    def learner_config(self) -> LearnerConfig:
-        """Settings of the learner."""
-        return LearnerConfig(world_size=self.learner_gpus, recompute=self.recompute)
-
 
 def placements(request: PlanRequest) -> list[FleetPlacement]:
     """Every placement that fits. Where none does a `ConfigError` says what is missing."""
     degrees = tensor_parallel_degrees(request)
-    least, recompute = _least_learner(request)
+    least = _least_learner(request)
     every = (
         placement
         for size in _learner_sizes(least, request.fleet)
         for degree in degrees
-        for placement in _under_all_schedules(request, size, degree, recompute)
+        for placement in _under_all_schedules(request, size, degree)
     )
     found = list(dict.fromkeys(every))  # sizes that leave the same replicas are one
     if not found:
@@ -86,53 +82,53 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
 
 def learner_bytes(request: PlanRequest, placement: FleetPlacement) -> Parts:
     """Bytes of one of the learner's GPUs at its peak, by part."""
-    return _learner_bytes(request, placement.learner_config(), placement.pack_tokens)
+    return _learner_bytes(request, placement.learner_gpus, placement.recompute)
 
 
-def _learner_bytes(request: PlanRequest, learner: LearnerConfig, tokens: int) -> Parts:
-    parts = learner_memory(request.shape, learner, tokens=tokens)
+def _learner_bytes(request: PlanRequest, ranks: int, recompute: Recompute) -> Parts:
+    learner = request.learner.model_copy(update={"world_size": ranks, "recompute": recompute})
+    parts = learner_memory(request.shape, learner, tokens=request.lengths.most)
     return parts | {"CUDA, NCCL, fragmentation": SPARE_SHARE * request.fleet.gpu.memory_bytes}
+
+
+def _least_recompute(request: PlanRequest, ranks: int) -> Recompute | None:
+    """The least that so many ranks compute again to fit their memory; None where they do not fit it."""
+    room = request.fleet.gpu.memory_bytes
+    fits = (one for one in Recompute if sum(_learner_bytes(request, ranks, one).values()) <= room)
+    return next(fits, None)
 
 
 def _cache(request: PlanRequest, degree: int) -> int:
     return kv_tokens(request.shape, request.fleet.gpu, tensor_parallel=degree, static_share=STATIC_SHARE)
 
 
-def _least_learner(request: PlanRequest) -> tuple[int, Recompute]:
-    """Fewest GPUs that hold the learner, with the least that is computed again on them. Raises `ConfigError`."""
-    room, tokens = request.fleet.gpu.memory_bytes, request.lengths.most
-    smallest = math.inf
-    for ranks in range(1, request.fleet.gpus + 1):
-        for recompute in (Recompute.NONE, Recompute.SELECTIVE, Recompute.ALL):
-            learner = LearnerConfig(world_size=ranks, recompute=recompute)
-            size = sum(_learner_bytes(request, learner, tokens).values())
-            if size <= room:
-                return ranks, recompute
-            smallest = min(smallest, size)
+def _least_learner(request: PlanRequest) -> int:
+    """Fewest GPUs that hold the learner. Raises `ConfigError`."""
+    fleet = request.fleet
+    for ranks in range(1, fleet.gpus + 1):
+        if _least_recompute(request, ranks) is not None:
+            return ranks
+    needs = sum(_learner_bytes(request, fleet.gpus, Recompute.ALL).values())
     raise ConfigError(
-        f"gpus={request.fleet.gpus}: to train {request.model} on trajectories of {tokens:,} tokens takes"
-        f" {smallest / 1e9:.1f} GB of each {request.fleet.gpu.name}, which has {room / 1e9:.1f}, with all of them"
-        " in the learner; give more GPUs, or lower cap"
+        f"gpus={fleet.gpus}: to train {request.model} on trajectories of {request.lengths.most:,} tokens takes"
+        f" {needs / 1e9:.1f} GB of each {fleet.gpu.name}, which has {fleet.gpu.memory_bytes / 1e9:.1f}, with all"
+        " of them in the learner; give more GPUs, or lower cap"
     )
 
 
 def _learner_sizes(least: int, fleet: GpuFleet) -> list[int]:
-    """Numbers of learner GPUs from the fewest on, evenly, of whole nodes where there are many."""
-    sizes = range(least, fleet.gpus)
-    if fleet.gpus > LEARNER_SIZES:
-        unit = fleet.per_node if fleet.nodes >= LEARNER_SIZES else max(1, fleet.per_node // 2)
-        every = unit * math.ceil(fleet.gpus / unit / LEARNER_SIZES)
-        return sorted({least, *(size for size in range(every, fleet.gpus, every) if size > least)})
-    return list(sizes)
+    """Numbers of learner GPUs from the fewest on, evenly."""
+    every = max(1, (fleet.gpus - least) // LEARNER_SIZES)
+    return list(range(least, fleet.gpus, every))
 
 
-def _under_all_schedules(
-    request: PlanRequest, learner_gpus: int, degree: int, recompute: Recompute
-) -> Iterator[FleetPlacement]:
+def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -> Iterator[FleetPlacement]:
     replicas = _replicas(request.fleet, learner_gpus, degree)
     if not replicas:
         return
     learner_gpus = request.fleet.gpus - replicas * degree  # what no replica takes trains, too
+    recompute = _least_recompute(request, learner_gpus)
+    assert recompute is not None, "fewer GPUs hold it already"
     cache, lengths = _cache(request, degree), request.lengths
     running = max(most_running(cache, lengths), request.group_size)  # a group goes to one replica
     share = request.trajectories_per_step / replicas  # of a step

@@ -39,9 +39,8 @@ class RankedPlan:
     request: PlanRequest
     ranked: tuple[Ranked, ...]
     considered: int  # placements that fit
-    shrink_error: (
-        float  # relative change of the first's tokens/s on twice as many replicas; 0 if it was not shrunk
-    )
+    # change of the first's tokens/s on twice as many replicas; None where all were simulated
+    shrink_error: float | None
 
     @property
     def best(self) -> Ranked:
@@ -144,8 +143,8 @@ def _one_of_each(ranked: Iterable[Ranked]) -> list[Ranked]:
     return kept
 
 
-def _shrink_error(request: PlanRequest, first: Ranked) -> float:
+def _shrink_error(request: PlanRequest, first: Ranked) -> float | None:
     """Change of the first's tokens/s on twice as many replicas, which shows what shrinking costs."""
     if first.judgement.replicas >= first.placement.replicas:
-        return 0.0
+        return None
     return judge(request, first.placement, times=2).tokens_per_s / first.tokens_per_s - 1.0

@@ -8,6 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.hardware.gpus import Gpu
 from laminar_py.hardware.model_shape import ModelShape
@@ -98,6 +99,7 @@ class PlanRequest:
     lengths: Lengths
     prompts_per_step: int
     group_size: int
+    learner: LearnerConfig  # but for its ranks and what they compute again
     max_staleness: int | None = 4  # learner steps
     reward_s: float = 0.05  # median from a response's end to its score
     mfu: float = 0.4  # of the learner

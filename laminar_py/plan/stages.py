@@ -20,6 +20,9 @@ from laminar_py.plan.placements import FleetPlacement
 from laminar_py.plan.request import Lengths, PlanRequest
 
 REPACK_SHARE = 0.5  # of what draining costs, that repacking gives back: the simulator's figure for a 7B, rounded
+RELAY_BYTES_PER_S = (
+    0.53e9  # of an encrypted link between relays, measured on one core; deltas are several times less
+)
 GRID = 400  # points of an integral over lengths
 
 Floats = npt.NDArray[np.float64]
@@ -51,19 +54,22 @@ class PlacementEstimate:
 
     @property
     def binds(self) -> Wall:
-        """Wall without half of which the step would be shortest."""
+        """Wall that, with twice as much of what makes it, shortens the step most."""
         return min(_WALLS, key=lambda wall: self._relieved(wall).step_s)
 
     @property
     def binds_next(self) -> Wall:
-        """Wall that binds once twice as much is there of what binds now."""
-        return self._relieved(self.binds).binds
+        """Wall that binds once the first is gone."""
+        relieved = self._relieved(self.binds, 1e9)
+        return min(
+            (wall for wall in _WALLS if wall is not self.binds), key=lambda wall: relieved._relieved(wall).step_s
+        )
 
-    def _relieved(self, wall: Wall) -> "PlacementEstimate":
-        """PlacementEstimate with twice as much of what makes a wall."""
+    def _relieved(self, wall: Wall, times: float = 2.0) -> "PlacementEstimate":
+        """Estimate with so many times as much of what makes a wall."""
         if wall is Wall.FRESHNESS:
-            return replace(self, freshness_s=self.freshness_s / 2)
-        return replace(self, times=self.times.faster(StepStage(wall.value), 2.0))
+            return replace(self, freshness_s=self.freshness_s / times)
+        return replace(self, times=self.times.faster(StepStage(wall.value), times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +102,39 @@ class ReplicaRates:
         """Seconds from the last admission to the last end, of sequences of which each was somewhere on its way."""
         quantiles = self.lengths.quantiles
         remaining = np.linspace(0.0, quantiles[-1], GRID)
-        beyond = np.maximum(quantiles[None, :] - remaining[:, None], 0.0).mean(axis=1)  # of E[(X - r)+]
+        sums = np.append(np.cumsum(quantiles[::-1])[::-1], 0.0)  # of all quantiles from each on
+        first = np.searchsorted(quantiles, remaining)
+        beyond = (sums[first] - remaining * (len(quantiles) - first)) / len(quantiles)  # E[(X - r)+]
         left = running * beyond / self.lengths.mean
         shown = left >= 0.5  # later nobody is left
         steps = self.step_s(left[shown], self.lengths.mean_context + remaining[shown])
         return float(np.trapezoid(steps, remaining[shown]))
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaCycle:
+    """Time of a draining replica under one version, e.g. `ReplicaCycle(683.0, 256.0, 271.0)`."""
+
+    admitted: float  # responses
+    running: float  # that it decodes at a time
+    seconds: float  # until the last of them ends
+
+
 def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstimate:
     """Stage times of a placement."""
     rates, learner = profile_of(request, placement)
-    generate = _generate_async if placement.schedule is Schedule.ASYNC else _generate_batch
-    generation_s, generated = generate(request, placement, rates)
     learner_s, trained = _train(request, placement, learner)
-    weights_s, moved = _move_weights(request, placement, rates)
-    freshness_s, aged = _stay_fresh(request, placement, rates)
-    times = StageTimes(
-        generation_s=generation_s, reward_s=request.reward_s, learner_s=learner_s, weights_s=weights_s
-    )
+    freshness_s: float = 0.0
+    aged: tuple[Formula, ...] = ()
+    if placement.schedule is Schedule.ASYNC:
+        cycle = _cycle(request, placement, rates)
+        generation_s, generated = _generate_async(request, placement, rates, cycle)
+        weights_s, moved = _take_weights(request, placement, rates, cycle)
+        freshness_s, aged = _stay_fresh(request, cycle, handed_on_s=learner_s + _on_the_way_s(request, rates))
+    else:
+        generation_s, generated = _generate_batch(request, placement, rates)
+        weights_s, moved = _sync_weights(request, rates)
+    times = StageTimes(generation_s=generation_s, learner_s=learner_s, weights_s=weights_s)
     step_s = max(compose(placement.schedule, times), freshness_s)
     tokens = request.trajectories_per_step * request.lengths.mean
     goodput = Formula(
@@ -140,7 +161,8 @@ def profile_of(request: PlanRequest, placement: FleetPlacement) -> tuple[Replica
 
 def publish_s(request: PlanRequest) -> float:
     """Seconds of a version's way to every node, in a pipeline of chunks, whatever their number."""
-    return weights_bytes(request.shape) / request.fleet.network_bytes_per_s
+    link = min(request.fleet.network_bytes_per_s, RELAY_BYTES_PER_S)
+    return weights_bytes(request.shape) / link if request.fleet.nodes > 1 else 0.0
 
 
 _COMPOSED = {
@@ -148,24 +170,39 @@ _COMPOSED = {
     Schedule.ONE_STEP: "max(generation, learner) + weights",
     Schedule.ASYNC: "max(generation + weights, learner)",
 }
-_WALLS = (Wall.GENERATION, Wall.LEARNER, Wall.REWARD, Wall.WEIGHTS, Wall.FRESHNESS)
+_WALLS = (Wall.GENERATION, Wall.LEARNER, Wall.WEIGHTS, Wall.FRESHNESS)
 _Stage = tuple[float, tuple[Formula, ...]]
 
 
-def _generate_async(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:
+def _cycle(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> ReplicaCycle:
+    admitted = float(placement.batch_per_replica)
+    if request.max_staleness is not None:  # more are never live
+        live = request.trajectories_per_step * (request.max_staleness + 1) / placement.replicas
+        admitted = max(1.0, min(admitted, live))
+    running = min(admitted, placement.max_batch)
+    if admitted <= placement.max_batch:
+        seconds = rates.batch_s(running, request.lengths.longest_of(math.ceil(admitted)))
+    else:
+        steady_s = (admitted - running) * request.lengths.mean / rates.full_tokens_per_s(running)
+        seconds = steady_s + rates.tail_s(running)
+    return ReplicaCycle(admitted, running, seconds)
+
+
+def _generate_async(
+    request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates, cycle: ReplicaCycle
+) -> _Stage:
     """Replicas drain what they admitted, one by one, and repacking takes over a part of each tail."""
     lengths, per_step = request.lengths, request.trajectories_per_step
-    admitted, running, cycle_s = _cycle(request, placement, rates)
-    rate = rates.full_tokens_per_s(running)
-    drained = min(1.0, admitted * lengths.mean / cycle_s / rate)
+    rate = rates.full_tokens_per_s(cycle.running)
+    drained = min(1.0, cycle.admitted * lengths.mean / cycle.seconds / rate)
     share = drained + REPACK_SHARE * (1.0 - drained) if placement.replicas > 1 else drained
     seconds = per_step * lengths.mean / (placement.replicas * rate * share)
     return seconds, (
-        _decode_formula(rates, running),
+        _decode_formula(rates, cycle.running),
         Formula(
             name="a replica",
-            text=f"{rate:,.0f} tokens/s never draining; of {admitted:.0f} that it admits under a version the last"
-            f" ends after {cycle_s:.0f} s: {drained:.0%} of that, {share:.0%} with repacking",
+            text=f"{rate:,.0f} tokens/s never draining; of {cycle.admitted:.0f} that it admits under a version the"
+            f" last ends after {cycle.seconds:.0f} s: {drained:.0%} of that, {share:.0%} with repacking",
             result=f"{rate * share:,.0f} tokens/s",
         ),
         Formula(
@@ -176,19 +213,6 @@ def _generate_async(request: PlanRequest, placement: FleetPlacement, rates: Repl
     )
 
 
-def _cycle(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> tuple[float, float, float]:
-    """Responses that a draining replica has under one version, those at a time, seconds until the last ends."""
-    admitted = float(placement.batch_per_replica)
-    if request.max_staleness is not None:  # more are never live
-        live = request.trajectories_per_step * (request.max_staleness + 1) / placement.replicas
-        admitted = max(1.0, min(admitted, live))
-    running = min(admitted, placement.max_batch)
-    if admitted <= placement.max_batch:
-        return admitted, running, rates.batch_s(running, request.lengths.longest_of(math.ceil(admitted)))
-    steady_s = (admitted - running) * request.lengths.mean / rates.full_tokens_per_s(running)
-    return admitted, running, steady_s + rates.tail_s(running)
-
-
 def _generate_batch(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:
     """Replicas begin a step's shares together, and the longest response is waited for."""
     lengths = request.lengths
@@ -196,13 +220,13 @@ def _generate_batch(request: PlanRequest, placement: FleetPlacement, rates: Repl
     running = min(each, placement.max_batch)
     longest = lengths.longest_of(request.trajectories_per_step)
     waiting_s = (each - running) * lengths.mean / rates.full_tokens_per_s(running)
-    seconds = waiting_s + rates.batch_s(running, longest)
+    seconds = waiting_s + rates.batch_s(running, longest) + request.reward_s
     return seconds, (
         _decode_formula(rates, running),
         Formula(
             name="generation",
             text=f"{each:.0f} responses a replica, {running:.0f} at a time, until the longest of"
-            f" {request.trajectories_per_step:,} ends, with {longest:,.0f} tokens",
+            f" {request.trajectories_per_step:,} ends, with {longest:,.0f} tokens, and its score",
             result=f"{seconds:.1f} s",
         ),
     )
@@ -219,7 +243,7 @@ def _decode_formula(rates: ReplicaRates, running: float) -> Formula:
 
 
 def _train(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes) -> _Stage:
-    """Microbatches shared by the ranks, each whole on one, and the busiest is waited for."""
+    """Microbatches, each whole on one rank; the ranks go through them in rounds."""
     lengths, ranks = request.lengths, placement.learner_gpus
     share = attention_share(
         hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
@@ -228,7 +252,7 @@ def _train(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes)
     cost = 1.0 + share * float((whole**2).mean()) / float(whole.mean())  # of a token, over one of a short sequence
     tokens = request.trajectories_per_step * float(whole.mean())
     batches = max(1.0, tokens / placement.pack_tokens)
-    rounds = max(batches / ranks, 1.0)
+    rounds = math.ceil(batches / ranks)
     seconds = times.optimizer_s + rounds * tokens / batches * cost / times.train_tokens_per_s
     return seconds, (
         Formula(
@@ -240,24 +264,36 @@ def _train(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes)
     )
 
 
-def _move_weights(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:
-    load_s, per_step = rates.times.load_s, request.trajectories_per_step
-    if placement.schedule is Schedule.ASYNC:
-        loads = per_step / (placement.replicas * placement.batch_per_replica)
-        seconds, text = load_s * loads, f"{load_s:.2f} s a load x {loads:.2f} loads of a replica in a step"
-    else:
-        way_s = publish_s(request)
-        seconds = way_s + load_s
-        text = f"{weights_bytes(request.shape) / 1e9:.0f} GB to all nodes {way_s:.2f} s + load {load_s:.2f} s"
+def _take_weights(
+    request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates, cycle: ReplicaCycle
+) -> _Stage:
+    """Replicas load, each by itself, between what they admit under two versions."""
+    load_s, loads = rates.times.load_s, request.trajectories_per_step / (placement.replicas * cycle.admitted)
+    text = f"{load_s:.2f} s a load x {loads:.2f} loads of a replica in a step"
+    return load_s * loads, (Formula(name="weights", text=text, result=f"{load_s * loads:.2f} s"),)
+
+
+def _sync_weights(request: PlanRequest, rates: ReplicaRates) -> _Stage:
+    """Everybody waits until all replicas have new weights."""
+    seconds = _on_the_way_s(request, rates)
+    gigabytes = weights_bytes(request.shape) / 1e9
+    text = f"{gigabytes:.0f} GB to all nodes {publish_s(request):.2f} s + load {rates.times.load_s:.2f} s"
     return seconds, (Formula(name="weights", text=text, result=f"{seconds:.2f} s"),)
 
 
-def _stay_fresh(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:
-    """The shortest step in which the last response of what a replica admits is not older than the bound."""
+def _on_the_way_s(request: PlanRequest, rates: ReplicaRates) -> float:
+    return publish_s(request) + rates.times.load_s
+
+
+def _stay_fresh(request: PlanRequest, cycle: ReplicaCycle, *, handed_on_s: float) -> _Stage:
+    """Shortest step in which the last response that a replica admits is not older than the bound."""
     bound = request.max_staleness
-    if bound is None or placement.schedule is not Schedule.ASYNC:
+    if bound is None:
         return 0.0, ()
-    _, _, cycle_s = _cycle(request, placement, rates)
-    seconds = cycle_s / (bound + 1)
-    text = f"the last response of a version ends after {cycle_s:.0f} s, within {bound} + 1 steps"
+    whole_s = cycle.seconds + request.reward_s + handed_on_s
+    text = (
+        f"from a version to the step of its last response {cycle.seconds:.0f} s of generation,"
+        f" {request.reward_s:g} s of reward, {handed_on_s:.0f} s of learner and weights, within {bound} + 1 steps"
+    )
+    seconds = whole_s / (bound + 1)
     return seconds, (Formula(name="freshness", text=text, result=f"{seconds:.1f} s"),)

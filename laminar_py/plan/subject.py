@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from laminar_py.analytics.read.snapshot import read_snapshot
+from laminar_py.config.cluster import Device
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.loading import parse_config, read_tree
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.config.staleness import Schedule
 from laminar_py.hardware.gpus import read_group
 from laminar_py.hardware.known_models import model_named
 from laminar_py.hardware.model_shape import ModelShape
@@ -50,8 +53,15 @@ class Subject:
 
     @property
     def max_staleness(self) -> int | None:
-        """Bound on the age of data, in steps."""
-        return MAX_STALENESS if self.config is None else self.config.staleness.max_staleness
+        """Bound on the age of data, in steps; a config of another schedule says nothing of it."""
+        if self.config is None or self.config.schedule is not Schedule.ASYNC:
+            return MAX_STALENESS
+        return self.config.staleness.max_staleness
+
+    @property
+    def learner(self) -> LearnerConfig:
+        """Settings of the learner, of which a plan changes the ranks."""
+        return LearnerConfig() if self.config is None else self.config.learner
 
 
 def read_subject(model: str) -> Subject:
@@ -65,6 +75,12 @@ def read_subject(model: str) -> Subject:
     config = parse_config(tree)
     if config.emulation is not None:
         raise ConfigError(f"model={model}: its section emulation replaces the model; name a config without one")
+    others = config.gpus - config.learner.world_size - config.rollout.replicas * config.rollout.engine.gpus
+    if config.learner_device is Device.CUDA and others > 0:
+        raise ConfigError(
+            f"model={model}: {others} of its GPUs are of a reference stage or of reward servers, which no plan"
+            " places; leave them out of a copy, and give --gpus without theirs"
+        )
     name, shape = model_named(str(config.model.path))
     return Subject(name=name, shape=shape, folder=config.model.path, tree=tree, config=config)
 
@@ -73,7 +89,7 @@ def read_fleet(text: str, *, network_bytes_per_s: float) -> GpuFleet:
     """Nodes x GPUs of each x kind, e.g. `8x8xH100`. Raises `ConfigError`."""
     group = read_group(text, option="--gpus")
     if group.gpu is None:
-        raise ConfigError(f"--gpus={text}: a model of this size wants GPUs; write e.g. 3x8xH100")
+        raise ConfigError(f"--gpus={text}: names no GPU; write e.g. 3x8xH100")
     return GpuFleet(gpu=group.gpu, nodes=group.nodes, per_node=group.each, network_bytes_per_s=network_bytes_per_s)
 
 

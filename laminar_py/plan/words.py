@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from laminar_py.analytics.triage.remedies import Wall
-from laminar_py.config.staleness import Schedule
 from laminar_py.plan.planner import Ranked, RankedPlan
 from laminar_py.plan.stages import PlacementEstimate
 
@@ -12,34 +11,37 @@ CLOSE = 0.03  # share of tokens/s within which two placements are alike
 
 def tell(plan: RankedPlan) -> Iterator[str]:
     """Lines under the tables."""
-    best, fleet = plan.best, plan.request.fleet
-    used = best.placement.learner_gpus + best.placement.rollout_gpus
-    idle = f"; {fleet.gpus - used} of {fleet.gpus} GPUs stay idle" if used < fleet.gpus else ""
-    yield (
-        f"first: {_name(best)}; {best.estimate.binds.value} binds, with twice of that it would be"
-        f" {best.estimate.binds_next.value}{idle}"
-    )
+    best = plan.best
+    walls = f"{best.estimate.binds.value} binds, then {best.estimate.binds_next.value}"
+    yield f"first: {_name(best)}; by formula {walls}"
     if len(plan.ranked) > 1:
         yield _second(best, plan.ranked[1])
+    error = best.estimate.tokens_per_s / best.tokens_per_s - 1
+    shrunk = "all its replicas"
+    if plan.shrink_error is not None:
+        shrunk = f"{best.judgement.replicas} of its replicas, and on twice as many it has {plan.shrink_error:+.0%}"
     yield (
-        f"of {plan.considered} placements that fit, {len(plan.ranked)} kinds were simulated on"
-        f" {best.judgement.replicas} replicas of theirs; the first has {plan.shrink_error:+.0%} on twice as many;"
-        f" the formulas said {best.estimate.tokens_per_s / best.tokens_per_s - 1:+.0%} of what it does"
+        f"{plan.considered} placements fit; the likeliest were simulated, the first on {shrunk}; its formulas say"
+        f" {abs(error):.0%} {'more' if error > 0 else 'less'} than the simulator"
     )
 
 
 def _second(first: Ranked, second: Ranked) -> str:
     share = 1.0 - second.tokens_per_s / first.tokens_per_s
+    begun = f"second: {_name(second)}; {share:.0%} less"
     if share < CLOSE:
-        return (
-            f"second: {_name(second)}; {share:.0%} less, which is within what simulations of this size tell apart"
+        return f"{begun}, which is within what simulations of this size tell apart"
+    before, now = first.estimate, second.estimate
+    if now.schedule is not before.schedule:
+        steps = (
+            f"under {now.schedule} a step takes {now.step_s:.1f} s, under {before.schedule} {before.step_s:.1f}"
         )
-    then, now = _seconds(first.estimate), _seconds(second.estimate)
-    wall = max(now, key=lambda one: now[one] - then[one])
-    return (
-        f"second: {_name(second)}; {share:.0%} less: {wall.value} takes {now[wall]:.1f} s of a step, and"
-        f" {then[wall]:.1f} s in the first"
-    )
+        return f"{begun}: by formula {steps}"
+    then, later = _seconds(before), _seconds(now)
+    wall = max(later, key=lambda one: later[one] - then[one])
+    if later[wall] <= then[wall]:
+        return f"{begun}, which the simulator tells and no formula"
+    return f"{begun}: {wall.value} takes {later[wall]:.1f} s of a step, and {then[wall]:.1f} s in the first"
 
 
 def _seconds(estimate: PlacementEstimate) -> dict[Wall, float]:
@@ -54,5 +56,5 @@ def _seconds(estimate: PlacementEstimate) -> dict[Wall, float]:
 
 def _name(ranked: Ranked) -> str:
     place = ranked.placement
-    how = {Schedule.ASYNC: "async", Schedule.ONE_STEP: "one_step", Schedule.SYNC: "sync"}[place.schedule]
-    return f"{how}, {place.learner_gpus} GPUs train, {place.replicas} replicas of {place.tensor_parallel} generate"
+    trained = f"{place.schedule}, {place.learner_gpus} GPUs train"
+    return f"{trained}, {place.replicas} replicas of {place.tensor_parallel} generate"

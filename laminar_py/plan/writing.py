@@ -28,6 +28,12 @@ _BEGINNING: Tree = {
 }
 
 
+def refuse_existing(path: Path | None) -> None:
+    """Raise `ConfigError` where a file is there already."""
+    if path is not None and path.exists():
+        raise ConfigError(f"--write={path}: is there already; name another file, or delete it")
+
+
 def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, base: Tree | None = None) -> None:
     """Write the config of a placement. Raises `ConfigError` where `path` is there, or `base` does not fit."""
     tree = _merged(base or {"name": path.stem, **_BEGINNING}, placement_settings(plan, ranked, model=model))
@@ -37,11 +43,9 @@ def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, b
         f"# {plan.request.model} on {fleet.nodes} nodes of {fleet.per_node} {fleet.gpu.name}, by `laminar plan`:"
         f" {ranked.tokens_per_s:,.0f} trained tokens/s, simulated.\n"
     )
+    refuse_existing(path)
     try:
-        with path.open("x") as file:
-            file.write(head + yaml.safe_dump(tree, sort_keys=False))
-    except FileExistsError:
-        raise ConfigError(f"--write={path}: is there already; name another file, or delete it") from None
+        path.write_text(head + yaml.safe_dump(tree, sort_keys=False))
     except OSError as error:
         raise ConfigError(f"--write={path}: cannot be written ({error.strerror}); name another file") from None
 

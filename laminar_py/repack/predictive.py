@@ -1,6 +1,6 @@
 """The predictive planner: waiting trajectories are shared, and replicas are emptied where that gains time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 
 import numpy as np
@@ -78,15 +78,18 @@ class PredictivePlanner:
         gains = self._gains(ordered)
         first = next((place for place, gain in enumerate(gains) if gain > 0), len(ordered))
         ordered, gains = ordered[first:], gains[first:]  # those before are about to end by themselves
-        free = [self._free(survey) for survey in ordered]
-        count = self._num_sources(ordered, gains, free)
-        rooms = _Rooms(ordered[count:], free[count:], self._stall_tokens)
+        free = {survey.replica: self._free(survey) for survey in ordered}
+        sources = self._sources(ordered, gains, free)
+        others = [survey for survey in ordered if survey not in sources]
+        rooms = _Rooms(others, [free[survey.replica] for survey in others], self._stall_tokens)
         moves: list[Move] = []
-        for source in ordered[:count]:
+        for source in sources:
+            before = rooms.copy()
             given = self._spread(source, rooms)
             if given is None:
-                break  # the others have more
-            moves += given
+                rooms = before  # it stays whole, and the next one has the room
+            else:
+                moves += given
         return moves
 
     def _free(self, survey: Survey) -> int:
@@ -97,17 +100,26 @@ class PredictivePlanner:
             limit = min(limit, CACHE_READS * speed.step_s / speed.step_s_per_token)
         return max(0, int(limit) - survey.kv_used)
 
-    def _num_sources(self, ordered: Sequence[Survey], gains: Sequence[float], free: Sequence[int]) -> int:
-        """Number of the emptiest, each of which gains, that all others together have room for in this round."""
-        room = [min(tokens, self._stall_tokens) for tokens in free]
-        left = sum(room)
+    def _sources(self, ordered: Sequence[Survey], gains: Sequence[float], free: Mapping[int, int]) -> list[Survey]:
+        """The emptiest, each of which gains, as many as all others together have room for in this round.
+
+        One whose longest response nobody else can take is none: without the others it would go on just as long.
+        """
+        room = {replica: min(tokens, self._stall_tokens) for replica, tokens in free.items()}
+        widest = sorted(room.values())[-2:]
+        left = sum(room.values())
         slots = sum(survey.slots - len(survey.running) for survey in ordered)
-        for count, (source, gain) in enumerate(zip(ordered, gains, strict=True)):
-            left -= room[count] + source.kv_used + self._growth * len(source.running)
+        sources: list[Survey] = []
+        for source, gain in zip(ordered, gains, strict=True):
+            longest = max(held.context for held in source.running) + self._growth
+            if longest > (widest[-1] if room[source.replica] < widest[-1] else widest[0]):
+                continue
+            left -= room[source.replica] + source.kv_used + self._growth * len(source.running)
             slots -= source.slots
             if gain <= 0 or left < 0 or slots < 0:
-                return count
-        return len(ordered)
+                break
+            sources.append(source)
+        return sources
 
     def _spread(self, source: Survey, rooms: "_Rooms") -> list[Move] | None:
         """Moves of all that a source has, the longest first, or None where not all of it finds a place."""
@@ -147,28 +159,33 @@ class PredictivePlanner:
 
 
 class _Rooms:
-    """Destinations by the KV tokens that each has room for, the most first."""
+    """Destinations by the KV tokens that each may still take in this round, the most first."""
 
     def __init__(self, surveys: Sequence[Survey], free: Sequence[int], stall_tokens: int) -> None:
-        # (minus KV tokens free, replica, slots free, tokens that it may still compute in this round)
+        # (minus KV tokens that it may still take, minus those free, replica, slots free)
         self._entries = [
-            (-tokens, survey.replica, survey.slots - len(survey.running), stall_tokens)
+            (-min(tokens, stall_tokens), -tokens, survey.replica, survey.slots - len(survey.running))
             for survey, tokens in zip(surveys, free, strict=True)
+            if len(survey.running) < survey.slots
         ]
         heapify(self._entries)
 
-    def place(self, context: int) -> int | None:
-        """The destination with the most KV tokens free, None where none has room.
+    def copy(self) -> "_Rooms":
+        """Copy that changes by itself."""
+        other = _Rooms((), (), 0)
+        other._entries = self._entries.copy()
+        return other
 
-        One that has none for this context is asked no more: those to come are hardly shorter.
-        """
-        while self._entries:
-            full, replica, slots, tokens = self._entries[0]
-            if slots > 0 and context <= min(-full, tokens):
-                heapreplace(self._entries, (full + context, replica, slots - 1, tokens - context))
-                return replica
+    def place(self, context: int) -> int | None:
+        """The destination that may take the most, None where that is less than `context`."""
+        if not self._entries or context > -self._entries[0][0]:
+            return None
+        left, free, replica, slots = self._entries[0]
+        if slots > 1:
+            heapreplace(self._entries, (left + context, free + context, replica, slots - 1))
+        else:
             heappop(self._entries)
-        return None
+        return replica
 
 
 def _harmonic(counts: npt.NDArray[np.int64]) -> Numbers:

@@ -46,7 +46,14 @@ class SharedCores:
 
     def add(self, engine: EmulatedEngine) -> None:
         """Let an engine have its share from now on."""
-        self._engines.append(engine)
+        if self._cores is not None:
+            self._engines.append(engine)
+
+    def remove(self, engine: EmulatedEngine) -> None:
+        """Let the others have the share of an engine that has died."""
+        if engine in self._engines:
+            self._engines.remove(engine)
+            self.share_out()
 
     async def run(self) -> None:
         """Do what `spend` asks, in one process, until cancelled."""

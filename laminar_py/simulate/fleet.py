@@ -239,6 +239,7 @@ class SimulatedFleet:
         """Have what a dead replica had wait for others, from where its journal ends."""
         reports = self._scheduler.reports
         await life.engine.close()
+        self._cores.remove(life.engine)
         self._weights.forget(index)
         self.failures.append((self._stats.rl_s, index))
         self._scheduler.views.retire(index)

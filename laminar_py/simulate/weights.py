@@ -78,6 +78,7 @@ class PulledWeights:
         """Hold that version until the next pull. Raises `VersionLostError`."""
         newest = await self.latest()
         number = newest if version is None else version
+        await self._relay.wait_newer(number - 1)  # it may be on its way to this host
         if not self._relay.has(number):
             raise VersionLostError(f"version {number} is not kept any more")
         self._relay.holders[self._replica] = number

@@ -108,7 +108,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     finished: bool
-    simulated: bool  # nothing was generated or trained; seconds are of a virtual clock
+    simulated: bool = False  # nothing was generated or trained; seconds are of a virtual clock
     accuracy_start: float | None  # of the first set, where its rewards are 0 or 1
     accuracy_end: float | None
     rl_seconds: float

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.hardware.gpus import gpu_named
 from laminar_py.hardware.known_models import model_named
 from laminar_py.plan.request import GpuFleet, Lengths, PlanRequest
@@ -18,5 +19,6 @@ def make_request(*, size="7B", gpu="H100", nodes=2, per_node=8, **others) -> Pla
         lengths=LENGTHS,
         prompts_per_step=32,
         group_size=16,
+        learner=LearnerConfig(),
     )
     return replace(request, **others)

@@ -117,7 +117,7 @@ def test_a_config_that_was_given_keeps_its_data_and_reward(small, tmp_path):
     [
         (["7B", "--gpus", "8xH100"], "--gpus=8xH100: not nodes x GPUs x kind"),
         (["7B", "--gpus", "1x8xV100"], "--gpus=1x8xV100: no such GPU is known; choose A100"),
-        (["7B", "--gpus", "1x64xcpu"], "--gpus=1x64xcpu: a model of this size wants GPUs"),
+        (["7B", "--gpus", "1x64xcpu"], "--gpus=1x64xcpu: names no GPU"),
         (["7B", "--gpus", "1x8xH100", "--p50", "20000"], "p50=20000: lies beyond cap=16384"),
         (["7B", "--gpus", "1x8xH100", "--run", "runs/none"], "ledger=runs/none/ledger.sqlite: no such file"),
         (["nothing", "--gpus", "1x8xH100"], "model=nothing: no folder, and no model that is known"),

@@ -128,6 +128,15 @@ def test_a_source_with_one_that_nobody_can_take_is_not_stripped_of_the_others():
     assert len(tight.plan([make_survey(0, [9000, 2000]), *others])) == 2
 
 
+def test_one_that_nobody_can_take_keeps_no_other_source_where_it_is():
+    tight = predictive(max_stall_s=0.7)  # 17,500 tokens
+    lone, source = make_survey(0, [19_000]), make_survey(1, [2600] * 10)
+    others = [make_survey(replica, [2000] * 14) for replica in range(2, 6)]
+    moves = tight.plan([lone, source, *others])
+    assert {1} <= {move.source for move in moves} <= {1, 2}
+    assert sum(move.source == 1 for move in moves) == 10
+
+
 def test_nothing_is_emptied_where_a_larger_batch_costs_as_much_as_it_gives():
     compute_bound = EngineSpeed(
         step_s=0.0006,

@@ -12,7 +12,6 @@ from laminar_py.analytics.measure.tokens import TokenAccount, TokenLoss
 from laminar_py.analytics.show.walls import NO_STEP, wall_rows
 from laminar_py.analytics.triage.diagnosis import Diagnosis
 from laminar_py.analytics.triage.report import RunReport
-from laminar_py.analytics.triage.selector import command
 from laminar_py.records.events import RefillStopped
 
 _BY = (Measure.LENGTH, Measure.GENERATION, Measure.REWARD, Measure.END_TO_END)
@@ -61,18 +60,6 @@ def _refills(report: RunReport) -> Iterator[str]:
     if stopped:
         last = stopped[-1]
         yield f"steps that refill could not fill: {len(stopped)}, at last step {last.step} with {last.tell()}"
-
-
-def choice_lines(report: RunReport) -> Iterator[Group | str]:
-    """Other schedules and placements with what they would give, and the command that runs the best."""
-    diagnosis, found = report.diagnosis, report.choices
-    if diagnosis is None or not found:
-        return
-    now_s = diagnosis.mean_step.measured_s
-    rows = [(", ".join(one.settings), tell_seconds(one.step_s), f"{now_s / one.step_s:.2f} x") for one in found]
-    yield make_table("\nWhat would give more, by these readings", "settings", ("a step", "goodput"), rows)
-    yield f"the first: {found[0].why}"
-    yield command(found[0], file=report.config_file)
 
 
 def make_table(title: str, first: str, others: Iterable[str], rows: Iterable[Iterable[str]]) -> Group:

@@ -18,7 +18,6 @@ from laminar_py.analytics.read.snapshot import Snapshot, read_snapshot
 from laminar_py.analytics.triage.diagnosis import Diagnosis, diagnose
 from laminar_py.analytics.triage.dropping import tell_dropping
 from laminar_py.analytics.triage.mean_step import mean_step
-from laminar_py.analytics.triage.selector import BetterConfig, choices
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import ledger_path
 from laminar_py.records.events import RunStarted
@@ -54,14 +53,6 @@ class RunReport:
         pipeline = measure_pipeline(config, snapshot.trajectories, snapshot.stays, snapshot.history)
         found = mean_step(config, snapshot.trajectories, pipeline, snapshot.samples)
         return None if found is None else diagnose(found, config)
-
-    @cached_property
-    def choices(self) -> list[BetterConfig]:
-        """Settings that a next run would be faster with, the best first."""
-        config, diagnosis = self.snapshot.config, self.diagnosis
-        if config is None or diagnosis is None:
-            return []
-        return choices(diagnosis, config, file=self.config_file)
 
     @property
     def config_file(self) -> Path:

@@ -13,6 +13,7 @@ import numpy as np
 
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Tell
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.hardware.gpus import gpu_named
 from laminar_py.hardware.known_models import model_named
@@ -56,6 +57,7 @@ def draw_case(number: int) -> PlanRequest:
             ),
             prompts_per_step=draw.choice([16, 32, 64]),
             group_size=draw.choice([8, 16]),
+            learner=LearnerConfig(),
             max_staleness=draw.choice([1, 2, 4, None]),
         )
         try:

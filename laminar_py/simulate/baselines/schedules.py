@@ -85,7 +85,7 @@ def _settings(config: RunConfig, baseline: Baseline, *, sync_s: float, max_stale
             "repack": config.repack.model_copy(update={"planner": NO_PLANNER}),
             "staleness": StalenessConfig(max_staleness=max_staleness if is_partial else None),
             "emulation": config.emulation.model_copy(update={"start_spread_s": 0.0}),
-            "simulation": config.simulation.model_copy(update={"publish_s": publish_s}),
+            "simulation": config.simulation.model_copy(update={"publish_s": publish_s, "link_gbit_per_s": None}),
         }
     )
 
