@@ -68,8 +68,7 @@ def plan(
         price=price,
         learner=subject.learner,
     )
-    made = _make(request)
-    _print(made, as_json=as_json, explain=explain)
+    _print(made := _make(request), as_json=as_json, explain=explain)
     _write(made, subject, write=write, html=html, quiet=as_json)
 
 

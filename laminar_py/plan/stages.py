@@ -20,9 +20,7 @@ from laminar_py.plan.placements import FleetPlacement
 from laminar_py.plan.request import Lengths, PlanRequest
 
 REPACK_SHARE = 0.5  # of what draining costs, that repacking gives back: the simulator's figure for a 7B, rounded
-RELAY_BYTES_PER_S = (
-    0.53e9  # of an encrypted link between relays, measured on one core; deltas are several times less
-)
+RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread: measured, see docs/scale.md
 GRID = 400  # points of an integral over lengths
 
 Floats = npt.NDArray[np.float64]
