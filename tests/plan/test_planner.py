@@ -14,7 +14,7 @@ from laminar_py.plan.judge import judge, shrunk_fleet
 from laminar_py.plan.placements import learner_bytes, placements
 from laminar_py.plan.planner import make_plan
 from laminar_py.plan.stages import estimate
-from laminar_py.plan.subject import lengths_by_task
+from laminar_py.plan.subject import lengths_by_task, read_subject
 from laminar_py.plan.writing import write_config
 from laminar_py.preflight.memory import memory_faults
 from tests.plan.builders import make_request
@@ -132,3 +132,24 @@ def test_bad_input_is_one_line(arguments, line):
 def test_a_run_without_responses_tells_no_lengths(tmp_path):
     with pytest.raises(ConfigError, match="ledger="):
         lengths_by_task(tmp_path)
+
+
+def test_the_command_tells_one_json_object_and_writes_config_and_page(tmp_path):
+    small = ["--prompts-per-step", "8", "--group-size", "8", "--price", "2"]
+    files = ["--write", str(tmp_path / "run.yaml"), "--html", str(tmp_path / "plan.html")]
+    result = CliRunner().invoke(app, ["plan", "7B", "--gpus", "1x8xH100", *small, *files, "--json"])
+    told = json.loads(result.stdout)
+    best = told["rows"][0]
+    assert best["tokens_per_s"] == max(row["tokens_per_s"] for row in told["rows"])
+    assert best["cost"] == pytest.approx(1000 * best["step_s"] / 3600 * 8 * 2)
+    assert sum(best["engine_memory"].values()) <= 80e9
+    assert load_config(tmp_path / "run.yaml", []).learner.world_size == best["learner_gpus"]
+    assert (tmp_path / "plan.html").stat().st_size > 1e6, "plotly and all"
+
+
+def test_a_config_names_its_model_before_it_is_downloaded_and_a_bound_where_it_is_async():
+    recipe = REPO / "experiments/math_long_cot/7b_8gpu.yaml"
+    subject, config = read_subject(str(recipe)), load_config(recipe, [])
+    assert subject.name == "Qwen2.5-7B"
+    assert subject.max_staleness == config.staleness.max_staleness
+    assert subject.prompts_per_step == config.rollout.prompts_per_step

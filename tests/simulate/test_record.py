@@ -7,12 +7,13 @@ import sys
 import msgspec
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from laminar_py.analytics.show.page import make_page
 from laminar_py.analytics.show.run_tables import run_tables
 from laminar_py.analytics.triage.report import read_report
 from laminar_py.audit.verify import prove
-from laminar_py.cli.main import main
+from laminar_py.cli.main import app, main
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.row_files import read_rows
@@ -55,6 +56,12 @@ def test_the_audit_holds_on_a_record_and_says_what_it_leaves_out(recorded):
     assert proof.violations == []
     assert any(note.startswith("simulated: nothing was generated") for note in proof.notes)
     assert any(note.startswith("sealed") for note in proof.notes)
+
+
+def test_the_command_claims_no_more_of_a_simulation_than_was_checked(recorded):
+    told = CliRunner().invoke(app, ["audit", str(recorded[2]), "verify"]).stdout
+    assert "every law that was checked holds" in told
+    assert "every law holds" not in told
 
 
 def test_rows_summary_and_accounts_of_a_record_are_those_of_the_run(recorded):
