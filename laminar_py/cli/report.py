@@ -67,14 +67,15 @@ def _print_choices(report: "RunReport") -> None:
     config, diagnosis = report.snapshot.config, report.diagnosis
     if config is None or diagnosis is None:
         return
-    best = choices(diagnosis, config, file=report.config_file)
+    file = Path(report.config_file)
+    best = choices(diagnosis, config, file=file)
     if not best:
         return
     now_s = diagnosis.mean_step.measured_s
     rows = [(" ".join(one.settings), tell_seconds(one.step_s), f"{now_s / one.step_s:.2f} x") for one in best]
     console.print(make_table("\nWhat would give more, by these readings", "settings", ("a step", "goodput"), rows))
     say(f"the first: {best[0].why}")
-    say(command(best[0], file=report.config_file))
+    say(command(best[0], file=file))
 
 
 def print_limits(run: Path) -> None:

@@ -55,9 +55,9 @@ class RunReport:
         return None if found is None else diagnose(found, config)
 
     @property
-    def config_file(self) -> Path:
+    def config_file(self) -> str:
         """File of the config that the run began with."""
-        return ledger_path(self.snapshot.run).parent / "config.yaml"
+        return str(ledger_path(self.snapshot.run).parent / "config.yaml")
 
     @property
     def steps(self) -> int:
