@@ -15,6 +15,7 @@ from laminar_py.analytics.show.run_tables import tail_table
 from laminar_py.analytics.triage.report import read_report
 from laminar_py.cli import app
 from laminar_py.cli.report import print_limits
+from laminar_py.config.loading import load_config
 from laminar_py.records.events import RefillStopped
 from tests.analytics.builders import make_fleet_row, make_step_row, write_rows
 from tests.analytics.ledgers import live, write_small_run
@@ -129,6 +130,14 @@ async def test_a_run_without_a_whole_step_ends_with_words_too(run, capsys):
     shutil.copy(run / "config.yaml", run / "sub")
     print_limits(run / "sub")
     assert "no learner step was completed" in capsys.readouterr().out
+
+
+async def test_a_report_ends_with_the_command_for_a_better_config(run):
+    config = run / "config.yaml"
+    config.write_text("schedule: sync\n" + config.read_text().replace("schedule: async\n", ""))
+    *_, last = invoke(run).stdout.strip().splitlines()
+    assert last.startswith(f"laminar train {config} ")
+    assert load_config(config, last.split(" ")[3:]) != load_config(config, [])
 
 
 async def test_one_object_of_json_has_all_of_it_and_what_is_derived(run):
