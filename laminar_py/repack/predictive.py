@@ -80,7 +80,8 @@ class PredictivePlanner:
         ordered, gains = ordered[first:], gains[first:]  # those before are about to end by themselves
         free = {survey.replica: self._free(survey) for survey in ordered}
         sources = self._sources(ordered, gains, free)
-        others = [survey for survey in ordered if survey not in sources]
+        emptied = {survey.replica for survey in sources}
+        others = [survey for survey in ordered if survey.replica not in emptied]
         rooms = _Rooms(others, [free[survey.replica] for survey in others], self._stall_tokens)
         moves: list[Move] = []
         for source in sources:
