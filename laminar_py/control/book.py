@@ -78,7 +78,13 @@ class Phase(Enum):
     ADMITTING = "admitting"  # new groups, and all that follows
     CONTINUING = "continuing"  # training that is live, and evaluations
     PAUSED = "paused"  # evaluations
+    RESTORING = "restoring"  # nothing, until what a dead controller left is taken up
     ENDING = "ending"  # nothing
+
+    @property
+    def is_idle(self) -> bool:
+        """True where replicas get nothing at all."""
+        return self in (Phase.RESTORING, Phase.ENDING)
 
 
 class Book:
@@ -128,7 +134,7 @@ class Book:
     def may_run(self, lifecycle: Lifecycle) -> bool:
         """True where the phase lets a replica have it."""
         if lifecycle.kind is Kind.EVAL:
-            return self.phase is not Phase.ENDING
+            return not self.phase.is_idle
         return self.phase in (Phase.CONTINUING, Phase.ADMITTING)
 
     def issue(self, id: str, group_id: str, sample_index: int, prompt: Prompt, kind: Kind) -> Lifecycle:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from laminar_py.control.book import Book, Phase
+from laminar_py.control.book import Book
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, set_of
 from laminar_py.records.replica import Assignment
@@ -104,7 +104,7 @@ class Evaluations:
 
         Passes that begin at once do so on different replicas, those with the newest weights and the least work.
         """
-        if self._book.phase is Phase.ENDING:
+        if self._book.phase.is_idle:
             return []
         started: list[Lifecycle] = []
         chosen: list[int | None] = []

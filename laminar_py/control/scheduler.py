@@ -90,8 +90,12 @@ class TrajectoryScheduler:
         self.book.phase = Phase.ENDING
         self.moves.end_all()
 
+    def await_restore(self) -> None:
+        """Hand out nothing until `restore` has: whatever is asked for again may be under way."""
+        self.book.phase = Phase.RESTORING
+
     async def restore(self, recovered: Recovered, *, salvaged: Iterable[Salvaged] = ()) -> None:
-        """Take up what a dead controller left, and what was `salvaged` of what ran; before anything else."""
+        """Take up what a dead controller left, and what was `salvaged` of what ran, then hand out evaluations."""
         await restore(
             recovered,
             self.book,
@@ -101,6 +105,7 @@ class TrajectoryScheduler:
             reports=self.reports,
             salvaged=salvaged,
         )
+        self.book.phase = Phase.PAUSED
 
     # ---- the fleet
 

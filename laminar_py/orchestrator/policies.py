@@ -25,7 +25,7 @@ def make_scheduler(
     reference: ReferenceStage | None,
     versions_return: bool = False,
 ) -> TrajectoryScheduler:
-    """Scheduler of trajectories, with the packing of its batches."""
+    """Scheduler of trajectories, with the packing of its batches; of a run that goes on it awaits its `restore`."""
     config = incarnation.config
     algorithm, sampling = config.algorithm, config.rollout.sampling
     scheduler = TrajectoryScheduler(
@@ -44,6 +44,8 @@ def make_scheduler(
         clock=incarnation.clock,
     )
     scheduler.consumption.pack(packing(config))
+    if incarnation.number > 1:
+        scheduler.await_restore()
     return scheduler
 
 

@@ -67,8 +67,11 @@ async def test_the_seed_of_an_answer_depends_on_its_name_alone():
 async def test_a_pass_that_is_asked_for_again_keeps_answers_and_goes_on_with_what_was_under_way():
     fleet = make_fleet()
     known = EvalAnswer(problem=0, sample=0, reward=1.0, length=3)
+    fleet.scheduler.await_restore()
     asked = ask(fleet, version=4, answers={"e0-aime.0.0": known})
     fleet.versions[0] = 4
+    await fleet.report(0)
+    assert not fleet.running[0], "nothing is handed out before it is known what is under way"
     running = replace(left("e0.1", Status.RUNNING, kind=Kind.EVAL), id="e0-aime.0.1", group_id="e0-aime")
     finished = replace(left("e0.0", Status.FINISHED, kind=Kind.EVAL), id="e0-aime.1.0", group_id="e0-aime")
     await fleet.scheduler.restore(recovered(running, finished))
