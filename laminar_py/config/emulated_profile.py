@@ -52,6 +52,17 @@ class EngineTimes(Section):
             steps -= 1
         return steps
 
+    def slower(self, times: float) -> "EngineTimes":
+        """Times of an engine that computes for so many times as long, e.g. 1.5; loads are as fast."""
+        return self.model_copy(
+            update={
+                "step_s": self.step_s * times,
+                "sequence_s": self.sequence_s * times,
+                "kv_token_s": self.kv_token_s * times,
+                "prefill_tokens_per_s": self.prefill_tokens_per_s / times,
+            }
+        )
+
     def _first_s(self, running: int, kv_used: int) -> float:
         return self.step_s + self.sequence_s * running + self.kv_token_s * kv_used
 

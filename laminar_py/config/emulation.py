@@ -31,6 +31,8 @@ class EmulationConfig(Section):
     """Median of the response lengths, which are log-normal and cut at `rollout.sampling.max_new_tokens`."""
     sigma: Annotated[float, Field(ge=0)] = 0.99
     """Standard deviation of their logarithm; 0.99 makes p99 10 times the median."""
+    prompt_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of its variance that is between prompts, whose responses are alike in length; 0: all within."""
 
 
 def choose_engine(tree: object) -> object:

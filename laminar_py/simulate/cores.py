@@ -74,6 +74,7 @@ class SharedCores:
         if self._cores is None:
             await asyncio.sleep(seconds)
             return
+        self._account()  # of the others; it begins now
         work = CpuWork(seconds)
         self._works.append(work)
         self.share_out()

@@ -19,6 +19,7 @@ class FleetSample:
     at_s: float  # of RL
     generated_tokens: int
     kv_use: float  # mean share of the KV caches
+    engine_s: float  # of the GPUs, of prefills and steps so far, of all engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
     trained_tokens_per_s: float  # response tokens
     generated_tokens_per_s: float
     kv_use: float  # mean share of the replicas' KV caches over time
+    engine_s_per_token: float  # of the GPUs that one replica has
     learner_waiting_share: float
     staleness_mean: float
     staleness_max: int
@@ -92,6 +94,7 @@ class SimulatedRun:
             trained_tokens_per_s=(last.trained_tokens - first.trained_tokens) / elapsed_s,
             generated_tokens_per_s=_rate(samples) / fast,
             kv_use=_mean_kv_use(samples),
+            engine_s_per_token=_engine_s_per_token(samples),
             learner_waiting_share=1.0 - fast * (last.learner_busy_s - first.learner_busy_s) / elapsed_s,
             staleness_mean=float(np.mean([row.staleness_mean for row in counted])),
             staleness_max=max(row.staleness_max for row in counted),
@@ -118,6 +121,12 @@ def _rate(samples: Sequence[FleetSample]) -> float:
     """Tokens a second of the run's clock from the first sample to the last; each step has one."""
     first, last = samples[0], samples[-1]
     return (last.generated_tokens - first.generated_tokens) / (last.at_s - first.at_s)
+
+
+def _engine_s_per_token(samples: Sequence[FleetSample]) -> float:
+    """Seconds that engines compute for a token, from the first sample to the last."""
+    first, last = samples[0], samples[-1]
+    return (last.engine_s - first.engine_s) / (last.generated_tokens - first.generated_tokens)
 
 
 def _mean_kv_use(samples: Sequence[FleetSample]) -> float:

@@ -21,7 +21,6 @@ from typing import TypeVar
 import msgspec
 
 from laminar_py.config.emulated_profile import EngineTimes
-from laminar_py.config.emulation import EmulationConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.control.reports import REPLICA_DIED
 from laminar_py.control.scheduler import TrajectoryScheduler
@@ -81,11 +80,11 @@ class SimulatedFleet:
         self._cores = cores
         self._tick = Tick(self._hand_out, every_s=DISPATCH_S)
         self._lives: list[ReplicaLife] = []
-        self._ended_tokens = 0  # that engines had generated which have died
+        self._ended_tokens, self._ended_s = 0, 0.0  # of engines that have died
         self.samples: list[FleetSample] = []
         self.num_reports = 0  # that came in
         self.failures: list[tuple[float, int]] = []  # seconds of RL, and which replica
-        self._responses = responses(config, config.emulation)
+        self._responses = Responses.of(config.emulation, VOCAB, max_len=config.rollout.max_len)
         self._reports = OneWay(config.simulation.hop_s)
         self._orders = OneWay(config.simulation.order_s)
         self._opened, self._rl = asyncio.Event(), asyncio.Event()
@@ -135,6 +134,10 @@ class SimulatedFleet:
     def generated_tokens(self) -> int:
         """Tokens of all engines, as of the last `sample`."""
         return self._ended_tokens + sum(life.engine.num_tokens for life in self._lives if life.lives)
+
+    @property
+    def _engine_s(self) -> float:
+        return self._ended_s + sum(life.engine.busy_s for life in self._lives if life.lives)
 
     @property
     def is_short(self) -> bool:
@@ -209,7 +212,9 @@ class SimulatedFleet:
             serving = self._tasks.create_task(self._serve(life), name=f"replica-{index}")
             await self._until_failure(life, draw)
             life.engine.status()  # all that it has generated counts
-            life.lives, self._ended_tokens = False, self._ended_tokens + life.engine.num_tokens
+            life.lives = False
+            self._ended_tokens += life.engine.num_tokens
+            self._ended_s += life.engine.busy_s
             serving.cancel()
             await asyncio.wait([serving])
             await self._take_over(index, life)
@@ -323,6 +328,7 @@ class SimulatedFleet:
                 at_s=self._stats.rl_s,
                 generated_tokens=self.generated_tokens,
                 kv_use=sum(state.kv_used / state.kv_capacity for state in states) / len(self._lives),
+                engine_s=self._engine_s,
             )
         )
 
@@ -336,8 +342,3 @@ async def _survey(life: ReplicaLife) -> Survey:
 
 def _grown(held: Held, length: int) -> Held:
     return Held(held.trajectory_id, held.context + length - held.length, length)
-
-
-def responses(config: RunConfig, emulation: EmulationConfig) -> Responses:
-    """Lengths of the responses."""
-    return Responses(VOCAB, max_len=config.rollout.max_len, median=emulation.median_tokens, sigma=emulation.sigma)

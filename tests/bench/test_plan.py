@@ -1,5 +1,6 @@
 """The planner's benchmark: what a run tells, and how predicted is laid beside measured."""
 
+import math
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from laminar_py.bench.plan import fleets, quickstart
 from laminar_py.bench.plan.cpu import LEARNER, REPLICA, CpuLog, CpuSpent, watching_cpu
-from laminar_py.bench.plan.facts import RunFacts, beyond_s, cores_left, sigma_of
+from laminar_py.bench.plan.facts import RunFacts, cores_left, modelled_s, share_between, sigma_of
 from laminar_py.bench.plan.fleets import FleetFigures
 from laminar_py.bench.plan.regret import MOST_PLACEMENTS, draw_case
 from laminar_py.bench.plan.settings import Compared
@@ -24,21 +25,24 @@ from tests.bench.figures import figures
 FACTS = RunFacts(
     median_tokens=33,
     sigma=0.9,
+    prompt_share=0.9,
     prompt_tokens=7,
     solved=0.4,
     reward_s=0.05,
     publish_s=0.02,
     handover_s=0.04,
     trajectory_cpu_s=0.001,
+    learner_slowdown=1.2,
+    replica_cpu_s=5e-5,
     cores=1.9,
 )
 
 
-def test_of_a_replica_the_thread_that_was_busiest_between_two_moments_is_its_engine():
-    before = {(REPLICA, 7, 70): 9.0, (REPLICA, 7, 71): 1.0, (LEARNER, 8, 0): 1.0, ("", 9, 0): 2.0}
-    after = {(REPLICA, 7, 70): 9.5, (REPLICA, 7, 71): 4.0, (LEARNER, 8, 0): 5.0, ("", 9, 0): 2.25}
+def test_cpu_time_between_two_moments_is_divided_by_what_processes_are():
+    before = {(REPLICA, 7): 9.0, (LEARNER, 8): 1.0, ("", 9): 2.0}
+    after = {(REPLICA, 7): 9.5, (REPLICA, 70): 3.0, (LEARNER, 8): 5.0, ("", 9): 2.25}
     log = CpuLog([100.0, 110.0], [before, after])
-    assert log.spent(99.5, 109.5) == CpuSpent(learner_s=4.0, engines_s=3.0, rest_s=0.75)
+    assert log.spent(99.5, 109.5) == CpuSpent(learner_s=4.0, replicas_s=3.5, rest_s=0.25)
 
 
 def test_processes_below_this_one_are_seen():
@@ -57,13 +61,20 @@ def test_the_sigma_of_lengths_that_engines_drew_is_found_again():
     assert sigma_of(drawn.mean(), middle=50, cap=344) == pytest.approx(0.8, abs=0.02)
 
 
-def test_what_a_learners_process_spends_beyond_its_profile_is_shared_by_the_steps():
+def test_steps_take_what_the_profile_says_of_their_sequences():
     times = LearnerTimes(
         train_tokens_per_s=1000, num_parameters=10**9, hidden_size=1, num_layers=1, optimizer_s=0.1
     )
-    modelled_s = 2 * 0.1 + 2.0
-    assert beyond_s(modelled_s + 0.5, [500] * 4, times, steps=2) == pytest.approx(0.25, abs=1e-3)
-    assert beyond_s(modelled_s - 0.5, [500] * 4, times, steps=2) == 0.0
+    assert modelled_s([500] * 4, times, steps=2) == pytest.approx(2 * 0.1 + 2.0, abs=1e-3)
+
+
+def test_a_share_of_the_variance_that_is_between_groups_is_found_again():
+    draw = np.random.default_rng(2)
+    between, within = math.sqrt(0.7), math.sqrt(0.3)
+    groups = [between * draw.standard_normal() + within * draw.standard_normal(8) for _ in range(4000)]
+    assert share_between(groups) == pytest.approx(0.7, abs=0.02)
+    assert share_between([draw.standard_normal(8) for _ in range(4000)]) == pytest.approx(0.0, abs=0.02)
+    assert share_between([[value] * 8 for value in draw.standard_normal(9)]) == 1.0
 
 
 def test_cores_that_others_keep_busy_are_not_a_runs():

@@ -81,6 +81,19 @@ def test_engines_wait_for_the_learner_and_go_on_at_full_speed_after_it():
     assert [took[0], took[1]] == pytest.approx([1.5, 1.5], abs=1e-4)
 
 
+def test_work_that_begins_while_other_work_goes_on_is_not_given_the_time_before_it():
+    async def lead():
+        shared, clock = SharedCores(2), LoopClock()
+        first = asyncio.create_task(shared.compute(2.0))
+        await asyncio.sleep(0.5)
+        await shared.compute(1.0)
+        ended_s = clock.now()
+        await first
+        return ended_s, clock.now()
+
+    assert virtually(lead()) == pytest.approx((1.5, 2.0), abs=1e-6)
+
+
 def test_a_run_on_few_cores_is_slower_and_one_on_many_is_as_without_a_bound():
     def rate(*settings):
         settings = [*SMALL, "repack.planner=none", *settings]

@@ -3,9 +3,11 @@
 Used by `laminar bench plan`, whose calibration run is not one of those that are predicted.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import median
 
 import numpy as np
@@ -32,20 +34,24 @@ class RunFacts:
 
     median_tokens: int  # of the responses
     sigma: float  # with which log-normal lengths have their mean
+    prompt_share: float  # of the variance of their logarithm, which is between prompts
     prompt_tokens: int  # median
     solved: float
     reward_s: float  # from a response's end to its score, where none waits before it
     publish_s: float  # from a step to the first replica that serves its weights, where none has to end anything
-    handover_s: float  # of a step: CPU time of the learner's process beyond its profile, and the least wait
-    trajectory_cpu_s: float  # of all but learner and engines
+    handover_s: float  # the least that the learner waited between two steps
+    trajectory_cpu_s: float  # of all but learner and replicas
+    learner_slowdown: float  # CPU time of its process over what its profile says of the same steps
+    replica_cpu_s: float  # CPU time of the replicas' processes for a token
     cores: float  # less what others kept busy
 
     @property
     def settings(self) -> list[str]:
-        """Overrides of a config; `handover_s` belongs into its profile."""
+        """Overrides of a config; what the run says of learner and replicas belongs into a profile."""
         return [
             f"emulation.median_tokens={self.median_tokens}",
             f"emulation.sigma={self.sigma}",
+            f"emulation.prompt_share={self.prompt_share}",
             f"simulation.prompt_tokens={self.prompt_tokens}",
             f"simulation.solved={self.solved}",
             f"simulation.reward_median_s={self.reward_s}",
@@ -61,8 +67,8 @@ def read_facts(done: FinishedRun, cpu: CpuLog, times: LearnerTimes, *, cap: int)
     with reading(done.folder) as connection:
         ask = connection.execute
         rows = ask(
-            "SELECT length, reward, finished_s, scored_s FROM trajectory"
-            " WHERE kind = 'train' AND reward IS NOT NULL"
+            "SELECT group_id, length, reward, finished_s, scored_s FROM trajectory"
+            " WHERE kind = 'train' AND reward IS NOT NULL ORDER BY group_id"
         ).fetchall()
         prompts = [size // 4 for (size,) in ask("SELECT length(ids) FROM prompt")]
         ends = "SELECT max(ended_s) FROM trajectory WHERE step = ?"
@@ -71,20 +77,24 @@ def read_facts(done: FinishedRun, cpu: CpuLog, times: LearnerTimes, *, cap: int)
         )
         trained = "SELECT trajectory.length + length(ids) / 4 FROM trajectory JOIN prompt ON prompt.id = prompt_id"
         sequences = [length for (length,) in ask(f"{trained} WHERE step > ?", (warm,))]
-        finished = "SELECT count(*) FROM trajectory WHERE finished_s BETWEEN ? AND ?"
-        (count,) = ask(finished, (begin_s, end_s)).fetchone()
-    lengths = np.array([length for length, *_ in rows], float)
+        finished = "SELECT count(*), sum(length) FROM trajectory WHERE finished_s BETWEEN ? AND ?"
+        (count, num_tokens) = ask(finished, (begin_s, end_s)).fetchone()
+    lengths = np.array([length for _, length, *_ in rows], float)
     spent = cpu.spent(begin_s, end_s)
-    waited_s = min(row.waited_s for row in done.steps[warm:])
     return RunFacts(
         median_tokens=round(float(np.median(lengths))),
         sigma=sigma_of(float(lengths.mean()), middle=round(float(np.median(lengths))), cap=cap),
+        prompt_share=share_between(
+            [[math.log(length) for _, length, *_ in of] for _, of in groupby(rows, key=lambda row: row[0])]
+        ),
         prompt_tokens=round(median(prompts)),
-        solved=float(np.mean([reward > 0 for _, reward, *_ in rows])),
+        solved=float(np.mean([reward > 0 for _, _, reward, *_ in rows])),
         reward_s=float(np.percentile([scored_s - ended_s for *_, ended_s, scored_s in rows], UNDISTURBED)),
         publish_s=_publish_s(done),
-        handover_s=waited_s + beyond_s(spent.learner_s, sequences, times, steps=last - warm),
+        handover_s=min(row.waited_s for row in done.steps[warm:]),
         trajectory_cpu_s=spent.rest_s / count,
+        learner_slowdown=spent.learner_s / modelled_s(sequences, times, steps=last - warm),
+        replica_cpu_s=spent.replicas_s / num_tokens,
         cores=cores_left([row for row in done.fleet if row.rl_s > done.steps[warm - 1].rl_s]),
     )
 
@@ -100,10 +110,18 @@ def sigma_of(mean: float, *, middle: int, cap: int) -> float:
     return low
 
 
-def beyond_s(spent_s: float, lengths: Sequence[int], times: LearnerTimes, *, steps: int) -> float:
-    """CPU seconds of a step that the profile has not, of all that the learner's process spent on these steps."""
-    modelled_s = steps * times.optimizer_s + emulated_step_s(times, [lengths], devices=1) - times.optimizer_s
-    return max(0.0, (spent_s - modelled_s) / steps)
+def share_between(groups: Sequence[Sequence[float]]) -> float:
+    """Share of the variance of values that is between groups: the intraclass correlation of a one-way layout."""
+    several = [np.asarray(group) for group in groups if len(group) > 1]
+    sizes = np.array([len(group) for group in several])
+    within = sum(group.var(ddof=1) * (len(group) - 1) for group in several) / (sizes.sum() - len(several))
+    between = np.var([group.mean() for group in several], ddof=1) - within / sizes.mean()
+    return float(np.clip(between / (between + within), 0.0, 1.0))
+
+
+def modelled_s(lengths: Sequence[int], times: LearnerTimes, *, steps: int) -> float:
+    """Seconds of so many steps on sequences of these lengths, by a profile."""
+    return emulated_step_s(times, [lengths], devices=1) + (steps - 1) * times.optimizer_s
 
 
 def cores_left(rows: Sequence[FleetRow]) -> float:

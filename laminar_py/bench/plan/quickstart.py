@@ -1,16 +1,15 @@
 """The quickstart's task, predicted and run: rows `plan_*` of `laminar bench plan --only quickstart`.
 
-In each round the machine is calibrated, a run of the base setting tells lengths and what the machinery takes, and
-each other setting is simulated with that and run for real. Invariant: nothing of a run that is predicted is used
+In each round the machine is calibrated; a run of the base setting tells lengths and what the machinery takes, and
+the next settings are simulated with that and run for real. Invariant: nothing of a run that is predicted is used
 to predict it. Run it in the project's folder.
 """
 
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import yaml
 
 from laminar_py.bench.plan.cpu import watching_cpu
 from laminar_py.bench.plan.facts import RunFacts, read_facts
@@ -21,15 +20,20 @@ from laminar_py.bench.turns import Tell, spread
 from laminar_py.calibration.profile import calibrate
 from laminar_py.config.emulated_profile import EmulationProfile
 from laminar_py.config.loading import load_config
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.cores import num_cores
+from laminar_py.simulate.figures import SimulatedFigures
 from laminar_py.simulate.run import simulate
 
 CONFIG = Path("configs/quickstart.yaml")
 STEPS = 20
 LIMIT_S = 600.0  # for a run, its warm start included
 CALIBRATIONS = 2  # rounds of a calibration
+RUNS_OF_A_BASE = 2  # that are predicted by one run of the base setting, since a machine's speed drifts
+SEEDS = 3  # of a simulation
 BASE = ("rollout.without_signal=train", "eval.sets={}", f"steps={STEPS}")
+BASE_SETTING = Setting("base", ())
 SLOW_REWARD = "reward.use=[experiments/slow_reward/reward.py:slow]"
 SETTINGS = (
     Setting("sync", ("schedule=sync",)),
@@ -45,7 +49,7 @@ WITHIN, SPREADS = 0.15, 2.0  # an error that is asked for, or so many times the 
 
 
 def rows(*, runs: int, tell: Tell) -> list[Row]:
-    """Predicted over measured, medians of `runs` rounds; each takes about six minutes on two cores."""
+    """Predicted over measured, medians of `runs` rounds; each takes about eight minutes on two cores."""
     if not CONFIG.is_file():
         raise ConfigError(f"{CONFIG}: no such file; run this in the project's folder")
     predicted: dict[str, list[float]] = {one.name: [] for one in SETTINGS}
@@ -54,10 +58,13 @@ def rows(*, runs: int, tell: Tell) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as name:
         folder = Path(name)
         for turn in range(runs):
-            profile, facts = _calibrated(folder, turn, tell)
+            config = load_config(CONFIG, list(BASE))
+            alone = calibrate(config, repeats=CALIBRATIONS, tell=lambda line: None).profile
             first = turn % len(SETTINGS)
-            for one in SETTINGS[first:] + SETTINGS[:first]:
-                predicted[one.name].append(predict(one, profile, facts))
+            for number, one in enumerate(SETTINGS[first:] + SETTINGS[:first]):
+                if number % RUNS_OF_A_BASE == 0:
+                    base = _base(folder, alone, config, tell)
+                predicted[one.name].append(base.predict(one).trained_tokens_per_s)
                 done = train(CONFIG, [f"name={one.name}", f"runs={folder}", *BASE, *one.settings], limit_s=LIMIT_S)
                 measured[one.name].append(trained_tokens_per_s(done))
                 loads.append(os.getloadavg()[0])
@@ -68,40 +75,61 @@ def rows(*, runs: int, tell: Tell) -> list[Row]:
     return table([Compared(one.name, predicted[one.name], measured[one.name]) for one in SETTINGS], loads)
 
 
-def _calibrated(folder: Path, turn: int, tell: Tell) -> tuple[Path, RunFacts]:
-    """A profile of this machine and facts of a run of the base setting."""
-    config = load_config(CONFIG, list(BASE))
-    profile = calibrate(config, repeats=CALIBRATIONS, tell=lambda line: None).profile
+@dataclass(frozen=True, slots=True)
+class KnownBase:
+    """A run of the base setting, by which other settings are predicted."""
+
+    facts: RunFacts
+    profile: EmulationProfile  # of a machine whose cores and caches are shared
+
+    def predict(self, one: Setting) -> SimulatedFigures:
+        """Figures of a simulated run: of several seeds that with the median speed."""
+        settings = one.settings if one.simulated is None else one.simulated
+        given = ["emulation.profile=calibrated", "warm_start=null", *self.facts.settings, *settings]
+        found = [
+            simulate(load_config(CONFIG, [*BASE, *given, f"seed={seed}"]), profile=self.profile).figures
+            for seed in range(SEEDS)
+        ]
+        return sorted(found, key=lambda figures: figures.trained_tokens_per_s)[SEEDS // 2]
+
+    def fitted(self) -> "KnownBase":
+        """With engines that take for a token what the replicas of the run took, handling it included.
+
+        Slower engines have larger batches, so a second fit finds less to change.
+        """
+        slower = self.facts.replica_cpu_s / self.predict(BASE_SETTING).engine_s_per_token
+        engine = self.profile.engine.slower(slower)
+        return replace(self, profile=self.profile.model_copy(update={"engine": engine}))
+
+
+def _base(folder: Path, alone: EmulationProfile, config: RunConfig, tell: Tell) -> KnownBase:
+    """Run the base setting; `alone` is what engine and learner take where nothing else runs."""
     with watching_cpu() as cpu:
         done = train(CONFIG, ["name=base", f"runs={folder}", *BASE], limit_s=LIMIT_S)
-    facts = read_facts(done, cpu, profile.learner, cap=config.rollout.sampling.max_new_tokens)
-    tell(f"base: {trained_tokens_per_s(done):,.0f} trained tokens/s; {profile}; {facts}")
-    path = folder / f"profile-{turn}.yaml"
-    path.write_text(yaml.safe_dump(_handing_over(profile, facts.handover_s).model_dump()))
-    return path, facts
-
-
-def _handing_over(profile: EmulationProfile, seconds: float) -> EmulationProfile:
-    """The profile with what a step takes beside the learner's own time."""
-    learner = profile.learner.model_copy(update={"optimizer_s": profile.learner.optimizer_s + seconds})
-    return profile.model_copy(update={"learner": learner})
-
-
-def predict(one: Setting, profile: Path, facts: RunFacts) -> float:
-    """Trained tokens a second of a simulated run."""
-    settings = one.settings if one.simulated is None else one.simulated
-    given = [f"emulation.profile={profile}", "warm_start=null", *facts.settings]
-    return simulate(load_config(CONFIG, [*BASE, *given, *settings])).figures.trained_tokens_per_s
+    facts = read_facts(done, cpu, alone.learner, cap=config.rollout.sampling.max_new_tokens)
+    learner = alone.learner.model_copy(
+        update={
+            "train_tokens_per_s": alone.learner.train_tokens_per_s / facts.learner_slowdown,
+            "optimizer_s": alone.learner.optimizer_s * facts.learner_slowdown + facts.handover_s,
+        }
+    )
+    known = KnownBase(facts, alone.model_copy(update={"learner": learner})).fitted().fitted()
+    tell(
+        f"base: measured {trained_tokens_per_s(done):,.0f},"
+        f" explained {known.predict(BASE_SETTING).trained_tokens_per_s:,.0f} trained tokens/s; {known}"
+    )
+    return known
 
 
 def table(found: Sequence[Compared], loads: Sequence[float]) -> list[Row]:
     """Rows of all settings; `loads` are the load averages at the end of the runs."""
     conditions = (
         f"{CONFIG} without a group filter and evaluations, steps {warm_steps(STEPS) + 1} to {STEPS} of {STEPS};"
-        " each round calibrates, runs the base setting, whose ledger gives log-normal lengths (median, and sigma"
-        " with which the mean is right), and then each setting; learner, engines and all else share"
-        f" {num_cores()} cores, less what others took of them in the base run; load average after a run"
-        f" {spread(loads, '.1f')}"
+        f" each round calibrates; before each {RUNS_OF_A_BASE} settings the base setting runs, whose ledger gives"
+        " log-normal lengths (median, sigma with which the mean is right, how alike those of a prompt are), and"
+        " whose processes' CPU time says how much slower engines and learner are than alone; learner, engines and"
+        f" all else share {num_cores()} cores, less what others took of them in the base run; load average after a"
+        f" run {spread(loads, '.1f')}"
     )
     within = [one for one in found if abs(one.error) <= max(WITHIN, SPREADS * one.spread)]
     return [

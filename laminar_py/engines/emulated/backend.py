@@ -51,7 +51,7 @@ async def open_engine(
     vocab = read_sizes(launch.model_dir).vocab_size
     engine = EmulatedEngine(
         read_profile(emulation.profile).engine,
-        Responses(vocab, max_len=rollout.max_len, median=emulation.median_tokens, sigma=emulation.sigma),
+        Responses.of(emulation, vocab, max_len=rollout.max_len),
         vocab=vocab,
         max_batch=rollout.max_batch,
         max_len=rollout.max_len,

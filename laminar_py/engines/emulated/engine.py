@@ -197,6 +197,11 @@ class EmulatedEngine:
         """Tokens generated so far, as of the last `status`."""
         return self._scheduler.num_tokens
 
+    @property
+    def busy_s(self) -> float:
+        """Emulated seconds of its prefills and steps so far, as of the last `status`."""
+        return self._scheduler.busy_s
+
     def _now(self) -> float:
         """Emulated seconds since the start."""
         return self._passed_s + (self._loop.time() - self._began_s) * self._compression * self._pace

@@ -1,16 +1,18 @@
 """Answers of an emulated engine: the length of a response and its tokens. Called by the emulated engine.
 
 Tokens are slices of one table of random ids, so a thousand cost as much as one.
-Invariant: length, end and every token depend on the request's seed and the token's place alone, so a response does
-not depend on where it runs, in which batch, or how often it was interrupted.
+Invariant: length, end and every token depend on the request's seed, its group and the token's place alone, so a
+response does not depend on where it runs, in which batch, or how often it was interrupted.
 """
 
 import math
+import zlib
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
+from laminar_py.config.emulation import EmulationConfig
 from laminar_py.engines.requests import response_limit
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest
@@ -42,20 +44,37 @@ class PlannedResponse:
 
 
 class Responses:
-    """Log-normal lengths and tokens below `vocab`, e.g. `Responses(1024, max_len=2048, median=300, sigma=0.9)`."""
+    """Log-normal lengths and tokens below `vocab`, e.g. `Responses(1024, max_len=2048, median=300, sigma=0.9)`.
 
-    def __init__(self, vocab: int, *, max_len: int, median: float, sigma: float) -> None:
+    `prompt_share` of the variance of their logarithm is between groups, the rest within them.
+    """
+
+    def __init__(
+        self, vocab: int, *, max_len: int, median: float, sigma: float, prompt_share: float = 0.0
+    ) -> None:
         self._vocab = vocab
         self._max_len = max_len
-        self._mu, self._sigma = math.log(median), sigma
+        self._mu = math.log(median)
+        self._between, self._within = sigma * math.sqrt(prompt_share), sigma * math.sqrt(1.0 - prompt_share)
         self._tables: dict[tuple[int, ...], IntArray] = {}  # by stop ids, of which a run has one tuple
+
+    @classmethod
+    def of(cls, emulation: EmulationConfig, vocab: int, *, max_len: int) -> "Responses":
+        """Responses with the lengths that a config gives."""
+        return cls(
+            vocab,
+            max_len=max_len,
+            median=emulation.median_tokens,
+            sigma=emulation.sigma,
+            prompt_share=emulation.prompt_share,
+        )
 
     def respond(self, request: GenerateRequest) -> PlannedResponse:
         """The response to a request; without stop ids it goes on to its cap."""
         sampling, limit = request.sampling, response_limit(request, max_len=self._max_len)
         bits = _splitmix(sampling.seed)
         source = self._table(sampling.stop_ids)[_splitmix(bits) % _OFFSETS :]
-        drawn = self._length(bits) if sampling.stop_ids else limit + 1
+        drawn = self._length(bits, request.group_id) if sampling.stop_ids else limit + 1
         if drawn > limit or len(request.prefix_ids) >= limit:
             return PlannedResponse(limit, FinishReason.LENGTH, source, None)
         # a prefix that was made elsewhere may be longer
@@ -63,10 +82,12 @@ class Responses:
             max(drawn, len(request.prefix_ids) + 1), FinishReason.STOP, source, sampling.stop_ids[0]
         )
 
-    def _length(self, bits: int) -> int:
-        """Tokens of a response, from 64 random bits."""
-        uniform = ((bits >> 11) + 0.5) * 2.0**-53
-        return max(SHORTEST, round(math.exp(self._mu + self._sigma * _NORMAL.inv_cdf(uniform))))
+    def _length(self, bits: int, group_id: str) -> int:
+        """Tokens of a response, from 64 random bits and its group."""
+        log_length = self._mu + self._within * _normal(bits)
+        if self._between:
+            log_length += self._between * _normal(_splitmix(zlib.crc32(group_id.encode())))
+        return max(SHORTEST, round(math.exp(log_length)))
 
     def _table(self, stop_ids: tuple[int, ...]) -> IntArray:
         """Random ids without these."""
@@ -77,6 +98,11 @@ class Responses:
             table.flags.writeable = False  # deltas are views of it
             self._tables[stop_ids] = table
         return table
+
+
+def _normal(bits: int) -> float:
+    """A standard normal variate from 64 random bits."""
+    return _NORMAL.inv_cdf(((bits >> 11) + 0.5) * 2.0**-53)
 
 
 def _splitmix(value: int) -> int:

@@ -38,6 +38,7 @@ class EmulatedScheduler:
         self._touched_s = 0.0  # when something last came from outside
         self._owed_s = 0.0  # prefill that a hold interrupted
         self.num_tokens = 0  # generated so far
+        self.busy_s = 0.0  # of prefills and steps so far
         self._num_steps = 0
         self._kv_used = 0
         self._paused = self._loading = False
@@ -197,10 +198,14 @@ class EmulatedScheduler:
         return self._times.steps_s(steps, running=len(self._running), kv_used=self._kv_used)
 
     def _step(self, steps: int) -> None:
-        self._boundary_s += self._duration(steps)
+        self._compute(self._duration(steps))
         self._num_steps += steps
         self._kv_used += steps * len(self._running)
         self.num_tokens += steps * len(self._running)
+
+    def _compute(self, seconds: float) -> None:
+        self._boundary_s += seconds
+        self.busy_s += seconds
 
     def _settle(self) -> None:
         """Do what is due between two steps; a request's first token is sent at once."""
@@ -223,7 +228,7 @@ class EmulatedScheduler:
             self._running.add(job, step=self._num_steps, version=self._version)
             self._newcomers.append(job)
             self._kv_used += job.context
-        self._boundary_s += num_tokens / self._times.prefill_tokens_per_s
+        self._compute(num_tokens / self._times.prefill_tokens_per_s)
 
     @property
     def _head(self) -> EmulatedJob | None:

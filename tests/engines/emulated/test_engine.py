@@ -203,7 +203,15 @@ def test_looking_at_it_changes_nothing(lengths, looks, kv_capacity):
 def test_a_response_takes_its_prefill_and_its_steps():
     scheduler = make_scheduler()
     submit(scheduler, 1.0, "r", prompt=[3] * 500, length=100)
-    assert run_out(scheduler) == {"r": pytest.approx(1.0 + 500 / 25_000 + 100 * 0.020 + 8e-8 * (100 * 500 + 4950))}
+    takes_s = 500 / 25_000 + 100 * 0.020 + 8e-8 * (100 * 500 + 4950)
+    assert run_out(scheduler) == {"r": pytest.approx(1.0 + takes_s)}
+    assert scheduler.busy_s == pytest.approx(takes_s), "it had nothing to do before"
+
+
+def test_an_engine_that_is_slower_takes_so_many_times_as_long():
+    scheduler = make_scheduler(TIMES.slower(1.5))
+    submit(scheduler, 0.0, "r", prompt=[3] * 500, length=100)
+    assert run_out(scheduler)["r"] == pytest.approx(1.5 * (0.020 + 2.0 + 8e-8 * (100 * 500 + 4950)))
 
 
 def test_the_first_token_is_delivered_after_one_step(folders):
@@ -331,6 +339,17 @@ def test_lengths_are_log_normal_and_cut_at_the_cap():
     assert np.log(lengths).std() == pytest.approx(0.9, rel=0.06)
     assert lengths.min() >= 16
     assert stopped_length(int(lengths.argmax()), cap=50) == 50
+
+
+def test_responses_to_a_prompt_are_alike_in_length_by_its_share_of_the_variance():
+    responses = Responses(VOCAB, max_len=20_000, median=300.0, sigma=0.9, prompt_share=0.8)
+    asked = [
+        [make_request(length=15_000, seed=9 * group + seed, group=f"g{group}", stop_ids=(1,)) for seed in range(8)]
+        for group in range(1_000)
+    ]
+    lengths = np.log([[responses.respond(request).num_tokens for request in group] for group in asked])
+    assert lengths.std() == pytest.approx(0.9, rel=0.06)
+    assert lengths.mean(axis=1).var() == pytest.approx(0.81 * (0.8 + 0.2 / 8), rel=0.1)
 
 
 def test_only_the_last_token_of_a_response_that_stops_is_a_stop_id(folders):
