@@ -75,6 +75,7 @@ MODEL_32B = FleetModel(
             prefill_tokens_per_s=31_000,
             load_s=0.55,
             reserve_tokens=600,
+            gpus=4,
         ),
         learner=LearnerTimes(
             train_tokens_per_s=2000,

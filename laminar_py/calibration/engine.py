@@ -49,13 +49,14 @@ async def measure_engine(
     *,
     weights: Path,
     reserve_tokens: int,
+    gpus: int,
     repeats: int,
     tell: Callable[[str], None],
 ) -> MeasuredEngine:
     """Medians of `repeats` rounds, after one that does not count; `weights` is a folder that it loads.
 
-    `reserve_tokens` is what it keeps free for growth, which is not measured. Raises `ConfigError` where responses
-    are too short to measure.
+    `reserve_tokens` is what it keeps free for growth, which is not measured; it computes on so many `gpus`. Raises
+    `ConfigError` where responses are too short to measure.
     """
     tell("engine: loads")
     load_s = await _load_s(engine, clock, weights, repeats=repeats)
@@ -77,6 +78,7 @@ async def measure_engine(
         prefill_tokens_per_s=num_tokens / prefill_s,
         load_s=load_s,
         reserve_tokens=reserve_tokens,
+        gpus=gpus,
     )
     return MeasuredEngine(times, steps)
 

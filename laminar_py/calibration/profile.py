@@ -120,6 +120,7 @@ async def _measure_engine(
             CpuClock() if is_embedded else SystemClock(),
             weights=learner.weights,
             reserve_tokens=EMBEDDED_RESERVE if is_embedded else RESERVE,
+            gpus=max(1, section.gpus),
             repeats=repeats,
             tell=tell,
         )

@@ -91,7 +91,7 @@ BENCHMARKS: Catalog = {
                 "laminar_py.bench.plan.fleets:rows",
                 "plan_fleet_error_median plan_fleet_error_max plan_fleet_kv_error_max"
                 " plan_fleet_staleness_error_max plan_fleet_async plan_fleet_async_repack plan_fleet_async_paper"
-                " plan_fleet_in_place plan_fleet_one_step plan_fleet_sync",
+                " plan_fleet_in_place plan_fleet_one_step plan_fleet_sync plan_fleet_published",
             ),
             "regret": Measurement("laminar_py.bench.plan.regret:rows", "plan_regret_p95"),
         },

@@ -11,6 +11,7 @@ from laminar_py.cli.lines import console, say
 from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
+    from laminar_py.config.emulated_profile import EmulationProfile
     from laminar_py.plan.planner import Ranked, RankedPlan
     from laminar_py.plan.request import Lengths, PlanRequest
     from laminar_py.plan.subject import Subject
@@ -22,21 +23,20 @@ GBIT = 1e9 / 8  # bytes
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="Folder of a model, its config.json, a size such as 7B, or a config")
+        str, typer.Argument(help="A model's folder, its config.json, a size such as 7B, or a config")
     ],
     gpus: Annotated[str, typer.Option(help="Nodes x GPUs of each x kind, e.g. 8x8xH100")],
     run: Annotated[Path | None, typer.Option(help="Run whose ledger tells the lengths of responses")] = None,
     p50: Annotated[float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500")] = None,
     p99: Annotated[float | None, typer.Option(min=1, help="Their 99th percentile; default: 10 x p50")] = None,
-    cap: Annotated[
-        int | None, typer.Option(min=1, help="Longest response; default: the config's, or 16384")
-    ] = None,
+    cap: Annotated[int | None, typer.Option(min=1, help="Longest response; default: config's, or 16384")] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt")] = 400,
     prompts_per_step: Annotated[int | None, typer.Option(min=1, help="Default: the config's, or 128")] = None,
     group_size: Annotated[int | None, typer.Option(min=2, help="Default: the config's, or 16")] = None,
     max_staleness: Annotated[int | None, typer.Option(min=0, help="Steps; default: the config's, or 4")] = None,
     reward_s: Annotated[float, typer.Option(min=0, help="Median seconds from a response to its score")] = 0.05,
     mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Of the learner; 0.1 to 0.45 is seen")] = 0.4,
+    profile: Annotated[Path | None, typer.Option(help="Times that `laminar calibrate` wrote")] = None,
     network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
     write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
@@ -47,7 +47,7 @@ def plan(
     """Rank the ways to use a fleet of GPUs: schedule, GPUs of the learner, tensor parallelism, replicas.
 
     Formulas choose the likeliest placements; a simulation of each with the run's own policies, on fewer replicas,
-    judges them. Times are scaling rules over data sheets, docs/scale.md says how good they are.
+    judges them. Times are scaling rules over data sheets (docs/scale.md says how good they are), or a profile.
     """
     from laminar_py.plan.request import PlanRequest
     from laminar_py.plan.subject import read_fleet, read_subject
@@ -66,10 +66,17 @@ def plan(
         reward_s=reward_s,
         mfu=mfu,
         price=price,
+        measured=_measured(profile),
         learner=subject.learner,
     )
     _print(made := _make(request), as_json=as_json, explain=explain)
     _write(made, subject, write=write, html=html, quiet=as_json)
+
+
+def _measured(profile: Path | None) -> "EmulationProfile | None":
+    from laminar_py.config.emulated_profile import read_profile
+
+    return None if profile is None else read_profile(profile, setting="--profile")
 
 
 def _make(request: "PlanRequest") -> "RankedPlan":
@@ -84,7 +91,7 @@ def _lengths(
 ) -> "Lengths":
     """Lengths as given, or as the ledger of a run has them."""
     from laminar_py.plan.request import Lengths
-    from laminar_py.plan.subject import lengths_by_task, lengths_of
+    from laminar_py.plan.run_lengths import lengths_by_task, lengths_of
 
     p50, p99 = given
     if run is None:
@@ -93,9 +100,10 @@ def _lengths(
         raise ConfigError(f"--run={run}: tells the lengths; leave out --p50 and --p99")
     tasks = lengths_by_task(run)
     if not quiet:
-        table = Table("task", "responses", "p50", "p99", title=f"response tokens of {run.name}")
+        table = Table("task", "responses", "p50", "p99", "alike", title=f"response tokens of {run.name}")
         for one in tasks:
-            table.add_row(one.task, f"{one.count:,}", f"{one.p50:,.0f}", f"{one.p99:,.0f}")
+            alike = f"{one.prompt_share:.2f}"
+            table.add_row(one.task, f"{one.count:,}", f"{one.p50:,.0f}", f"{one.p99:,.0f}", alike)
         console.print(table)
     return lengths_of(tasks[0], cap=cap, prompt=prompt)
 

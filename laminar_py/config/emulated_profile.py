@@ -34,6 +34,8 @@ class EngineTimes(Section):
     """Taking up new weights that lie in this host's memory, seconds."""
     reserve_tokens: Size
     """Room that must be free for the growth of a request when it is admitted, in tokens."""
+    gpus: Size = 1
+    """GPUs of the replica that these times are of; what it emulates is one replica, whatever it has."""
 
     def steps_s(self, steps: int, *, running: int, kv_used: int) -> float:
         """Seconds of `steps` steps that begin with `kv_used` tokens and add one for each of `running`."""
@@ -91,13 +93,11 @@ class EmulationProfile(Section):
     """Of the learner."""
 
 
-def read_profile(path: Path) -> EmulationProfile:
-    """The profile in a YAML file. Raises `ConfigError`."""
+def read_profile(path: Path, *, setting: str = "emulation.profile") -> EmulationProfile:
+    """The profile in a YAML file, which this setting names. Raises `ConfigError`."""
     if not path.is_file():
-        raise ConfigError(
-            f"emulation.profile={path}: no such file; name one such as configs/emulation/h100_7b.yaml"
-        )
+        raise ConfigError(f"{setting}={path}: no such file; name one such as configs/emulation/h100_7b.yaml")
     try:
         return load_settings(EmulationProfile, path, [], help_at="laminar_py/config/emulated_profile.py")
     except ConfigError as error:
-        raise ConfigError(f"emulation.profile={path}: {error}") from None
+        raise ConfigError(f"{setting}={path}: {error}") from None

@@ -77,6 +77,7 @@ def shrunk_fleet(
                 "learner_devices": devices,
                 "median_tokens": max(1, round(lengths.median)),
                 "sigma": lengths.sigma,
+                "prompt_share": lengths.prompt_share,
             },
             "simulation": {
                 "prompt_tokens": lengths.prompt,

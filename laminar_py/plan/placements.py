@@ -67,8 +67,15 @@ def placements(request: PlanRequest) -> list[FleetPlacement]:
 
 def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
     """Numbers of GPUs of a replica that hold the model and its longest trajectory. Raises `ConfigError`."""
-    fleet, shape, lengths = request.fleet, request.shape, request.lengths
+    fleet, shape, lengths, measured = request.fleet, request.shape, request.lengths, request.measured
     within = [degree for degree in shape.divisions if degree <= fleet.per_node and fleet.per_node % degree == 0]
+    if measured is not None and measured.engine.gpus not in within:
+        raise ConfigError(
+            f"--profile: is of replicas of {measured.engine.gpus} GPUs, and on nodes of {fleet.per_node}"
+            f" {request.model} can have {', '.join(map(str, within))}; measure one of those"
+        )
+    if measured is not None:
+        within = [measured.engine.gpus]
     fitting = [degree for degree in within if _cache(request, degree) >= lengths.most]
     if not fitting:
         most = within[-1]

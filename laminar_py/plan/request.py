@@ -8,12 +8,14 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from laminar_py.config.emulated_profile import EmulationProfile
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.hardware.gpus import Gpu
 from laminar_py.hardware.model_shape import ModelShape
 
 QUANTILES = 4000
+SAME_MODEL = 0.2  # share by which counts of a model's parameters differ, embeddings or not
 P99 = NormalDist().inv_cdf(0.99)
 
 Tokens = npt.NDArray[np.float64]
@@ -30,6 +32,7 @@ class Lengths:
     sigma: float  # of their logarithm
     cap: int
     prompt: int  # tokens of each prompt
+    prompt_share: float = 0.0  # of the variance of the logarithm, which is between prompts
 
     def __post_init__(self) -> None:
         if self.median > self.cap:
@@ -38,11 +41,14 @@ class Lengths:
             )
 
     @classmethod
-    def of_percentiles(cls, p50: float, p99: float, *, cap: int, prompt: int) -> "Lengths":
+    def of_percentiles(
+        cls, p50: float, p99: float, *, cap: int, prompt: int, prompt_share: float = 0.0
+    ) -> "Lengths":
         """Lengths with these percentiles before they are cut. Raises `ConfigError`."""
         if p99 < p50:
             raise ConfigError(f"p99={p99:g}: is below p50={p50:g}; give both in tokens")
-        return cls(median=p50, sigma=math.log(p99 / p50) / P99, cap=cap, prompt=prompt)
+        sigma = math.log(p99 / p50) / P99
+        return cls(median=p50, sigma=sigma, cap=cap, prompt=prompt, prompt_share=prompt_share)
 
     @cached_property
     def quantiles(self) -> Tokens:
@@ -104,6 +110,17 @@ class PlanRequest:
     reward_s: float = 0.05  # median from a response's end to its score
     mfu: float = 0.4  # of the learner
     price: float | None = None  # of a GPU-hour
+    measured: EmulationProfile | None = None  # takes the place of the scaling rules
+
+    def __post_init__(self) -> None:
+        if self.measured is None:
+            return
+        told, has = self.measured.learner.num_parameters, self.shape.active
+        if abs(told / has - 1.0) > SAME_MODEL:
+            raise ConfigError(
+                f"--profile: is of a model of {told:,} parameters, and {self.model} has {has:,}; name that of"
+                " this model, or leave it out"
+            )
 
     @property
     def trajectories_per_step(self) -> int:

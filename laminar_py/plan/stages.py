@@ -151,8 +151,10 @@ def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstima
 
 
 def profile_of(request: PlanRequest, placement: FleetPlacement) -> tuple[ReplicaRates, LearnerTimes]:
-    """Times of the placement's replicas and of its learner's GPUs."""
-    shape, gpu = request.shape, request.fleet.gpu
+    """Times of the placement's replicas and of its learner's GPUs: measured ones, or those of the rules."""
+    shape, gpu, measured = request.shape, request.fleet.gpu, request.measured
+    if measured is not None:
+        return ReplicaRates(measured.engine, request.lengths), measured.learner
     times = engine_times(shape, gpu, tensor_parallel=placement.tensor_parallel)
     return ReplicaRates(times, request.lengths), learner_times(shape, gpu, mfu=request.mfu)
 

@@ -1,14 +1,8 @@
-"""The model, or the config of a run, that a plan is asked for, and the lengths of a run that has ended.
-
-Called by `laminar plan`.
-"""
+"""The model, or the config of a run, that a plan is asked for. Called by `laminar plan`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.loading import parse_config, read_tree
@@ -18,11 +12,9 @@ from laminar_py.config.staleness import Schedule
 from laminar_py.hardware.gpus import read_group
 from laminar_py.hardware.known_models import model_named
 from laminar_py.hardware.model_shape import ModelShape
-from laminar_py.plan.request import GpuFleet, Lengths
-from laminar_py.records.trajectory import Kind
+from laminar_py.plan.request import GpuFleet
 
 CONFIGS = (".yaml", ".yml")
-FEWEST = 20  # responses that lengths are taken from
 CAP, GROUPS, GROUP_SIZE, MAX_STALENESS = 16_384, 128, 16, 4  # where no config says
 
 
@@ -91,41 +83,3 @@ def read_fleet(text: str, *, network_bytes_per_s: float) -> GpuFleet:
     if group.gpu is None:
         raise ConfigError(f"--gpus={text}: names no GPU; write e.g. 3x8xH100")
     return GpuFleet(gpu=group.gpu, nodes=group.nodes, per_node=group.each, network_bytes_per_s=network_bytes_per_s)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskLengths:
-    """Lengths of the responses of one task in a run, e.g. `TaskLengths("math", 4000, 812, 7400)`."""
-
-    task: str
-    count: int
-    p50: float
-    p99: float
-
-
-def lengths_by_task(run: Path) -> list[TaskLengths]:
-    """Lengths of a run's finished training responses, of all of them first. Raises `ConfigError`."""
-    trained = read_snapshot(run).trajectories
-    trained = trained.where(trained.is_kind(Kind.TRAIN) & (trained.finish >= 0))
-    if len(trained) < FEWEST:
-        raise ConfigError(
-            f"--run={run}: {len(trained)} responses have finished in it, and lengths need {FEWEST}; name another"
-        )
-    found = [_measured("all", trained.length)]
-    if len(trained.tasks) > 1:
-        found += [
-            _measured(task, trained.length[trained.task == place])
-            for place, task in enumerate(trained.tasks)
-            if (trained.task == place).any()
-        ]
-    return found
-
-
-def _measured(task: str, lengths: np.ndarray[tuple[int], np.dtype[np.int32]]) -> TaskLengths:
-    p50, p99 = np.percentile(lengths, [50, 99])
-    return TaskLengths(task, len(lengths), max(1.0, float(p50)), max(1.0, float(p99)))
-
-
-def lengths_of(measured: TaskLengths, *, cap: int, prompt: int) -> Lengths:
-    """Log-normal lengths with the percentiles of a run."""
-    return Lengths.of_percentiles(measured.p50, measured.p99, cap=cap, prompt=prompt)

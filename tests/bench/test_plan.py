@@ -1,6 +1,5 @@
 """The planner's benchmark: what a run tells, and how predicted is laid beside measured."""
 
-import math
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ import pytest
 
 from laminar_py.bench.plan import fleets, quickstart
 from laminar_py.bench.plan.cpu import LEARNER, REPLICA, CpuLog, CpuSpent, watching_cpu
-from laminar_py.bench.plan.facts import RunFacts, cores_left, modelled_s, share_between, sigma_of
+from laminar_py.bench.plan.facts import RunFacts, cores_left, modelled_s, sigma_of
 from laminar_py.bench.plan.fleets import FleetFigures
 from laminar_py.bench.plan.regret import MOST_PLACEMENTS, draw_case
 from laminar_py.bench.plan.settings import Compared
@@ -66,15 +65,6 @@ def test_steps_take_what_the_profile_says_of_their_sequences():
         train_tokens_per_s=1000, num_parameters=10**9, hidden_size=1, num_layers=1, optimizer_s=0.1
     )
     assert modelled_s([500] * 4, times, steps=2) == pytest.approx(2 * 0.1 + 2.0, abs=1e-3)
-
-
-def test_a_share_of_the_variance_that_is_between_groups_is_found_again():
-    draw = np.random.default_rng(2)
-    between, within = math.sqrt(0.7), math.sqrt(0.3)
-    groups = [between * draw.standard_normal() + within * draw.standard_normal(8) for _ in range(4000)]
-    assert share_between(groups) == pytest.approx(0.7, abs=0.02)
-    assert share_between([draw.standard_normal(8) for _ in range(4000)]) == pytest.approx(0.0, abs=0.02)
-    assert share_between([[value] * 8 for value in draw.standard_normal(9)]) == 1.0
 
 
 def test_cores_that_others_keep_busy_are_not_a_runs():

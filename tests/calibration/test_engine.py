@@ -39,6 +39,7 @@ def measured(times, tmp_path, **changes):
             LoopClock(),
             weights=tmp_path,
             reserve_tokens=times.reserve_tokens,
+            gpus=times.gpus,
             repeats=1,
             tell=lambda line: None,
         )

@@ -1,11 +1,13 @@
 """Ranking: what fits, what is refused, that the simulator judges, and what is written of it."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from laminar_py.cli.main import app
+from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.loading import load_config, read_tree
 from laminar_py.config.section import ConfigError
 from laminar_py.config.staleness import Schedule
@@ -13,8 +15,9 @@ from laminar_py.hardware.times import learner_times
 from laminar_py.plan.judge import judge, shrunk_fleet
 from laminar_py.plan.placements import learner_bytes, placements
 from laminar_py.plan.planner import MOST, make_plan
-from laminar_py.plan.stages import estimate
-from laminar_py.plan.subject import lengths_by_task, read_subject
+from laminar_py.plan.run_lengths import lengths_by_task
+from laminar_py.plan.stages import estimate, profile_of
+from laminar_py.plan.subject import read_subject
 from laminar_py.plan.writing import write_config
 from laminar_py.preflight.memory import memory_faults
 from tests.plan.builders import make_request
@@ -129,12 +132,34 @@ def test_a_config_that_was_given_keeps_its_data_and_reward(small, tmp_path):
         (["7B", "--gpus", "1x8xH100", "--p50", "20000"], "p50=20000: lies beyond cap=16384"),
         (["7B", "--gpus", "1x8xH100", "--run", "runs/none"], "ledger=runs/none/ledger.sqlite: no such file"),
         (["nothing", "--gpus", "1x8xH100"], "model=nothing: no folder, and no model that is known"),
+        (["7B", "--gpus", "1x8xH100", "--profile", "none.yaml"], "--profile=none.yaml: no such file"),
+        (
+            ["7B", "--gpus", "1x8xH100", "--profile", "configs/emulation/h100_32b_tp4.yaml"],
+            "--profile: is of a model of 32,800,000,000 parameters",
+        ),
+        (
+            ["7B", "--gpus", "1x1xH100", "--profile", "configs/emulation/h100_7b_tp2.yaml"],
+            "--profile: is of replicas of 2 GPUs, and on nodes of 1 Qwen2.5-7B can have 1",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments, line):
     result = CliRunner().invoke(app, ["plan", *arguments])
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception).startswith(line)
+
+
+def test_measured_times_take_the_place_of_the_rules():
+    profile = read_profile(Path("configs/emulation/h100_7b_tp2.yaml"))
+    slow = profile.model_copy(update={"engine": profile.engine.slower(3.0)})
+    wanted = make_request(measured=slow)
+    places = placements(wanted)
+    assert {one.tensor_parallel for one in places} == {profile.engine.gpus}
+    (rates, learner) = profile_of(wanted, places[0])
+    assert rates.times == slow.engine
+    assert learner == slow.learner
+    fast = make_request(measured=profile)
+    assert estimate(wanted, places[0]).times.generation_s > 2 * estimate(fast, places[0]).times.generation_s
 
 
 def test_a_folder_without_a_ledger_tells_no_lengths(tmp_path):

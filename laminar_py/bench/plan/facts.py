@@ -3,11 +3,9 @@
 Used by `laminar bench plan`, whose calibration run is not one of those that are predicted.
 """
 
-import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import groupby
 from statistics import median
 
 import numpy as np
@@ -20,6 +18,7 @@ from laminar_py.engines.emulated.responses import SHORTEST
 from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
+from laminar_py.plan.run_lengths import share_between
 from laminar_py.records.events import Stepped, VersionLoaded
 from laminar_py.records.metrics import FleetRow
 
@@ -68,7 +67,7 @@ def read_facts(done: FinishedRun, cpu: CpuLog, times: LearnerTimes, *, cap: int)
         ask = connection.execute
         rows = ask(
             "SELECT group_id, length, reward, finished_s, scored_s FROM trajectory"
-            " WHERE kind = 'train' AND reward IS NOT NULL ORDER BY group_id"
+            " WHERE kind = 'train' AND reward IS NOT NULL"
         ).fetchall()
         prompts = [size // 4 for (size,) in ask("SELECT length(ids) FROM prompt")]
         ends = "SELECT max(ended_s) FROM trajectory WHERE step = ?"
@@ -79,14 +78,12 @@ def read_facts(done: FinishedRun, cpu: CpuLog, times: LearnerTimes, *, cap: int)
         sequences = [length for (length,) in ask(f"{trained} WHERE step > ?", (warm,))]
         finished = "SELECT count(*), sum(length) FROM trajectory WHERE finished_s BETWEEN ? AND ?"
         (count, num_tokens) = ask(finished, (begin_s, end_s)).fetchone()
-    lengths = np.array([length for _, length, *_ in rows], float)
+    groups, lengths = [group for group, *_ in rows], np.array([length for _, length, *_ in rows], float)
     spent = cpu.spent(begin_s, end_s)
     return RunFacts(
         median_tokens=round(float(np.median(lengths))),
         sigma=sigma_of(float(lengths.mean()), middle=round(float(np.median(lengths))), cap=cap),
-        prompt_share=share_between(
-            [[math.log(length) for _, length, *_ in of] for _, of in groupby(rows, key=lambda row: row[0])]
-        ),
+        prompt_share=share_between(np.log(lengths), np.unique(groups, return_inverse=True)[1].astype(np.int32)),
         prompt_tokens=round(median(prompts)),
         solved=float(np.mean([reward > 0 for _, _, reward, *_ in rows])),
         reward_s=float(np.percentile([scored_s - ended_s for *_, ended_s, scored_s in rows], UNDISTURBED)),
@@ -108,15 +105,6 @@ def sigma_of(mean: float, *, middle: int, cap: int) -> float:
         is_low = np.clip(middle * np.exp(sigma * normal), SHORTEST, cap).mean() < mean
         low, high = (sigma, high) if is_low else (low, sigma)
     return low
-
-
-def share_between(groups: Sequence[Sequence[float]]) -> float:
-    """Share of the variance of values that is between groups: the intraclass correlation of a one-way layout."""
-    several = [np.asarray(group) for group in groups if len(group) > 1]
-    sizes = np.array([len(group) for group in several])
-    within = sum(group.var(ddof=1) * (len(group) - 1) for group in several) / (sizes.sum() - len(several))
-    between = np.var([group.mean() for group in several], ddof=1) - within / sizes.mean()
-    return float(np.clip(between / (between + within), 0.0, 1.0))
 
 
 def modelled_s(lengths: Sequence[int], times: LearnerTimes, *, steps: int) -> float:

@@ -1,7 +1,8 @@
 """Emulated fleets under the real runtime, predicted and run: rows of `laminar bench plan --only fleets`.
 
-`configs/emulation/repack.yaml`, 16 replicas, under each schedule, with and without repacking. The profile is the
-same on both sides, so what differs is the runtime. Run it in the project's folder.
+`configs/emulation/repack.yaml`, 16 replicas, under each schedule, with and without repacking, and with repacking 8
+replicas as fast as published tables. The profile is the same on both sides, so what differs is the runtime.
+Run it in the project's folder.
 """
 
 import os
@@ -21,7 +22,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.simulate.run import simulate
 
 CONFIG = Path("configs/emulation/repack.yaml")
-COMPRESSION = 20
+COMPRESSION, PUBLISHED_COMPRESSION = 20, 2
 STEPS = 6
 LIMIT_S = 600.0  # for a run
 BASE = (  # a step is what all replicas have at a time
@@ -38,6 +39,24 @@ SETTINGS = (
     Setting("fleet_in_place", ("repack.planner=none", "rollout.on_new_weights=in_place", BATCHES)),
     Setting("fleet_one_step", ("schedule=one_step", "repack.planner=none")),
     Setting("fleet_sync", ("schedule=sync", "repack.planner=none")),
+    Setting(
+        "fleet_published",
+        (
+            "emulation.profile=configs/emulation/h100_7b_tp1.yaml",
+            f"emulation.compression={PUBLISHED_COMPRESSION}",
+            "emulation.learner_devices=64",
+            "emulation.start_spread_s=200",  # about a batch, so that they are not in step
+            "rollout.replicas=8",
+            "rollout.max_batch=256",
+            "rollout.kv_capacity=927000",
+            "rollout.batch_per_replica=512",
+            "rollout.group_size=16",
+            "rollout.prompts_per_step=256",
+            "repack.interval_s=2.5",
+            "repack.max_stall_s=2.5",
+            "repack.roofline_batch=128",
+        ),
+    ),
 )
 
 
@@ -51,7 +70,7 @@ class FleetFigures:
 
 
 def rows(*, runs: int, tell: Tell) -> list[Row]:
-    """Predicted beside measured, medians of `runs` rounds, another seed each; ten minutes a round on two cores."""
+    """Predicted beside measured, medians of `runs` rounds, a seed each; a round takes a quarter of an hour."""
     if not CONFIG.is_file():
         raise ConfigError(f"{CONFIG}: no such file; run this in the project's folder")
     predicted: dict[str, list[FleetFigures]] = {one.name: [] for one in SETTINGS}
@@ -63,7 +82,7 @@ def rows(*, runs: int, tell: Tell) -> list[Row]:
                 settings = [*BASE, *one.settings, f"seed={seed}"]
                 predicted[one.name].append(predict(settings))
                 done = train(CONFIG, [f"name={one.name}", f"runs={folder}", *settings], limit_s=LIMIT_S)
-                measured[one.name].append(read_figures(done))
+                measured[one.name].append(read_figures(done, compression=_compression(settings)))
                 loads.append(os.getloadavg()[0])
                 tell(f"seed {seed}, {one.name}: predicted {predicted[one.name][-1]}")
                 tell(f"measured {measured[one.name][-1]}; load average {loads[-1]:.1f}")
@@ -76,16 +95,22 @@ def predict(settings: Sequence[str]) -> FleetFigures:
     return FleetFigures(found.trained_tokens_per_s, found.kv_use, found.staleness_mean)
 
 
-def read_figures(done: FinishedRun) -> FleetFigures:
+def read_figures(done: FinishedRun, *, compression: float) -> FleetFigures:
     """Figures of a real run, of the steps that count in a simulated one too."""
     warm = warm_steps(len(done.steps))
     first, counted = done.steps[warm - 1], done.steps[warm:]
     rows = [row for row in done.fleet if first.rl_s <= row.rl_s <= counted[-1].rl_s]
     return FleetFigures(
-        trained_tokens_per_s(done) / COMPRESSION,
+        trained_tokens_per_s(done) / compression,
         (rows[-1].kv_s - rows[0].kv_s) / (rows[-1].rl_s - rows[0].rl_s),
         float(np.mean([row.staleness_mean for row in counted])),
     )
+
+
+def _compression(settings: Sequence[str]) -> float:
+    emulation = load_config(CONFIG, list(settings)).emulation
+    assert emulation is not None, "the config has it"
+    return emulation.compression
 
 
 def table(
@@ -94,8 +119,9 @@ def table(
     """Rows of all settings; `loads` are the load averages at the end of the runs."""
     conditions = (
         f"{CONFIG}, 16 emulated replicas, compressed {COMPRESSION} times, steps {warm_steps(STEPS) + 1} to"
-        f" {STEPS} of {STEPS}, each of 1,024 trajectories; the same seeds simulated; load average after a run"
-        f" {spread(loads, '.1f')}"
+        f" {STEPS} of {STEPS}, each of 1,024 trajectories; published: 8 replicas of configs/emulation/"
+        f"h100_7b_tp1.yaml, compressed {PUBLISHED_COMPRESSION} times, steps of 4,096; the same seeds simulated;"
+        f" load average after a run {spread(loads, '.1f')}"
     )
 
     def compared(field: str) -> list[Compared]:
