@@ -4,7 +4,6 @@ Invariant: what was put in is in exactly one report, in the order in which it ca
 """
 
 import asyncio
-import contextlib
 from dataclasses import dataclass, field
 
 from laminar_py.records.engine import EngineStatus
@@ -38,12 +37,8 @@ class Outbox:
 
         Never so soon that short trajectories do not share one, unless it is awaited.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.urgent.wait()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._last_s + self.gather_s - self.clock.now()):
-                await self._awaited.wait()
+        await _set_within(self.urgent, timeout_s)
+        await _set_within(self._awaited, self._last_s + self.gather_s - self.clock.now())
         self.urgent.clear()
         self._awaited.clear()
 
@@ -74,3 +69,14 @@ class Outbox:
         )
         self.progress, self.loads, self.lost, self.generated = [], [], [], 0
         return report
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Return once an event is set, which is done after so many seconds at the latest."""
+    if event.is_set() or seconds <= 0:
+        return
+    timer = asyncio.get_running_loop().call_later(seconds, event.set)
+    try:
+        await event.wait()
+    finally:
+        timer.cancel()

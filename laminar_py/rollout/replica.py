@@ -251,10 +251,12 @@ class Replica:
             await self._store.keep_synced()
 
     def _one_left(self) -> None:
-        """A trajectory has left; one that has nothing to do any more says so at once."""
-        self._weights_wanted.set()
+        """A trajectory has left, and weights may be due; one that has nothing to do any more says so at once."""
         if not self._running:
+            self._weights_wanted.set()
             self._out.at_once()
+        elif self._newest > self._loader.version and self._may_swap():
+            self._weights_wanted.set()
 
     # ---- weights
 

@@ -73,8 +73,8 @@ class SimulatedRun:
     @property
     def latencies_s(self) -> list[float]:
         """Seconds of the GPUs from issue to end of each response that ended in the steps that count."""
-        first, last = self.rows[self._warm - 1], self.rows[-1]
-        return [self._compression * one.latency_s for one in self.ended if first.rl_s <= one.at_s <= last.rl_s]
+        first_s, last_s, fast = self.rows[self._warm - 1].rl_s, self.rows[-1].rl_s, self._compression
+        return [fast * one.latency_s for one in self.ended if first_s <= one.at_s <= last_s]
 
     failed_s: Sequence[float]  # when replicas failed, in seconds of RL
 

@@ -24,5 +24,6 @@ class OneWay:
         """Carry all of it, until cancelled."""
         while True:
             due_s, arrive = await self._sent.get()
-            await asyncio.sleep(due_s - self._loop.time())
+            if due_s > self._loop.time():
+                await asyncio.sleep(due_s - self._loop.time())
             await arrive()

@@ -4,8 +4,10 @@ Owned by `simulate.run`. Scores are drawn in the order in which responses end.
 """
 
 import asyncio
-import contextlib
+import math
 import random
+from collections import deque
+from dataclasses import dataclass
 
 from laminar_py.config.run import RunConfig
 from laminar_py.control.scheduler import TrajectoryScheduler
@@ -16,8 +18,16 @@ from laminar_py.simulate.figures import EndedResponse
 from laminar_py.telemetry.stats import Stats
 
 
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """Score of a response of so many tokens, once a scorer has worked on it."""
+
+    score: Score
+    length: int
+
+
 class SimulatedRewards:
-    """Scores responses once it is open; `see` hears every event of the run."""
+    """Scores responses while it runs; `see` hears every event of the run."""
 
     def __init__(self, config: RunConfig, stats: Stats) -> None:
         self.ended: list[EndedResponse] = []
@@ -31,11 +41,21 @@ class SimulatedRewards:
         scorers = config.simulation.scorers
         # with no limit as many as there ever are responses; on record a worker of the config has its share of them
         self._scorers_per_worker = (config.capacity if scorers is None else scorers) / config.reward.workers
-        self._free = contextlib.nullcontext() if scorers is None else asyncio.Semaphore(scorers)
+        self._free = math.inf if scorers is None else scorers
+        self._waiting: deque[_Scoring] = deque()
+        self._scored: asyncio.Queue[_Scoring] = asyncio.Queue()
 
-    def open(self, tasks: asyncio.TaskGroup, scheduler: TrajectoryScheduler) -> None:
-        """Give scores to a scheduler from here on."""
-        self._tasks, self._scheduler = tasks, scheduler
+    async def run(self, scheduler: TrajectoryScheduler) -> None:
+        """Give scores to a scheduler, until cancelled."""
+        self._scheduler = scheduler
+        while True:
+            one = await self._scored.get()
+            self._free += 1
+            self._begin()
+            if not self._closed:
+                await scheduler.closing.on_score(one.score)
+                self._stats.scored(one.score.value or 0.0, (), one.length)
+            self.num_open -= 1
 
     def close(self) -> None:
         """Score nothing more."""
@@ -61,13 +81,15 @@ class SimulatedRewards:
             trajectory_id=trajectory.id, value=value, elapsed_s=takes_s, at_once=self._scorers_per_worker
         )
         self.num_open += 1
-        self._tasks.create_task(self._score(score, trajectory.length), name="score")
+        self._waiting.append(_Scoring(score, trajectory.length))
+        self._begin()
 
-    async def _score(self, score: Score, length: int) -> None:
-        async with self._free:
-            if self._scheduler.awaits_score(score.trajectory_id):  # else a deadline has dropped it meanwhile
-                await asyncio.sleep(score.elapsed_s)
-                if not self._closed:
-                    await self._scheduler.closing.on_score(score)
-                    self._stats.scored(score.value or 0.0, (), length)
-        self.num_open -= 1
+    def _begin(self) -> None:
+        """Have free scorers work on what waits, first come first served."""
+        while self._waiting and self._free:
+            one = self._waiting.popleft()
+            if not self._scheduler.awaits_score(one.score.trajectory_id):  # a deadline has dropped it meanwhile
+                self.num_open -= 1
+                continue
+            self._free -= 1
+            self._loop.call_later(one.score.elapsed_s, self._scored.put_nowait, one)

@@ -27,9 +27,9 @@ class TimerTime(float):
 
     def __lt__(self, other: float) -> bool:
         """Compare with another timer."""
-        if float.__eq__(self, other) and isinstance(other, TimerTime):
-            return self.place < other.place
-        return float.__lt__(self, other)
+        if float.__lt__(self, other):
+            return True
+        return float.__eq__(self, other) and isinstance(other, TimerTime) and self.place < other.place
 
 
 class LoopClock:
