@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SHOWN = 8  # placements
 P50, TAIL = 1500.0, 10.0  # tokens, and p99 over it, where nobody tells
+MFU = 0.4  # systems show 0.1 to 0.45
 GBIT = 1e9 / 8  # bytes
 
 
@@ -35,8 +36,8 @@ def plan(
     group_size: Annotated[int | None, typer.Option(min=2, help="Default: the config's, or 16")] = None,
     max_staleness: Annotated[int | None, typer.Option(min=0, help="Steps; default: the config's, or 4")] = None,
     reward_s: Annotated[float, typer.Option(min=0, help="Median seconds from a response to its score")] = 0.05,
-    mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Of the learner; 0.1 to 0.45 is seen")] = 0.4,
-    profile: Annotated[Path | None, typer.Option(help="Times that `laminar calibrate` wrote")] = None,
+    mfu: Annotated[float | None, typer.Option(min=0.01, max=1, help="Of the learner; default: 0.4")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Times that `laminar calibrate` measured")] = None,
     network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
     write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
@@ -64,18 +65,20 @@ def plan(
         group_size=group_size or subject.group_size,
         max_staleness=subject.max_staleness if max_staleness is None else max_staleness,
         reward_s=reward_s,
-        mfu=mfu,
+        mfu=mfu or MFU,
         price=price,
-        measured=_measured(profile),
+        measured=_measured(profile, mfu),
         learner=subject.learner,
     )
     _print(made := _make(request), as_json=as_json, explain=explain)
     _write(made, subject, write=write, html=html, quiet=as_json)
 
 
-def _measured(profile: Path | None) -> "EmulationProfile | None":
+def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | None":
     from laminar_py.config.emulated_profile import read_profile
 
+    if profile is not None and mfu is not None:
+        raise ConfigError(f"--mfu={mfu:g}: the profile says how fast the learner is; leave out one of the two")
     return None if profile is None else read_profile(profile, setting="--profile")
 
 
@@ -100,10 +103,10 @@ def _lengths(
         raise ConfigError(f"--run={run}: tells the lengths; leave out --p50 and --p99")
     tasks = lengths_by_task(run)
     if not quiet:
-        table = Table("task", "responses", "p50", "p99", "alike", title=f"response tokens of {run.name}")
+        table = Table("task", "responses", "p50", "p99", "between prompts", title=f"response tokens of {run.name}")
         for one in tasks:
-            alike = f"{one.prompt_share:.2f}"
-            table.add_row(one.task, f"{one.count:,}", f"{one.p50:,.0f}", f"{one.p99:,.0f}", alike)
+            between = f"{one.prompt_share:.0%} of the variance"
+            table.add_row(one.task, f"{one.count:,}", f"{one.p50:,.0f}", f"{one.p99:,.0f}", between)
         console.print(table)
     return lengths_of(tasks[0], cap=cap, prompt=prompt)
 

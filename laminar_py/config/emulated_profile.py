@@ -35,7 +35,7 @@ class EngineTimes(Section):
     reserve_tokens: Size
     """Room that must be free for the growth of a request when it is admitted, in tokens."""
     gpus: Size = 1
-    """GPUs of the replica that these times are of; what it emulates is one replica, whatever it has."""
+    """GPUs of the one replica that these times are of; only `laminar plan` reads it."""
 
     def steps_s(self, steps: int, *, running: int, kv_used: int) -> float:
         """Seconds of `steps` steps that begin with `kv_used` tokens and add one for each of `running`."""

@@ -32,7 +32,8 @@ class EmulationConfig(Section):
     sigma: Annotated[float, Field(ge=0)] = 0.99
     """Standard deviation of their logarithm; 0.99 makes p99 10 times the median."""
     prompt_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of its variance that is between prompts, whose responses are alike in length; 0: all within."""
+    """Share of the variance of the logarithm of lengths that is between prompts; 0: responses to a prompt differ
+    as those to any."""
 
 
 def choose_engine(tree: object) -> object:

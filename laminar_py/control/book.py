@@ -73,7 +73,10 @@ class ControlSettings:
 
 
 class Phase(Enum):
-    """Stages of a run, by the work that replicas get."""
+    """Stages of a run, by the work that replicas get.
+
+    RESTORING -> PAUSED (all is taken up) -> CONTINUING -> ADMITTING, and back as a schedule pauses; any -> ENDING.
+    """
 
     ADMITTING = "admitting"  # new groups, and all that follows
     CONTINUING = "continuing"  # training that is live, and evaluations
@@ -82,7 +85,7 @@ class Phase(Enum):
     ENDING = "ending"  # nothing
 
     @property
-    def is_idle(self) -> bool:
+    def gives_nothing(self) -> bool:
         """True where replicas get nothing at all."""
         return self in (Phase.RESTORING, Phase.ENDING)
 
@@ -134,7 +137,7 @@ class Book:
     def may_run(self, lifecycle: Lifecycle) -> bool:
         """True where the phase lets a replica have it."""
         if lifecycle.kind is Kind.EVAL:
-            return not self.phase.is_idle
+            return not self.phase.gives_nothing
         return self.phase in (Phase.CONTINUING, Phase.ADMITTING)
 
     def issue(self, id: str, group_id: str, sample_index: int, prompt: Prompt, kind: Kind) -> Lifecycle:

@@ -104,7 +104,7 @@ class Evaluations:
 
         Passes that begin at once do so on different replicas, those with the newest weights and the least work.
         """
-        if self._book.phase.is_idle:
+        if self._book.phase.gives_nothing:
             return []
         started: list[Lifecycle] = []
         chosen: list[int | None] = []

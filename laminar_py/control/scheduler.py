@@ -105,7 +105,8 @@ class TrajectoryScheduler:
             reports=self.reports,
             salvaged=salvaged,
         )
-        self.book.phase = Phase.PAUSED
+        if self.book.phase is Phase.RESTORING:
+            self.book.phase = Phase.PAUSED
 
     # ---- the fleet
 

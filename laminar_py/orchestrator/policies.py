@@ -25,7 +25,7 @@ def make_scheduler(
     reference: ReferenceStage | None,
     versions_return: bool = False,
 ) -> TrajectoryScheduler:
-    """Scheduler of trajectories, with the packing of its batches; of a run that goes on it awaits `restore`."""
+    """Scheduler of trajectories, with the packing of its batches; that of a run that goes on awaits `restore`."""
     config = incarnation.config
     algorithm, sampling = config.algorithm, config.rollout.sampling
     scheduler = TrajectoryScheduler(

@@ -15,7 +15,6 @@ from laminar_py.hardware.gpus import Gpu
 from laminar_py.hardware.model_shape import ModelShape
 
 QUANTILES = 4000
-SAME_MODEL = 0.2  # share by which counts of a model's parameters differ, embeddings or not
 P99 = NormalDist().inv_cdf(0.99)
 
 Tokens = npt.NDArray[np.float64]
@@ -115,11 +114,12 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.measured is None:
             return
-        told, has = self.measured.learner.num_parameters, self.shape.active
-        if abs(told / has - 1.0) > SAME_MODEL:
+        learner, shape = self.measured.learner, self.shape
+        told, has = (learner.num_layers, learner.hidden_size), (shape.num_hidden_layers, shape.hidden_size)
+        if told != has:
             raise ConfigError(
-                f"--profile: is of a model of {told:,} parameters, and {self.model} has {has:,}; name that of"
-                " this model, or leave it out"
+                f"--profile: is of a model of {told[0]} layers {told[1]} wide, and {self.model} has {has[0]} of"
+                f" {has[1]}; name the profile of this model, or leave it out"
             )
 
     @property

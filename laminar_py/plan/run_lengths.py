@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.analytics.read.columns import Ints, Trajectories
+from laminar_py.analytics.read.columns import Trajectories
 from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.config.section import ConfigError
 from laminar_py.plan.request import Lengths
@@ -48,26 +48,26 @@ def lengths_of(measured: TaskLengths, *, cap: int, prompt: int) -> Lengths:
     )
 
 
-def share_between(values: npt.NDArray[np.float64], groups: Ints) -> float:
-    """Share of the variance of values [N] that is between their groups [N], as the analysis of variance has it.
+def prompt_share(lengths: npt.NDArray[np.number], groups: npt.NDArray[np.integer]) -> float:
+    """Share of the variance of the logarithm of lengths [N] in tokens that is between their groups [N], numbers.
 
-    This is the intraclass correlation of a one-way layout; 0 where no group has several.
+    This is the intraclass correlation of a one-way layout; 0 where no two groups have several.
     """
-    sizes = np.bincount(groups)
+    logs = np.log(np.maximum(lengths, 1))
+    _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     several = sizes > 1
     num_groups, num_values = int(several.sum()), int(sizes[several].sum())
     if num_groups < 2:
         return 0.0
-    means = np.bincount(groups, weights=values)[several] / sizes[several]
-    squares = np.bincount(groups, weights=values**2)[several] - sizes[several] * means**2
+    means = np.bincount(place, weights=logs)[several] / sizes[several]
+    squares = np.bincount(place, weights=logs**2)[several] - sizes[several] * means**2
     within = float(squares.sum()) / (num_values - num_groups)
-    between = float(means.var(ddof=1)) - within * num_groups / num_values
+    between = float(means.var(ddof=1)) - within * float((1.0 / sizes[several]).mean())
     whole = between + within
     return min(1.0, max(0.0, between / whole)) if whole > 0 else 0.0
 
 
 def _measured(task: str, trained: Trajectories) -> TaskLengths:
-    lengths = np.maximum(trained.length, 1).astype(np.float64)
-    p50, p99 = np.percentile(lengths, [50, 99])
-    share = share_between(np.log(lengths), trained.group)
+    p50, p99 = np.percentile(np.maximum(trained.length, 1), [50, 99])
+    share = prompt_share(trained.length, trained.group)
     return TaskLengths(task=task, count=len(trained), p50=float(p50), p99=float(p99), prompt_share=share)

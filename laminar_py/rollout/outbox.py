@@ -72,7 +72,7 @@ class Outbox:
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Return once an event is set, which is done after so many seconds at the latest."""
+    """Return once an event is set, which the end of so many seconds does itself; at once where there are none."""
     if event.is_set() or seconds <= 0:
         return
     timer = asyncio.get_running_loop().call_later(seconds, event.set)

@@ -226,7 +226,7 @@ class Replica:
 
     async def _refresh(self) -> None:
         if self._running:
-            if not self._pinned and self._newest > self._loader.version and self._may_swap():
+            if not self._pinned and self._may_swap():
                 await self._loader.swap(self._policy, may_swap=self._may_swap)
         elif self._expected or self._expected_passes - {item.group_id for item in self._pinned}:
             return  # it has promised to keep its version
@@ -251,11 +251,11 @@ class Replica:
             await self._store.keep_synced()
 
     def _one_left(self) -> None:
-        """A trajectory has left, and weights may be due; one that has nothing to do any more says so at once."""
+        """A trajectory has left, and weights may be due; a replica that has nothing to do says so at once."""
         if not self._running:
             self._weights_wanted.set()
             self._out.at_once()
-        elif self._newest > self._loader.version and self._may_swap():
+        elif self._may_swap():
             self._weights_wanted.set()
 
     # ---- weights
@@ -301,7 +301,9 @@ class Replica:
             self._weights_wanted.set()
 
     def _may_swap(self) -> bool:
-        """True unless it drains, stops, or evaluates, for which it keeps its version."""
+        """True where weights are newer, unless it drains, stops, or evaluates, for which it keeps its version."""
+        if self._newest <= self._loader.version:
+            return False
         if self._policy is OnNewWeights.DRAIN or not self._admission.trains or self._expected_passes:
             return False
         return all(running.assignment.kind is not Kind.EVAL for running in self._running.values())

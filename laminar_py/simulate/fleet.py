@@ -84,7 +84,7 @@ class SimulatedFleet:
         self.samples: list[FleetSample] = []
         self.num_reports = 0  # that came in
         self.failures: list[tuple[float, int]] = []  # seconds of RL, and which replica
-        self._responses = Responses.of(config.emulation, VOCAB, max_len=config.rollout.max_len)
+        self._responses = Responses.of(config.emulation, VOCAB, max_len=config.rollout.max_len, seed=config.seed)
         self._reports = OneWay(config.simulation.hop_s)
         self._orders = OneWay(config.simulation.order_s)
         self._opened, self._rl = asyncio.Event(), asyncio.Event()

@@ -42,20 +42,23 @@ class SimulatedRewards:
         # with no limit as many as there ever are responses; on record a worker of the config has its share of them
         self._scorers_per_worker = (config.capacity if scorers is None else scorers) / config.reward.workers
         self._free = math.inf if scorers is None else scorers
-        self._waiting: deque[_Scoring] = deque()
+        self._waiting: deque[_Scoring] = deque()  # this and the next hold what is live, `config.capacity` at most
         self._scored: asyncio.Queue[_Scoring] = asyncio.Queue()
 
-    async def run(self, scheduler: TrajectoryScheduler) -> None:
-        """Give scores to a scheduler, until cancelled."""
+    def open(self, scheduler: TrajectoryScheduler) -> None:
+        """Give scores to a scheduler from here on."""
         self._scheduler = scheduler
+
+    async def run(self) -> None:
+        """Hand scores over as they are due, until cancelled."""
         while True:
             one = await self._scored.get()
-            self._free += 1
-            self._begin()
             if not self._closed:
-                await scheduler.closing.on_score(one.score)
+                await self._scheduler.closing.on_score(one.score)
                 self._stats.scored(one.score.value or 0.0, (), one.length)
             self.num_open -= 1
+            self._free += 1
+            self._begin()
 
     def close(self) -> None:
         """Score nothing more."""

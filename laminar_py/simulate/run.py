@@ -195,8 +195,9 @@ class _Simulation:
             await record.begin()
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._rewards.open(self._scheduler)
                 background = [
-                    tasks.create_task(self._rewards.run(self._scheduler), name="rewards"),
+                    tasks.create_task(self._rewards.run(), name="rewards"),
                     tasks.create_task(self._fleet.run(), name="fleet"),
                     tasks.create_task(self._keep_house(), name="housekeeping"),
                     tasks.create_task(self._cores.run(), name="cores"),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -14,12 +15,13 @@ from laminar_py.bench.plan.facts import RunFacts, cores_left, modelled_s, sigma_
 from laminar_py.bench.plan.fleets import FleetFigures
 from laminar_py.bench.plan.regret import MOST_PLACEMENTS, draw_case
 from laminar_py.bench.plan.settings import Compared
-from laminar_py.config.emulated_profile import LearnerTimes
+from laminar_py.config.emulated_profile import LearnerTimes, read_profile
 from laminar_py.config.loading import load_config
 from laminar_py.plan.placements import placements
 from laminar_py.simulate.run import check
 from tests.analytics.builders import make_fleet_row
 from tests.bench.figures import figures
+from tests.runs.runs import REPO
 
 FACTS = RunFacts(
     median_tokens=33,
@@ -107,6 +109,18 @@ def test_each_setting_is_one_that_runs_and_one_that_is_simulated():
         check(load_config(fleets.CONFIG, [*fleets.BASE, *one.settings]))
     names = [one.settings for one in quickstart.SETTINGS]
     assert () not in names, "the base setting is what is calibrated with"
+
+
+def test_a_base_is_explained_with_what_its_replicas_took_for_a_token(monkeypatch):
+    monkeypatch.setattr(quickstart, "SEEDS", 1)
+    profile = read_profile(REPO / "configs/emulation/h100_7b.yaml")
+    known = quickstart.KnownBase(FACTS, profile)
+    alone = known.predict(quickstart.BASE_SETTING)
+    took = alone.engine_s_per_token
+    slower = replace(known, facts=replace(FACTS, replica_cpu_s=2 * took)).fitted().fitted()
+    beside = slower.predict(quickstart.BASE_SETTING)
+    assert beside.engine_s_per_token == pytest.approx(2 * took, rel=0.05)
+    assert beside.trained_tokens_per_s < alone.trained_tokens_per_s
 
 
 def test_cases_of_regret_are_of_64_gpus_at_most_and_the_same_every_time():

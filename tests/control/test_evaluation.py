@@ -72,6 +72,7 @@ async def test_a_pass_that_is_asked_for_again_keeps_answers_and_goes_on_with_wha
     fleet.versions[0] = 4
     await fleet.report(0)
     assert not fleet.running[0], "nothing is handed out before it is known what is under way"
+    assert fleet.scheduler.dispatcher.for_starting(0) == []
     running = replace(left("e0.1", Status.RUNNING, kind=Kind.EVAL), id="e0-aime.0.1", group_id="e0-aime")
     finished = replace(left("e0.0", Status.FINISHED, kind=Kind.EVAL), id="e0-aime.1.0", group_id="e0-aime")
     await fleet.scheduler.restore(recovered(running, finished))

@@ -135,11 +135,15 @@ def test_a_config_that_was_given_keeps_its_data_and_reward(small, tmp_path):
         (["7B", "--gpus", "1x8xH100", "--profile", "none.yaml"], "--profile=none.yaml: no such file"),
         (
             ["7B", "--gpus", "1x8xH100", "--profile", "configs/emulation/h100_32b_tp4.yaml"],
-            "--profile: is of a model of 32,800,000,000 parameters",
+            "--profile: is of a model of 64 layers 5120 wide, and Qwen2.5-7B has 28 of 3584;",
         ),
         (
             ["7B", "--gpus", "1x1xH100", "--profile", "configs/emulation/h100_7b_tp2.yaml"],
             "--profile: is of replicas of 2 GPUs, and on nodes of 1 Qwen2.5-7B can have 1",
+        ),
+        (
+            ["7B", "--gpus", "1x8xH100", "--profile", "configs/emulation/h100_7b_tp1.yaml", "--mfu", "0.3"],
+            "--mfu=0.3: the profile says how fast the learner is",
         ),
     ],
 )

@@ -5,25 +5,26 @@ import pytest
 
 from laminar_py.plan.judge import shrunk_fleet
 from laminar_py.plan.placements import placements
-from laminar_py.plan.run_lengths import TaskLengths, lengths_of, share_between
+from laminar_py.plan.run_lengths import TaskLengths, lengths_of, prompt_share
 from tests.plan.builders import make_request
 
-GROUPS, SIZE = 4_000, 8
+GROUPS = 6_000
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
-def test_a_share_of_the_variance_that_is_between_groups_is_found_again(share):
+@pytest.mark.parametrize("sizes", [(8,), (2, 14)], ids=["even", "uneven"])
+def test_a_share_of_the_variance_that_is_between_groups_is_found_again(share, sizes):
     draw = np.random.default_rng(2)
-    between, within = draw.standard_normal((GROUPS, 1)), draw.standard_normal((GROUPS, SIZE))
-    values = np.sqrt(share) * between + np.sqrt(1 - share) * within
-    groups = np.repeat(np.arange(GROUPS, dtype=np.int32), SIZE)
+    groups = np.repeat(np.arange(GROUPS), np.resize(sizes, GROUPS))
+    between, within = draw.standard_normal(GROUPS)[groups], draw.standard_normal(len(groups))
+    lengths = 1e6 * np.exp(np.sqrt(share) * between + np.sqrt(1 - share) * within)
     shuffled = draw.permutation(len(groups))
-    assert share_between(values.ravel()[shuffled], groups[shuffled]) == pytest.approx(share, abs=0.02)
+    assert prompt_share(lengths[shuffled], groups[shuffled]) == pytest.approx(share, abs=0.02)
 
 
 def test_responses_of_one_prompt_each_say_nothing_of_prompts():
-    assert share_between(np.arange(5.0), np.arange(5, dtype=np.int32)) == 0.0
-    assert share_between(np.ones(6), np.array([0, 0, 1, 1, 2, 2], np.int32)) == 0.0
+    assert prompt_share(np.arange(5), np.arange(5)) == 0.0
+    assert prompt_share(np.ones(6), np.array([0, 0, 1, 1, 2, 2])) == 0.0
 
 
 def test_what_a_run_tells_of_lengths_is_what_the_simulator_is_given():

@@ -367,6 +367,19 @@ async def test_an_evaluation_does_not_count_towards_the_batch_and_is_not_interru
         await story.until(lambda s: s.loads == [0, 1])
 
 
+@pytest.mark.parametrize("policy", [OnNewWeights.RESUME, OnNewWeights.IN_PLACE])
+async def test_weights_that_waited_for_an_evaluation_are_taken_while_training_goes_on(folders, policy):
+    async with serving(folders, policy=policy) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        evaluation = assignment("e", length=300, version=0, kind=Kind.EVAL)
+        story.replica.submit([assignment("a", length=3000), evaluation])
+        await story.until(lambda s: len(s.ids["e"]) > 0)
+        await weights.publish(1)
+        await story.until(lambda s: s.loads == [0, 1])
+        assert "e" in story.ended
+        assert "a" not in story.ended
+
+
 async def test_an_empty_replica_begins_a_new_batch_though_the_last_was_not_full(folders):
     async with serving(folders, batch=4) as (story, _):
         await story.until(lambda s: s.admissible == 4)

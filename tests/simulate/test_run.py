@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from laminar_py.config.emulated_profile import EngineTimes, read_profile
 from laminar_py.config.section import ConfigError
 from laminar_py.rollout.replica import Replica
+from laminar_py.simulate.run import simulate
 from laminar_py.telemetry.stats import Stats
-from tests.simulate.small import run
+from tests.simulate.small import run, small
 
 PROFILE = Path("configs/emulation/h100_7b.yaml")
 NEVER_DRAINS = ("repack.planner=none", "rollout.on_new_weights=in_place")
@@ -137,3 +139,12 @@ def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
 def test_bad_input_is_one_line(settings, line):
     with pytest.raises(ConfigError, match=line):
         run(*settings)
+
+
+def test_what_engines_compute_for_a_token_is_what_their_profile_says():
+    times = EngineTimes(
+        step_s=1e-9, sequence_s=1e-3, kv_token_s=0.0, prefill_tokens_per_s=1e12, load_s=0.1, reserve_tokens=1
+    )
+    config = small("repack.planner=none")
+    profile = read_profile(config.emulation.profile).model_copy(update={"engine": times})
+    assert simulate(config, profile=profile).figures.engine_s_per_token == pytest.approx(1e-3, rel=1e-3)

@@ -18,7 +18,7 @@ from laminar_py.engines.emulated.responses import SHORTEST
 from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
-from laminar_py.plan.run_lengths import share_between
+from laminar_py.plan.run_lengths import prompt_share
 from laminar_py.records.events import Stepped, VersionLoaded
 from laminar_py.records.metrics import FleetRow
 
@@ -83,7 +83,7 @@ def read_facts(done: FinishedRun, cpu: CpuLog, times: LearnerTimes, *, cap: int)
     return RunFacts(
         median_tokens=round(float(np.median(lengths))),
         sigma=sigma_of(float(lengths.mean()), middle=round(float(np.median(lengths))), cap=cap),
-        prompt_share=share_between(np.log(lengths), np.unique(groups, return_inverse=True)[1].astype(np.int32)),
+        prompt_share=prompt_share(lengths, np.unique(groups, return_inverse=True)[1]),
         prompt_tokens=round(median(prompts)),
         solved=float(np.mean([reward > 0 for _, _, reward, *_ in rows])),
         reward_s=float(np.percentile([scored_s - ended_s for *_, ended_s, scored_s in rows], UNDISTURBED)),

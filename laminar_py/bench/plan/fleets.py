@@ -1,8 +1,8 @@
 """Emulated fleets under the real runtime, predicted and run: rows of `laminar bench plan --only fleets`.
 
-`configs/emulation/repack.yaml`, 16 replicas, under each schedule, with and without repacking, and with repacking 8
-replicas as fast as published tables. The profile is the same on both sides, so what differs is the runtime.
-Run it in the project's folder.
+`configs/emulation/repack.yaml`, 16 replicas, under each schedule, with and without repacking; and 8 replicas at
+the speed of published tables, with repacking. The profile is the same on both sides, so what differs is
+the runtime. Run it in the project's folder.
 """
 
 import os
@@ -120,7 +120,7 @@ def table(
     conditions = (
         f"{CONFIG}, 16 emulated replicas, compressed {COMPRESSION} times, steps {warm_steps(STEPS) + 1} to"
         f" {STEPS} of {STEPS}, each of 1,024 trajectories; published: 8 replicas of configs/emulation/"
-        f"h100_7b_tp1.yaml, compressed {PUBLISHED_COMPRESSION} times, steps of 4,096; the same seeds simulated;"
+        f"h100_7b_tp1.yaml, compressed {PUBLISHED_COMPRESSION} times; the same seeds simulated;"
         f" load average after a run {spread(loads, '.1f')}"
     )
 

@@ -49,7 +49,7 @@ WITHIN, SPREADS = 0.15, 2.0  # an error that is asked for, or so many times the 
 
 
 def rows(*, runs: int, tell: Tell) -> list[Row]:
-    """Predicted over measured, medians of `runs` rounds; each takes about eight minutes on two cores."""
+    """Predicted over measured, medians of `runs` rounds; each takes about nine minutes on two cores."""
     if not CONFIG.is_file():
         raise ConfigError(f"{CONFIG}: no such file; run this in the project's folder")
     predicted: dict[str, list[float]] = {one.name: [] for one in SETTINGS}

@@ -1,8 +1,8 @@
 """Answers of an emulated engine: the length of a response and its tokens. Called by the emulated engine.
 
 Tokens are slices of one table of random ids, so a thousand cost as much as one.
-Invariant: length, end and every token depend on the request's seed, its group and the token's place alone, so a
-response does not depend on where it runs, in which batch, or how often it was interrupted.
+Invariant: length, end and every token depend on the seeds of run and request, group, prompt, and the token's place
+alone, so a response does not depend on where it runs, in which batch, or how often it was interrupted.
 """
 
 import math
@@ -46,20 +46,22 @@ class PlannedResponse:
 class Responses:
     """Log-normal lengths and tokens below `vocab`, e.g. `Responses(1024, max_len=2048, median=300, sigma=0.9)`.
 
-    `prompt_share` of the variance of their logarithm is between groups, the rest within them.
+    `prompt_share` of the variance of their logarithm is between prompts of a group, as `seed` draws it, the rest
+    within.
     """
 
     def __init__(
-        self, vocab: int, *, max_len: int, median: float, sigma: float, prompt_share: float = 0.0
+        self, vocab: int, *, max_len: int, median: float, sigma: float, prompt_share: float = 0.0, seed: int = 0
     ) -> None:
         self._vocab = vocab
         self._max_len = max_len
         self._mu = math.log(median)
         self._between, self._within = sigma * math.sqrt(prompt_share), sigma * math.sqrt(1.0 - prompt_share)
+        self._seed = seed
         self._tables: dict[tuple[int, ...], IntArray] = {}  # by stop ids, of which a run has one tuple
 
     @classmethod
-    def of(cls, emulation: EmulationConfig, vocab: int, *, max_len: int) -> "Responses":
+    def of(cls, emulation: EmulationConfig, vocab: int, *, max_len: int, seed: int) -> "Responses":
         """Responses with the lengths that a config gives."""
         return cls(
             vocab,
@@ -67,6 +69,7 @@ class Responses:
             median=emulation.median_tokens,
             sigma=emulation.sigma,
             prompt_share=emulation.prompt_share,
+            seed=seed,
         )
 
     def respond(self, request: GenerateRequest) -> PlannedResponse:
@@ -74,7 +77,7 @@ class Responses:
         sampling, limit = request.sampling, response_limit(request, max_len=self._max_len)
         bits = _splitmix(sampling.seed)
         source = self._table(sampling.stop_ids)[_splitmix(bits) % _OFFSETS :]
-        drawn = self._length(bits, request.group_id) if sampling.stop_ids else limit + 1
+        drawn = self._length(bits, request) if sampling.stop_ids else limit + 1
         if drawn > limit or len(request.prefix_ids) >= limit:
             return PlannedResponse(limit, FinishReason.LENGTH, source, None)
         # a prefix that was made elsewhere may be longer
@@ -82,11 +85,14 @@ class Responses:
             max(drawn, len(request.prefix_ids) + 1), FinishReason.STOP, source, sampling.stop_ids[0]
         )
 
-    def _length(self, bits: int, group_id: str) -> int:
-        """Tokens of a response, from 64 random bits and its group."""
+    def _length(self, bits: int, request: GenerateRequest) -> int:
+        """Tokens of a response, from 64 random bits and what it answers."""
         log_length = self._mu + self._within * _normal(bits)
         if self._between:
-            log_length += self._between * _normal(_splitmix(zlib.crc32(group_id.encode())))
+            asked = zlib.crc32(
+                request.prompt_ids.tobytes(), zlib.crc32(f"{self._seed}/{request.group_id}".encode())
+            )
+            log_length += self._between * _normal(_splitmix(asked))
         return max(SHORTEST, round(math.exp(log_length)))
 
     def _table(self, stop_ids: tuple[int, ...]) -> IntArray:

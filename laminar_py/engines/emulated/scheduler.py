@@ -38,7 +38,7 @@ class EmulatedScheduler:
         self._touched_s = 0.0  # when something last came from outside
         self._owed_s = 0.0  # prefill that a hold interrupted
         self.num_tokens = 0  # generated so far
-        self.busy_s = 0.0  # of prefills and steps so far
+        self.busy_s = 0.0  # of steps so far, and of prefills as they begin
         self._num_steps = 0
         self._kv_used = 0
         self._paused = self._loading = False

@@ -352,6 +352,18 @@ def test_responses_to_a_prompt_are_alike_in_length_by_its_share_of_the_variance(
     assert lengths.mean(axis=1).var() == pytest.approx(0.81 * (0.8 + 0.2 / 8), rel=0.1)
 
 
+def test_lengths_of_a_prompt_are_drawn_by_the_runs_seed_its_group_and_itself():
+    def length(run, **request):
+        responses = Responses(VOCAB, max_len=20_000, median=300.0, sigma=0.9, prompt_share=1.0, seed=run)
+        return responses.respond(make_request(length=15_000, stop_ids=(1,), **request)).num_tokens
+
+    same = length(0, group="g0", prompt=[3, 4], seed=1)
+    assert length(0, group="g0", prompt=[3, 4], seed=2) == same
+    others = {length(1, group="g0", prompt=[3, 4]), length(0, group="g1", prompt=[3, 4])}
+    others.add(length(0, group="g0", prompt=[3, 5]))
+    assert len(others | {same}) == 4
+
+
 def test_only_the_last_token_of_a_response_that_stops_is_a_stop_id(folders):
     async def scenario():
         async with serving(folders[0]) as engine:
