@@ -131,7 +131,8 @@ def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstima
         freshness_s, aged = _stay_fresh(request, cycle, handed_on_s=learner_s + _on_the_way_s(request, rates))
     else:
         generation_s, generated = _generate_batch(request, placement, rates)
-        weights_s, moved = _sync_weights(request, rates)
+        exposed = _sync_weights if placement.schedule is Schedule.SYNC else _one_step_weights
+        weights_s, moved = exposed(request, rates, StageTimes(generation_s=generation_s, learner_s=learner_s))
     times = StageTimes(generation_s=generation_s, learner_s=learner_s, weights_s=weights_s)
     step_s = max(compose(placement.schedule, times), freshness_s)
     tokens = request.trajectories_per_step * request.lengths.mean
@@ -273,12 +274,28 @@ def _take_weights(
     return load_s * loads, (Formula(name="weights", text=text, result=f"{load_s * loads:.2f} s"),)
 
 
-def _sync_weights(request: PlanRequest, rates: ReplicaRates) -> _Stage:
+def _sync_weights(request: PlanRequest, rates: ReplicaRates, beside: StageTimes) -> _Stage:
     """Everybody waits until all replicas have new weights."""
     seconds = _on_the_way_s(request, rates)
-    gigabytes = weights_bytes(request.shape) / 1e9
-    text = f"{gigabytes:.0f} GB to all nodes {publish_s(request):.2f} s + load {rates.times.load_s:.2f} s"
+    return seconds, (Formula(name="weights", text=_way(request, rates), result=f"{seconds:.2f} s"),)
+
+
+def _one_step_weights(request: PlanRequest, rates: ReplicaRates, beside: StageTimes) -> _Stage:
+    """Seconds that a batch ahead does not hide: within two steps learner, weights, generation follow each other.
+
+    A batch begins when the one before it is taken, with the weights of the step before that, once they are there.
+    """
+    load_s, way_s = rates.times.load_s, publish_s(request)
+    generation_s, learner_s = beside.generation_s, beside.learner_s
+    two_s = learner_s + way_s + load_s + generation_s
+    seconds = max(generation_s + load_s, learner_s, two_s / 2) - max(generation_s, learner_s)
+    text = f"{_way(request, rates)}, as far as the longer of generation and learner does not hide it"
     return seconds, (Formula(name="weights", text=text, result=f"{seconds:.2f} s"),)
+
+
+def _way(request: PlanRequest, rates: ReplicaRates) -> str:
+    gigabytes = weights_bytes(request.shape) / 1e9
+    return f"{gigabytes:.0f} GB to all nodes {publish_s(request):.2f} s + load {rates.times.load_s:.2f} s"
 
 
 def _on_the_way_s(request: PlanRequest, rates: ReplicaRates) -> float:

@@ -1,6 +1,7 @@
 """Ranking: what fits, what is refused, that the simulator judges, and what is written of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from laminar_py.hardware.times import learner_times
 from laminar_py.plan.judge import judge, shrunk_fleet
 from laminar_py.plan.placements import learner_bytes, placements
 from laminar_py.plan.planner import MOST, make_plan
+from laminar_py.plan.request import Lengths
 from laminar_py.plan.run_lengths import lengths_by_task
-from laminar_py.plan.stages import estimate, profile_of
+from laminar_py.plan.stages import estimate, profile_of, publish_s
 from laminar_py.plan.subject import read_subject
 from laminar_py.plan.writing import write_config
 from laminar_py.preflight.memory import memory_faults
@@ -100,6 +102,21 @@ def test_a_simulation_agrees_with_the_formula_where_the_learner_binds():
     request = make_request()
     few = min(placements(request), key=lambda one: (one.learner_gpus, one.schedule is not Schedule.ASYNC))
     assert judge(request, few).tokens_per_s == pytest.approx(estimate(request, few).tokens_per_s, rel=0.1)
+
+
+def test_a_simulation_agrees_with_the_formula_where_a_batch_ahead_hides_half_the_way_of_the_weights():
+    lengths = Lengths(median=400, sigma=0.5, cap=16_384, prompt=1000)
+    request = make_request(
+        size="32B", gpu="H200", lengths=lengths, prompts_per_step=64, group_size=8, max_staleness=1
+    )
+    (wide,) = (
+        one for one in placements(request) if one.schedule is Schedule.ONE_STEP and one.tensor_parallel == 8
+    )
+    found = estimate(request, wide)
+    assert found.tokens_per_s == pytest.approx(judge(request, wide).tokens_per_s, rel=0.1)
+    assert 0 < found.times.weights_s < publish_s(request)
+    sync = replace(wide, schedule=Schedule.SYNC)
+    assert estimate(request, sync).times.weights_s > publish_s(request)
 
 
 def test_the_written_config_is_one_that_doctor_finds_room_for(small, tmp_path):
