@@ -32,6 +32,7 @@ def simulate(
     in real time with `laminar train`. With --record everything is in runs/simulated-<name>-<n>/, as if it had been
     trained, and says that it was not.
     """
+    from laminar_py.config.emulated_profile import read_profile
     from laminar_py.config.loading import load_config
     from laminar_py.simulate.record import new_simulated_run
     from laminar_py.simulate.run import check
@@ -39,6 +40,8 @@ def simulate(
 
     settings = load_config(config, overrides or [])
     check(settings)
+    assert settings.emulation is not None, "`check` has looked"
+    profile = read_profile(settings.emulation.profile)  # before there is a folder
     run = new_simulated_run(settings) if record else None
     began = told = time.monotonic()
 
@@ -51,7 +54,7 @@ def simulate(
                 f"  learner waiting {row.learner_waiting_share:.0%}  {told - began:.0f} s"
             )
 
-    figures = lead(settings, run=run, show=show).figures
+    figures = lead(settings, run=run, show=show, profile=profile).figures
     if as_json:
         print(msgspec.json.encode(figures).decode())
         return

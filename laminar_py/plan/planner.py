@@ -1,21 +1,28 @@
-"""Ranking of placements: formulas choose which are worth a look, the simulator judges those and their neighbours.
+"""Ranking of placements: formulas choose which are worth a look, and the simulator judges those.
 
-Called by `laminar plan`. Invariant: what comes out depends on the request alone.
+Called by `laminar plan`. What was simulated of a schedule says how far its formula is off, and by formulas that
+are corrected so the likeliest of all, and beside the best so far, come next. Those that are alike then are
+simulated with other seeds, too. Invariant: what comes out depends on the request alone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from laminar_py.config.staleness import Schedule
-from laminar_py.plan.judge import Judgement, judge
+from laminar_py.plan.judge import Judgement, judge, mean_of
 from laminar_py.plan.placements import STATIC_SHARE, FleetPlacement, learner_bytes, placements
 from laminar_py.plan.request import PlanRequest
 from laminar_py.plan.stages import PlacementEstimate, estimate
 from laminar_py.preflight.memory import Parts, engine_memory
 
-FIRST = 8  # placements that the formulas like best, which are simulated
-OF_OTHERS = 1  # of each schedule that has none among those
-MOST = 16  # simulations, with those of neighbours
+FIRST = 6  # placements that the formulas like best, which are simulated
+OF_EACH = 1  # of each schedule, the likeliest
+BESIDE, OTHERS = 2, 2  # of a round after that: beside the best so far, and of all
+MOST = 16  # placements that are simulated
+TIED = 0.03  # share of tokens/s within which one simulation does not tell two apart
+MOST_TIED = 3
+SEEDS = (1, 2)  # with which those are simulated again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,24 +76,21 @@ class RankedPlan:
         )
 
 
-Look = Callable[[Sequence[FleetPlacement]], list[Judgement]]  # a judgement of each
+Look = Callable[[Sequence[FleetPlacement], int], list[Judgement]]  # a judgement of each, with a seed
+Estimates = dict[FleetPlacement, PlacementEstimate]
+Judged = dict[FleetPlacement, Judgement]
 
 
 def make_plan(request: PlanRequest, *, look: Look | None = None) -> RankedPlan:
     """Rank the placements of a request. Raises `ConfigError` where none fits."""
-    look = look or (lambda some: [judge(request, one) for one in some])
+    look = look or (lambda some, seed: [judge(request, one, seed=seed) for one in some])
     estimates = {one: estimate(request, one) for one in placements(request)}
-    found: dict[FleetPlacement, Judgement] = {}
-
-    def see(some: Iterable[FleetPlacement]) -> None:
-        fresh = [one for one in dict.fromkeys(some) if one not in found][: MOST - len(found)]
-        found.update(zip(fresh, look(fresh), strict=True))
-
-    see(_worth_a_look(estimates))
-    best: FleetPlacement | None = None
-    while len(found) < MOST and best is not (now := max(found, key=lambda one: found[one].tokens_per_s)):
-        best = now
-        see(_neighbours(best, estimates))
+    found: Judged = {}
+    some = _worth_a_look(estimates)
+    while some:
+        found.update(zip(some, look(some, 0), strict=True))
+        some = _likeliest(estimates, found)[: MOST - len(found)]
+    found |= _tied(found, look)
     ranked = [Ranked(placement=one, estimate=estimates[one], judgement=found[one]) for one in found]
     ranked.sort(key=lambda one: -one.tokens_per_s)
     return RankedPlan(
@@ -97,38 +101,57 @@ def make_plan(request: PlanRequest, *, look: Look | None = None) -> RankedPlan:
     )
 
 
-def _worth_a_look(estimates: dict[FleetPlacement, PlacementEstimate]) -> list[FleetPlacement]:
+def _worth_a_look(estimates: Estimates) -> list[FleetPlacement]:
     """Placements that formulas like best, and the best of every schedule."""
     order = sorted(estimates, key=lambda one: -estimates[one].tokens_per_s)
-    others = [
-        one
-        for schedule in Schedule
-        for one in [place for place in order if place.schedule is schedule][:OF_OTHERS]
+    of_each = [
+        one for schedule in Schedule for one in [place for place in order if place.schedule is schedule][:OF_EACH]
     ]
-    return [*order[:FIRST], *others]
+    return list(dict.fromkeys([*order[:FIRST], *of_each]))
 
 
-def _neighbours(best: FleetPlacement, estimates: dict[FleetPlacement, PlacementEstimate]) -> list[FleetPlacement]:
-    """Placements of the same schedule that differ from the best by one step, the likeliest first."""
+def _likeliest(estimates: Estimates, found: Judged) -> list[FleetPlacement]:
+    """Placements to simulate next, by formulas that what was simulated corrects."""
+    rates = _corrected(estimates, found)
+    fresh = sorted((one for one in estimates if one not in found), key=lambda one: -rates[one])
+    near = _neighbours(max(found, key=lambda one: found[one].tokens_per_s), estimates)
+    beside = [one for one in fresh if one in near][:BESIDE]
+    return [*beside, *[one for one in fresh if one not in beside][:OTHERS]]
+
+
+def _corrected(estimates: Estimates, found: Judged) -> dict[FleetPlacement, float]:
+    """Tokens/s by formula, times what the simulator makes of those of the schedule in the median."""
+    shares: dict[Schedule, list[float]] = {}
+    for one, judged in found.items():
+        shares.setdefault(one.schedule, []).append(judged.tokens_per_s / estimates[one].tokens_per_s)
+    return {one: found.tokens_per_s * median(shares[one.schedule]) for one, found in estimates.items()}
+
+
+def _tied(found: Judged, look: Look) -> Judged:
+    """Judgements of those that are about as good as the best, as the mean of several seeds; none of one alone."""
+    order = sorted(found, key=lambda one: -found[one].tokens_per_s)
+    least = (1.0 - TIED) * found[order[0]].tokens_per_s
+    tied = [one for one in order[:MOST_TIED] if found[one].tokens_per_s >= least]
+    if len(tied) == 1:
+        return {}
+    again = [[found[one] for one in tied], *(look(tied, seed) for seed in SEEDS)]
+    return {one: mean_of(judged) for one, judged in zip(tied, zip(*again, strict=True), strict=True)}
+
+
+def _neighbours(best: FleetPlacement, estimates: Estimates) -> set[FleetPlacement]:
+    """Placements of the schedule of the best that differ from it by one step, and have about as much under way."""
     same = [one for one in estimates if one.schedule is best.schedule]
     sizes = sorted({one.learner_gpus for one in same})
     degrees = sorted({one.tensor_parallel for one in same})
-    size, degree = sizes.index(best.learner_gpus), degrees.index(best.tensor_parallel)
 
-    def depth(one: FleetPlacement) -> float:
-        return one.batch_per_replica * one.replicas
+    def steps(one: FleetPlacement) -> int:
+        size = abs(sizes.index(one.learner_gpus) - sizes.index(best.learner_gpus))
+        return size + abs(degrees.index(one.tensor_parallel) - degrees.index(best.tensor_parallel))
 
-    near = [
-        one
-        for one in same
-        if abs(sizes.index(one.learner_gpus) - size) + abs(degrees.index(one.tensor_parallel) - degree) <= 1
-    ]
-    near.sort(key=lambda one: -estimates[one].tokens_per_s)
-    beside = [
-        one for one in near if (one.learner_gpus, one.tensor_parallel) == (best.learner_gpus, best.tensor_parallel)
-    ]
-    across = [one for one in near if one not in beside and 0.7 < depth(one) / depth(best) < 1.5]
-    return [*beside, *across]
+    def under_way(one: FleetPlacement) -> float:
+        return one.batch_per_replica * one.replicas / (best.batch_per_replica * best.replicas)
+
+    return {one for one in same if steps(one) == 0 or (steps(one) == 1 and 0.7 < under_way(one) < 1.5)}
 
 
 def _one_of_each(ranked: Iterable[Ranked]) -> list[Ranked]:

@@ -13,15 +13,15 @@ from laminar_py.plan.request import PlanRequest
 MOST = 8  # processes
 
 
-def judged_side_by_side(request: PlanRequest) -> Callable[[Sequence[FleetPlacement]], list[Judgement]]:
+def judged_side_by_side(request: PlanRequest) -> Callable[[Sequence[FleetPlacement], int], list[Judgement]]:
     """The judge of placements of a request, on all cores."""
 
-    def look(placements: Sequence[FleetPlacement]) -> list[Judgement]:
+    def look(placements: Sequence[FleetPlacement], seed: int) -> list[Judgement]:
         workers = min(MOST, os.cpu_count() or 1, len(placements))
         if workers < 2:
-            return [judge(request, one) for one in placements]
+            return [judge(request, one, seed=seed) for one in placements]
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            return list(pool.map(partial(judge, request), placements))
+            return list(pool.map(partial(judge, request, seed=seed), placements))
 
     return look

@@ -134,3 +134,13 @@ def test_a_record_is_kept_where_it_is_asked_for(tmp_path, monkeypatch, capsys, w
     assert json.loads(capsys.readouterr().out)["steps"] == 1
     kept = [path.name for path in tmp_path.glob("new/*")]
     assert kept == (["simulated-repack-1"] if words else [])
+
+
+def test_a_profile_that_is_not_there_leaves_no_folder(tmp_path, monkeypatch, capsys):
+    settings = ["emulation.profile=none.yaml", f"runs={tmp_path / 'new'}"]
+    monkeypatch.setattr(sys, "argv", ["laminar", "simulate", str(CONFIG), *settings, "--record"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "emulation.profile=none.yaml: no such file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

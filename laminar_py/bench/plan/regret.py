@@ -70,10 +70,11 @@ def draw_case(number: int) -> PlanRequest:
 def _regret(request: PlanRequest) -> float:
     """Share of the best placement's tokens/s that the planner's choice lacks; 0 where it is the best."""
     everything = placements(request)
-    judged = dict(zip(everything, judged_side_by_side(request)(everything), strict=True))
+    look = judged_side_by_side(request)
+    judged = dict(zip(everything, look(everything, 0), strict=True))
 
-    def known(some: Sequence[FleetPlacement]) -> list[Judgement]:
-        return [judged[one] for one in some]
+    def known(some: Sequence[FleetPlacement], seed: int) -> list[Judgement]:
+        return look(some, seed) if seed else [judged[one] for one in some]
 
     choice = make_plan(request, look=known).best.placement
     order = sorted(everything, key=lambda one: -judged[one].tokens_per_s)
