@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest
 from laminar_py.records.protocols import RefusedError
 
@@ -9,15 +10,15 @@ from laminar_py.records.protocols import RefusedError
 def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None:
     """`RefusedError` names what can never be served."""
     rid, sampling = request.rid, request.sampling
-    ids = np.concatenate([request.prompt_ids, request.prefix_ids])
-    if len(ids) > max_len:
+    num_tokens = len(request.prompt_ids) + len(request.prefix_ids)
+    if num_tokens > max_len:
         raise RefusedError(
-            f"rid={rid}: prompt and prefix have {len(ids)} tokens, above rollout.max_len={max_len};"
+            f"rid={rid}: prompt and prefix have {num_tokens} tokens, above rollout.max_len={max_len};"
             " raise rollout.max_len"
         )
     if not len(request.prompt_ids):
         raise RefusedError(f"rid={rid}: the prompt is empty; give it at least one token")
-    if ids.min() < 0 or ids.max() >= vocab:
+    if any(_is_outside(ids, vocab) for ids in (request.prompt_ids, request.prefix_ids)):
         raise RefusedError(f"rid={rid}: a token id is outside the vocabulary of {vocab}; retokenise it")
     cuts = 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p < 1
     if sampling.temperature < 0 or not cuts:
@@ -27,3 +28,8 @@ def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None
 def response_limit(request: GenerateRequest, *, max_len: int) -> int:
     """Response tokens after which a request is cut."""
     return min(request.sampling.max_new_tokens, max_len - len(request.prompt_ids))
+
+
+def _is_outside(ids: IntArray, vocab: int) -> bool:
+    """True where an id is negative, which is large without a sign, or `vocab` and more."""
+    return len(ids) > 0 and bool(ids.view(np.uint32).max() >= vocab)

@@ -160,7 +160,8 @@ class Running:
         """News of it, with the `tokens` of its `piece`, which was stored."""
         start = self.told
         if tokens is not None:
-            self.prefix = np.concatenate([_NO_IDS if self.prefix is None else self.prefix, *self.ids])
+            if reason is None:  # else nobody asks the engine to go on from it
+                self.prefix = np.concatenate([_NO_IDS if self.prefix is None else self.prefix, *self.ids])
             self.ids, self.logprobs, self.masks, self.experts, self.noted = [], [], [], [], 0
         spans, self.spans = tuple(self.spans), []
         first = now if self.first_token_s is None else self.first_token_s
