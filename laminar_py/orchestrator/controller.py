@@ -65,11 +65,13 @@ class Controller:
         self._scheduler = scheduler = policies.make_scheduler(
             incarnation, submit_score=self._finished, reference=self._reference
         )
-        self._scoring = Scoring(incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail)
         self._relays = relays = Relays(incarnation)
         self._learner = learner = LearnerLink(incarnation, relays=relays, payload=payload, show=view.progress)
         self._versions = Versions(incarnation, completed=learner.completed, stored=relays.published)
         self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays, payload=payload)
+        self._scoring = Scoring(
+            incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail, wake=replicas.wake
+        )
         self._migration = policies.make_migration(
             incarnation, scheduler=scheduler, replicas=replicas, versions=self._versions
         )

@@ -73,12 +73,18 @@ class EvalController:
             incarnation, submit_score=self._finished, reference=None, versions_return=True
         )
         self._payload = payload = PayloadHosts(incarnation)
-        self._scoring = Scoring(
-            incarnation, scheduler=self._scheduler, payload=payload, say=view.notice, end=self._fail, trains=False
-        )
         self._relays = Relays(incarnation)
         self._weights = WeightFolder(incarnation, relays=self._relays)
         self._replicas = Replicas(incarnation, scheduler=self._scheduler, relays=self._relays, payload=payload)
+        self._scoring = Scoring(
+            incarnation,
+            scheduler=self._scheduler,
+            payload=payload,
+            say=view.notice,
+            end=self._fail,
+            wake=self._replicas.wake,
+            trains=False,
+        )
 
     def interrupt(self) -> None:
         """Keep what there is, and end."""

@@ -35,9 +35,10 @@ LOOK_S = 1.0  # between two looks at what still generates
 class Scoring:
     """Scoring stage, its processes, and the servers that they ask where the run launches some.
 
-    `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored. An evaluation
-    alone has nothing that `trains`. In an outage each scorer tries one response, which is dropped where that
-    fails, and rests; all others wait, and the first value ends the rest of all scorers.
+    `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored; `wake` has
+    handed out what scores make room for. An evaluation alone has nothing that `trains`. In an outage each scorer
+    tries one response, which is dropped where that fails, and rests; all others wait, and the first value ends the
+    rest of all scorers.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Scoring:
         payload: PayloadHosts,
         say: Callable[[str], None],
         end: Callable[[str], None],
+        wake: Callable[[], None],
         trains: bool = True,
     ) -> None:
         config, inputs = incarnation.config, incarnation.inputs
@@ -62,6 +64,7 @@ class Scoring:
         self._most = max_scored(config, inputs)
         self._say = say
         self._end = end
+        self._wake = wake
         encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
         tried = (prompt for prompt in inputs.first_of_tasks if config.reward.of_task(prompt.task))
         self._trials = deque(trials(tried, encode=encode, end=end_id))
@@ -186,6 +189,7 @@ class Scoring:
             await self._scheduler.closing.on_score(score)
             if lifecycle is not None and lifecycle.trains and score.value is not None:
                 self._stats.scored(score.value, score.terms, lifecycle.length)
+        self._wake()  # with the last score of a batch another may be issued
         if not self.failures.is_outage:
             self._scored.set()
             return

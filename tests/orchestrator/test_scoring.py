@@ -80,7 +80,15 @@ async def scoring_of(monkeypatch, reward, *, prompts):
         stats=Stats(SystemClock(), replicas=1, totals=Totals()),
         clock=SystemClock(),
     )
-    scoring = Scoring(incarnation, scheduler=fleet.scheduler, payload=None, say=told.append, end=ends.append)
+    fleet.woken = asyncio.Event()
+    scoring = Scoring(
+        incarnation,
+        scheduler=fleet.scheduler,
+        payload=None,
+        say=told.append,
+        end=ends.append,
+        wake=fleet.woken.set,
+    )
     await scoring.start()
     task = asyncio.create_task(scoring.run())
     try:
@@ -134,6 +142,15 @@ async def test_the_first_failure_is_told_at_once_and_a_step_of_them_ends_the_run
         assert f"no response could be scored ({STEP} of {STEP} failed)" in ends[0]
         dropped = [event for event in fleet.log.events if isinstance(event, Dropped)]
         assert {event.reason for event in dropped} == {DropReason.REWARD_FAILED}, "each on record (law 6)"
+
+
+async def test_what_scores_make_room_for_is_handed_out_at_once(monkeypatch):
+    async with scoring_of(monkeypatch, lambda request: 1.0, prompts=[]) as (scoring, fleet, _, _, _):
+        await fleet.report(0)
+        await fleet.finish_all(0)
+        assert not fleet.woken.is_set()
+        await score_all(scoring, fleet)
+        assert fleet.woken.is_set(), "under one_step the last score of a batch opens the next"
 
 
 async def test_a_response_that_no_scorer_can_read_is_begun_anew_and_is_no_failure_of_the_reward(monkeypatch):
