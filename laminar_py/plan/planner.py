@@ -124,7 +124,7 @@ def _corrected(estimates: Estimates, found: Judged) -> dict[FleetPlacement, floa
     shares: dict[Schedule, list[float]] = {}
     for one, judged in found.items():
         shares.setdefault(one.schedule, []).append(judged.tokens_per_s / estimates[one].tokens_per_s)
-    return {one: found.tokens_per_s * median(shares[one.schedule]) for one, found in estimates.items()}
+    return {one: by.tokens_per_s * median(shares[one.schedule]) for one, by in estimates.items()}
 
 
 def _tied(found: Judged, look: Look) -> Judged:
