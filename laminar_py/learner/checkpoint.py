@@ -18,8 +18,8 @@ import torch.distributed as dist
 from blake3 import blake3
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     OptimizerStateType,
     StateDictOptions,
@@ -67,8 +67,9 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if mesh else None
         self._device: torch.device = model.compute_device
         on_gpu = self._device.type == "cuda"
-        # It keeps its copy, so that the next one goes into pages that are there.
-        self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+        # It keeps its copy, so that the next one goes into pages that are there. Torch's public stager is used up
+        # after one copy in torch 2.11.
+        self._stager = StateDictStager(pin_memory=on_gpu)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -80,7 +81,6 @@ class Checkpointer:
         self.finish()
         weights, moments = self._state()
         staged = self._stager.stage({"model": weights, "optimizer": moments})
-        assert isinstance(staged, dict), "staged before this thread goes on"
         random = encode(self._random())
         self._writing = self._thread.submit(self._write, folder, staged, random, step)
 
