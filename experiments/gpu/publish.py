@@ -6,7 +6,6 @@ this host, with CURVE. With `--cpu` it is a tiny model.
 """
 
 import argparse
-import gc
 import shutil
 import tempfile
 import time
@@ -47,7 +46,8 @@ from laminar_py.relay.wire.messages import VersionComplete
 from laminar_py.relay.wire.transport import RelayKeys
 
 SEQUENCES = 8  # of a step
-REPEATS, FULL_REFRESHES = 5, 3
+RATE_NAME, RATE = min(RATES.items(), key=lambda rate: rate[1])
+REPEATS, FULL_REFRESHES = 3, 3
 WARM_TURNS = 2  # of two publishes each: `WARM_VERSIONS`
 HELD_VERSIONS = 12  # in both stores together, at the most
 REFRESH = "from the beginning of the publish until a node in another process has verified the version"
@@ -115,38 +115,21 @@ class Bench:
 
 
 def groups(size: GpuStep, *, device_type: str, shm: Path, repeats: int) -> Iterator[list[Row]]:
-    """Figures as they are found: stall, deltas and full versions at the least learning rate; deltas at others."""
+    """Figures as they are found: stall, deltas, full versions, and the codec of deltas."""
     setting = _setting(size, device_type, shm)
-    for name, rate in RATES.items():
-        settings = LearnerConfig(lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY, recompute=Recompute.SELECTIVE)
-        with workplace(shm) as folder:
-            yield from _at_rate(
-                folder,
-                replace(size, settings=settings),
-                device_type=device_type,
-                name=name,
-                setting=setting,
-                repeats=repeats,
-            )
-        gc.collect()  # a model refers to itself, and the next one needs its room
-
-
-def _at_rate(
-    folder: Path, size: GpuStep, *, device_type: str, name: str, setting: str, repeats: int
-) -> Iterator[list[Row]]:
+    settings = LearnerConfig(lr=RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, recompute=Recompute.SELECTIVE)
+    size = replace(size, settings=settings)
     with (
+        workplace(shm) as folder,
         open_learner(folder, size, device_type=device_type) as learner,
         Tree(folder / "tree", keys=RelayKeys.generate(), leaf=True) as tree,
     ):
         bench = Bench(learner, tree, size)
-        least = size.settings.lr == min(RATES.values())
-        if least:
-            yield stall_rows(bench, device_type=device_type, setting=setting, repeats=repeats)
-        found, base, new = delta_rows(bench, name, setting=setting)
+        yield stall_rows(bench, device_type=device_type, setting=setting, repeats=repeats)
+        found, base, new = delta_rows(bench, RATE_NAME, setting=setting)
         yield found
-        if least:
-            yield [full_row(bench, setting=setting)]
-            yield codec_rows(base, new, repeats=max(1, repeats // 2), rate=size.settings.lr)
+        yield [full_row(bench, setting=setting)]
+        yield codec_rows(base, new, repeats=max(1, repeats // 2), rate=RATE)
 
 
 def _setting(size: GpuStep, device_type: str, shm: Path) -> str:

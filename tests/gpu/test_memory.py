@@ -60,6 +60,7 @@ def test_a_steps_peak_is_near_the_formula(how: str, mesh: DeviceMesh, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     (tmp_path / "tokenizer.json").write_text("{}")
     tree = {"name": "t", "steps": 1, "model": {"path": str(tmp_path)}, "data": {"train": "t"}}
+    tree |= {"reward": {"use": ["rewards.py:score"]}}
     tree |= {"cluster": {"learner_device": "cuda"}, "packer": {"max_tokens": TOKENS}, "learner": HOW[how]}
     config = parse_config(tree)
     gc.collect()  # a model refers to itself, so that of the test before would count

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -175,6 +176,14 @@ class TestCuda:
                 (file,) = (tmp_path / f"v{version}").glob("*.safetensors")
                 assert bool((load_file(file)["weights"] == version).all())
                 (tmp_path / f"v{version}").rename(tmp_path / SPARE)
+
+    @pytest.fixture
+    def pages(self) -> Iterator[Pages]:
+        """In shared memory: CUDA locks no pages of a disk's file."""
+        with TemporaryDirectory(dir="/dev/shm") as folder:
+            pages = Pages(Path(folder) / "file")
+            yield pages
+            pages.close()
 
     def test_kept_pages_are_page_locked_and_still_count_as_unused(self, pages: Pages) -> None:
         copier, tensors = TensorCopier(), [tensor.cuda() for tensor in randoms()]

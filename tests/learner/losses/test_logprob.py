@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from laminar_py.learner.losses import logprob
 from laminar_py.learner.losses.logprob import Support, token_logprobs
 
 T, H, V = 23, 8, 17
@@ -34,6 +35,17 @@ def test_values_and_gradients_equal_log_softmax(temperature: float, chunk: int):
         results.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))))
     for mine, reference in zip(*reversed(results), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_gpu_compiles_gives_the_same(monkeypatch: pytest.MonkeyPatch):
+    hidden, weight, labels = inputs()
+    results = []
+    for made in (lambda _, function: function, lambda _, function: torch.compile(function)):
+        monkeypatch.setattr(logprob, "_made_for", made)
+        outputs = token_logprobs(hidden.bfloat16(), weight.bfloat16(), labels, temperature=0.7, chunk=9)
+        results.append((*outputs, *torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (hidden, weight))))
+    for compiled, plain in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-4)
 
 
 def test_unused_entropy_leaves_the_gradient_of_the_logprobs():
