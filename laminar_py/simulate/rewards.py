@@ -7,6 +7,7 @@ import asyncio
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from laminar_py.config.run import RunConfig
@@ -45,9 +46,9 @@ class SimulatedRewards:
         self._waiting: deque[_Scoring] = deque()  # this and the next hold what is live, `config.capacity` at most
         self._scored: asyncio.Queue[_Scoring] = asyncio.Queue()
 
-    def open(self, scheduler: TrajectoryScheduler) -> None:
-        """Give scores to a scheduler from here on."""
-        self._scheduler = scheduler
+    def open(self, scheduler: TrajectoryScheduler, *, wake: Callable[[], None]) -> None:
+        """Give scores to a scheduler from here on; `wake` has more handed out, as in a run."""
+        self._scheduler, self._wake = scheduler, wake
 
     async def run(self) -> None:
         """Hand scores over as they are due, until cancelled."""
@@ -59,6 +60,7 @@ class SimulatedRewards:
             self.num_open -= 1
             self._free += 1
             self._begin()
+            self._wake()  # with the last score of a batch another may be issued
 
     def close(self) -> None:
         """Score nothing more."""

@@ -195,7 +195,7 @@ class _Simulation:
             await record.begin()
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._rewards.open(self._scheduler)
+                self._rewards.open(self._scheduler, wake=self._fleet.wake)
                 background = [
                     tasks.create_task(self._rewards.run(), name="rewards"),
                     tasks.create_task(self._fleet.run(), name="fleet"),
