@@ -19,6 +19,7 @@ from laminar_py.config.model import ModelConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.attention import choose_kernel, register_kernel
 from laminar_py.learner.losses.logprob import Support, token_logprobs
+from laminar_py.learner.norms import fuse_norms
 from laminar_py.learner.routing import RouterReplay
 from laminar_py.learner.sharding import make_buffers
 from laminar_py.records.batch import MicroBatch
@@ -68,6 +69,8 @@ def load_policy(
         raise ConfigError(
             f"model.path={settings.path}: transformers cannot load it ({words}); name a causal language model"
         ) from error
+    if device.type == "cuda":
+        fuse_norms(model)
     if is_mixture(model.config):
         model.router_replay = RouterReplay(model)
     model.forward = types.MethodType(_packed_forward(temperature), model)
