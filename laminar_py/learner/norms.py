@@ -33,7 +33,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """What a norm with one weight a channel adds to the mean square; None for another module."""
+    """Epsilon of an RMS norm with a weight for each channel; None for another module."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or weight.dim() != 1:
         return None
