@@ -21,12 +21,13 @@ from laminar_py.bench.learner.mfu import FULL, WARM_STEPS, GpuStep, open_learner
 from laminar_py.bench.learner.parts import draw_lengths, make_trajectories, pack_here
 from laminar_py.bench.report import Row, show
 
-KINDS = {  # parts of kernels' names, the first that fits
+KINDS = {  # parts of kernels' names, the first that fits; Triton's tell of all operations in them
+    "log-probabilities": ("logsumexp", "arange_div_eq"),
     "attention": ("flash", "fmha", "attn"),
     "products": ("gemm", "cutlass", "nvjet", "xmma", "cublas"),
-    "optimizer": ("adam", "multi_tensor"),
-    "copies": ("memcpy", "memset", "copy", "cat_", "chunk", "split_with_sizes"),
-    "softmax": ("softmax", "logsumexp", "arange_div_eq"),
+    "optimizer": ("adam", "fusedoptimizer"),
+    "elementwise": ("triton",),
+    "copies": ("memcpy", "memset", "copy_kernel", "catarray", "chunk", "split_with_sizes"),
 }
 OTHER = "elementwise"
 SHOWN = 40

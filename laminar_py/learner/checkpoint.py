@@ -66,10 +66,10 @@ class Checkpointer:
         # A group of its own: what the writing threads say to each other goes on beside the steps' collectives.
         self._group = dist.new_group(backend="gloo") if mesh else None
         self._device: torch.device = model.compute_device
-        on_gpu = self._device.type == "cuda"
-        # It keeps its copy, so that the next one goes into pages that are there. Torch's public stager is used up
-        # after one copy in torch 2.11.
-        self._stager = StateDictStager(pin_memory=on_gpu)
+        self._on_gpu = self._device.type == "cuda"
+        # It keeps its copy, so that the next one goes into pages that are there; what is public around it is used
+        # up after one copy in torch 2.11.
+        self._stager = StateDictStager(pin_memory=self._on_gpu)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -80,7 +80,9 @@ class Checkpointer:
         """
         self.finish()
         weights, moments = self._state()
-        staged = self._stager.stage({"model": weights, "optimizer": moments})
+        staged = self._stager.stage({"model": weights, "optimizer": moments}, non_blocking=self._on_gpu)
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
         random = encode(self._random())
         self._writing = self._thread.submit(self._write, folder, staged, random, step)
 

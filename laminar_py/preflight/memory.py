@@ -2,7 +2,8 @@
 
 Called by `laminar doctor`, and before a run. The learner's parts are those at its peak, the largest of three
 moments of a step: the output embedding's backward pass, that of a layer, and the reduction of the embeddings'
-gradients at the end. Sizes of activations follow transformers' layers: bf16, with norms in fp32.
+gradients at the end. Sizes of activations follow transformers' layers: bf16, with norms in fp32; a norm that
+`learner.norms` has fused takes less.
 Invariant: states of the learner and weights and KV cache of an engine are exact; activations and what CUDA and its
 allocator keep are estimates.
 """
@@ -20,7 +21,7 @@ from laminar_py.hardware.times import kv_token_bytes
 from laminar_py.records.codec import encode
 
 GPU_BYTES = 80e9  # of a GPU of which nobody has told more
-HEAD_TOKENS = 512  # whose logits exist at a time: `learner.losses.logprob.CHUNK`
+HEAD_TOKENS = 2048  # whose logits exist at a time: `learner.losses.logprob.FUSED_CHUNK`
 SPARE_SHARE = 0.05  # of a GPU, for CUDA, NCCL and what the allocator cannot use
 MOST_RANKS = 1024
 KINDS = ("learner", "engine")  # of GPUs
@@ -116,7 +117,7 @@ def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterato
     head = 2.0 * shape.embedding
     trains = learner.lora is None
     kept = activations(shape, learner.recompute, tokens=tokens)
-    logits = 16.0 * HEAD_TOKENS * shape.vocab_size  # bf16, fp32 and their gradients
+    logits = 4.0 * HEAD_TOKENS * shape.vocab_size  # with their gradient, bf16
     yield {
         "embedding and head (bf16)": root,
         "layers (bf16)": 0.0,

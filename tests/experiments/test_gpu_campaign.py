@@ -14,6 +14,7 @@ import pytest
 
 from experiments.gpu import learner, publish, run
 from experiments.gpu.run import BUDGET_MIN, INSTALL_S, PIECES, Campaign, Figure, Piece, Result, read_reports
+from experiments.gpu.step_profile import kind_of
 from experiments.gpu.strip import strip
 from laminar_py.bench.learner.mfu import FULL
 
@@ -220,3 +221,20 @@ def test_wheels_are_of_the_versions_that_are_tested_here():
     carried = dict(pins.findall((ROOT / "experiments/gpu/wheels.txt").read_text()))
     assert carried["ray"]
     assert {name: version for name, version in carried.items() if tested.get(name, version) != version} == {}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("triton_red_fused__to_copy_clamp_div_exp_gather_logsumexp_mul_neg_select_sub_sum_0", "log-probabilities"),
+        ("triton_poi_fused__to_copy_add_arange_div_eq_exp_mul_sub_unsqueeze_0", "log-probabilities"),
+        ("triton_poi_fused__to_copy_mul_silu_2", "elementwise"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>", "attention"),
+        ("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", "products"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(...)>", "copies"),
+        ("void multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>", "optimizer"),
+        ("void at::native::vectorized_elementwise_kernel<4, MulFunctor<float>>", "elementwise"),
+    ],
+)  # fmt: skip
+def test_kernels_are_told_apart_by_name(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind

@@ -73,6 +73,7 @@ def test_log_probabilities_and_gradients_are_those_of_the_cpu(folder: Path, mesh
 def test_a_checkpoint_from_a_gpu_continues_where_it_was(folder: Path, mesh: DeviceMesh, tmp_path: Path, means):
     batch = pack(make_sequences(), num_total=6)
     first = make_learner(folder, mesh=mesh, settings=settings_of(means))
+    first.save(tmp_path / "checkpoint")
     first.step([batch])
     first.save(tmp_path / "checkpoint")
     resumed = make_learner(folder, mesh=mesh, settings=settings_of(means))

@@ -315,7 +315,7 @@ def test_a_run_on_cpus_and_a_model_that_is_not_there_have_no_table(tmp_path):
 
 
 def test_the_heads_chunk_is_that_of_the_loss():
-    assert HEAD_TOKENS == logprob.CHUNK
+    assert HEAD_TOKENS == logprob.FUSED_CHUNK
 
 
 def test_a_shape_without_a_size_is_none(tmp_path):

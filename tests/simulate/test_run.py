@@ -7,6 +7,7 @@ import pytest
 from laminar_py.config.emulated_profile import EngineTimes, read_profile
 from laminar_py.config.section import ConfigError
 from laminar_py.rollout.replica import Replica
+from laminar_py.simulate import run as simulate_run
 from laminar_py.simulate.run import simulate
 from laminar_py.telemetry.stats import Stats
 from tests.simulate.small import run, small
@@ -53,6 +54,13 @@ def test_under_sync_nothing_is_stale_and_one_step_is_one_step_behind():
     by_batch = ("repack.planner=none", "emulation.start_spread_s=0")
     assert {row.staleness_max for row in run("schedule=sync", *by_batch).rows} == {0}
     assert [row.staleness_max for row in run("schedule=one_step", *by_batch).rows] == [0, 1, 1, 1, 1, 1]
+
+
+def test_the_last_score_of_a_batch_has_the_next_one_handed_out(monkeypatch):
+    by_batch = ("schedule=one_step", "repack.planner=none", "emulation.start_spread_s=0")
+    expected_s = run(*by_batch).rows[-1].rl_s
+    monkeypatch.setattr(simulate_run, "HOUSEKEEPING_S", 1000.0)
+    assert run(*by_batch).rows[-1].rl_s == pytest.approx(expected_s, rel=0.01)
 
 
 def test_a_run_in_which_no_response_ends_while_steps_count_has_no_figures(tmp_path):

@@ -1,16 +1,19 @@
 """Log-probabilities and entropy of labels, without the [T, V] logits in memory. Called by `model`'s forward.
 
 Invariant: logits of at most `chunk` tokens exist at a time, forward and backward; the backward pass computes
-them anew. On a GPU with a C compiler, which Triton needs, what is read off them and their gradient are one kernel
-each, so that they exist in the model's dtype alone.
+them anew. On a GPU where Triton can compile, one kernel makes log-probabilities of them and one their gradient, so
+that both exist in the model's dtype alone.
 """
 
 import functools
 import importlib.util
+import logging
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -19,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+log = logging.getLogger(__name__)
+
 LOWEST = -1e4  # log-probability of what is outside the support, where minus infinity times 0 would be NaN
 CHUNK = 512  # tokens: few enough to hold V = 150,000 in 300 MB, enough to keep the matrix product busy
-FUSED_CHUNK = 2048  # as many bytes in bf16, with a quarter of the sums over the embedding's gradient
+FUSED_CHUNK = 2048  # in bf16 alone they take no more, and the embedding's gradient is added to less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ def token_logprobs(
     `weight` unless that is frozen.
     """
     if chunk is None:
-        chunk = FUSED_CHUNK if _fuses(hidden.device) else CHUNK
+        chunk = FUSED_CHUNK if _is_compiled(hidden.device) else CHUNK
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, temperature, support, chunk
     )
@@ -88,12 +93,12 @@ class _TokenLogprobs(Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
-        entropy, total = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        read = _made_for(hidden.device, _read)
+        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        look = _kernel(_look, hidden.device)
         for rows in _chunks(len(labels), chunk):
-            logits = _logits(hidden, weight, rows, support)
-            logprobs[rows], entropy[rows], total[rows] = read(logits, labels[rows], temperature)
-        ctx.save_for_backward(hidden, weight, labels, entropy, total)
+            found = look(_logits(hidden, weight, rows, support), labels[rows].clone(), temperature)
+            logprobs[rows], entropy[rows], normalizer[rows] = found
+        ctx.save_for_backward(hidden, weight, labels, entropy, normalizer)
         ctx.temperature, ctx.support, ctx.chunk = temperature, support, chunk
         ctx.set_materialize_grads(False)  # entropy is often only measured; its backward then costs nothing
         return logprobs, entropy
@@ -102,31 +107,36 @@ class _TokenLogprobs(Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        hidden, weight, labels, entropy, total = ctx.saved_tensors
+        hidden, weight, labels, entropy, normalizer = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         learns = ctx.needs_input_grad[1]  # not where it is frozen, as with adapters: a product of three saved
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
-        grad_logits_of = _made_for(hidden.device, _grad_logits)
+        differentiate = _kernel(_differentiate, hidden.device)
         for rows in _chunks(len(labels), ctx.chunk):
-            grad_logits = grad_logits_of(
+            grad_logits = differentiate(
                 _logits(hidden, weight, rows, ctx.support),
-                labels[rows],
-                entropy[rows],
-                total[rows],
-                None if grad_logprobs is None else grad_logprobs[rows],
-                None if grad_entropy is None else grad_entropy[rows],
+                *(_part(tensor, rows) for tensor in (labels, entropy, normalizer, grad_logprobs, grad_entropy)),
                 ctx.temperature,
             )
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden[rows]
+            del grad_logits  # before the next logits are made
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunks(length: int, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+    """Of nearly one size, which spares a compiled function the odd ones."""
+    count = -(-length // chunk)
+    size = -(-length // max(1, count))
+    return [slice(start, min(start + size, length)) for start in range(0, length, max(1, size))]
+
+
+def _part(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    """A copy: a compiled function would be compiled again for a view that begins elsewhere."""
+    return None if tensor is None else tensor[rows].clone()
 
 
 def _logits(hidden: Tensor, weight: Tensor, rows: slice, support: Support | None) -> Tensor:
@@ -140,47 +150,60 @@ def _logits(hidden: Tensor, weight: Tensor, rows: slice, support: Support | None
 # ---- over the vocabulary: these may overwrite the logits that they are given
 
 
-def _read(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each label, entropy, and log-sum-exp of the scaled logits, fp32 [T] each."""
+def _look(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each label, entropy, and the log of the sum that normalises a token, fp32 [T] each."""
     scaled = logits.float().div_(temperature)
-    total = scaled.logsumexp(-1)
-    logprobs = scaled.gather(1, labels[:, None])[:, 0] - total
-    logp = scaled.sub_(total[:, None])
-    return logprobs, -logp.exp().mul_(logp.clamp_(min=LOWEST)).sum(-1), total
+    normalizer = scaled.logsumexp(-1)
+    logprobs = scaled.gather(1, labels[:, None])[:, 0] - normalizer
+    logp = scaled.sub_(normalizer[:, None])
+    return logprobs, -logp.exp().mul_(logp.clamp_(min=LOWEST)).sum(-1), normalizer
 
 
-def _grad_logits(
+def _differentiate(
     logits: Tensor,
     labels: Tensor,
     entropy: Tensor,
-    total: Tensor,
+    normalizer: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """[T, V] in their dtype, rounded once."""
-    logp = logits.float().div_(temperature).sub_(total[:, None])
+    """Gradient of the loss to the logits, [T, V] in their dtype, rounded once."""
+    logp = logits.float().div_(temperature).sub_(normalizer[:, None])
     surprise = None
     if grad_entropy is not None:
         surprise = (logp.clamp(min=LOWEST) + entropy[:, None]).mul_(grad_entropy[:, None])
-    falls = logp.exp_()  # the probabilities, then the gradient with its sign turned
+    probability = logp.exp_()
     if surprise is not None:
-        surprise.mul_(falls)
+        surprise.mul_(probability)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    falls.add_(is_label, alpha=-1).mul_(0.0 if grad_logprobs is None else grad_logprobs[:, None])
+    uphill = probability.add_(is_label, alpha=-1)  # the gradient with its sign turned
+    uphill.mul_(0.0 if grad_logprobs is None else grad_logprobs[:, None])
     if surprise is not None:
-        falls.add_(surprise)
-    return falls.div_(-temperature).to(logits.dtype)
+        uphill.add_(surprise)
+    return uphill.div_(-temperature).to(logits.dtype)
 
 
-@functools.cache
-def _fuses(device: torch.device) -> bool:
-    """True where Triton can make kernels: on CUDA, with it and a C compiler."""
-    has_compiler = any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))))
-    return device.type == "cuda" and has_compiler and importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _made_for(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
+def _kernel(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """A function over the vocabulary, in one kernel where that can be made."""
-    return torch.compile(function) if _fuses(device) else function
+    return _compiled(function) if _is_compiled(device) else function
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
+
+
+@functools.cache
+def _is_compiled(device: torch.device) -> bool:
+    """True on CUDA where Triton is and finds what it compiles with: `CC`, gcc or clang, and Python's headers."""
+    if device.type != "cuda":
+        return False
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    found = importlib.util.find_spec("triton") and any(map(shutil.which, names)) and headers.is_file()
+    if not found:
+        log.warning(
+            "no kernels for log-probabilities: Triton needs gcc or clang and %s; steps are slower", headers
+        )
+    return bool(found)

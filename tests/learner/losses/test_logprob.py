@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
 from laminar_py.learner.losses import logprob
@@ -37,15 +38,58 @@ def test_values_and_gradients_equal_log_softmax(temperature: float, chunk: int):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)
 
 
-def test_what_a_gpu_compiles_gives_the_same(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("upstream", ["log-probabilities", "entropy", "both"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_a_gpu_compiles_gives_the_same(monkeypatch: pytest.MonkeyPatch, upstream: str, cut: bool):
     hidden, weight, labels = inputs()
+    ids = np.sort(np.stack([labels.numpy(), (labels.numpy() + 3) % V], 1), 1)
+    support = Support.build(np.full(T, 2, np.int32), ids.astype(np.int32).ravel(), device=hidden.device)
     results = []
-    for made in (lambda _, function: function, lambda _, function: torch.compile(function)):
-        monkeypatch.setattr(logprob, "_made_for", made)
-        outputs = token_logprobs(hidden.bfloat16(), weight.bfloat16(), labels, temperature=0.7, chunk=9)
-        results.append((*outputs, *torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (hidden, weight))))
+    for kernel in (lambda function, _: function, lambda function, _: torch.compile(function, fullgraph=True)):
+        monkeypatch.setattr(logprob, "_kernel", kernel)
+        logprobs, entropy = token_logprobs(
+            hidden.bfloat16(),
+            weight.bfloat16(),
+            labels,
+            temperature=0.7,
+            support=support if cut else None,
+            chunk=9,
+        )
+        loss = {"log-probabilities": logprobs, "entropy": entropy, "both": logprobs + entropy}[upstream].sum()
+        results.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))))
     for compiled, plain in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-3)
+
+
+def test_lengths_that_change_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch):
+    counter = CompileCounter()
+    made = {name: torch.compile(getattr(logprob, name), backend=counter) for name in ("_look", "_differentiate")}
+    monkeypatch.setattr(logprob, "_kernel", lambda function, _: made[function.__name__])
+    seen = []
+    for length in (23, 22, 17, 11, 9, 23, 8, 2, 19):
+        hidden, weight, labels = inputs()
+        token_logprobs(hidden[:length], weight, labels[:length], chunk=8)[0].sum().backward()
+        seen.append(counter.frame_count)
+    assert seen[-1] == seen[1] <= 4  # each for one size, then for any
+
+
+def test_a_gpu_without_a_compiler_has_no_kernels_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert not logprob._is_compiled.__wrapped__(torch.device("cpu"))
+    assert not caplog.records
+    assert not logprob._is_compiled.__wrapped__(torch.device("cuda"))
+    assert "Triton needs gcc or clang" in caplog.text
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 8, 30])
+def test_chunks_cover_all_tokens_and_are_alike(chunk: int):
+    for length in range(1, 40):
+        chunks = logprob._chunks(length, chunk)
+        sizes = [part.stop - part.start for part in chunks]
+        assert [place for part in chunks for place in range(part.start, part.stop)] == list(range(length))
+        assert max(sizes) <= chunk
+        assert len(sizes) == -(-length // chunk)
+    assert logprob._chunks(0, chunk) == []
 
 
 def test_unused_entropy_leaves_the_gradient_of_the_logprobs():
