@@ -149,18 +149,28 @@ def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: 
 
 def _ranking(plan: "RankedPlan") -> Table:
     table = Table(
-        "", "learner + replicas x TP", "tokens/s", "step, s", "staleness", "formula: binds, then", "1,000 steps"
+        "",
+        "learner + replicas x TP",
+        "batch",
+        "tokens/s",
+        "step, s",
+        "staleness",
+        "versions",
+        "binds",
+        "1,000 steps",
     )
     for place, one in enumerate(plan.ranked[:SHOWN], start=1):
         where, judged, cost = one.placement, one.judgement, plan.cost(one)
         figures = judged.figures
         table.add_row(
             str(place),
-            f"{where.schedule}, {where.learner_gpus} + {where.replicas} x {where.tensor_parallel}",
+            f"{where.schedule} {where.learner_gpus}+{where.replicas}x{where.tensor_parallel}",
+            f"{where.batch_per_replica}",
             f"{one.tokens_per_s:,.0f}",
             f"{judged.step_s:.1f}",
-            f"{figures.staleness_mean:.1f}, max {figures.staleness_max}",
-            f"{one.estimate.binds.value}, {one.estimate.binds_next.value}",
+            f"{figures.staleness_mean:.1f} to {figures.staleness_max}",
+            f"{figures.versions_alive_max}",
+            f"{one.estimate.binds.value}",
             f"{1000 * judged.step_s / 3600:,.1f} h" if cost is None else f"{cost:,.0f}",
             style="bold" if place == 1 else None,
         )

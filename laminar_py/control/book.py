@@ -199,14 +199,11 @@ class Book:
             sampling = self.settings.of_sets.get(set_of(group_id), greedy)
         return msgspec.structs.replace(sampling, seed=trajectory_seed(self.settings.seed, id))
 
-    def finished_by_group(self) -> dict[str, list[int]]:
-        """Response lengths of finished samples, for each sample that goes on beside some."""
-        out: dict[str, list[int]] = {}
-        for group in self.groups.values():
-            finished = [member.length for member in group.members.values() if member.finish_reason is not None]
-            if 0 < len(finished) < len(group.members):
-                out |= dict.fromkeys(group.members, finished)
-        return out
+    def finished_beside(self, trajectory_id: str) -> Sequence[int]:
+        """Response lengths of the finished samples of a live trajectory's prompt."""
+        lifecycle = self.live.get(trajectory_id)
+        group = None if lifecycle is None else self.groups.get(lifecycle.group_id)
+        return () if group is None else group.finished_lengths
 
     def segments(self) -> set[str]:
         """Segments that have something of what is live, or counterfactual."""

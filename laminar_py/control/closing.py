@@ -89,8 +89,10 @@ class Closing:
     def finished(self, lifecycle: Lifecycle) -> None:
         """Send a finished response on; the first of a group starts the clock of the group's deadline."""
         group = self._book.groups.get(lifecycle.group_id)
-        if group is not None and group.first_finished_s is None:
-            group.first_finished_s = self._clock.now()
+        if group is not None:
+            group.finished_lengths.append(lifecycle.length)
+            if group.first_finished_s is None:
+                group.first_finished_s = self._clock.now()
         self._stages.score(lifecycle)
         self._stages.refer(lifecycle)
 
@@ -119,7 +121,7 @@ class Closing:
         group = self._book.groups[lifecycle.group_id]
         if group.is_ready:
             await self._put(group)
-        elif not group.pending:
+        elif not group.is_pending:
             await self.close(group)
 
     async def settled(self, lifecycle: Lifecycle) -> None:
@@ -128,7 +130,7 @@ class Closing:
             self._evaluations.settle(lifecycle)
         elif lifecycle.trains:
             group = self._book.groups[lifecycle.group_id]
-            if not group.pending:
+            if not group.is_pending:
                 await self.close(group)
 
     async def close(self, group: Group) -> None:
@@ -188,7 +190,9 @@ class Closing:
             return
         self._book.num_generating += 1
         group.first_finished_s = self._clock.now() if len(group.pending) < len(group.members) else None
-        if not group.pending:
+        members = group.members.values()
+        group.finished_lengths = [member.length for member in members if member.finish_reason is not None]
+        if not group.is_pending:
             await self.close(group)
 
     def restore_member(self, lifecycle: Lifecycle) -> None:

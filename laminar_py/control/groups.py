@@ -19,10 +19,16 @@ class Group:
     members: dict[str, Lifecycle] = field(default_factory=dict)
     next_sample: int = 0
     first_finished_s: float | None = None
+    finished_lengths: list[int] = field(default_factory=list)  # response tokens, in the order of their ends
+
+    @property
+    def is_pending(self) -> bool:
+        """True while a member is neither scored, nor further since all were, nor dropped."""
+        return any(member.status not in SETTLED for member in self.members.values())
 
     @property
     def pending(self) -> list[Lifecycle]:
-        """Members that are neither scored, nor further since all were, nor dropped."""
+        """Members for which `is_pending` waits."""
         return [member for member in self.members.values() if member.status not in SETTLED]
 
     @property
@@ -39,7 +45,7 @@ class Group:
         """True where its deadline has passed with members still pending."""
         if deadline_s is None or self.first_finished_s is None:
             return False
-        return now - self.first_finished_s > deadline_s and bool(self.pending)
+        return now - self.first_finished_s > deadline_s and self.is_pending
 
 
 SETTLED = frozenset({Status.SCORED, Status.READY, Status.CONSUMED, Status.DROPPED})

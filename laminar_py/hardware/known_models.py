@@ -71,7 +71,8 @@ def model_named(model: str) -> tuple[str, ModelShape]:
         shape = read_shape(folder)
         if shape is None:
             raise ConfigError(
-                f"model={model}: {folder / 'config.json'} is missing, or lacks a size; name the folder of a model"
+                f"model={model}: {folder / 'config.json'} is missing, lacks a size, or has latent attention, of"
+                " which no formula is known here; name the folder of another model"
             )
         return folder.resolve().name, shape
     for name, shape in KNOWN_MODELS.items():

@@ -27,9 +27,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool = False
     num_experts: int | None = None
     num_local_experts: int | None = None
+    n_routed_experts: int | None = None
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
     shared_expert_intermediate_size: int | None = None
+    n_shared_experts: int | None = None
+    first_k_dense_replace: int = 0  # layers of a mixture that are dense, the first of them
+    kv_lora_rank: int | None = None  # of latent attention
 
     @property
     def query_width(self) -> int:
@@ -63,7 +67,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def experts(self) -> int:
         """Experts of a layer; 0 for a dense model."""
-        return self.num_experts or self.num_local_experts or 0
+        return self.num_experts or self.num_local_experts or self.n_routed_experts or 0
 
     @property
     def normalises_heads(self) -> bool:
@@ -82,22 +86,39 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer(self) -> int:
-        """Parameters of a layer."""
+        """Parameters of a layer, of a mixture one with experts."""
+        return self._attention + self._mlp + 2 * self.hidden_size
+
+    @property
+    def _attention(self) -> int:
         hidden, queries, keys = self.hidden_size, self.query_width, self.key_width
         attention = 2 * hidden * (queries + keys)
         if self.model_type in ("qwen2", "qwen2_moe"):
             attention += queries + 2 * keys  # biases
         if self.normalises_heads:
             attention += 2 * self._head
-        return attention + self._mlp + 2 * hidden
+        return attention
 
     @property
     def _mlp(self) -> int:
-        hidden, experts, shared = self.hidden_size, self.experts, self.shared_expert_intermediate_size
+        hidden, experts, gated = self.hidden_size, self.experts, self.shared_expert_intermediate_size
         if not experts:
-            return 3 * hidden * self.intermediate_size
-        gates = hidden * experts + (hidden if shared else 0)
-        return gates + 3 * hidden * (experts * self._expert_width + (shared or 0))
+            return self._dense_mlp
+        gates = hidden * experts + (hidden if gated else 0)
+        return gates + 3 * hidden * (experts * self._expert_width + self._shared_width)
+
+    @property
+    def _dense_mlp(self) -> int:
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def _num_dense(self) -> int:
+        return min(self.first_k_dense_replace, self.num_hidden_layers) if self.experts else 0
+
+    @property
+    def _shared_width(self) -> int:
+        """Width of the experts that every token goes through."""
+        return (self.shared_expert_intermediate_size or 0) + (self.n_shared_experts or 0) * self._expert_width
 
     @property
     def _expert_width(self) -> int:
@@ -109,18 +130,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         if not self.experts:
             return self.intermediate_size
         chosen = (self.num_experts_per_tok or 1) * self._expert_width
-        return chosen + (self.shared_expert_intermediate_size or 0)
+        return chosen + self._shared_width
 
     @property
     def total(self) -> int:
         """Parameters."""
-        return self.root + self.num_hidden_layers * self.layer
+        return self.root + self.num_hidden_layers * self.layer - self._num_dense * (self._mlp - self._dense_mlp)
 
     @property
     def active(self) -> int:
         """Parameters that a token is multiplied with: of a mixture the chosen experts, and no input embedding."""
-        idle = self._mlp - 3 * self.hidden_size * self.used_width if self.experts else 0
-        return self.embedding + self.num_hidden_layers * (self.layer - idle)
+        width = self.experts * self._expert_width + self._shared_width
+        idle = 3 * self.hidden_size * (width - self.used_width) if self.experts else 0
+        return self.embedding + self.total - self.root - (self.num_hidden_layers - self._num_dense) * idle
 
     def adapters(self, lora: LoraConfig) -> int:
         """Parameters of low-rank adapters on this model."""
@@ -138,8 +160,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_shape(model: Path) -> ModelShape | None:
-    """Shape of the model in a folder; None where there is no `config.json`, or it lacks a size."""
+    """Shape of the model in a folder; None where no formula is known.
+
+    That is where there is no `config.json`, where it lacks a size, and where attention is latent, whose cache and
+    projections are others.
+    """
     try:
-        return msgspec.json.decode((model / "config.json").read_bytes(), type=ModelShape)
+        shape = msgspec.json.decode((model / "config.json").read_bytes(), type=ModelShape)
     except (OSError, msgspec.DecodeError):
         return None
+    return None if shape.kv_lora_rank else shape

@@ -1,12 +1,14 @@
 """Ranking of placements: formulas choose which are worth a look, and the simulator judges those.
 
-Called by `laminar plan`. What was simulated of a schedule says how far its formula is off, and by formulas that
-are corrected so the likeliest of all, and beside the best so far, come next. Those that are alike then are
-simulated with other seeds, too. Invariant: what comes out depends on the request alone.
+Called by `laminar plan`. What was simulated of a kind of placements (a schedule, and how much of a step replicas
+have at a time) says how far its formula is off, and by formulas that are corrected so the likeliest of all, and
+beside the best so far, come next. Those that are alike then are simulated with other seeds, too. Invariant: what
+comes out depends on the request alone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import log2
 from statistics import median
 
 from laminar_py.config.staleness import Schedule
@@ -17,7 +19,7 @@ from laminar_py.plan.stages import PlacementEstimate, estimate
 from laminar_py.preflight.memory import Parts, engine_memory
 
 FIRST = 6  # placements that the formulas like best, which are simulated
-OF_EACH = 1  # of each schedule, the likeliest
+OF_EACH = 1  # of each kind, the likeliest
 BESIDE, OTHERS = 2, 2  # of a round after that: beside the best so far, and of all
 MOST = 16  # placements that are simulated
 TIED = 0.03  # share of tokens/s within which one simulation does not tell two apart
@@ -102,12 +104,18 @@ def make_plan(request: PlanRequest, *, look: Look | None = None) -> RankedPlan:
 
 
 def _worth_a_look(estimates: Estimates) -> list[FleetPlacement]:
-    """Placements that formulas like best, and the best of every schedule."""
+    """Placements that formulas like best, and the best of every kind."""
     order = sorted(estimates, key=lambda one: -estimates[one].tokens_per_s)
-    of_each = [
-        one for schedule in Schedule for one in [place for place in order if place.schedule is schedule][:OF_EACH]
-    ]
+    kinds: dict[tuple[Schedule, int], list[FleetPlacement]] = {}
+    for one in order:
+        kinds.setdefault(_kind(one), []).append(one)
+    of_each = [one for some in kinds.values() for one in some[:OF_EACH]]
     return list(dict.fromkeys([*order[:FIRST], *of_each]))
+
+
+def _kind(one: FleetPlacement) -> tuple[Schedule, int]:
+    """Schedule, and about how many trajectories replicas have at a time, as a power of two."""
+    return one.schedule, round(log2(one.batch_per_replica * one.replicas))
 
 
 def _likeliest(estimates: Estimates, found: Judged) -> list[FleetPlacement]:
@@ -120,11 +128,11 @@ def _likeliest(estimates: Estimates, found: Judged) -> list[FleetPlacement]:
 
 
 def _corrected(estimates: Estimates, found: Judged) -> dict[FleetPlacement, float]:
-    """Tokens/s by formula, times what the simulator makes of those of the schedule in the median."""
-    shares: dict[Schedule, list[float]] = {}
+    """Tokens/s by formula, times what the simulator makes of those of the kind in the median."""
+    shares: dict[tuple[Schedule, int], list[float]] = {}
     for one, judged in found.items():
-        shares.setdefault(one.schedule, []).append(judged.tokens_per_s / estimates[one].tokens_per_s)
-    return {one: by.tokens_per_s * median(shares[one.schedule]) for one, by in estimates.items()}
+        shares.setdefault(_kind(one), []).append(judged.tokens_per_s / estimates[one].tokens_per_s)
+    return {one: by.tokens_per_s * median(shares[_kind(one)]) for one, by in estimates.items()}
 
 
 def _tied(found: Judged, look: Look) -> Judged:

@@ -14,6 +14,11 @@ def tell(plan: RankedPlan) -> Iterator[str]:
     best = plan.best
     walls = f"{best.estimate.binds.value} binds, then {best.estimate.binds_next.value}"
     yield f"first: {_name(best)}; by formula {walls}"
+    place = best.placement
+    yield (
+        f"its replicas admit {place.batch_per_replica} trajectories under a version and decode {place.max_batch}"
+        f" at a time; a microbatch has {place.pack_tokens:,} tokens, recompute {place.recompute}"
+    )
     if len(plan.ranked) > 1:
         yield _second(best, plan.ranked[1])
     error = best.estimate.tokens_per_s / best.tokens_per_s - 1

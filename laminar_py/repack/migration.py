@@ -145,7 +145,7 @@ class Migration:
             self._growth = self._settings.interval_s * speed.rate(sequences=1, kv_tokens=0.0)
         return PlanningContext(
             speed=speed,
-            forecast=GroupForecast(self._remaining, self._scheduler.book.finished_by_group()),
+            forecast=GroupForecast(self._remaining, self._scheduler.book.finished_beside),
             max_stall_s=self._settings.max_stall_s,
             max_new_tokens=self._settings.max_new_tokens,
             growth=1 + int(MARGIN * self._growth),

@@ -3,7 +3,7 @@
 Pure; fed by `repack.migration` with what replicas say of themselves and the lengths of finished responses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -146,16 +146,16 @@ class GroupForecast:
 
     PRIOR = 4.0
 
-    def __init__(self, remaining: RemainingTokens, finished: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, remaining: RemainingTokens, finished: Callable[[str], Sequence[int]]) -> None:
         self._remaining = remaining
-        self._finished = finished  # by trajectory: lengths of its finished siblings
+        self._finished = finished  # lengths of the finished siblings of a trajectory
 
     def __call__(self, held: Sequence[Held], /) -> Numbers:
         """[n] tokens to come of their responses."""
         expected = self._remaining.expected(np.array([item.length for item in held], np.float64))
         average = self._remaining.of_new
         for place, item in enumerate(held):
-            siblings = self._finished.get(item.trajectory_id)
+            siblings = self._finished(item.trajectory_id)
             if siblings:
                 prior = self.PRIOR * average
                 expected[place] *= (prior + sum(siblings)) / (prior + len(siblings) * average)

@@ -101,9 +101,12 @@ def _next_tick(seconds: float) -> float:
 def virtually(coroutine: Coroutine[Any, Any, T], *, limit_s: float | None = DAY_S) -> T:
     """The result of a coroutine, led to its end in virtual time, of which it has so much. Raises TimeoutError."""
 
-    async def limited() -> T:
+    found: list[T] = []  # not the task's result, of which the runner makes a string as it ends
+
+    async def limited() -> None:
         async with asyncio.timeout(limit_s):
-            return await coroutine
+            found.append(await coroutine)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(limited())
+        runner.run(limited())
+    return found[0]

@@ -55,6 +55,9 @@ MODELS = {
     "qwen3 of experts": SMALL | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32},
     "qwen2 of experts": SMALL | EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96},
     "mixtral": SMALL | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4 of experts, dense at first": SMALL
+    | {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16, "attention_bias": False},
 }
 
 
@@ -316,6 +319,21 @@ def test_a_run_on_cpus_and_a_model_that_is_not_there_have_no_table(tmp_path):
 
 def test_the_heads_chunk_is_that_of_the_loss():
     assert HEAD_TOKENS == logprob.FUSED_CHUNK
+
+
+def test_a_token_of_a_mixture_is_multiplied_with_what_it_goes_through(tmp_path):
+    _, shape = outline(tmp_path, MODELS["glm4 of experts, dense at first"])
+    dense = outline(tmp_path, MODELS["llama"])[1]
+    feed_forward = (
+        3 * 64 * (160 + 2 * (2 + 1) * 48)
+    )  # the first layer's, and in two of two experts and a shared one
+    gates = 2 * 8 * 64
+    assert shape.active == dense.active - 3 * 3 * 64 * 160 + feed_forward + gates
+
+
+def test_latent_attention_has_no_shape(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "deepseek_v3", "kv_lora_rank": 16}))
+    assert read_shape(tmp_path) is None
 
 
 def test_a_shape_without_a_size_is_none(tmp_path):

@@ -73,7 +73,11 @@ def test_a_prompt_whose_finished_samples_were_long_makes_the_others_look_longer(
     model = trained(drawn(2000))
     held = [Held("a", 1400, 1000), Held("b", 1400, 1000), Held("c", 1400, 1000)]
     average = model.of_new
-    plain, longer, shorter = GroupForecast(model, {"b": [2 * average] * 4, "c": [1] * 4})(held)
+
+    def finished(name: str) -> list[int]:
+        return {"b": [2 * average] * 4, "c": [1] * 4}.get(name, [])
+
+    plain, longer, shorter = GroupForecast(model, finished)(held)
     assert plain == model.expected(np.array([1000.0]))[0]
     assert longer == pytest.approx(1.5 * plain)
     assert shorter == pytest.approx(0.5 * plain, rel=0.01)

@@ -56,3 +56,14 @@ def test_work_for_a_thread_is_done_on_the_spot_with_its_error():
 def test_a_coroutine_that_takes_longer_than_it_may_is_told():
     with pytest.raises(TimeoutError):
         virtually(asyncio.sleep(11.0), limit_s=10.0)
+
+
+def test_a_result_is_not_made_a_string_of():
+    class Large:
+        def __repr__(self) -> str:
+            raise AssertionError("asked for a string of everything")
+
+    async def make() -> Large:
+        return Large()
+
+    assert isinstance(virtually(make()), Large)

@@ -891,7 +891,9 @@ class Control:
 
     def siblings(self) -> object:
         """Lengths that are finished beside each one that goes on."""
-        return plain(self.scheduler.book.finished_by_group())
+        book = self.scheduler.book
+        running = (name for name, one in book.live.items() if one.finish_reason is None)
+        return plain({name: sorted(beside) for name in running if (beside := book.finished_beside(name))})
 
 
 class _Fleet:
@@ -977,16 +979,20 @@ class Repacker:
         self, kind: str, looks: Sequence[Look], scheduler: TrajectoryScheduler, *, max_stall_s: float
     ) -> list[Move]:
         """Moves by what the scheduler knows."""
-        finished = scheduler.book.finished_by_group()
         return self.moves(
-            kind, looks, finished, hungry=scheduler.router.num_admitted > 0, max_stall_s=max_stall_s, growth=6
+            kind,
+            looks,
+            scheduler.book.finished_beside,
+            hungry=scheduler.router.num_admitted > 0,
+            max_stall_s=max_stall_s,
+            growth=6,
         )
 
     def moves(
         self,
         kind: str,
         looks: Sequence[Look],
-        siblings: dict[str, list[int]],
+        siblings: Callable[[str], Sequence[int]],
         *,
         hungry: bool,
         max_stall_s: float,

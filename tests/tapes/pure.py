@@ -1,5 +1,6 @@
 """Planners and packers on states that no fleet comes to by itself: random surveys, steps and windows."""
 
+from collections import defaultdict
 from dataclasses import replace
 from random import Random
 
@@ -32,7 +33,8 @@ def _write_plans(random: Random, tape: Tape, *, rounds: int, tails: bool) -> Non
             repacker.ended(length, capped=length == 400)
         looks = [_look(random, index, tail=tails) for index in range(random.randint(2, 12))]
         some = [name for look in looks for name, _, _ in look.running if random.random() < 0.5]
-        siblings = {name: [random.randint(1, 390) for _ in range(random.randint(1, 3))] for name in some}
+        siblings = defaultdict[str, list[int]](list)
+        siblings |= {name: [random.randint(1, 390) for _ in range(random.randint(1, 3))] for name in some}
         hungry, stall_s = random.random() < 0.85, random.choice([0.01, 0.04, 0.7])
         growth, roofline = random.choice([1, 8, 64]), random.choice([2, 3, 4, 12])
         costs = random.choice([8e-8, 8e-6, 4e-5]), random.choice([150.0, 600.0, 2500.0])
@@ -41,7 +43,7 @@ def _write_plans(random: Random, tape: Tape, *, rounds: int, tails: bool) -> Non
             moves = repacker.moves(
                 kind,
                 looks,
-                siblings,
+                siblings.__getitem__,
                 hungry=hungry,
                 max_stall_s=stall_s,
                 growth=growth,

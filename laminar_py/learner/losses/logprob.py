@@ -128,7 +128,7 @@ class _TokenLogprobs(Function):
 
 
 def _chunks(length: int, chunk: int) -> list[slice]:
-    """Of nearly one size, which spares a compiled function the odd ones."""
+    """Slices of nearly one size, which spares a compiled function the odd ones."""
     count = -(-length // chunk)
     size = -(-length // max(1, count))
     return [slice(start, min(start + size, length)) for start in range(0, length, max(1, size))]
