@@ -151,12 +151,12 @@ def _ranking(plan: "RankedPlan") -> Table:
     table = Table(
         "",
         "learner + replicas x TP",
-        "batch",
+        "admits",
         "tokens/s",
         "step, s",
-        "staleness",
-        "versions",
-        "binds",
+        "staleness, most",
+        "alive",
+        "by formula",
         "1,000 steps",
     )
     for place, one in enumerate(plan.ranked[:SHOWN], start=1):
@@ -168,7 +168,7 @@ def _ranking(plan: "RankedPlan") -> Table:
             f"{where.batch_per_replica}",
             f"{one.tokens_per_s:,.0f}",
             f"{judged.step_s:.1f}",
-            f"{figures.staleness_mean:.1f} to {figures.staleness_max}",
+            f"{figures.staleness_mean:.1f}, {figures.staleness_max}",
             f"{figures.versions_alive_max}",
             f"{one.estimate.binds.value}",
             f"{1000 * judged.step_s / 3600:,.1f} h" if cost is None else f"{cost:,.0f}",

@@ -200,8 +200,8 @@ class Book:
         return msgspec.structs.replace(sampling, seed=trajectory_seed(self.settings.seed, id))
 
     def finished_beside(self, trajectory_id: str) -> Sequence[int]:
-        """Response lengths of the finished samples of a live trajectory's prompt."""
-        lifecycle = self.live.get(trajectory_id)
+        """Response lengths of the finished samples of a trajectory's prompt."""
+        lifecycle = self.followed(trajectory_id)
         group = None if lifecycle is None else self.groups.get(lifecycle.group_id)
         return () if group is None else group.finished_lengths
 

@@ -89,10 +89,10 @@ class Closing:
     def finished(self, lifecycle: Lifecycle) -> None:
         """Send a finished response on; the first of a group starts the clock of the group's deadline."""
         group = self._book.groups.get(lifecycle.group_id)
-        if group is not None:
+        if group is not None and lifecycle.trains:
             group.finished_lengths.append(lifecycle.length)
-            if group.first_finished_s is None:
-                group.first_finished_s = self._clock.now()
+        if group is not None and group.first_finished_s is None:
+            group.first_finished_s = self._clock.now()
         self._stages.score(lifecycle)
         self._stages.refer(lifecycle)
 

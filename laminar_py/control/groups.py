@@ -19,7 +19,7 @@ class Group:
     members: dict[str, Lifecycle] = field(default_factory=dict)
     next_sample: int = 0
     first_finished_s: float | None = None
-    finished_lengths: list[int] = field(default_factory=list)  # response tokens, in the order of their ends
+    finished_lengths: list[int] = field(default_factory=list)  # tokens; kept, since each repack round asks for all
 
     @property
     def is_pending(self) -> bool:

@@ -2,8 +2,8 @@
 
 Called by the formulas of memory and of times.
 
-Invariant: for the Llama, Qwen2, Qwen3 and Mixtral families, mixtures among them, the counts are those of the model
-that transformers builds; for others they are near it where they have the same projections.
+Invariant: for the Llama, Qwen2, Qwen3, Mixtral and GLM-4.5 families, mixtures among them, the counts are those of
+the model that transformers builds; for others they are near it where they have the same projections.
 """
 
 from pathlib import Path
@@ -34,6 +34,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     n_shared_experts: int | None = None
     first_k_dense_replace: int = 0  # layers of a mixture that are dense, the first of them
     kv_lora_rank: int | None = None  # of latent attention
+    use_qk_norm: bool = False
+    attention_bias: bool = False
 
     @property
     def query_width(self) -> int:
@@ -72,7 +74,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def normalises_heads(self) -> bool:
         """True where queries and keys go through a norm of their own."""
-        return self.model_type.startswith("qwen3")
+        return self.use_qk_norm or self.model_type.startswith("qwen3")
 
     @property
     def embedding(self) -> int:
@@ -93,8 +95,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def _attention(self) -> int:
         hidden, queries, keys = self.hidden_size, self.query_width, self.key_width
         attention = 2 * hidden * (queries + keys)
-        if self.model_type in ("qwen2", "qwen2_moe"):
+        if self.attention_bias or self.model_type in ("qwen2", "qwen2_moe"):
             attention += queries + 2 * keys  # biases
+        if self.attention_bias and not self.model_type.startswith("glm4"):
+            attention += hidden  # and of the result
         if self.normalises_heads:
             attention += 2 * self._head
         return attention

@@ -1,9 +1,9 @@
 """Ranking of placements: formulas choose which are worth a look, and the simulator judges those.
 
-Called by `laminar plan`. What was simulated of a kind of placements (a schedule, and how much of a step replicas
-have at a time) says how far its formula is off, and by formulas that are corrected so the likeliest of all, and
-beside the best so far, come next. Those that are alike then are simulated with other seeds, too. Invariant: what
-comes out depends on the request alone.
+Called by `laminar plan`. What was simulated of a kind of placements (a schedule, under `async` also how much of a
+step replicas admit under a version) says how far its formula is off, and by formulas that are corrected so the
+likeliest of all, and beside the best so far, come next. Those that are alike then are simulated with other seeds,
+too. Invariant: what comes out depends on the request alone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,13 +13,12 @@ from statistics import median
 
 from laminar_py.config.staleness import Schedule
 from laminar_py.plan.judge import Judgement, judge, mean_of
-from laminar_py.plan.placements import STATIC_SHARE, FleetPlacement, learner_bytes, placements
+from laminar_py.plan.placements import DEPTHS, STATIC_SHARE, FleetPlacement, learner_bytes, placements
 from laminar_py.plan.request import PlanRequest
 from laminar_py.plan.stages import PlacementEstimate, estimate
 from laminar_py.preflight.memory import Parts, engine_memory
 
 FIRST = 6  # placements that the formulas like best, which are simulated
-OF_EACH = 1  # of each kind, the likeliest
 BESIDE, OTHERS = 2, 2  # of a round after that: beside the best so far, and of all
 MOST = 16  # placements that are simulated
 TIED = 0.03  # share of tokens/s within which one simulation does not tell two apart
@@ -81,17 +80,20 @@ class RankedPlan:
 Look = Callable[[Sequence[FleetPlacement], int], list[Judgement]]  # a judgement of each, with a seed
 Estimates = dict[FleetPlacement, PlacementEstimate]
 Judged = dict[FleetPlacement, Judgement]
+Kind = tuple[Schedule, int]
+Kinds = dict[FleetPlacement, Kind]
 
 
 def make_plan(request: PlanRequest, *, look: Look | None = None) -> RankedPlan:
     """Rank the placements of a request. Raises `ConfigError` where none fits."""
     look = look or (lambda some, seed: [judge(request, one, seed=seed) for one in some])
     estimates = {one: estimate(request, one) for one in placements(request)}
+    kinds = {one: _kind(request, one) for one in estimates}
     found: Judged = {}
-    some = _worth_a_look(estimates)
+    some = _worth_a_look(estimates, kinds)
     while some:
         found.update(zip(some, look(some, 0), strict=True))
-        some = _likeliest(estimates, found)[: MOST - len(found)]
+        some = _likeliest(estimates, kinds, found)[: MOST - len(found)]
     found |= _tied(found, look)
     ranked = [Ranked(placement=one, estimate=estimates[one], judgement=found[one]) for one in found]
     ranked.sort(key=lambda one: -one.tokens_per_s)
@@ -103,36 +105,36 @@ def make_plan(request: PlanRequest, *, look: Look | None = None) -> RankedPlan:
     )
 
 
-def _worth_a_look(estimates: Estimates) -> list[FleetPlacement]:
+def _kind(request: PlanRequest, one: FleetPlacement) -> Kind:
+    """Schedule, and under `async` the depth of admission that is nearest to its own."""
+    if one.schedule is not Schedule.ASYNC:
+        return one.schedule, 0
+    shares = one.batch_per_replica * one.replicas / request.trajectories_per_step
+    return one.schedule, min(DEPTHS, key=lambda depth: abs(log2(shares / depth)))
+
+
+def _worth_a_look(estimates: Estimates, kinds: Kinds) -> list[FleetPlacement]:
     """Placements that formulas like best, and the best of every kind."""
     order = sorted(estimates, key=lambda one: -estimates[one].tokens_per_s)
-    kinds: dict[tuple[Schedule, int], list[FleetPlacement]] = {}
-    for one in order:
-        kinds.setdefault(_kind(one), []).append(one)
-    of_each = [one for some in kinds.values() for one in some[:OF_EACH]]
-    return list(dict.fromkeys([*order[:FIRST], *of_each]))
+    firsts = {kinds[one]: one for one in reversed(order)}
+    return list(dict.fromkeys([*order[:FIRST], *firsts.values()]))
 
 
-def _kind(one: FleetPlacement) -> tuple[Schedule, int]:
-    """Schedule, and about how many trajectories replicas have at a time, as a power of two."""
-    return one.schedule, round(log2(one.batch_per_replica * one.replicas))
-
-
-def _likeliest(estimates: Estimates, found: Judged) -> list[FleetPlacement]:
+def _likeliest(estimates: Estimates, kinds: Kinds, found: Judged) -> list[FleetPlacement]:
     """Placements to simulate next, by formulas that what was simulated corrects."""
-    rates = _corrected(estimates, found)
+    rates = _corrected(estimates, kinds, found)
     fresh = sorted((one for one in estimates if one not in found), key=lambda one: -rates[one])
     near = _neighbours(max(found, key=lambda one: found[one].tokens_per_s), estimates)
     beside = [one for one in fresh if one in near][:BESIDE]
     return [*beside, *[one for one in fresh if one not in beside][:OTHERS]]
 
 
-def _corrected(estimates: Estimates, found: Judged) -> dict[FleetPlacement, float]:
+def _corrected(estimates: Estimates, kinds: Kinds, found: Judged) -> dict[FleetPlacement, float]:
     """Tokens/s by formula, times what the simulator makes of those of the kind in the median."""
-    shares: dict[tuple[Schedule, int], list[float]] = {}
+    shares: dict[Kind, list[float]] = {}
     for one, judged in found.items():
-        shares.setdefault(_kind(one), []).append(judged.tokens_per_s / estimates[one].tokens_per_s)
-    return {one: by.tokens_per_s * median(shares[_kind(one)]) for one, by in estimates.items()}
+        shares.setdefault(kinds[one], []).append(judged.tokens_per_s / estimates[one].tokens_per_s)
+    return {one: by.tokens_per_s * median(shares[kinds[one]]) for one, by in estimates.items()}
 
 
 def _tied(found: Judged, look: Look) -> Judged:

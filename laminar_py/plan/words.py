@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from laminar_py.analytics.triage.remedies import Wall
+from laminar_py.config.staleness import Schedule
 from laminar_py.plan.planner import Ranked, RankedPlan
 from laminar_py.plan.stages import PlacementEstimate
 
@@ -15,9 +16,10 @@ def tell(plan: RankedPlan) -> Iterator[str]:
     walls = f"{best.estimate.binds.value} binds, then {best.estimate.binds_next.value}"
     yield f"first: {_name(best)}; by formula {walls}"
     place = best.placement
+    admits = f" admits {place.batch_per_replica} trajectories under a version and"
     yield (
-        f"its replicas admit {place.batch_per_replica} trajectories under a version and decode {place.max_batch}"
-        f" at a time; a microbatch has {place.pack_tokens:,} tokens, recompute {place.recompute}"
+        f"each replica{admits if place.schedule is Schedule.ASYNC else ''} decodes at most {place.max_batch} at a"
+        f" time; a microbatch has {place.pack_tokens:,} tokens, recompute {place.recompute}"
     )
     if len(plan.ranked) > 1:
         yield _second(best, plan.ranked[1])

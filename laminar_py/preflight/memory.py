@@ -47,7 +47,7 @@ class GpuMemory:
 def gpu_memory(
     config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS
 ) -> list[GpuMemory]:
-    """A column for each kind of GPU that the run computes on; none where the model's shape cannot be read."""
+    """A column for each kind of GPU that the run computes on; none where no formula knows the model's shape."""
     shape = read_shape(config.model.path)
     if shape is None or config.emulation is not None:
         return []

@@ -41,7 +41,12 @@ async def test_a_chosen_straggler_is_generated_to_its_end_and_scored_and_stays_d
     fleet, name = await overdue()
     assert fleet.scheduler.book.take_aborts() == {}, "it goes on"
     assert not fleet.scheduler.is_live(name)
+    beside = list(fleet.scheduler.book.finished_beside(name))
+    assert beside == [3, 3, 3], "a repack round may ask what its siblings had"
     await fleet.finish(0, name, tokens=5)
+    assert next(iter(fleet.scheduler.book.groups.values())).finished_lengths == beside, (
+        "its group knows nothing of it"
+    )
     assert not fleet.scheduler.views.by_index[0].in_flight
     await fleet.score_all(lambda index: 0.25)
     assert of(fleet, CounterfactualScored) == [

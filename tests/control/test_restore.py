@@ -78,6 +78,15 @@ async def test_a_running_one_goes_on_from_its_prefix_under_its_version():
     assert assignment.tokens == left("g1.0", Status.RUNNING).tokens
 
 
+async def test_lengths_of_finished_siblings_are_known_again_and_counted_once():
+    fleet = await restored(left("g1.0", Status.FINISHED, length=5), left("g1.1", Status.RUNNING))
+    assert list(fleet.scheduler.book.finished_beside("g1.1")) == [5]
+    fleet.scheduler.continue_live()
+    await fleet.report(0)
+    await fleet.finish(0, "g1.1", tokens=4)
+    assert list(fleet.scheduler.book.groups["g1"].finished_lengths) == [5, 7]
+
+
 async def test_the_cap_on_seconds_does_not_start_over():
     used = replace(left("g1.0", Status.RUNNING), used_s=7.5)
     fleet = await restored(used, left("g1.1", Status.QUEUED, length=0))

@@ -98,6 +98,36 @@ def test_a_schedule_whose_formula_is_too_low_is_found_where_simulations_say_so()
     assert make_plan(request, look=look).best.placement == hidden
 
 
+def test_a_depth_of_admission_whose_formula_is_too_low_is_found_where_simulations_say_so():
+    request = make_request(nodes=1, max_staleness=1, prompts_per_step=32, group_size=8)
+    every = {one: estimate(request, one).tokens_per_s for one in placements(request)}
+    figures = judge(request, next(iter(every)))
+
+    def factor(one):
+        shares = one.batch_per_replica * one.replicas / request.trajectories_per_step
+        return 1.5 if one.schedule is Schedule.ASYNC and shares > 1.5 else 0.7
+
+    def look(some, seed):
+        return [replace(figures, tokens_per_s=every[one] * factor(one)) for one in some]
+
+    best = make_plan(request, look=look).best
+    assert best.tokens_per_s == max(every[one] * factor(one) for one in every)
+
+
+@pytest.mark.parametrize(("nodes", "prompts"), [(1, 4), (8, 16), (16, 90), (32, 16)])
+def test_no_more_are_simulated_than_is_said_however_small_a_replicas_share_of_a_step_is(nodes, prompts):
+    request = make_request(nodes=nodes, prompts_per_step=prompts)
+    figures, seen = judge(make_request(nodes=1, **SMALL), placements(make_request(nodes=1, **SMALL))[0]), set()
+
+    def look(some, seed):
+        seen.update(some)
+        every = [estimate(request, one).tokens_per_s for one in some]
+        return [replace(figures, tokens_per_s=rate, replicas=10**6) for rate in every]
+
+    make_plan(request, look=look)
+    assert len(seen) <= MOST
+
+
 def test_a_plan_depends_on_its_request_alone(small):
     assert [one.placement for one in plan_of().ranked] == [one.placement for one in small.ranked]
 

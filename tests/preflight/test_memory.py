@@ -58,6 +58,11 @@ MODELS = {
     "glm4 of experts, dense at first": SMALL
     | {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
     | {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16, "attention_bias": False},
+    "glm4 of experts, biased": SMALL
+    | {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16, "attention_bias": True}
+    | {"use_qk_norm": True},
+    "llama, biased": SMALL | {"model_type": "llama", "tie_word_embeddings": False, "attention_bias": True},
 }
 
 
