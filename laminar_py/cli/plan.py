@@ -148,17 +148,10 @@ def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: 
 
 
 def _ranking(plan: "RankedPlan") -> Table:
-    table = Table(
-        "",
-        "learner + replicas x TP",
-        "admits",
-        "tokens/s",
-        "step, s",
-        "staleness, most",
-        "alive",
-        "by formula",
-        "1,000 steps",
-    )
+    table = Table(box=None, pad_edge=False)  # it fits 80 columns
+    titles = ("", "learner +\nreplicas x TP", "admits", "tokens/s", "step, s", "stale,\nmost", "vers.\nalive")
+    for title in (*titles, "binds, by\nformula", "1,000\nsteps"):
+        table.add_column(title, no_wrap=True)
     for place, one in enumerate(plan.ranked[:SHOWN], start=1):
         where, judged, cost = one.placement, one.judgement, plan.cost(one)
         figures = judged.figures
