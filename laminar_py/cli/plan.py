@@ -155,7 +155,7 @@ def _ranking(plan: "RankedPlan") -> Table:
     for place, one in enumerate(plan.ranked[:SHOWN], start=1):
         where, judged, cost = one.placement, one.judgement, plan.cost(one)
         figures = judged.figures
-        table.add_row(
+        cells = (
             str(place),
             f"{where.schedule} {where.learner_gpus}+{where.replicas}x{where.tensor_parallel}",
             f"{where.batch_per_replica}",
@@ -165,8 +165,8 @@ def _ranking(plan: "RankedPlan") -> Table:
             f"{figures.versions_alive_max}",
             f"{one.estimate.binds.value}",
             f"{1000 * judged.step_s / 3600:,.1f} h" if cost is None else f"{cost:,.0f}",
-            style="bold" if place == 1 else None,
         )
+        table.add_row(*cells, style="bold" if place == 1 else None)
     return table
 
 
