@@ -172,8 +172,8 @@ PIECES = (
     ),
     learner_piece("selective_compiled", 120),
     learner_piece("all_compiled", 110),
-    learner_piece("offload", 90),
-    learner_piece("offload_whole", 90),
+    learner_piece("offload", 150),
+    learner_piece("offload_whole", 150),
     learner_piece("attention", 30),
 )
 
