@@ -1,0 +1,1 @@
+"""Environments: they answer the turns of a model, in processes of their own."""

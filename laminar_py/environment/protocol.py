@@ -1,0 +1,92 @@
+"""An environment, as whoever writes one sees it: two calls, `reset` and `step`, each of them synchronous or a coroutine.
+
+    class Guess:
+        deterministic = True
+
+        def reset(self, problem):
+            self.number = problem.fields["number"]
+            return Observation("Guess a number below 10.")
+
+        def step(self, action):
+            return End(1.0) if action.strip() == str(self.number) else Observation("No. Again.")
+
+One instance answers one trajectory, from its first turn to its end.
+"""
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+
+class Role(StrEnum):
+    """Speaker of an observation, for the chat template."""
+
+    USER = "user"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A line of the data set, e.g. `Problem("What is 17 * 23?", answer="391", fields={"level": 3})`."""
+
+    prompt: str
+    answer: str = ""
+    task: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)  # what else the line has
+    seed: int = 0  # the same for all samples of a group
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Words of an environment, e.g. `Observation("391", role=Role.TOOL)`; several texts are as many messages.
+
+    Without a text it says nothing, which `reset` alone may do: the prompt of the data set is all there is.
+    """
+
+    texts: str | tuple[str, ...] = ()
+    role: Role = Role.USER
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """Texts, one for each message."""
+        return (self.texts,) if isinstance(self.texts, str) else self.texts
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End of a trajectory, e.g. `End(1.0)`; without a reward the other terms of the task judge the response."""
+
+    reward: float | None = None
+
+
+Answer: TypeAlias = Observation | End
+
+
+class Environment(Protocol):
+    """Counterpart of a model in one trajectory.
+
+    `deterministic = True` in its class says that the same actions always have the same answers: then one that died is
+    rebuilt by repeating them. One that is `Restorable` is rebuilt from its last snapshot.
+    """
+
+    def reset(self, problem: Problem) -> Observation | Awaitable[Observation]:
+        """Begin; what it says precedes the model's first turn."""
+        ...
+
+    def step(self, action: str) -> Answer | Awaitable[Answer]:
+        """Answer a turn of the model: its text, without the token that ended it."""
+        ...
+
+
+@runtime_checkable
+class Restorable(Protocol):
+    """An environment whose state can be saved between turns."""
+
+    def snapshot(self) -> bytes:
+        """Its state, as bytes that a new instance of another process understands."""
+        ...
+
+    def restore(self, state: bytes) -> None:
+        """Go on from such a state, in place of `reset`."""
+        ...
