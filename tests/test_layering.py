@@ -15,6 +15,7 @@ RULES = {  # room: the rooms that it may import
     "data": "config records",
     "sandbox": "config",
     "reward": "config records sandbox segments",
+    "environment": "config data records sandbox",
     "packing": "config records",
     "ledger": "config records segments",
     "control": "config ledger packing records segments",
@@ -27,8 +28,8 @@ RULES = {  # room: the rooms that it may import
     "telemetry": "config ledger records",
     "cluster": "config records relay",
     "preflight": "cluster config data engines hardware ledger records relay reward sandbox segments telemetry",
-    "workers": "cluster config control data engines learner ledger link packing preflight records relay repack"
-    " reward rollout sandbox segments telemetry",
+    "workers": "cluster config control data engines environment learner ledger link packing preflight records"
+    " relay repack reward rollout sandbox segments telemetry",
     "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"
     " telemetry workers",
     "simulate": "config control engines learner ledger packing records relay repack rollout segments telemetry",

@@ -126,9 +126,8 @@ def tell_response(told: Story) -> list[str]:
     for stretch in told.stretches:
         span = stretch.span
         cache = "" if span.kv_version is None else f", on a KV cache from version {span.kv_version} on"
-        lines.append(
-            f"tokens {span.start} to {span.end}: version {span.version}, replica {stretch.replica}{cache}"
-        )
+        by = "environment" if span.version is None else f"version {span.version}, replica {stretch.replica}{cache}"
+        lines.append(f"tokens {span.start} to {span.end}: {by}")
     mask, experts = response.sampling_mask, response.routed_experts
     if mask is not None:
         mean = len(mask.ids) / max(len(mask.counts), 1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from laminar_py.calibration.fit import LinearFit, Observation, fit
+from laminar_py.calibration.fit import LinearFit, TimedShape, fit
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.section import ConfigError
 from laminar_py.records.protocols import Clock, InferenceEngine
@@ -67,7 +67,7 @@ async def measure_engine(
         for shape in shapes[first:] + shapes[:first]:
             found[shape].append(await _step_s(requests, shape))
         tell(f"engine: decode steps, round {turn} of {repeats}" if turn else "engine: warm")
-    observations = [_observation(shape, median(steps[1:])) for shape, steps in found.items()]
+    observations = [_timed(shape, median(steps[1:])) for shape, steps in found.items()]
     steps = fit(observations)
     step_s, sequence_s, kv_token_s = steps.coefficients
     prefill_s, num_tokens = await _prefill_s(requests, bounds, steps, repeats=repeats)
@@ -116,9 +116,9 @@ async def _step_s(requests: TimedRequests, shape: BatchShape) -> float:
     return max(LEAST_S, (long - short) / (LONG - SHORT))
 
 
-def _observation(shape: BatchShape, step_s: float) -> Observation:
+def _timed(shape: BatchShape, step_s: float) -> TimedShape:
     name = f"{shape.sequences} x {shape.kv_tokens / shape.sequences:.0f} tokens"
-    return Observation(name, (1, shape.sequences, shape.kv_tokens), step_s)
+    return TimedShape(name, (1, shape.sequences, shape.kv_tokens), step_s)
 
 
 async def _prefill_s(

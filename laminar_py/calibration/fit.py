@@ -11,8 +11,8 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
-    """A measured time and what it is made of, e.g. `Observation("64 x 400 tokens", (1, 64, 25600), 0.021)`."""
+class TimedShape:
+    """A measured time and what it is made of, e.g. `TimedShape("64 x 400 tokens", (1, 64, 25600), 0.021)`."""
 
     name: str
     terms: tuple[float, ...]  # [K] what each coefficient is multiplied with
@@ -23,7 +23,7 @@ class Observation:
 class LinearFit:
     """Coefficients [K] of the terms of observations [N], e.g. `LinearFit(observations, (0.006, 8e-6, 2e-8))`."""
 
-    observations: Sequence[Observation]
+    observations: Sequence[TimedShape]
     coefficients: tuple[float, ...]
 
     def seconds(self, terms: Sequence[float]) -> float:
@@ -46,7 +46,7 @@ class LinearFit:
         return max(map(abs, self.errors))
 
 
-def fit(observations: Sequence[Observation]) -> LinearFit:
+def fit(observations: Sequence[TimedShape]) -> LinearFit:
     """Coefficients, none negative, with the least sum of squared relative errors; 0 for terms that do not help.
 
     The best is that of the terms which it does not leave out, so each choice of these is tried: there are few.

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from laminar_py.calibration.fit import LinearFit, Observation, fit
+from laminar_py.calibration.fit import LinearFit, TimedShape, fit
 from laminar_py.calibration.trajectories import make_trajectory
 from laminar_py.config.cluster import Device
 from laminar_py.config.emulated_profile import LearnerTimes
@@ -88,7 +88,7 @@ def measure_learner(
                 found[one.name].append(step_s)
             tell(f"learner: steps, round {turn} of {repeats}" if turn else "learner: warm")
         publisher.completed(version)
-    steps = fit([_observation(one, median(found[one.name][1:]), share=share) for one in chosen])
+    steps = fit([_timed(one, median(found[one.name][1:]), share=share) for one in chosen])
     optimizer_s, token_s = steps.coefficients
     times = LearnerTimes(
         train_tokens_per_s=1 / max(LEAST_S, token_s),
@@ -138,9 +138,9 @@ def _step_s(
     return clock.now() - began
 
 
-def _observation(one: StepLengths, step_s: float, *, share: float) -> Observation:
+def _timed(one: StepLengths, step_s: float, *, share: float) -> TimedShape:
     cost = sum(sequence_cost(length, attention_share=share) for length in one.lengths)
-    return Observation(one.name, (1, cost), step_s)
+    return TimedShape(one.name, (1, cost), step_s)
 
 
 @contextmanager

@@ -67,7 +67,9 @@ def _show_run(path: Path, overrides: list[str]) -> None:
 
     config = load_config(path, overrides)
     prepare(config)
-    encoder = PromptEncoder(load_tokenizer(config.model.path), config.model.path, config.data.chat)
+    encoder = PromptEncoder(
+        load_tokenizer(config.model.path), config.model.path, config.data.chat, config.environment
+    )
     problems = read_problems(config, encoder, limited=False)
     if config.data.order is PromptOrder.CURRICULUM:
         for of in problems.train:

@@ -42,16 +42,26 @@ ENGINE_KILLED = "ended with code 137"  # as a shell says SIGKILL; `engines.sglan
 
 
 class Part:
-    """A running actor, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)` on any node."""
+    """A running actor, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)` on any node.
+
+    Others of the run find one that is `known_as` something by that name (`named`).
+    """
 
     def __init__(
-        self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place = ANYWHERE
+        self,
+        name: str,
+        kind: type,
+        *,
+        concurrency: int,
+        timeout_s: float,
+        place: Place = ANYWHERE,
+        known_as: str = "",
     ) -> None:
         self.name = name
         self.place = place
         self._timeout_s = timeout_s
         self._bug: PartBugError | None = None  # in what was sent without waiting
-        self._actor = start_actor(kind, concurrency=concurrency, place=place)
+        self._actor = start_actor(kind, concurrency=concurrency, place=place, known_as=known_as)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> object:
         """The result of an actor method. Raises PartDiedError if there is none in `timeout_s`, or it raised.
@@ -151,7 +161,9 @@ async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, o
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-def start_actor(kind: type, *, concurrency: int, place: Place) -> "Future[ray.actor.ActorHandle]":
+def start_actor(
+    kind: type, *, concurrency: int, place: Place, known_as: str = ""
+) -> "Future[ray.actor.ActorHandle]":
     """A process of a shell: no restarts by Ray (the supervisor restarts), no CPU reservation.
 
     On a named node it runs there or nowhere, and sees of its GPUs those that are its own.
@@ -165,6 +177,7 @@ def start_actor(kind: type, *, concurrency: int, place: Place) -> "Future[ray.ac
                 num_gpus=place.gpus,
                 max_restarts=0,
                 max_concurrency=concurrency,
+                name=known_as or None,
                 scheduling_strategy=(
                     NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
                 ),

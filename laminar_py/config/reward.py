@@ -28,7 +28,7 @@ class TermConfig(Section):
     """A term of a reward."""
 
     kind: str = FUNCTION
-    """`exact`, `format`, `length`, `math`, `code`, `judge`, `steps`, `function`, or one that an
+    """`exact`, `format`, `length`, `math`, `code`, `judge`, `steps`, `environment`, `function`, or one that an
     installed package announces as `laminar_py.rewards`."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of its value in the sum."""
@@ -187,6 +187,7 @@ REWARDS = Registry(
         "length": "laminar_py.reward.text:LENGTH",
         "math": "laminar_py.reward.mathematics:MATH",
         "code": "laminar_py.reward.code:CODE",
+        "environment": "laminar_py.reward.environment:ENVIRONMENT",
         "judge": "laminar_py.reward.judge:JUDGE",
         "steps": "laminar_py.reward.steps:STEPS",
         FUNCTION: "laminar_py.reward.functions:FUNCTION_KIND",

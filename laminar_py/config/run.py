@@ -15,6 +15,7 @@ from laminar_py.config.cluster import ClusterConfig, Device
 from laminar_py.config.data import DataConfig
 from laminar_py.config.emulation import EmulationConfig, check_emulation
 from laminar_py.config.engine import BACKENDS
+from laminar_py.config.environment import AnyEnvironmentConfig
 from laminar_py.config.evaluation import EvalConfig, check_evaluation
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.lora import check_lora
@@ -68,6 +69,8 @@ class RunConfig(Section):
     """Scoring."""
     sandbox: SandboxConfig = SandboxConfig()
     """Fences around programs of the model."""
+    environment: AnyEnvironmentConfig | None = None
+    """Answers the turns of the model, or none: a response is one turn."""
     repack: RepackConfig = RepackConfig()
     """Consolidation in flight."""
     packer: PackerConfig = PackerConfig()

@@ -25,6 +25,7 @@ from laminar_py.records.engine import SamplingParams
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.events import AnyEvent
 from laminar_py.records.pieces import ColumnRef, TokensRef
+from laminar_py.records.spans import sampled_versions
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Span
 
 
@@ -69,6 +70,7 @@ class ControlSettings:
     max_counterfactual: int = 0  # at a time
     min_group_survivors: int = 2
     max_seconds: float | None = None
+    has_environment: bool = False  # which answers the turns of each trajectory
     versions_return: bool = False  # a lost one is published again by whoever resumes, so its work is kept
 
 
@@ -213,7 +215,7 @@ class Book:
     def versions_alive(self) -> int:
         """Number of distinct weight versions among live training trajectories."""
         training = [lifecycle for lifecycle in self.live.values() if lifecycle.kind is Kind.TRAIN]
-        told = {span.version for lifecycle in training for span in lifecycle.spans}
+        told = {version for lifecycle in training for version in sampled_versions(lifecycle.spans)}
         replicas = {lifecycle.replica for lifecycle in training if lifecycle.replica is not None}
         served = {self.views.by_index[replica].serving for replica in replicas}
         return len(told | {version for version in served if version >= 0})

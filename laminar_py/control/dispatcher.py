@@ -115,7 +115,8 @@ class Dispatcher:
         self._book.moves.arrives(lifecycle.id, replica, length=lifecycle.length, prefill=lifecycle.prefill)
         self._book.record(lifecycle.assign(replica))
         self._book.views.send(replica, lifecycle.id, pin=pin)
-        out.setdefault(replica, []).append(lifecycle.assignment(pin))
+        has_environment = self._book.settings.has_environment
+        out.setdefault(replica, []).append(lifecycle.assignment(pin, with_problem=has_environment))
 
     def _expect_more(self, out: dict[int, list[Assignment]]) -> None:
         """Have replicas keep their version for passes beside training as long as more of them waits."""

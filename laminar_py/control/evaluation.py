@@ -13,6 +13,7 @@ from laminar_py.control.book import Book
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, set_of
 from laminar_py.records.replica import Assignment
+from laminar_py.records.spans import sampled_versions
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 
 NO_STEP = -1
@@ -155,8 +156,9 @@ class Evaluations:
         )
         if lifecycle.status is Status.SCORED:
             self._book.record(lifecycle.make_ready(0.0))
-            version = lifecycle.spans[-1].version
-            evaluation.versions |= {span.version for span in lifecycle.spans}
+            versions = sampled_versions(lifecycle.spans)
+            version = versions[-1]
+            evaluation.versions |= set(versions)
             self._book.record(lifecycle.consume(step=NO_STEP, version=version, staleness=0, weight=0.0))
             del self._book.live[lifecycle.id]
         self._finish_if_done(evaluation)

@@ -6,9 +6,12 @@ differ. An illegal transition is an `IllegalEventError` with the ids: a bug, whi
 
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from laminar_py.ledger.machine import IllegalEventError
 from laminar_py.records.digests import response_digest
 from laminar_py.records.engine import SamplingParams
+from laminar_py.records.environment import Problem
 from laminar_py.records.events import (
     Assigned,
     Consumed,
@@ -28,7 +31,7 @@ from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.replica import Assignment, Progress
 from laminar_py.records.returns import Earned, Returns, returns_of
 from laminar_py.records.scoring import Score
-from laminar_py.records.spans import clip_spans, covers, replace_spans
+from laminar_py.records.spans import clip_spans, covers, num_sampled, replace_spans, sampled_versions
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span, Status
 
 LIVE = frozenset(Status) - {Status.CONSUMED, Status.DROPPED}
@@ -58,6 +61,7 @@ class Lifecycle:
     advantage_scale: float = 1.0
     used_s: float = 0.0  # seconds of generation, on earlier replicas
     here_s: float = 0.0  # and on this one
+    environment_s: float = 0.0  # that its environment worked, as far as it was told
     columns: dict[str, ColumnRef] = field(default_factory=dict)  # those of a reference are on no record
     earned: Earned | None = None  # where its tokens have rewards of their own
     counterfactual: bool = False  # goes on for the record alone; see `go_on_counterfactually`
@@ -87,20 +91,23 @@ class Lifecycle:
     @property
     def version(self) -> int | None:
         """The newest version in it, None before its first token."""
-        return self.spans[-1].version if self.spans else None
+        return next((span.version for span in reversed(self.spans) if span.version is not None), None)
 
     @property
     def oldest_version(self) -> int:
         """The lowest version in it, once it has tokens."""
-        return min(span.version for span in self.spans)
+        return min(sampled_versions(self.spans))
 
     @property
     def prefill(self) -> int:
         """Tokens that the next replica computes anew; without a response the prompt is shared with the group."""
         return len(self.prompt.ids) + self.length if self.length else 0
 
-    def assignment(self, pin: int | None) -> Assignment:
-        """The message to its replica; `pin` is the only version it may go on under, if any."""
+    def assignment(self, pin: int | None, *, with_problem: bool = False) -> Assignment:
+        """The message to its replica; `pin` is the only version it may go on under, if any.
+
+        It has the problem where an environment answers its turns.
+        """
         return Assignment(
             trajectory_id=self.id,
             epoch=self.epoch,
@@ -111,6 +118,7 @@ class Lifecycle:
             version=pin,
             tokens=self.tokens,
             used_s=self.used_s,
+            problem=_problem(self.prompt) if with_problem else None,
         )
 
     def assign(self, replica: int) -> Assigned:
@@ -129,6 +137,7 @@ class Lifecycle:
         """Append new tokens while RUNNING; an event if the engine corrected the spans of earlier ones."""
         self._move(ON_REPLICA, Status.RUNNING)
         self.here_s = progress.generate_s - progress.queue_s
+        self.environment_s += progress.environment_s
         if progress.tokens is not None:
             assert progress.tokens.start == self.length, f"{self.id}: {progress.tokens} after {self.length} tokens"
             self.tokens = (*self.tokens, progress.tokens)
@@ -183,6 +192,7 @@ class Lifecycle:
             digest=response_digest(piece.at.digest for piece in self.tokens),
             queue_s=progress.queue_s,
             generate_s=progress.generate_s,
+            environment_s=self.environment_s,
         )
 
     def score(self, score: Score) -> Scored:
@@ -253,7 +263,7 @@ class Lifecycle:
             kind=self.kind,
             prompt_ids=self.prompt.ids,
             tokens=self.tokens,
-            num_trained=self.length,
+            num_trained=num_sampled(self.spans),
             spans=self.spans,
             finish_reason=self.finish_reason,
             reward=self.reward,
@@ -267,3 +277,14 @@ class Lifecycle:
         if self.status not in allowed:
             raise IllegalEventError(f"trajectory {self.id} cannot go from {self.status} to {to}")
         self.status = to
+
+
+def _problem(prompt: Prompt) -> Problem:
+    """A prompt as an environment is told of it."""
+    return Problem(
+        prompt=prompt.text,
+        answer=prompt.answer,
+        task=prompt.task,
+        fields=msgspec.json.decode(prompt.fields_json),
+        seed=prompt.index,
+    )

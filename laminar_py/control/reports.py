@@ -14,8 +14,8 @@ from laminar_py.control.losses import Losses
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.records.events import Cut, VersionLoaded
 from laminar_py.records.replica import Progress, ReplicaReport
-from laminar_py.records.spans import clip_spans
-from laminar_py.records.trajectory import Break, DropReason, FinishReason, Kind, Status
+from laminar_py.records.spans import clip_spans, num_turns
+from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Status
 from laminar_py.segments.salvage import Known, Salvaged
 
 REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
@@ -115,11 +115,11 @@ class Reports:
         self._grow(lifecycle, progress)
         if progress.broken is not None:
             self._on_break(replica, lifecycle, progress.broken)
-        elif progress.refusal:
-            await self._on_refusal(replica, lifecycle, progress.refusal)
+        elif progress.failure is not None:
+            await self._on_failure(replica, lifecycle, progress.failure, progress.detail)
         elif progress.lost:
             self._book.views.returned(replica, lifecycle.id)
-            await self._losses.begin_anew(lifecycle, DropReason.HOST_LOST, progress.lost)
+            await self._losses.begin_anew(lifecycle, DropReason.HOST_LOST, progress.detail)
         elif progress.finish_reason is not None:
             self._on_end(replica, lifecycle, progress)
 
@@ -145,11 +145,11 @@ class Reports:
             self._book.record(lifecycle.interrupt("new_weights"))
             self._book.record(lifecycle.resume(replica))
 
-    async def _on_refusal(self, replica: int, lifecycle: Lifecycle, words: str) -> None:
-        """Drop a trajectory whose request the engine never takes."""
+    async def _on_failure(self, replica: int, lifecycle: Lifecycle, reason: DropReason, detail: str) -> None:
+        """Drop a trajectory whose request the engine never takes, or whose environment failed."""
         self._book.views.returned(replica, lifecycle.id)
         self._book.moves.ends(lifecycle.id)
-        self._book.drop([lifecycle], DropReason.REFUSED, words)
+        self._book.drop([lifecycle], reason, detail)
         await self._closing.settled(lifecycle)
 
     def _on_end(self, replica: int, lifecycle: Lifecycle, progress: Progress) -> None:
@@ -172,10 +172,12 @@ class Reports:
 
     def _finish(self, lifecycle: Lifecycle, progress: Progress) -> None:
         settings = self._book.settings
-        if progress.wall_cut:
-            self._book.record_of(lifecycle, Cut(lifecycle.id, "seconds", settings.max_seconds or 0.0))
+        if progress.cut is Cap.SECONDS:
+            self._book.record_of(lifecycle, Cut(lifecycle.id, Cap.SECONDS, settings.max_seconds or 0.0))
+        elif progress.cut is Cap.TURNS:
+            self._book.record_of(lifecycle, Cut(lifecycle.id, Cap.TURNS, num_turns(lifecycle.spans)))
         elif progress.finish_reason is FinishReason.LENGTH:
-            self._book.record_of(lifecycle, Cut(lifecycle.id, "tokens", lifecycle.sampling.max_new_tokens))
+            self._book.record_of(lifecycle, Cut(lifecycle.id, Cap.TOKENS, lifecycle.sampling.max_new_tokens))
         self._book.record_of(lifecycle, lifecycle.finish(progress))
         self._closing.finished(lifecycle)
 

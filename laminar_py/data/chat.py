@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from laminar_py.config.data import ChatConfig
+from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.records.codec import IntArray
@@ -79,10 +80,21 @@ def _turn(given: Any) -> Turn:
 
 
 class PromptEncoder:
-    """Text and ids of prompts. `tokenizer` ends a response where a turn ends, once there were messages."""
+    """Text and ids of prompts. `tokenizer` ends a response where a turn ends, once there were messages.
 
-    def __init__(self, tokenizer: Tokenizer, model_dir: Path, settings: ChatConfig) -> None:
+    With an environment prompts of messages end before the assistant's turn, which that opens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        model_dir: Path,
+        settings: ChatConfig,
+        environment: EnvironmentConfig | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._tools = [] if environment is None else list(environment.tools)
+        self._answers = environment is None  # else what an environment writes first opens the turn
         self.uses_template = False
         self._end = tokenizer.eos_ids[0]
         self._model_dir = model_dir
@@ -99,7 +111,7 @@ class PromptEncoder:
         if not self.uses_template:
             self.tokenizer = self.tokenizer.ending(self._turn_ends(messages))
             self.uses_template = True
-        return self._render(messages, answer=False)
+        return self.conversation(messages, answers=self._answers)
 
     def encode(self, prompt: str | Sequence[Turn]) -> tuple[str, IntArray]:
         """The text of a prompt and its [P] ids. Raises `TemplateError`."""
@@ -158,16 +170,21 @@ class PromptEncoder:
 
     def _turn_ends(self, messages: Sequence[Turn]) -> tuple[int, ...]:
         """The special token behind the content of an assistant's turn, if the template writes one."""
-        text = self._render([*messages, {"role": "assistant", "content": MARK}], answer=True)
+        text = self.conversation([*messages, {"role": "assistant", "content": MARK}], answers=False)
         return self.tokenizer.first_special(text.rpartition(MARK)[2])
 
-    def _render(self, messages: Sequence[Turn], *, answer: bool) -> str:
-        """The text of a conversation; without an `answer` it ends where the assistant begins."""
+    def conversation(self, messages: Sequence[Turn], *, answers: bool) -> str:
+        """The text of a conversation; if the assistant `answers` next it ends where its turn begins.
+
+        Raises `TemplateError`.
+        """
         given: dict[str, Any] = {
             **self._settings.arguments,
             "tokenize": False,
-            "add_generation_prompt": not answer,
+            "add_generation_prompt": answers,
         }
+        if self._tools:
+            given["tools"] = self._tools
         try:
             return str(self._template.apply_chat_template(list(messages), **given))
         except Exception as error:  # noqa: BLE001 - a template of somebody else's, which may raise anything

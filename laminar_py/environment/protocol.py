@@ -13,10 +13,12 @@
 One instance answers one trajectory, from its first turn to its end.
 """
 
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from laminar_py.records.environment import Problem as Problem
 
 
 class Role(StrEnum):
@@ -24,17 +26,6 @@ class Role(StrEnum):
 
     USER = "user"
     TOOL = "tool"
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A line of the data set, e.g. `Problem("What is 17 * 23?", answer="391", fields={"level": 3})`."""
-
-    prompt: str
-    answer: str = ""
-    task: str = ""
-    fields: Mapping[str, Any] = field(default_factory=dict)  # what else the line has
-    seed: int = 0  # the same for all samples of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +75,7 @@ class Restorable(Protocol):
     """An environment whose state can be saved between turns."""
 
     def snapshot(self) -> bytes:
-        """Its state, as bytes that a new instance of another process understands."""
+        """State, as bytes that a new instance of another process understands."""
         ...
 
     def restore(self, state: bytes) -> None:

@@ -36,7 +36,7 @@ from laminar_py.records.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.records.spans import clip_spans, covers, encode_spans, merge_spans
+from laminar_py.records.spans import clip_spans, covers, encode_spans, merge_spans, sampled_versions
 from laminar_py.records.trajectory import DropReason, Kind, Span, Status
 from laminar_py.records.weights import Published
 
@@ -374,14 +374,14 @@ def _finite(event: AnyEvent, *values: float) -> None:
 
 def _note_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
     """Take the versions of a response from its spans."""
-    versions = [span.version for span in spans]
+    versions = sampled_versions(spans)
     row.oldest_version, row.newest_version = min(versions, default=None), max(versions, default=None)
 
 
 def _widen_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
     """Add the versions of more spans to those of the response."""
-    for span in spans:
-        if row.oldest_version is None or span.version < row.oldest_version:
-            row.oldest_version = span.version
-        if row.newest_version is None or span.version > row.newest_version:
-            row.newest_version = span.version
+    for version in sampled_versions(spans):
+        if row.oldest_version is None or version < row.oldest_version:
+            row.oldest_version = version
+        if row.newest_version is None or version > row.newest_version:
+            row.newest_version = version

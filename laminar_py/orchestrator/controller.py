@@ -36,6 +36,7 @@ from laminar_py.telemetry.memory import watch_memory
 from laminar_py.telemetry.summary import Summary, summarise
 from laminar_py.telemetry.view import View
 from laminar_py.telemetry.waits import Waits
+from laminar_py.workers.environments import EnvironmentProcesses
 from laminar_py.workers.incarnation import Opened, open_incarnation
 from laminar_py.workers.learner import LearnerLink
 from laminar_py.workers.payload import PayloadHosts, take_up
@@ -60,14 +61,14 @@ class Controller:
         self._incarnation, self._view, say = incarnation, view, view.notice
         self._trackers = Trackers(incarnation, resumed=goes_on)
         self._payload = payload = PayloadHosts(incarnation)
-        refers = config.algorithm.refers_in_stage
-        self._reference = ReferenceStage(incarnation, payload=payload) if refers else None
+        self._reference = ReferenceStage.of(incarnation, payload=payload)
         self._scheduler = scheduler = policies.make_scheduler(
             incarnation, submit_score=self._finished, reference=self._reference
         )
         self._relays = relays = Relays(incarnation)
         self._learner = learner = LearnerLink(incarnation, relays=relays, payload=payload, show=view.progress)
         self._versions = Versions(incarnation, completed=learner.completed, stored=relays.published)
+        self._environments = EnvironmentProcesses(incarnation)
         self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays, payload=payload)
         self._scoring = Scoring(
             incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail, wake=replicas.wake
@@ -121,6 +122,7 @@ class Controller:
         """Have the processes of all parts spawned, relays and scorers up, and what was interrupted waiting."""
         self._payload.stores.spawn()
         self._scoring.spawn()
+        self._environments.spawn()
         self._learner.spawn()
         self._replicas.spawn()
         if self._reference is not None:
@@ -129,6 +131,7 @@ class Controller:
             tasks.create_task(self._payload.stores.start())
             tasks.create_task(self._relays.start())
             tasks.create_task(self._scoring.start())
+            tasks.create_task(self._environments.start())
         if self._recovered is not None:
             self._scoring.grow_by(len(self._recovered.live))  # the fleet may have been larger
             await self._take_up_evaluations(self._recovered)
@@ -161,6 +164,7 @@ class Controller:
             "placed": note_placed(run.placed, all_placed=all_placed),
             "fleet": watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens),
             "keep-replicas": self._replicas.keep(),
+            "keep-environments": self._environments.keep(),
             "scale": self._fleet.run(say=self._view.notice),
         }
 

@@ -29,6 +29,7 @@ from laminar_py.records.trajectory import Prompt
 from laminar_py.records.weights import Published
 from laminar_py.telemetry.summary import EvaluationFigures, evaluation_figures, write_summary
 from laminar_py.telemetry.view import View
+from laminar_py.workers.environments import EnvironmentProcesses
 from laminar_py.workers.incarnation import Opened, open_incarnation
 from laminar_py.workers.payload import PayloadHosts, take_up
 from laminar_py.workers.relays import Relays
@@ -75,6 +76,7 @@ class EvalController:
         self._payload = payload = PayloadHosts(incarnation)
         self._relays = Relays(incarnation)
         self._weights = WeightFolder(incarnation, relays=self._relays)
+        self._environments = EnvironmentProcesses(incarnation)
         self._replicas = Replicas(incarnation, scheduler=self._scheduler, relays=self._relays, payload=payload)
         self._scoring = Scoring(
             incarnation,
@@ -134,12 +136,14 @@ class EvalController:
         """Spawn all processes."""
         self._payload.stores.spawn()
         self._scoring.spawn()
+        self._environments.spawn()
         self._weights.spawn()
         self._replicas.spawn()
         async with asyncio.TaskGroup() as starting:
             starting.create_task(self._payload.stores.start())
             starting.create_task(self._relays.start())
             starting.create_task(self._scoring.start())
+            starting.create_task(self._environments.start())
 
     async def _ask(self, tasks: asyncio.TaskGroup) -> "list[asyncio.Task[None]]":
         """Ask for the passes, and take up what was under way.
@@ -167,6 +171,7 @@ class EvalController:
             "scoring": self._scoring.run(),
             "housekeeping": self._keep_house(),
             "keep-replicas": self._replicas.keep(),
+            "keep-environments": self._environments.keep(),
         }
         return [tasks.create_task(work, name=name) for name, work in works.items()]
 

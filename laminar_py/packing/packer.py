@@ -84,7 +84,9 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
         out = np.zeros(len(trajectory.response_ids), np.int32)
         if self.ages is not None:
             for span in trajectory.spans:
-                out[span.start : span.end] = max(self.ages[version] for version in versions_of([span]))
+                out[span.start : span.end] = max(
+                    (self.ages[version] for version in versions_of([span])), default=0
+                )
         return out
 
 

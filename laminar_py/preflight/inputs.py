@@ -48,6 +48,7 @@ class Inputs:
     sets: dict[str, list[Prompt]]
     first_of_tasks: list[Prompt]  # of each: one to train on, or a held-out one where it is evaluated alone
     digests: dict[str, str]  # by field of the config
+    messages: bool = False  # prompts are written by the chat template, some at least
 
     @property
     def example(self) -> str:
@@ -65,7 +66,7 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
     _check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     _check_vocabulary(config, tokenizer)
-    encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat)
+    encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment)
     problems = read_problems(config, encoder, limited=True, trains=trains)
     for heldout in problems.sets.values():
         check_disjoint(heldout, problems.train)
@@ -88,6 +89,7 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
         stream=PromptStream(problems.train, config.data, seed=config.seed),
         sets={name: list(of) for name, of in problems.sets.items()},
         first_of_tasks=first_of_tasks(problems.all),
+        messages=encoder.uses_template,
         digests=problems.digests,
     )
 
@@ -113,7 +115,7 @@ def _of_sets(reward: RewardConfig, problems: Problems) -> RewardConfig:
 def stop_ids(config: RunConfig) -> tuple[int, ...]:
     """Ids that may end a response of a run: those of its model, first what ends a turn by its chat template."""
     tokenizer = load_tokenizer(config.model.path)
-    encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat)
+    encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment)
     return tokenizer.ending(encoder.template_ends()).eos_ids
 
 

@@ -13,7 +13,7 @@ from laminar_py.records.event import ReplicaLeft as ReplicaLeft
 from laminar_py.records.event import Scaled as Scaled
 from laminar_py.records.returns import Earned
 from laminar_py.records.scoring import TermValue, said_by
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind, Span
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
@@ -89,6 +89,7 @@ class Finished(Event, frozen=True, kw_only=True):
     digest: str
     queue_s: float
     generate_s: float
+    environment_s: float = 0.0  # that its environment worked
 
 
 class StreamCut(Event, frozen=True):
@@ -111,10 +112,10 @@ class Restamped(Event, frozen=True):
 
 
 class Cut(Event, frozen=True):
-    """A cap ended it early: `tokens` or `seconds`, and the cap's value."""
+    """A cap ended it early, and the cap's value."""
 
     trajectory_id: str
-    cap: str
+    cap: Cap
     value: float
 
 

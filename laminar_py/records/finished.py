@@ -46,7 +46,7 @@ class FinishedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> int:
         """The lowest version in it, whose age is its staleness."""
-        return min(span.version for span in self.spans)
+        return min(span.version for span in self.spans if span.version is not None)
 
     @property
     def refs(self) -> list[PieceRef]:

@@ -14,7 +14,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Response tokens [start, start + n) of a trajectory, as an engine gave them under one assignment.
 
     E.g. 41 tokens of "g3.1" under version 7: `spans=(Span(7, 0, 41),)`, 164 bytes of ids. `spans` may begin before
-    `start`: then they replace what was said of those tokens.
+    `start`: then they replace what was said of those tokens. Tokens of an environment are among them as it wrote
+    them, with a log-probability of 0 and no rows of a mask.
     """
 
     trajectory_id: str
@@ -26,6 +27,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     mask: bytes | None = None  # sampling mask of n rows, as `recordings.pack_mask` has it; None: not recorded
     experts: bytes | None = None  # as `recordings.pack_experts` has them, of positions of their own; n may be 0
     used_s: float = 0.0  # of generation until its end, on all replicas
+    reward: float | None = None  # of the environment, where that ended the trajectory with one
 
     @property
     def end(self) -> int:

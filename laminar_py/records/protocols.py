@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.records.scoring import Score, Unfinished, Unscored
 
 
@@ -76,6 +77,21 @@ class InferenceEngine(Protocol):
 
     def status(self) -> EngineStatus:
         """Requests, KV cache and version: at this moment, or as last heard."""
+        ...
+
+
+class Environments(Protocol):
+    """Environments of trajectories, in whatever processes they run."""
+
+    async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
+        """Have the environment of a trajectory take a turn, beginning it where nothing was said yet.
+
+        A turn that was answered before has the same answer again, and is not taken twice.
+        """
+        ...
+
+    async def forget(self, trajectory_id: str) -> None:
+        """Let go of a trajectory that has ended, and is stored."""
         ...
 
 

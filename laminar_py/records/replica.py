@@ -6,8 +6,9 @@ import msgspec
 
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import EngineStatus, SamplingParams
+from laminar_py.records.environment import Problem
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.trajectory import Break, FinishReason, Kind, Span
+from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Span
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +28,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     stores: dict[str, str] = {}  # addresses of the segments among these that are of other hosts
     used_s: float = 0.0  # seconds of generation on replicas that had it before
     more_to_come: bool = False  # of its pass, for which the replica keeps its version
+    problem: Problem | None = None  # where an environment answers its turns
 
     @property
     def length(self) -> int:
@@ -51,13 +53,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokensRef | None = None  # from there on; None where there is nothing new
     spans: tuple[Span, ...] = ()  # cover [spans[0].start, end)
     finish_reason: FinishReason | None = None
-    wall_cut: bool = False  # ended by the cap on wall time
+    cut: Cap | None = None  # that ended it, where that is not the one on tokens
     queue_s: float = 0.0  # it waited here for its first tokens
     generate_s: float = 0.0  # since it came here
     broken: Break | None = None
     begun: int | None = None  # version of its first token, where somebody waits to know
-    refusal: str = ""  # the engine's words, where it does not take the request
-    lost: str = ""  # what cannot be read of the response so far, so that nobody can go on with it
+    failure: DropReason | None = None  # it can never go on: its request is refused, or its environment failed
+    lost: bool = False  # the response so far cannot be read, so that nobody can go on with it
+    detail: str = ""  # of either
+    environment_s: float = 0.0  # that its environment worked, since it came here
 
     @property
     def end(self) -> int:

@@ -32,6 +32,7 @@ class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
     response_ids: IntArray  # [L]
     logprobs: FloatArray  # [L] of the policy that sampled them
     fields_json: bytes = b"{}"
+    environment_reward: float | None = None  # of the environment, where that ended the trajectory with one
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterable
 
 import msgspec
+import numpy as np
 
+from laminar_py.records.codec import BoolArray
 from laminar_py.records.trajectory import Span
 
 _decoder = msgspec.json.Decoder(tuple[Span, ...])
@@ -57,6 +59,33 @@ def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ..
 def versions_of(spans: Iterable[Span]) -> set[int]:
     """Versions that had a part in these tokens, those behind their KV cache included."""
     return {v for span in spans for v in (span.version, span.kv_version) if v is not None}
+
+
+def sampled_versions(spans: Iterable[Span]) -> list[int]:
+    """Versions of the spans that an engine sampled, in order; none of what an environment wrote."""
+    return [span.version for span in spans if span.version is not None]
+
+
+def num_sampled(spans: Iterable[Span]) -> int:
+    """Tokens that an engine sampled."""
+    return sum(span.end - span.start for span in spans if span.version is not None)
+
+
+def sampled_mask(spans: Iterable[Span], length: int) -> BoolArray:
+    """[length] True on tokens that an engine sampled."""
+    mask = np.zeros(length, np.bool_)
+    for span in spans:
+        mask[span.start : span.end] = span.version is not None
+    return mask
+
+
+def num_turns(spans: Iterable[Span]) -> int:
+    """Turns of the model: stretches of sampled tokens, however many versions each has."""
+    turns, sampled = 0, False
+    for span in spans:
+        turns += span.version is not None and not sampled
+        sampled = span.version is not None
+    return turns
 
 
 def shift_spans(spans: Iterable[Span], by: int) -> tuple[Span, ...]:

@@ -41,6 +41,14 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+class Cap(StrEnum):
+    """Limits of a trajectory, each of which ends it early and is told with its value."""
+
+    TOKENS = "tokens"
+    SECONDS = "seconds"
+    TURNS = "turns"
+
+
 class Break(StrEnum):
     """Why a stream stopped although its trajectory goes on."""
 
@@ -59,6 +67,9 @@ class DropReason(StrEnum):
     HOST_LOST = "host_lost"  # its tokens are gone with the host that alone had them, or were changed there
     GROUP_DEADLINE = "group_deadline"  # its group closed without it
     GROUP_LOST = "group_lost"  # too few survivors in its group
+    ENVIRONMENT_FAILED = "environment_failed"  # it raised, or what it answered is no answer
+    ENVIRONMENT_TIMEOUT = "environment_timeout"  # it took too long
+    ENVIRONMENT_LOST = "environment_lost"  # it died, and cannot be rebuilt
     REWARD_FAILED = "reward_failed"  # the reward function raised
     REWARD_TIMEOUT = "reward_timeout"  # the reward function took too long
     RUN_ENDED = "run_ended"  # an evaluation that was under way when the run ended
@@ -75,9 +86,10 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """Response tokens [start, end) were generated under `version`, e.g. `Span(7, 0, 41)`.
 
     `kv_version` is set where they attended to a KV cache that older weights had made: the oldest of those.
+    Without a version nobody generated them: an environment wrote them, e.g. `Span(None, 41, 60)`.
     """
 
-    version: int
+    version: int | None
     start: int
     end: int
     kv_version: int | None = None
@@ -138,4 +150,4 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> int:
         """The lowest version in it, whose age is its staleness."""
-        return min(span.version for span in self.spans)
+        return min(span.version for span in self.spans if span.version is not None)

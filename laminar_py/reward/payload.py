@@ -44,7 +44,12 @@ class ScoredPayload:
         )
         if len(response.ids) != unscored.tokens[-1].end:
             raise PayloadLostError(f"{len(response.ids)} of its {unscored.tokens[-1].end} tokens")
-        return msgspec.structs.replace(unscored.request, response_ids=response.ids, logprobs=response.logprobs)
+        return msgspec.structs.replace(
+            unscored.request,
+            response_ids=response.ids,
+            logprobs=response.logprobs,
+            environment_reward=response.reward,
+        )
 
     def _begun(self, unfinished: Unfinished) -> PartialResponse:
         loaded = self._reader.load((one.at for one in unfinished.tokens), stores=unfinished.stores)

@@ -45,6 +45,7 @@ def trials(prompts: Iterable[Prompt], *, encode: Callable[[str], IntArray], end:
                 response_ids=ids,
                 logprobs=np.zeros(len(ids), np.float32),
                 fields_json=prompt.fields_json,
+                environment_reward=float(bool(answer)),
             )
             made.append(Trial(request, f"{kind} to prompt {prompt.id!r}{of_task}"))
     return made

@@ -15,7 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.records.engine import EngineStatus, SamplingParams
-from laminar_py.records.protocols import Clock, EngineLostError, InferenceEngine, VersionLostError, WeightSource
+from laminar_py.records.protocols import (
+    Clock,
+    EngineLostError,
+    Environments,
+    InferenceEngine,
+    VersionLostError,
+    WeightSource,
+)
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.records.trajectory import Kind
 from laminar_py.repack.signals import EngineSpeed
@@ -50,6 +57,7 @@ class Replica:
         verify_every: int = 0,
         initial: Sequence[Assignment] = (),
         gather_s: float = GATHER_S,
+        environments: Environments | None = None,
     ) -> None:
         self.index = index
         self._engine = engine
@@ -58,8 +66,7 @@ class Replica:
         self._policy = on_new_weights
         self._max_batch = max_batch
         self._store = store
-        self._partial_interval_s = partial_interval_s
-        self._tells_partials = tells_partials
+        self._partial_interval_s, self._tells_partials = partial_interval_s, tells_partials
         self._max_seconds = max_seconds
         self._initial = initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; bounded by what the controller sends
@@ -71,7 +78,7 @@ class Replica:
         self._told = asyncio.Event()  # set once the loss of the engine was raised
         self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
         self._out = Outbox(index=index, clock=clock, gather_s=gather_s)
-        self._streams = Streams(engine, self._out, store, ended=self._one_left, lost=self._lose)
+        self._streams = Streams(engine, self._out, store, environments, ended=self._one_left, lost=self._lose)
         self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every=verify_every)
 
     # ---- called by the controller

@@ -5,6 +5,7 @@ mask and, stream by stream, the experts of every position, where they are record
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.engine import Delta, GenerateRequest
+from laminar_py.records.environment import ModelTurn
 from laminar_py.records.pieces import Piece, TokensRef
 from laminar_py.records.recordings import (
     RoutedExperts,
@@ -24,7 +26,7 @@ from laminar_py.records.recordings import (
 )
 from laminar_py.records.replica import Assignment, Held, Progress
 from laminar_py.records.spans import add_span, clip_spans, covers, replace_spans, shift_spans
-from laminar_py.records.trajectory import Break, FinishReason, Span
+from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Span
 
 _NO_IDS = np.empty(0, np.int32)
 
@@ -34,6 +36,7 @@ class StreamState(Enum):
 
     OUTSIDE = "outside"  # waits until the engine serves
     IN_ENGINE = "in engine"
+    AWAY = "away"  # its environment works on its last turn; it holds no slot of the engine
     INTERRUPTED = "interrupted"  # by new weights, under which it goes on here
     ENDED = "ended"
 
@@ -48,28 +51,29 @@ class Running:
     stream: int  # place in the response of the present stream's first token
     routed: int  # leading positions whose experts are recorded
     prefix: IntArray | None = None  # [length told], once it is read
+    told_spans: tuple[Span, ...] = ()  # of the prefix
     ids: list[IntArray] = field(default_factory=list)  # not told yet
     logprobs: list[FloatArray] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)  # reach back where the engine corrected itself
-    masks: list[SamplingMask] = field(default_factory=list)
+    masks: list[SamplingMask | None] = field(default_factory=list)  # one for each of `ids`
     experts: list[RoutedExperts] = field(default_factory=list)
     noted: int = 0  # of the deltas that were not told, those in the journal, the first of them
     first_token_s: float | None = None
     state: StreamState = StreamState.OUTSIDE
-    wall_cut: bool = False
+    cut: Cap | None = None
+    environment_s: float = 0.0  # that its environment worked, not told yet
+    reward: float | None = None  # of its environment
     task: "asyncio.Task[None] | None" = None
 
     def request(self) -> GenerateRequest:
         """Ask the engine, now or again: a new stream begins where the response stands."""
         item = self.assignment
         self.stream = self.length
-        assert self.prefix is not None, f"{item.trajectory_id} begins before what it has was read"
-        so_far = np.concatenate([self.prefix, *self.ids])
         return GenerateRequest(
             rid=item.trajectory_id,
             group_id=item.group_id,
             prompt_ids=item.prompt_ids,
-            prefix_ids=so_far,
+            prefix_ids=self.response_ids,
             sampling=item.sampling,
             routed=self.routed,
         )
@@ -92,9 +96,8 @@ class Running:
             add_span(self.spans, Span(delta.version, start, end, delta.kv_version))
             self.ids.append(delta.ids)
             self.logprobs.append(delta.logprobs)
+            self.masks.append(delta.sampling_mask)
             self.length = end
-            if delta.sampling_mask is not None:
-                self.masks.append(delta.sampling_mask)
         if delta.finish_reason is not None:
             self._take_last(delta)
 
@@ -110,6 +113,53 @@ class Running:
             self.experts.append(experts)
             self.routed += experts.positions
 
+    def observe(self, ids: IntArray) -> None:
+        """Append what the environment wrote, as it is, if it wrote anything."""
+        if not len(ids):
+            return
+        start, self.length = self.length, self.length + len(ids)
+        add_span(self.spans, Span(None, start, self.length))
+        self.ids.append(ids)
+        self.logprobs.append(np.zeros(len(ids), np.float32))
+        self.masks.append(SamplingMask(np.zeros(len(ids), np.int32), _NO_IDS))
+
+    @property
+    def response_ids(self) -> IntArray:
+        """[L] Response so far, once the prefix is read."""
+        assert self.prefix is not None, f"{self.assignment.trajectory_id} goes on before what it has was read"
+        return np.concatenate([self.prefix, *self.ids])
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still get by the cap on a response."""
+        return self.assignment.sampling.max_new_tokens - self.length
+
+    @property
+    def all_spans(self) -> tuple[Span, ...]:
+        """Spans of the response so far."""
+        return replace_spans(self.told_spans, tuple(self.spans))
+
+    @property
+    def awaits_environment(self) -> bool:
+        """True where an environment has the next word: before the first turn of the model, and after each."""
+        if self.assignment.problem is None:
+            return False
+        if not self.length:
+            return True
+        is_sampled = self.all_spans[-1].version is not None
+        return is_sampled and int(self.response_ids[-1]) in self.assignment.sampling.stop_ids
+
+    def turn(self) -> ModelTurn:
+        """Ask of its environment."""
+        problem = self.assignment.problem
+        assert problem is not None, f"{self.assignment.trajectory_id} has no environment"
+        return ModelTurn(
+            trajectory_id=self.assignment.trajectory_id,
+            problem=problem,
+            response_ids=self.response_ids,
+            spans=self.all_spans,
+        )
+
     @property
     def told(self) -> int:
         """Response tokens that were told."""
@@ -121,16 +171,16 @@ class Running:
         if noted == self.length:
             return None
         piece = self._piece(noted, self.ids[self.noted :], self.logprobs[self.noted :], now)
-        masks = self.masks[self.noted :]
+        mask = _joined(self.masks[self.noted :])
         self.noted = len(self.ids)
-        return msgspec.structs.replace(piece, mask=pack_mask(join_masks(masks)) if masks else None)
+        return msgspec.structs.replace(piece, mask=None if mask is None else pack_mask(mask))
 
     def piece(self, now: float) -> Piece | None:
         """Everything that was not told yet, None if that is nothing; it counts as told with its `progress`."""
-        if not self.ids and not self.experts:
+        if not self.ids and not self.experts and self.reward is None:
             return None
         name, count = self.assignment.trajectory_id, self.length - self.told
-        mask = join_masks(self.masks) if self.masks else None
+        mask = _joined(self.masks)
         rows = count if mask is None else len(mask.counts)
         assert rows == count, f"{name}: {count} tokens with {rows} sampling masks"
         piece = self._piece(self.told, self.ids, self.logprobs, now)
@@ -146,6 +196,7 @@ class Running:
             ids=b"".join(array.tobytes() for array in ids),
             logprobs=b"".join(array.tobytes() for array in logprobs),
             used_s=self.used_s(now),
+            reward=self.reward,
         )
 
     def progress(
@@ -155,15 +206,18 @@ class Running:
         now: float,
         *,
         broken: Break | None = None,
-        refusal: str = "",
+        failure: DropReason | None = None,
+        detail: str = "",
     ) -> Progress:
         """News of it, with the `tokens` of its `piece`, which was stored."""
         start = self.told
         if tokens is not None:
             if reason is None:  # else nobody asks the engine to go on from it
                 self.prefix = np.concatenate([_NO_IDS if self.prefix is None else self.prefix, *self.ids])
+                self.told_spans = self.all_spans
             self.ids, self.logprobs, self.masks, self.experts, self.noted = [], [], [], [], 0
         spans, self.spans = tuple(self.spans), []
+        environment_s, self.environment_s = self.environment_s, 0.0
         first = now if self.first_token_s is None else self.first_token_s
         return Progress(
             trajectory_id=self.assignment.trajectory_id,
@@ -172,11 +226,13 @@ class Running:
             tokens=tokens,
             spans=spans,
             finish_reason=reason,
-            wall_cut=self.wall_cut,
+            cut=self.cut,
             queue_s=first - self.submitted_s,
             generate_s=now - self.submitted_s,
             broken=broken,
-            refusal=refusal,
+            failure=failure,
+            detail=detail,
+            environment_s=environment_s,
         )
 
 
@@ -200,5 +256,12 @@ def handed_back(assignment: Assignment, *, lost: str = "") -> Progress:
         epoch=assignment.epoch,
         start=assignment.length,
         finish_reason=None if lost else FinishReason.ABORT,
-        lost=lost,
+        lost=bool(lost),
+        detail=lost,
     )
+
+
+def _joined(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
+    """Mask of all these tokens, None where the whole vocabulary was open to each, or none are recorded."""
+    recorded = [mask for mask in masks if mask is not None]
+    return join_masks(recorded) if any(mask.counts.any() for mask in recorded) else None

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from laminar_py.records.codec import IntArray
 from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
 from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment
 from laminar_py.segments.journal import Journal
 from laminar_py.segments.local import LEAST_FREE, make_folder
+from laminar_py.segments.payload import Payload
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
@@ -38,8 +38,8 @@ class ResponseStore(Protocol):
         """Note that a trajectory has left, and all of it was told."""
         ...
 
-    async def read(self, assignment: Assignment) -> IntArray:
-        """Response tokens that an assignment goes on from. Raises `PayloadLostError`."""
+    async def read(self, assignment: Assignment) -> Payload:
+        """The response that an assignment goes on from. Raises `PayloadLostError`."""
         ...
 
     async def keep_synced(self) -> None:
@@ -78,8 +78,8 @@ class SegmentStore:
         """Note that a trajectory has left, and all of it was told."""
         self._journal.forget(trajectory_id)
 
-    async def read(self, assignment: Assignment) -> IntArray:
-        """Response tokens that an assignment goes on from. Raises `PayloadLostError`."""
+    async def read(self, assignment: Assignment) -> Payload:
+        """The response that an assignment goes on from. Raises `PayloadLostError`."""
         return await asyncio.to_thread(self._read, assignment)
 
     async def keep_synced(self) -> None:
@@ -89,12 +89,12 @@ class SegmentStore:
             with self._writing():
                 await asyncio.to_thread(self._segment.sync)
 
-    def _read(self, assignment: Assignment) -> IntArray:
+    def _read(self, assignment: Assignment) -> Payload:
         loaded = self._reader.load((one.at for one in assignment.tokens), stores=assignment.stores)
-        ids = loaded.response(assignment.tokens).ids
-        if len(ids) != assignment.length:
-            raise PayloadLostError(f"{len(ids)} tokens of {assignment.length}")
-        return ids
+        response = loaded.response(assignment.tokens)
+        if len(response.ids) != assignment.length:
+            raise PayloadLostError(f"{len(response.ids)} tokens of {assignment.length}")
+        return response
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -1,14 +1,18 @@
 """The trajectories that a replica runs in its engine. Owned by `replica`, which says when weights change.
 
-Each is one task that follows one stream of the engine:
+Each is one task that follows its streams of the engine, one for each turn:
 
+    OUTSIDE -> AWAY            its environment has the next word
+    AWAY -> OUTSIDE            that was appended
     OUTSIDE -> IN_ENGINE       the engine serves
+    IN_ENGINE -> OUTSIDE       a turn has ended that an environment answers
     IN_ENGINE -> INTERRUPTED   new weights break the stream off (`interrupt`)
     INTERRUPTED -> OUTSIDE     they are loaded (`resubmit`)
     any -> ENDED               the engine's last word, a refusal, or an abort
 
 Invariant: every token is told once, in order, with the version that the engine stamped on it. When the engine
-is lost, all that it gave is told.
+is lost, all that it gave is told. An environment is asked only once the turn is in the journal, so that whatever
+dies it is asked the same again, and never another turn in its place.
 """
 
 import asyncio
@@ -17,10 +21,11 @@ import logging
 from collections.abc import Callable, Iterable
 
 from laminar_py.records.engine import Delta, PauseMode
+from laminar_py.records.environment import EnvironmentTurn
 from laminar_py.records.pieces import PayloadLostError
-from laminar_py.records.protocols import EngineLostError, InferenceEngine, RefusedError
+from laminar_py.records.protocols import EngineLostError, Environments, InferenceEngine, RefusedError
 from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import Break, FinishReason, Kind
+from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running, StreamState, begin, handed_back
 from laminar_py.rollout.storing import ResponseStore
@@ -36,6 +41,7 @@ class Streams:
         engine: InferenceEngine,
         out: Outbox,
         store: ResponseStore,
+        environments: Environments | None,
         *,
         ended: Callable[[], None],
         lost: Callable[[EngineLostError], None],
@@ -47,6 +53,7 @@ class Streams:
         self._store = store
         self._left = ended
         self._lost = lost
+        self._environments = environments
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
         """Let the tasks of the streams run there."""
@@ -104,10 +111,10 @@ class Streams:
     async def cut_overdue(self, max_seconds: float) -> None:
         """End those that have generated for longer."""
         now = self._out.clock.now()
-        for name, running in list(self.running.items()):
+        for running in list(self.running.values()):
             if running.first_token_s is not None and running.used_s(now) > max_seconds:
-                running.wall_cut = True
-                await self._engine.abort(name)
+                running.cut = Cap.SECONDS
+                await self._abort(running)
 
     async def _abort(self, running: Running) -> None:
         if running.state is StreamState.ENDED:
@@ -115,7 +122,7 @@ class Streams:
         if running.state is StreamState.IN_ENGINE:
             await self._engine.abort(running.assignment.trajectory_id)
             return
-        if running.task is not None:  # it waits for weights
+        if running.task is not None:  # it waits for weights, or for its environment
             running.task.cancel()
         self._end(running, FinishReason.ABORT)
 
@@ -148,32 +155,88 @@ class Streams:
         running.task = self._tasks.create_task(self._generate(running), name=name)
 
     async def _generate(self, running: Running) -> None:
-        name = running.assignment.trajectory_id
         if running.prefix is None and not await self._read_prefix(running):
             return
-        await self.serving.wait()
-        running.state = StreamState.IN_ENGINE
         try:
-            async for delta in self._engine.generate(running.request()):
-                if self.running.get(name) is running:  # else it was ended outside the engine
-                    self._take(running, delta)
-                    if delta.finish_reason is not None:
-                        self._stream_ended(running, delta.finish_reason)
+            while running.state is StreamState.OUTSIDE:
+                if running.awaits_environment and not await self._ask_environment(running):
+                    return
+                await self.serving.wait()
+                running.state = StreamState.IN_ENGINE
+                await self._stream(running)
         except EngineLostError as error:
-            if self.running.get(name) is running:
+            if self._has(running):
                 with contextlib.suppress(EngineLostError):  # nothing can be stored either
                     self._tell(running, None, broken=Break.CUT)
             self._lost(error)
         except RefusedError as error:  # the request's fault, not the engine's
             log.error("replica %d: %s", self._out.index, error)
-            if self.running.get(name) is running:
-                self._tell(running, None, refusal=str(error))
-                self._remove(running)
+            if self._has(running):
+                self._fail(running, DropReason.REFUSED, str(error))
+
+    async def _stream(self, running: Running) -> None:
+        """Follow a stream of the engine to its end."""
+        async for delta in self._engine.generate(running.request()):
+            if self._has(running):  # else it was ended outside the engine
+                self._take(running, delta)
+                if delta.finish_reason is not None:
+                    self._stream_ended(running, delta.finish_reason)
+
+    def _has(self, running: Running) -> bool:
+        """True where it was not ended meanwhile."""
+        return self.running.get(running.assignment.trajectory_id) is running
+
+    # ---- its environment
+
+    async def _ask_environment(self, running: Running) -> bool:
+        """Let its environment take the turn; True where the model has the next one."""
+        assert self._environments is not None, f"{running.assignment.trajectory_id} has an environment"
+        running.state = StreamState.AWAY
+        noted = running.note(self._out.clock.now())
+        self._store.note([] if noted is None else [noted])
+        answer = await self._environments.answer(running.turn())
+        running.environment_s += answer.elapsed_s
+        running.state = StreamState.OUTSIDE
+        return self._heed(running, answer)
+
+    def _heed(self, running: Running, answer: EnvironmentTurn) -> bool:
+        """Take in what an environment did with a turn; True where the model has the next one."""
+        if answer.failure is not None:
+            self._fail(running, answer.failure, answer.detail)
+        elif answer.ends:
+            running.reward = answer.reward
+            self._end(running, FinishReason.STOP)
+        elif answer.is_cut:
+            running.cut = Cap.TURNS
+            self._end(running, FinishReason.LENGTH)
+        else:
+            assert answer.ids is not None, f"{running.assignment.trajectory_id}: its environment says nothing"
+            running.observe(answer.ids[: running.room])
+            if running.room:
+                return True
+            self._end(running, FinishReason.LENGTH)
+        return False
+
+    def _fail(self, running: Running, reason: DropReason, detail: str) -> None:
+        """Tell that one can never go on."""
+        self._tell(running, None, failure=reason, detail=detail)
+        self._remove(running)
+        self._forget(running)
+
+    def _forget(self, running: Running) -> None:
+        """Have its environment end, now that all is stored which it said."""
+        item = running.assignment
+        if self._environments is not None and item.problem is not None:
+            forgotten = self._environments.forget(item.trajectory_id)
+            self._tasks.create_task(forgotten, name=f"forget-{item.trajectory_id}")
+
+    # ---- what it delivers
 
     async def _read_prefix(self, running: Running) -> bool:
         """Read what it has of a response; False where that is lost, and it is handed back."""
         try:
-            running.prefix = await self._store.read(running.assignment)
+            response = await self._store.read(running.assignment)
+            running.prefix, running.told_spans = response.ids, response.spans
         except PayloadLostError as error:
             log.error("replica %d: %s: %s", self._out.index, running.assignment.trajectory_id, error)
             self._out.progress.append(handed_back(running.assignment, lost=str(error)))
@@ -189,16 +252,23 @@ class Streams:
 
     def _stream_ended(self, running: Running, reason: FinishReason) -> None:
         """Take in the engine's last word, after which a trajectory that new weights interrupted goes on."""
-        overdue = running.wall_cut and running.length > 0
+        overdue = running.cut is not None and running.length > 0
         if reason is FinishReason.ABORT and running.state is StreamState.INTERRUPTED and not overdue:
             self._tell(running, None, broken=Break.NEW_WEIGHTS)
+        elif reason is FinishReason.STOP and running.assignment.problem is not None:
+            running.state = StreamState.OUTSIDE
         else:
             self._end(running, reason)
 
     def _end(self, running: Running, reason: FinishReason) -> None:
-        running.wall_cut = running.wall_cut and reason is FinishReason.ABORT and running.length > 0
-        self._tell(running, FinishReason.LENGTH if running.wall_cut else reason)
+        if running.cut is Cap.SECONDS and (reason is not FinishReason.ABORT or not running.length):
+            running.cut = None  # it ended by itself
+        if running.cut is not None:
+            reason = FinishReason.LENGTH
+        self._tell(running, reason)
         self._remove(running)
+        if reason is not FinishReason.ABORT:
+            self._forget(running)
 
     def _remove(self, running: Running) -> None:
         running.state = StreamState.ENDED
@@ -208,9 +278,17 @@ class Streams:
         self._out.urgent.set()
 
     def _tell(
-        self, running: Running, reason: FinishReason | None, *, broken: Break | None = None, refusal: str = ""
+        self,
+        running: Running,
+        reason: FinishReason | None,
+        *,
+        broken: Break | None = None,
+        failure: DropReason | None = None,
+        detail: str = "",
     ) -> None:
         now = self._out.clock.now()
         piece = running.piece(now)
         tokens = None if piece is None else self._store.keep(piece)
-        self._out.progress.append(running.progress(tokens, reason, now, broken=broken, refusal=refusal))
+        self._out.progress.append(
+            running.progress(tokens, reason, now, broken=broken, failure=failure, detail=detail)
+        )

@@ -49,7 +49,7 @@ class TokenSpan(msgspec.Struct, frozen=True, kw_only=True):
     E.g. `TokenSpan(version=7, replica=2, start=0, end=41)`.
     """
 
-    version: int
+    version: int | None  # None where an environment wrote them
     replica: int | None  # None: not on record
     start: int
     end: int

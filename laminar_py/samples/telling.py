@@ -134,7 +134,7 @@ def _version_style(span: TokenSpan, sample: FullSample) -> str:
     return VERSIONS[versions.index(span.version) % len(VERSIONS)]
 
 
-def _made_by(span: TokenSpan) -> tuple[int, int | None]:
+def _made_by(span: TokenSpan) -> tuple[int | None, int | None]:
     return span.version, span.kv_version
 
 
@@ -142,7 +142,8 @@ def _mark(title: str, span: TokenSpan, sample: FullSample, colour: Colour) -> Te
     cache = "" if span.kv_version is None else f", on a KV cache from version {span.kv_version} on"
     replica = "" if span.replica is None else f", replica {span.replica}"
     style = _version_style(span, sample) if colour is Colour.VERSION else ""
-    return Text.assemble((f"{title}: ", "dim"), (f"version {span.version}", style), (f"{replica}{cache}", "dim"))
+    by = "environment" if span.version is None else f"version {span.version}"
+    return Text.assemble((f"{title}: ", "dim"), (by, style), (f"{replica}{cache}", "dim"))
 
 
 def _fate(sample: FullSample) -> str:

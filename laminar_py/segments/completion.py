@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.pieces import PayloadLostError
+from laminar_py.records.spans import sampled_mask
 from laminar_py.records.trajectory import Trajectory
 from laminar_py.segments.reader import Loaded, PayloadReader
 
@@ -40,7 +39,7 @@ def complete_one(finished: FinishedTrajectory, loaded: Loaded) -> Trajectory:
         prompt_ids=finished.prompt_ids,
         response_ids=response.ids,
         logprobs=response.logprobs,
-        loss_mask=np.full(length, finished.num_trained > 0, np.bool_),
+        loss_mask=sampled_mask(finished.spans if finished.num_trained else (), length),
         spans=finished.spans,
         finish_reason=finished.finish_reason,
         reward=finished.reward,

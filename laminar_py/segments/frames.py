@@ -36,6 +36,7 @@ class _TokensHead(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     mask_bytes: int
     experts_bytes: int
     used_s: float
+    reward: float | None = None
 
 
 class _ColumnHead(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="column"):
@@ -111,6 +112,7 @@ def describe(piece: AnyPiece) -> bytes:
             mask_bytes=_ABSENT if piece.mask is None else len(piece.mask),
             experts_bytes=_ABSENT if piece.experts is None else len(piece.experts),
             used_s=piece.used_s,
+            reward=piece.reward,
         )
     )
 
@@ -149,6 +151,7 @@ def rebuild(description: Buffer, body: Buffer) -> AnyPiece:
         mask=None if head.mask_bytes == _ABSENT else arrays[2],
         experts=None if head.experts_bytes == _ABSENT else arrays[3],
         used_s=head.used_s,
+        reward=head.reward,
     )
 
 

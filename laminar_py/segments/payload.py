@@ -28,6 +28,7 @@ class Payload:
     spans: tuple[Span, ...]  # cover [0, L), no two neighbours say the same
     sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
     routed_experts: RoutedExperts | None = None  # from position 0 on
+    reward: float | None = None  # of the environment, where that ended it with one
 
 
 def join(pieces: Iterable[Piece]) -> Payload:
@@ -39,7 +40,7 @@ def join(pieces: Iterable[Piece]) -> Payload:
     spans: tuple[Span, ...] = ()
     masks: list[SamplingMask] = []
     experts: list[RoutedExperts] = []
-    length, masked = 0, False
+    length, masked, reward = 0, False, None
     for piece in pieces:
         if piece.start != length:
             raise ValueError(f"tokens [{length}, {piece.start}) are missing or stored twice")
@@ -51,6 +52,7 @@ def join(pieces: Iterable[Piece]) -> Payload:
         masked = masked or piece.mask is not None
         masks.append(mask_of(piece))
         length = piece.end
+        reward = piece.reward
         if piece.experts is not None:
             experts.append(unpack_experts(piece.experts))
     return Payload(
@@ -59,6 +61,7 @@ def join(pieces: Iterable[Piece]) -> Payload:
         spans=spans,
         sampling_mask=join_masks(masks) if masked else None,
         routed_experts=join_experts(experts) if experts else None,
+        reward=reward,
     )
 
 

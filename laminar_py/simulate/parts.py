@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from laminar_py.ledger.ledger import Ledger
-from laminar_py.records.codec import IntArray
 from laminar_py.records.events import AnyEvent
 from laminar_py.records.pieces import COUNTED, ColumnRef, Piece, TokensRef
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Prompt, Span
+from laminar_py.segments.payload import Payload
 from laminar_py.segments.salvage import Known, Salvaged, continuations, salvaged
 
 
@@ -73,9 +73,10 @@ class CountedTokens:
         pieces = (piece for noted in self._journal.values() for piece in noted)
         return [salvaged(piece, COUNTED) for piece in continuations(pieces, running)]
 
-    async def read(self, assignment: Assignment) -> IntArray:
+    async def read(self, assignment: Assignment) -> Payload:
         """Placeholders for the tokens that an assignment goes on from."""
-        return np.zeros(assignment.length, np.int32)
+        length = assignment.length
+        return Payload(ids=np.zeros(length, np.int32), logprobs=np.zeros(length, np.float32), spans=())
 
     async def keep_synced(self) -> None:
         """Sync nothing, until cancelled."""

@@ -45,6 +45,11 @@ class ReferenceStage:
         )
         self._keeper = Keeper(spec, incarnation)
 
+    @classmethod
+    def of(cls, incarnation: Incarnation, *, payload: PayloadHosts) -> "ReferenceStage | None":
+        """The stage of a run, where its algorithm has one."""
+        return cls(incarnation, payload=payload) if incarnation.config.algorithm.refers_in_stage else None
+
     def submit(self, trajectory: FinishedTrajectory) -> None:
         """Take it up as soon as the process is free."""
         self._queue.put(trajectory)

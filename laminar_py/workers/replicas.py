@@ -30,6 +30,7 @@ from laminar_py.records.events import PartDied, ReplicaLeft
 from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.repack.signals import EngineSpeed
+from laminar_py.workers.environments import environment_names
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.workers.payload import PayloadHosts
@@ -354,6 +355,7 @@ class Replicas:
             assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
             secret=self._config.rollout.engine.secret(),
             server=self._servers.get(index, ""),
+            environments=environment_names(self._incarnation),
         )
         limit = START_S + self._config.rollout.engine.start_limit_s
         await parts[0].call("start", encode(spec), timeout_s=limit)

@@ -68,6 +68,7 @@ class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     assignments: list[Assignment] = []
     secret: str | None = None  # that it opens its engine with
     server: str = ""  # that it attaches to, where it starts none
+    environments: list[str] = []  # names of the processes that answer turns
 
 
 class LearnerSpec(PayloadStart, frozen=True, kw_only=True):
@@ -127,6 +128,13 @@ class ScorerSpec(PayloadStart, frozen=True, kw_only=True):
     """Start of a scoring process."""
 
     index: int
+
+
+class EnvironmentSpec(PartStart, frozen=True, kw_only=True):
+    """Start of a process of environments; with `messages` the chat template writes their answers."""
+
+    index: int
+    messages: bool
 
 
 class ServerStart(PartStart, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.calibration.fit import Observation, fit
+from laminar_py.calibration.fit import TimedShape, fit
 
 SHAPES = [(1, n, n * length) for n in (1, 8, 64) for length in (10, 400, 3000)]
 Share = st.floats(1e-6, 1.0) | st.just(0.0)
@@ -12,7 +12,7 @@ Share = st.floats(1e-6, 1.0) | st.just(0.0)
 
 def observed(coefficients, shapes=SHAPES):
     times = [sum(c * t for c, t in zip(coefficients, terms, strict=True)) for terms in shapes]
-    return [Observation(str(terms), terms, seconds) for terms, seconds in zip(shapes, times, strict=True)]
+    return [TimedShape(str(terms), terms, seconds) for terms, seconds in zip(shapes, times, strict=True)]
 
 
 @given(st.floats(1e-3, 1.0), Share, Share)
@@ -26,15 +26,15 @@ def test_times_without_noise_give_back_their_coefficients(first, second, third):
 @given(st.lists(st.floats(0.5, 2.0), min_size=9, max_size=9))
 def test_no_coefficient_is_negative_and_no_term_alone_fits_better(noise):
     exact = observed((0.02, 3e-5, 8e-8))
-    noisy = [Observation(o.name, o.terms, o.seconds * factor) for o, factor in zip(exact, noise, strict=True)]
+    noisy = [TimedShape(o.name, o.terms, o.seconds * factor) for o, factor in zip(exact, noise, strict=True)]
     found = fit(noisy)
     assert min(found.coefficients) >= 0
     lost = sum(error**2 for error in found.errors)
     for place in range(3):
-        alone = fit([Observation(o.name, (o.terms[place],), o.seconds) for o in noisy])
+        alone = fit([TimedShape(o.name, (o.terms[place],), o.seconds) for o in noisy])
         assert lost <= sum(error**2 for error in alone.errors) + 1e-9
 
 
 def test_a_time_that_falls_with_a_term_leaves_the_term_out():
-    falling = [Observation(str(n), (1, n), 1.0 - n / 100) for n in (1, 2, 3)]
+    falling = [TimedShape(str(n), (1, n), 1.0 - n / 100) for n in (1, 2, 3)]
     assert fit(falling).coefficients[1] == 0

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_py.bench.models import write_model
-from laminar_py.calibration.fit import Observation, fit
+from laminar_py.calibration.fit import TimedShape, fit
 from laminar_py.calibration.learner import steps_of
 from laminar_py.calibration.profile import Calibration, calibrate, write
 from laminar_py.cli import app
@@ -16,8 +16,8 @@ from laminar_py.config.section import ConfigError
 from tests.bench.test_engines import TINY
 
 PROFILE = Path("configs/emulation/h100_7b_tp1.yaml")
-GOOD = fit([Observation("one", (1.0,), 2.0), Observation("two", (2.0,), 4.0)])
-BAD = fit([Observation("one", (1.0,), 2.0), Observation("two", (1.0,), 4.0)])
+GOOD = fit([TimedShape("one", (1.0,), 2.0), TimedShape("two", (2.0,), 4.0)])
+BAD = fit([TimedShape("one", (1.0,), 2.0), TimedShape("two", (1.0,), 4.0)])
 
 
 @pytest.fixture(scope="module")

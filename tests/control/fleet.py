@@ -19,7 +19,7 @@ from laminar_py.records.engine import EngineStatus, SamplingParams
 from laminar_py.records.pieces import ColumnRef, Piece, PieceRef, TokensRef
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import Break, FinishReason, Span
+from laminar_py.records.trajectory import Break, DropReason, FinishReason, Span
 from laminar_py.segments.salvage import Salvaged
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.builders import make_prompt, make_ref
@@ -257,11 +257,11 @@ class Fleet:
 
     async def refuse(self, index, trajectory_id):
         """The engine does not take it."""
-        await self._end(index, trajectory_id, refusal="too long")
+        await self._end(index, trajectory_id, failure=DropReason.REFUSED, detail="too long")
 
     async def miss(self, index, trajectory_id):
         """A replica cannot read what a trajectory has of a response."""
-        await self._end(index, trajectory_id, lost="its segment is gone")
+        await self._end(index, trajectory_id, lost=True, detail="its segment is gone")
 
     async def _end(self, index, trajectory_id, **words):
         item = self.running[index].pop(trajectory_id)

@@ -16,7 +16,7 @@ from laminar_py.records.engine import SamplingParams
 from laminar_py.records.pieces import Piece
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import Break, FinishReason, Kind, Span
+from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Span
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
 from laminar_py.segments.reader import PayloadReader
@@ -57,9 +57,9 @@ class Story:
             if item.broken is not None:
                 self.broken[item.broken].append(item.trajectory_id)
             if item.lost:
-                self.missing[item.trajectory_id] = item.lost
-            if item.refusal:
-                self.refused[item.trajectory_id] = item.refusal
+                self.missing[item.trajectory_id] = item.detail
+            if item.failure is DropReason.REFUSED:
+                self.refused[item.trajectory_id] = item.detail
             if item.finish_reason is not None:
                 self.ended[item.trajectory_id] = item
         self.loads += [load.version for load in report.loads]
@@ -343,7 +343,7 @@ async def test_the_cap_on_wall_time_cuts_a_trajectory_and_keeps_what_it_has(fold
         await story.until(lambda s: s.admissible > 0)
         story.replica.submit([assignment("slow", length=4000)])
         await story.until(lambda s: "slow" in s.ended)
-        assert story.ended["slow"].wall_cut
+        assert story.ended["slow"].cut is Cap.SECONDS
         assert story.ended["slow"].finish_reason is FinishReason.LENGTH
         assert 0 < len(story.ids["slow"]) < 4000
 

@@ -63,6 +63,7 @@ from laminar_py.records.returns import earned_by
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import (
     Break,
+    Cap,
     DropReason,
     FinishReason,
     Kind,
@@ -233,11 +234,12 @@ def progress(said: Said, store: Store) -> Progress:
         tokens=store.write(said),
         spans=_spans(said),
         finish_reason=None if said.end is None else FinishReason(said.end),
-        wall_cut=said.wall_cut,
+        cut=Cap.SECONDS if said.wall_cut else None,
         queue_s=said.queue_s,
         generate_s=said.generate_s,
         broken=None if said.broken is None else Break(said.broken),
-        refusal=said.refusal,
+        failure=DropReason.REFUSED if said.refusal else None,
+        detail=said.refusal,
     )
 
 

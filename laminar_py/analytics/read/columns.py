@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.records.codec import BoolArray
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind, Status
 
 _BLOCK = 1_000  # rows that are taken apart while they are in the processor's caches
 KINDS, STATUSES = tuple(Kind), tuple(Status)  # meanings of the codes, here and below
 REASONS, FINISHES = tuple(DropReason), tuple(FinishReason)
-CAPS = ("tokens", "seconds")
+CAPS = tuple(Cap)
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]

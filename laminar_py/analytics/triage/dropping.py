@@ -2,8 +2,13 @@
 
 from laminar_py.analytics.measure.drops import MIN_KNOWN, DropRow, DropTable
 from laminar_py.analytics.read.columns import CAPS
-from laminar_py.records.trajectory import DropReason
+from laminar_py.records.trajectory import Cap, DropReason
 
+SETTINGS = {
+    Cap.TOKENS: "rollout.sampling.max_new_tokens",
+    Cap.SECONDS: "rollout.max_seconds",
+    Cap.TURNS: "environment.max_turns",
+}
 _LONGER = 1.2  # times as long as what is kept: below, dropping does not go by length
 _CERTAIN = 2.0  # standard errors
 
@@ -51,8 +56,7 @@ def _on_dropping(table: DropTable) -> str:
 
 
 def _on_cap(row: DropRow, cap: str, table: DropTable) -> str:
-    setting = "rollout.sampling.max_new_tokens" if cap == "tokens" else "rollout.max_seconds"
-    words = f"The cap on {cap} ({setting}) cut {row.share:.2%}, which were trained on as they were"
+    words = f"The cap on {cap} ({SETTINGS[Cap(cap)]}) cut {row.share:.2%}, which were trained on as they were"
     if row.reward is None:
         return f"{words}."
     rest = f"the kept {_right(table.kept.reward or 0.0, table)}"

@@ -82,9 +82,7 @@ class SyntheticRun:
         ready = [member for _ in range(STEP) for member in self._finish(self._live.popleft())]
         version, self.step = self.step, self.step + 1
         consumed = [
-            member.consume(
-                step=self.step, version=version, staleness=version - member.spans[0].version, weight=1.0
-            )
+            member.consume(step=self.step, version=version, staleness=version - member.oldest_version, weight=1.0)
             for member in ready
         ]
         stepped = Stepped(

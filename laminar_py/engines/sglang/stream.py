@@ -13,6 +13,7 @@ import msgspec
 from laminar_py.engines.sglang import wire
 from laminar_py.records.engine import Delta, GenerateRequest
 from laminar_py.records.recordings import Recording
+from laminar_py.records.spans import sampled_versions
 from laminar_py.records.trajectory import FinishReason, Span
 
 # said in every request, since a server may have been started with preferences of its own
@@ -126,7 +127,10 @@ class Stream:
             if {span.version for span in spans} - self.kv_versions.keys():
                 raise wire.WireError(f"versions {spans} in a stream of {list(self.kv_versions)}")
             return delta
-        sure = tuple(Span(s.version, s.start, s.end, self._kv_version(s.version)) for s in spans)
+        sure = tuple(
+            Span(version, s.start, s.end, self._kv_version(version))
+            for s, version in zip(spans, sampled_versions(spans), strict=True)
+        )
         return msgspec.structs.replace(delta, spans=sure)
 
     def _kv_version(self, version: int) -> int | None:

@@ -146,7 +146,9 @@ def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> N
     """Put the warm-started model into the cache, if it is not there."""
     settings = config.warm_start
     assert settings is not None, "called only where a warm start is configured"
-    encoder = PromptEncoder(load_tokenizer(config.model.path), config.model.path, config.data.chat)
+    encoder = PromptEncoder(
+        load_tokenizer(config.model.path), config.model.path, config.data.chat, config.environment
+    )
     source = DataSource("warm_start.data", settings.data)
     demonstrations = read_demonstrations(source, encoder=encoder, max_tokens=settings.tokens_per_step)
     examples = [Example(item.prompt_ids, item.response_ids) for item in demonstrations]

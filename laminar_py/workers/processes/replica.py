@@ -34,6 +34,7 @@ class ReplicaActor(PartActor):
         from laminar_py.relay.wire.transport import RelayKeys
         from laminar_py.rollout.replica import Replica
         from laminar_py.rollout.storing import SegmentStore
+        from laminar_py.workers.remote_environments import RemoteEnvironments
 
         spec = decode(ReplicaSpec, data)
         config = open_part(spec, f"replica-{spec.index}")
@@ -67,6 +68,7 @@ class ReplicaActor(PartActor):
             verify_every=rollout.engine.verify_every,
             initial=spec.assignments,
             gather_s=spec.pace.gather_s,
+            environments=RemoteEnvironments(spec.environments) if spec.environments else None,
         )
         self._config = config
         peer, attach = Peer(peer_wire(keys), spec.hub, spec.label), self._weights.attach

@@ -1,0 +1,93 @@
+"""Settings of environments, which answer the turns of the model.
+
+A section is raw until `kind` names its own settings; a kind is built in or announced by an installed package as
+`laminar_py.environments`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import JsonValue, PlainValidator, SerializeAsAny, WithJsonSchema
+
+from laminar_py.config.registry import Registry, named_section
+from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.section import ConfigError, Count, Seconds, Section
+
+CLASS = "class"
+
+
+class EnvironmentConfig(Section):
+    """Counterpart of the model, which answers its turns, and the processes that it runs in."""
+
+    kind: str = CLASS
+    """`class`, `tools`, or one that an installed package announces as `laminar_py.environments`."""
+    workers: Count = 1
+    """Processes that environments run in, each with many at a time."""
+    at_once: Count = 64
+    """Environments of a process that work on a turn at the same time; others wait."""
+    starts_per_s: Seconds | None = None
+    """Environments that a process begins in a second at most, where beginning one is dear to somebody."""
+    timeout_s: Seconds = 30.0
+    """Longest time of a turn; what takes longer is dropped as `environment_timeout`."""
+    max_turns: Count = 16
+    """Turns of the model in a trajectory; one that has not ended by then is cut, with an event."""
+    max_observation_bytes: Count = 65_536
+    """Longest text of one answer; a longer one is dropped as `environment_failed`."""
+    memory_bytes: Count | None = None
+    """Memory of a process, beyond which it is ended and begun anew. Default: no limit of its own."""
+    most_kept: Count = 4096
+    """Environments that a process keeps between turns; the longest idle ones make room, and are rebuilt where
+    their trajectory goes on."""
+
+    @property
+    def tools(self) -> Sequence[dict[str, JsonValue]]:
+        """Tools that the chat template is told of, as it takes them."""
+        return ()
+
+
+class ClassEnvironment(EnvironmentConfig):
+    """A class of your own in a Python file."""
+
+    path: str
+    """`path/to/file.py:Class`."""
+    arguments: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it
+    """Arguments of the class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentKind:
+    """A kind of environment, e.g. `EnvironmentKind(settings=ClassEnvironment, make=load_class)`.
+
+    `make` is called once in each process, with the settings; it returns what makes an environment for a
+    trajectory. What it raises as `ConfigError` ends the run.
+    """
+
+    settings: type[EnvironmentConfig]
+    make: Callable[[Any, SandboxConfig], Callable[[], Any]]
+
+
+ENVIRONMENTS = Registry(
+    EnvironmentKind,
+    field="environment.kind",
+    group="laminar_py.environments",
+    built_in={
+        CLASS: "laminar_py.environment.own_class:CLASS_KIND",
+    },
+)
+_read_section = named_section(EnvironmentConfig, key="kind", registry=ENVIRONMENTS)
+
+
+def _read_environment(given: object) -> EnvironmentConfig:
+    """Settings, also where they are no more than the path of a class."""
+    if isinstance(given, str):
+        if ".py:" not in given:
+            raise ConfigError(f"environment={given}: names no class; write path/to/file.py:Class")
+        given = {"kind": CLASS, "path": given}
+    return _read_section(given)
+
+
+AnyEnvironmentConfig: TypeAlias = Annotated[
+    SerializeAsAny[EnvironmentConfig], PlainValidator(_read_environment), WithJsonSchema({"type": "object"})
+]
+"""A section that is raw until the model of its kind has validated it; JSON keeps all of its fields."""

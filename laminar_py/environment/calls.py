@@ -1,0 +1,159 @@
+"""Calls of environments, which somebody else wrote: limited in time, and nothing that they return is believed.
+
+Owned by `environment.host`. What is not `async` runs in a thread. A thread whose call overran its time cannot be
+stopped: once half of them hang so, `watch` raises, and the process is replaced.
+"""
+
+import asyncio
+import inspect
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from laminar_py.config.environment import EnvironmentConfig
+from laminar_py.environment.protocol import Answer, End, Observation, Role
+from laminar_py.records.trajectory import DropReason
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.5
+DETAIL_CHARS = 400
+LARGEST = 1e30  # reward: advantages, which are differences of rewards, are finite in float32
+
+
+class CallFailedError(Exception):
+    """A call without a usable answer, with the reason on record."""
+
+    def __init__(self, reason: DropReason, detail: str) -> None:
+        super().__init__(" ".join(detail.split())[:DETAIL_CHARS])
+        self.reason = reason
+
+
+class ProcessSpentError(Exception):
+    """A process that is of no use any more: its threads hang, or it has more memory than it may."""
+
+
+class EnvironmentCalls:
+    """Calls within the limits of a config, e.g. `await calls.answer(environment.step, "4")`."""
+
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        self._settings = settings
+        self._room = asyncio.Semaphore(settings.at_once)
+        self._threads = ThreadPoolExecutor(2 * settings.at_once, thread_name_prefix="environment")
+        self._hung = 0  # threads whose call overran its time
+        self._next_s = 0.0  # when another may begin
+
+    async def may_begin(self) -> None:
+        """Return when another environment may begin."""
+        per_s = self._settings.starts_per_s
+        if per_s is not None:
+            now = time.monotonic()
+            self._next_s = max(self._next_s, now) + 1 / per_s
+            await asyncio.sleep(self._next_s - 1 / per_s - now)
+
+    async def of(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Result of a function. Raises `CallFailedError` where that raises, or takes too long."""
+        async with self._room:
+            try:
+                async with asyncio.timeout(self._settings.timeout_s):
+                    if inspect.iscoroutinefunction(function):
+                        return await function(*arguments)
+                    return await self._in_thread(function, *arguments)
+            except TimeoutError:
+                detail = f"{_name(function)} took longer than environment.timeout_s={self._settings.timeout_s:g}"
+                raise CallFailedError(DropReason.ENVIRONMENT_TIMEOUT, detail) from None
+            except (Exception, SystemExit) as error:  # somebody else's code may raise anything
+                log.info("%s raised", _name(function), exc_info=True)
+                detail = f"{_name(function)} raised {type(error).__name__}: {error}"
+                raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail) from error
+
+    async def answer(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        """`of` a function that returns an `Observation` or `End`, checked."""
+        return self._checked(_name(function), await self.of(function, *arguments))
+
+    def end(self, environment: object) -> None:
+        """Have an environment close what it holds, if it has a `close`; what that raises is noted."""
+        close = getattr(environment, "close", None)
+        if close is not None:
+            task = asyncio.get_running_loop().create_task(self.of(close), name="close-environment")
+            task.add_done_callback(_note)
+
+    async def watch(self, seconds: float) -> None:
+        """Return after so many seconds. Raises `ProcessSpentError` where the process is to be replaced."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._hung >= max(1, self._settings.at_once // 2):
+                raise ProcessSpentError(f"{self._hung} calls hang; see environment.timeout_s")
+            most = self._settings.memory_bytes
+            if most is not None and (held := _resident_bytes()) > most:
+                raise ProcessSpentError(f"it has {held:,} bytes, above environment.memory_bytes={most:,}")
+            await asyncio.sleep(WATCH_S)
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        future = self._threads.submit(function, *arguments)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if future.running():
+                self._hung += 1
+                future.add_done_callback(lambda _: self._back())
+            raise
+
+    def _back(self) -> None:
+        self._hung -= 1
+
+    def _checked(self, name: str, returned: object) -> Answer:
+        fault = self._fault(returned)
+        if fault:
+            raise CallFailedError(DropReason.ENVIRONMENT_FAILED, f"{name} returned {fault}")
+        assert isinstance(returned, Observation | End), "what has no fault is an answer"
+        return returned
+
+    def _fault(self, returned: object) -> str:
+        """Fault of an answer, and what would be right; "" where there is none."""
+        if isinstance(returned, End):
+            reward = returned.reward
+            if reward is None or (_is_number(reward) and abs(reward) <= LARGEST):
+                return ""
+            return f"End with reward {str(reward)[:DETAIL_CHARS]!r}; give a finite number or None"
+        if not isinstance(returned, Observation):
+            return f"a {type(returned).__name__}; return an Observation or End"
+        if returned.role not in Role:
+            return f"an Observation of role {str(returned.role)[:DETAIL_CHARS]!r}; choose of {', '.join(Role)}"
+        return self._fault_of_texts(returned.texts)
+
+    def _fault_of_texts(self, texts: object) -> str:
+        given = (texts,) if isinstance(texts, str) else texts
+        if not isinstance(given, tuple) or not all(isinstance(text, str) for text in given):
+            return "an Observation whose texts are no text; give a string, or a tuple of strings"
+        most = self._settings.max_observation_bytes
+        if sum(map(len, given)) > most:
+            return f"{sum(map(len, given)):,} characters, above environment.max_observation_bytes={most:,}"
+        try:
+            num_bytes = sum(len(text.encode()) for text in given)
+        except UnicodeEncodeError:
+            return "a text that is no Unicode; decode bytes with errors='replace'"
+        return f"{num_bytes:,} bytes, above environment.max_observation_bytes={most:,}" if num_bytes > most else ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _note(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.warning("an environment did not close: %s", task.exception())
+
+
+def _resident_bytes() -> int:
+    """Memory of this process that is its own or shared, as the kernel counts it."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,213 @@
+"""Environments of one process: each answers the turns of one trajectory. Runs in the process of `workers`.
+
+A turn comes with all that was said before it. One that was answered has its answer again. Else the environment
+takes it, which is here, or is rebuilt: from its last snapshot, or by its actions over again where it is
+deterministic. Invariant: an answer is saved before it is told (`environment.saved`), so no turn that was answered
+is taken twice by an environment that cannot repeat it.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from laminar_py.config.environment import EnvironmentConfig
+from laminar_py.environment.calls import CallFailedError, EnvironmentCalls
+from laminar_py.environment.protocol import Answer, End, Environment, Observation, Restorable
+from laminar_py.environment.saved import SavedTurn, SavedTurns
+from laminar_py.environment.writer import PlainWriter, turns_of
+from laminar_py.records.codec import IntArray
+from laminar_py.records.digests import DIGEST_BYTES
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+from laminar_py.records.trajectory import DropReason
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Session:
+    """An environment, as far as it has come: the last turn that it was given, and its answer."""
+
+    environment: Environment | None  # None once nothing is to come of it
+    told: bytes  # digest of the response with that turn
+    answer: asyncio.Future[EnvironmentTurn]
+
+
+class EnvironmentHost:
+    """Answers turns by environments that `make` gives, e.g. `EnvironmentHost(Guess, calls=calls, ...)`.
+
+    At most `limits.most_kept` are kept between turns; the longest idle ones make room.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        *,
+        calls: EnvironmentCalls,
+        writer: PlainWriter,
+        saved: SavedTurns,
+        limits: EnvironmentConfig,
+    ) -> None:
+        self._make = make
+        self._calls = calls
+        self._writer = writer
+        self._saved = saved
+        self._limits = limits
+        self._sessions: OrderedDict[str, Session] = OrderedDict()  # the longest idle first
+
+    async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
+        """Answer of a trajectory's environment to its last turn, which it takes once however often asked."""
+        told, name = _digest(turn.response_ids), turn.trajectory_id
+        session = self._sessions.get(name)
+        if session is None or session.told != told:
+            before = self._sessions.pop(name, None)
+            session = Session(None, told, asyncio.get_running_loop().create_future())
+            self._sessions[name] = session
+            await self._settle(session, self._take(turn, session, before))
+            self._make_room()
+        self._sessions.move_to_end(name)
+        return await asyncio.shield(session.answer)
+
+    def forget(self, trajectory_ids: list[str]) -> None:
+        """Let go of trajectories of which no turn is to come, and nobody asks for the last."""
+        for name in trajectory_ids:
+            session = self._sessions.pop(name, None)
+            self._saved.forget(name)
+            if session is not None:
+                self._end(session)
+
+    async def _settle(self, session: Session, work: Coroutine[Any, Any, EnvironmentTurn]) -> None:
+        """Have the answer of a session; what fails is an answer too."""
+        began = time.monotonic()
+        try:
+            found = await work
+        except CallFailedError as error:
+            elapsed_s = time.monotonic() - began
+            found = EnvironmentTurn(failure=error.reason, detail=str(error), elapsed_s=elapsed_s)
+            self._end(session)
+        except BaseException as error:
+            session.answer.set_exception(error)
+            session.answer.exception()  # whoever else waits hears of it; nobody may
+            raise
+        session.answer.set_result(found)
+
+    async def _take(self, turn: ModelTurn, session: Session, before: Session | None) -> EnvironmentTurn:
+        saved = None if before is not None else self._saved.load(turn.trajectory_id)
+        if saved is not None and saved.told == session.told:
+            return saved.answer
+        began = time.monotonic()
+        session.environment = environment = await self._ready(turn, before, saved)
+        turns = turns_of(turn.response_ids, turn.spans)
+        returned = await self._step(environment, turn, turns[-1] if turns else None)
+        answer = self._told(returned, is_first=not turns, elapsed_s=time.monotonic() - began)
+        if answer.ids is not None and len(turns) >= self._limits.max_turns:
+            answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
+        state = await self._state(environment) if answer.ids is not None else None
+        self._saved.save(turn.trajectory_id, SavedTurn(told=session.told, answer=answer, state=state))
+        if answer.ids is None:
+            self._end(session)
+        return answer
+
+    async def _ready(self, turn: ModelTurn, before: Session | None, saved: SavedTurn | None) -> Environment:
+        """The environment as it was before this turn. Raises `CallFailedError` where there is no way back."""
+        start = _start_of_last_turn(turn)
+        told = _digest(turn.response_ids[:start])
+        if before is not None and before.environment is not None and before.told == told:
+            return before.environment
+        if before is not None:
+            self._end(before)
+        environment = await self._begin()
+        if not len(turn.response_ids):
+            return environment
+        if saved is not None and saved.told == told and saved.state is not None:
+            assert isinstance(environment, Restorable), "it saved a state"
+            await self._calls.of(environment.restore, saved.state)
+            return environment
+        if not getattr(environment, "deterministic", False):
+            raise CallFailedError(
+                DropReason.ENVIRONMENT_LOST, "its process died, and it can neither be restored nor repeated"
+            )
+        await self._repeat(environment, turn)
+        return environment
+
+    async def _begin(self) -> Environment:
+        await self._calls.may_begin()
+        environment: Environment = await self._calls.of(self._make)
+        return environment
+
+    async def _repeat(self, environment: Environment, turn: ModelTurn) -> None:
+        """Take all turns but the last again, with the same answers. Raises `CallFailedError` where one differs."""
+        ids, written = turn.response_ids, [span for span in turn.spans if span.version is None]
+        given: list[IntArray | None] = [None, *turns_of(ids, turn.spans)[:-1]]
+        heard = [ids[span.start : span.end] for span in written]
+        for place, said in enumerate(given):
+            returned = await self._step(environment, turn, said)
+            answer = self._told(returned, is_first=said is None, elapsed_s=0.0)
+            if said is None and answer.ids is not None and not len(answer.ids):
+                heard.insert(0, answer.ids)  # it said nothing before the first turn
+            if answer.ids is None or answer.ids.tolist() != heard[place].tolist():
+                raise CallFailedError(
+                    DropReason.ENVIRONMENT_LOST, f"its process died, and turn {place} was answered otherwise again"
+                )
+
+    async def _step(self, environment: Environment, turn: ModelTurn, said: IntArray | None) -> Answer:
+        """Give an environment a turn, or the problem before the first."""
+        if said is None:
+            return await self._calls.answer(environment.reset, turn.problem)
+        return await self._calls.answer(environment.step, self._writer.said(said))
+
+    def _told(self, returned: Answer, *, is_first: bool, elapsed_s: float) -> EnvironmentTurn:
+        """An answer as it goes back. Raises `CallFailedError` where it is none at this place."""
+        if isinstance(returned, End):
+            if is_first:
+                raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "reset returned End; return an Observation")
+            return EnvironmentTurn(ends=True, reward=returned.reward, elapsed_s=elapsed_s)
+        if not is_first and not returned.messages:
+            raise CallFailedError(
+                DropReason.ENVIRONMENT_FAILED, "step returned an Observation without a text; return End to end"
+            )
+        return EnvironmentTurn(ids=self._ids(returned, is_first=is_first), elapsed_s=elapsed_s)
+
+    def _ids(self, observation: Observation, *, is_first: bool) -> IntArray:
+        try:
+            return self._writer.first(observation) if is_first else self._writer.next(observation)
+        except ValueError as error:
+            raise CallFailedError(DropReason.ENVIRONMENT_FAILED, str(error)) from error
+
+    async def _state(self, environment: Environment) -> bytes | None:
+        if not isinstance(environment, Restorable):
+            return None
+        state: object = await self._calls.of(environment.snapshot)
+        if not isinstance(state, bytes):
+            raise CallFailedError(
+                DropReason.ENVIRONMENT_FAILED, f"snapshot returned a {type(state).__name__}; return bytes"
+            )
+        return state
+
+    def _make_room(self) -> None:
+        """Let go of the longest idle, which are rebuilt if they are asked again."""
+        while len(self._sessions) > self._limits.most_kept:
+            name = next((name for name, one in self._sessions.items() if one.answer.done()), None)
+            if name is None:
+                return
+            self._end(self._sessions.pop(name))
+
+    def _end(self, session: Session) -> None:
+        """Have an environment end what it holds."""
+        environment, session.environment = session.environment, None
+        if environment is not None:
+            self._calls.end(environment)
+
+
+def _digest(ids: IntArray) -> bytes:
+    return blake3(ids.tobytes()).digest(length=DIGEST_BYTES)
+
+
+def _start_of_last_turn(turn: ModelTurn) -> int:
+    """Response tokens that the environment had been told before this turn: up to what it wrote last."""
+    return next((span.start for span in reversed(turn.spans) if span.version is None), 0)

@@ -1,0 +1,52 @@
+"""Files that environments are rebuilt from after their process has died: the last answer, and the state if saved.
+
+Owned by `environment.host`. Invariant: an answer is in the file before anybody hears of it, so whoever asks again
+hears the same, whatever died meanwhile, and no turn that was answered is taken twice.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.environment import EnvironmentTurn
+
+SUFFIX = ".environment"
+
+
+class SavedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """The last turn that was answered, with what the environment was told until then."""
+
+    told: bytes  # digest of the response that it was told
+    answer: EnvironmentTurn
+    state: bytes | None = None  # after that turn; None where the environment cannot be restored
+
+
+class SavedTurns:
+    """Files of one process in `folder`, one for each trajectory that goes on. Raises `OSError`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, trajectory_id: str, saved: SavedTurn) -> None:
+        """Write the last turn in place of the one before, whole or not at all."""
+        path = self._path(trajectory_id)
+        partial = path.with_name(f"{path.name}.new")
+        partial.write_bytes(encode(saved))
+        os.replace(partial, path)
+
+    def load(self, trajectory_id: str) -> SavedTurn | None:
+        """The last turn; None where there is none."""
+        try:
+            return decode(SavedTurn, self._path(trajectory_id).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def forget(self, trajectory_id: str) -> None:
+        """Delete what there is of a trajectory."""
+        self._path(trajectory_id).unlink(missing_ok=True)
+
+    def _path(self, trajectory_id: str) -> Path:
+        return self._folder / f"{trajectory_id}{SUFFIX}"

@@ -1,0 +1,149 @@
+"""Turns as text and ids: what the model said, and what an environment's answer is to a model of its kind.
+
+Owned by `environment.host`. Invariant: what a model sampled is decoded and never encoded again; an answer is
+encoded by itself and appended, so no earlier id depends on it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from laminar_py.config.data import ChatConfig
+from laminar_py.config.environment import EnvironmentConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.data.chat import MARK, PromptEncoder, TemplateError, Turn
+from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.environment.protocol import Observation, Role
+from laminar_py.records.codec import IntArray
+
+OTHER_MARK = "turntwoturntwo"  # content of another turn, behind which the template must write the same
+REMEDY = "name a model whose chat template only appends, or write prompts as text"
+
+
+class TextCodec(Protocol):
+    """Tokenizer as a writer needs it."""
+
+    def encode(self, text: str) -> IntArray:
+        """[n] ids of a text, none added."""
+        ...
+
+    def decode(self, ids: IntArray, *, special: bool = False) -> str:
+        """Text of ids."""
+        ...
+
+
+class Template(Protocol):
+    """Chat template as a writer needs it."""
+
+    def conversation(self, messages: Sequence[Turn], *, answers: bool) -> str:
+        """Text of messages; if the model `answers` next it ends where its turn begins."""
+        ...
+
+
+class PlainWriter:
+    """Answers as they stand, for prompts that are text, e.g. `PlainWriter(tokenizer, stop_ids=(1,))`."""
+
+    def __init__(self, codec: TextCodec, *, stop_ids: Sequence[int]) -> None:
+        self._codec = codec
+        self._stop_ids = frozenset(stop_ids)
+
+    def said(self, ids: IntArray) -> str:
+        """Text of a turn of the model, without what ended it."""
+        ended = len(ids) > 0 and int(ids[-1]) in self._stop_ids
+        return self._codec.decode(ids[:-1] if ended else ids, special=True)
+
+    def first(self, observation: Observation) -> IntArray:
+        """[n] ids of what an environment says before the first turn."""
+        return self.next(observation)
+
+    def next(self, observation: Observation) -> IntArray:
+        """[n] ids of what an environment says after a turn."""
+        return self._codec.encode("".join(observation.messages))
+
+
+class ChatWriter(PlainWriter):
+    """Answers as messages, as the model's chat template writes them between two turns of the assistant.
+
+    Raises `ConfigError` if the template does not just append: then what it writes depends on what came before.
+    """
+
+    def __init__(self, codec: TextCodec, template: Template, *, stop_ids: Sequence[int], model: str) -> None:
+        super().__init__(codec, stop_ids=stop_ids)
+        self._template = template
+        self._faults = {role: fault for role in Role if (fault := self._fault(role))}
+        if len(self._faults) == len(Role):
+            raise ConfigError(f"model.path={model}: {self._faults[Role.USER]}, so turns cannot follow; {REMEDY}")
+
+    def first(self, observation: Observation) -> IntArray:
+        """[n] ids of messages before the first turn, and of its beginning."""
+        asked: list[Turn] = [{"role": Role.USER.value, "content": MARK}]
+        before = self._template.conversation(asked, answers=False)
+        return self._codec.encode(self._after(before, [*asked, *_turns(observation)]))
+
+    def next(self, observation: Observation) -> IntArray:
+        """[n] ids of what is between the end of a turn and the beginning of the next. Raises `TemplateError`."""
+        if fault := self._faults.get(observation.role):
+            raise TemplateError(f"{fault}, in a message of role {observation.role}")
+        return self._codec.encode(self._between(MARK, _turns(observation)))
+
+    def _between(self, said: str, turns: list[Turn]) -> str:
+        """Text behind the token that ends a turn in which the assistant `said` something."""
+        spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": said}]
+        text = self._template.conversation([*spoken, *turns], answers=True)
+        _, mark, after = text.rpartition(said)
+        if not mark:
+            raise TemplateError("the chat template leaves out what the assistant said")
+        return self._without_end(after)
+
+    def _without_end(self, text: str) -> str:
+        """Text behind its first token, which must end a turn."""
+        ids = self._codec.encode(text)
+        if not len(ids) or int(ids[0]) not in self._stop_ids:
+            raise TemplateError("the chat template writes no token behind a turn that ends it")
+        return text.removeprefix(self._codec.decode(ids[:1], special=True))
+
+    def _after(self, before: str, messages: list[Turn]) -> str:
+        text = self._template.conversation(messages, answers=True)
+        if not text.startswith(before):
+            raise TemplateError("the chat template writes a first message otherwise once there is another")
+        return text.removeprefix(before)
+
+    def _fault(self, role: Role) -> str:
+        """Why messages of a role cannot follow a turn; "" where they can."""
+        answer = _turns(Observation("5", role=role))
+        try:
+            same = self._between(MARK, answer) == self._between(OTHER_MARK, answer)
+        except TemplateError as error:
+            return str(error)
+        return "" if same else "the chat template writes an answer in dependence of what came before"
+
+
+def open_writer(model: Path, chat: ChatConfig, settings: EnvironmentConfig, *, messages: bool) -> PlainWriter:
+    """The writer for a model, by its chat template where prompts are `messages`. Raises `ConfigError`."""
+    tokenizer = load_tokenizer(model)
+    if not messages:
+        return PlainWriter(tokenizer, stop_ids=tokenizer.eos_ids)
+    encoder = PromptEncoder(tokenizer, model, chat, settings)
+    tokenizer = tokenizer.ending(encoder.template_ends())
+    return ChatWriter(tokenizer, encoder, stop_ids=tokenizer.eos_ids, model=str(model))
+
+
+def _turns(observation: Observation) -> list[Turn]:
+    return [{"role": observation.role.value, "content": text} for text in observation.messages]
+
+
+def turns_of(ids: IntArray, spans: Sequence[Any]) -> list[IntArray]:
+    """Ids of each turn of the model in a response; consecutive spans of an engine are one turn."""
+    turns: list[list[IntArray]] = []
+    last_end = -1
+    for span in spans:
+        if span.version is None:
+            last_end = -1
+            continue
+        if span.start != last_end:
+            turns.append([])
+        turns[-1].append(ids[span.start : span.end])
+        last_end = span.end
+    return [np.concatenate(parts) for parts in turns]

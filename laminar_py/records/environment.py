@@ -1,0 +1,45 @@
+"""Records between a replica and the environment of a trajectory: a turn of the model, and what came of it."""
+
+from typing import Any
+
+import msgspec
+
+from laminar_py.records.codec import IntArray
+from laminar_py.records.trajectory import DropReason, Span
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the data set as an environment gets it, e.g. `Problem(prompt="17 * 23 =", answer="391")`."""
+
+    prompt: str
+    answer: str = ""
+    task: str = ""
+    fields: dict[str, Any] = {}  # what else the line has
+    seed: int = 0  # the same for all samples of a group
+
+
+class ModelTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A response up to the end of a turn of the model, or before the first one, where there is nothing of it.
+
+    All of it goes along, so that an environment that has died can be rebuilt from what it was told.
+    """
+
+    trajectory_id: str
+    problem: Problem
+    response_ids: IntArray  # [L] so far
+    spans: tuple[Span, ...]  # cover [0, L)
+
+
+class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of an environment to a turn: it wrote `ids`, or it ended the trajectory, or it failed.
+
+    E.g. `EnvironmentTurn(ids=ids, elapsed_s=0.2)` or `EnvironmentTurn(ends=True, reward=1.0, elapsed_s=0.2)`.
+    """
+
+    ids: IntArray | None = None  # [n] tokens to append as they are
+    ends: bool = False
+    is_cut: bool = False  # by the cap on turns
+    reward: float | None = None  # where it ends; None: the terms of the task judge it
+    failure: DropReason | None = None  # the trajectory cannot go on
+    detail: str = ""
+    elapsed_s: float = 0.0  # that the environment worked

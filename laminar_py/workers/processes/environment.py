@@ -1,0 +1,56 @@
+"""The process of environments."""
+
+import asyncio
+from pathlib import Path
+
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.environment import ModelTurn
+from laminar_py.workers.processes.setup import PartActor, open_part
+from laminar_py.workers.specs import EnvironmentSpec
+
+
+class EnvironmentActor(PartActor):
+    """Shell of a process of environments; replicas ask it by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ready = asyncio.Event()
+
+    async def start(self, data: bytes) -> None:
+        """Load what makes environments."""
+        from laminar_py.config.environment import ENVIRONMENTS
+        from laminar_py.environment.calls import EnvironmentCalls
+        from laminar_py.environment.host import EnvironmentHost
+        from laminar_py.environment.saved import SavedTurns
+        from laminar_py.environment.writer import open_writer
+
+        spec = decode(EnvironmentSpec, data)
+        config = open_part(spec, f"environment-{spec.index}")
+        settings = config.environment
+        assert settings is not None, "a run without environments has no process for them"
+        with ENVIRONMENTS.blaming(settings.kind):
+            make = ENVIRONMENTS.get(settings.kind).make(settings, config.sandbox)
+        self._calls = EnvironmentCalls(settings)
+        self._host = EnvironmentHost(
+            make,
+            calls=self._calls,
+            writer=open_writer(config.model.path, config.data.chat, settings, messages=spec.messages),
+            saved=SavedTurns(Path(spec.run_dir) / "environments"),
+            limits=settings,
+        )
+        self._ready.set()
+
+    async def answer(self, data: bytes) -> bytes:
+        """`EnvironmentTurn` for a `ModelTurn`."""
+        await self._ready.wait()
+        return encode(await self._host.answer(decode(ModelTurn, data)))
+
+    async def forget(self, data: bytes) -> bytes:
+        """Let go of trajectories, a list of names."""
+        await self._ready.wait()
+        self._host.forget(decode(list[str], data))
+        return b""
+
+    async def watch(self, seconds: float) -> None:
+        """Return after so many seconds; raises what makes the process of no use."""
+        await self._calls.watch(seconds)

@@ -1,0 +1,33 @@
+"""Environments as a replica reaches them: each trajectory has a process of its own choice, by its name.
+
+Invariant: whoever asks for a trajectory asks the same process, so that a turn which moved to another replica, or
+whose replica died, meets the environment that has it.
+"""
+
+from collections.abc import Sequence
+
+from blake3 import blake3
+
+from laminar_py.cluster.named import NamedActor
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+
+
+class RemoteEnvironments:
+    """Environments in actors of these names."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._actors = [NamedActor(name) for name in names]
+
+    async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
+        """Answer of a trajectory's environment to its last turn."""
+        actor = self._of(turn.trajectory_id)
+        return decode(EnvironmentTurn, await actor.ask("answer", encode(turn)))
+
+    async def forget(self, trajectory_id: str) -> None:
+        """Let go of a trajectory that has ended, and is stored."""
+        await self._of(trajectory_id).ask("forget", encode([trajectory_id]))
+
+    def _of(self, trajectory_id: str) -> NamedActor:
+        number = int.from_bytes(blake3(trajectory_id.encode()).digest(length=8), "little")
+        return self._actors[number % len(self._actors)]
