@@ -122,7 +122,7 @@ class EnvironmentCalls:
             return f"End with reward {str(reward)[:DETAIL_CHARS]!r}; give a finite number or None"
         if not isinstance(returned, Observation):
             return f"a {type(returned).__name__}; return an Observation or End"
-        if returned.role not in Role:
+        if returned.role not in tuple(Role):
             return f"an Observation of role {str(returned.role)[:DETAIL_CHARS]!r}; choose of {', '.join(Role)}"
         return self._fault_of_texts(returned.texts)
 

@@ -19,6 +19,11 @@ _DROPS = {  # loss: reasons; those without signal are told apart by their reward
     "group deadline": (DropReason.GROUP_DEADLINE,),
     "group lost": (DropReason.GROUP_LOST,),
     "scoring failed": (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT),
+    "environment failed": (
+        DropReason.ENVIRONMENT_FAILED,
+        DropReason.ENVIRONMENT_TIMEOUT,
+        DropReason.ENVIRONMENT_LOST,
+    ),
     "too long for a microbatch": (DropReason.TOO_LONG,),
     "stale": (DropReason.STALE,),
     "run ended": (DropReason.RUN_ENDED,),

@@ -1,0 +1,223 @@
+"""Environments of a process: every turn is taken once, whatever dies, and nothing that they return is believed."""
+
+import asyncio
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from laminar_py.environment.protocol import End, Observation
+from laminar_py.records.environment import ModelTurn
+from laminar_py.records.spans import add_span
+from laminar_py.records.trajectory import DropReason, Span
+from tests.environment.turns import END, Chatter, Diary, Forgetful, make_host, problem
+
+
+class Story:
+    """A trajectory as a replica leads it, turn by turn."""
+
+    def __init__(self, host, *, turns=9, name="g0.0"):
+        self.host = host
+        self.turn = ModelTurn(
+            trajectory_id=name, problem=problem(turns), response_ids=np.empty(0, np.int32), spans=()
+        )
+
+    def append(self, ids, version):
+        spans, length = list(self.turn.spans), len(self.turn.response_ids)
+        if len(ids):
+            add_span(spans, Span(version, length, length + len(ids)))
+        joined = np.concatenate([self.turn.response_ids, np.array(ids, np.int32)])
+        self.turn = msgspec.structs.replace(self.turn, response_ids=joined, spans=tuple(spans))
+
+    async def ask(self):
+        return await self.host.answer(self.turn)
+
+    async def say(self, *ids):
+        """The model says this; what the environment answers is appended."""
+        if ids:
+            self.append([*ids, END], 3)
+        answer = await self.ask()
+        if answer.ids is not None:
+            self.append(answer.ids, None)
+        return answer
+
+
+async def test_a_turn_is_taken_once_however_often_it_is_asked(tmp_path):
+    Diary.steps.clear()
+    story = Story(make_host(Diary, tmp_path))
+    await story.say()
+    story.append([1, 2, END], 3)
+    first, second = await asyncio.gather(story.ask(), story.ask())
+    third = await story.ask()
+    assert first.ids.tolist() == second.ids.tolist() == third.ids.tolist()
+    assert Diary.steps == ["ab"]
+
+
+async def test_what_was_answered_is_answered_the_same_by_another_process(tmp_path):
+    Diary.steps.clear()
+    story = Story(make_host(Diary, tmp_path))
+    await story.say()
+    story.append([1, 2, END], 3)
+    answer = await story.ask()
+    story.host = make_host(Diary, tmp_path)
+    assert (await story.ask()).ids.tolist() == answer.ids.tolist()
+    assert Diary.steps == ["ab"], "no turn that was answered is taken twice"
+
+
+async def test_an_environment_with_snapshots_goes_on_from_its_last(tmp_path):
+    alone, moved = Story(make_host(Diary, tmp_path / "a")), Story(make_host(Diary, tmp_path / "b"))
+    for story in (alone, moved):
+        await story.say()
+    Diary.steps.clear()
+    for ids in ((1,), (2, 3), (4, 4, 4)):
+        await alone.say(*ids)
+        moved.host = make_host(Diary, tmp_path / "b")
+        await moved.say(*ids)
+    assert moved.turn.response_ids.tolist() == alone.turn.response_ids.tolist()
+    assert len(Diary.steps) == 6, "each of the turns once"
+
+
+@pytest.mark.parametrize("turns", [4, 5])  # with and without a word before the first
+async def test_a_deterministic_environment_is_repeated(tmp_path, turns):
+    story = Story(make_host(Chatter, tmp_path / "a"), turns=turns)
+    await story.say()
+    for place, ids in enumerate([(1,), (2, 3), (4,)]):
+        story.host = make_host(Chatter, tmp_path / f"b{place}")  # where nothing is saved
+        assert (await story.say(*ids)).ids is not None
+
+
+async def test_what_is_neither_ends_with_a_reason_and_so_does_what_answers_otherwise_again(tmp_path):
+    story = Story(make_host(Forgetful, tmp_path / "a"))
+    await story.say()
+    await story.say(1)
+    story.append([2, END], 3)
+    story.host = make_host(Forgetful, tmp_path / "a")
+    assert (await story.ask()).failure is DropReason.ENVIRONMENT_LOST
+
+    class Fickle(Chatter):
+        def step(self, action):
+            return Observation("a" * (1 + time.monotonic_ns() % 97))
+
+    story = Story(make_host(Fickle, tmp_path / "b"))
+    await story.say()
+    for _ in range(3):
+        await story.say(1)
+    story.append([2, END], 3)
+    story.host = make_host(Fickle, tmp_path / "c")
+    answer = await story.ask()
+    assert answer.failure is DropReason.ENVIRONMENT_LOST
+    assert "answered otherwise again" in answer.detail
+
+
+async def test_the_longest_idle_make_room_and_are_rebuilt(tmp_path):
+    host = make_host(Diary, tmp_path, most_kept=2)
+    stories = [Story(host, name=f"g{number}.0") for number in range(5)]
+    for story in stories:
+        await story.say()
+    Diary.steps.clear()
+    for story in stories:
+        await story.say(1, 2)
+    assert Diary.steps == ["ab"] * 5
+
+
+async def test_the_cap_on_turns_cuts(tmp_path):
+    story = Story(make_host(Chatter, tmp_path, max_turns=2))
+    await story.say()
+    assert (await story.say(1)).ids is not None
+    assert (await story.say(1)).is_cut
+
+
+async def test_an_end_has_its_reward_and_leaves_nothing_once_it_is_forgotten(tmp_path):
+    story = Story(make_host(Chatter, tmp_path), turns=1)
+    await story.say()
+    answer = await story.say(1, 2, 3)
+    assert (answer.ends, answer.reward) == (True, 3.0)
+    story.host.forget(["g0.0"])
+    assert not list(tmp_path.iterdir())
+
+
+def returning(value, *, first=None):
+    class Given:
+        def reset(self, problem):
+            return Observation() if first is None else first
+
+        def step(self, action):
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+    return Given
+
+
+BAD = {
+    "nothing": (None, "returned a NoneType; return an Observation or End"),
+    "a text": ("4", "returned a str"),
+    "no text": (Observation(), "without a text; return End"),
+    "100 MB": (Observation("a" * 100_000_000), "above environment.max_observation_bytes=65,536"),
+    "many bytes": (Observation("é" * 40_000), "80,000 bytes, above"),
+    "no Unicode": (Observation("\ud800"), "no Unicode"),
+    "bytes": (Observation(b"4"), "are no text"),
+    "a stranger": (Observation("4", role="system"), "of role 'system'; choose of user, tool"),
+    "no number": (End(float("nan")), "give a finite number or None"),
+    "an error": (ValueError("on\ntwo lines"), "raised ValueError: on two lines"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_a_bad_answer_is_one_line_that_names_it(tmp_path, name):
+    value, words = BAD[name]
+    story = Story(make_host(returning(value), tmp_path))
+    await story.say()
+    answer = await story.say(1)
+    assert answer.failure is DropReason.ENVIRONMENT_FAILED
+    assert words in answer.detail
+    assert "\n" not in answer.detail and len(answer.detail) <= 400
+
+
+async def test_reset_may_not_end(tmp_path):
+    answer = await Story(make_host(returning(End(), first=End(1.0)), tmp_path)).say()
+    assert answer.failure is DropReason.ENVIRONMENT_FAILED
+    assert "reset returned End" in answer.detail
+
+
+async def test_what_takes_too_long_is_dropped_and_enough_of_it_ends_the_process(tmp_path):
+    release = asyncio.Event()
+
+    class Slow:
+        def reset(self, problem):
+            return Observation()
+
+        def step(self, action):
+            while not release.is_set():
+                time.sleep(0.01)
+            return End()
+
+    host = make_host(Slow, tmp_path, timeout_s=0.05, at_once=2)
+    story = Story(host)
+    await story.say()
+    answer = await story.say(1)
+    assert answer.failure is DropReason.ENVIRONMENT_TIMEOUT
+    assert "environment.timeout_s=0.05" in answer.detail
+    with pytest.raises(Exception, match="calls hang"):
+        await host._calls.watch(5.0)
+    release.set()
+
+
+async def test_one_that_is_async_holds_nobody_up(tmp_path):
+    class Patient:
+        async def reset(self, problem):
+            return Observation()
+
+        async def step(self, action):
+            await asyncio.sleep(0.2)
+            return End(1.0)
+
+    host = make_host(Patient, tmp_path)
+    stories = [Story(host, name=f"g{number}.0") for number in range(20)]
+    for story in stories:
+        await story.say()
+    began = time.monotonic()
+    answers = await asyncio.gather(*(story.say(1) for story in stories))
+    assert all(answer.ends for answer in answers)
+    assert time.monotonic() - began < 2.0, "twenty side by side, not one after the other"

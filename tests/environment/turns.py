@@ -1,0 +1,96 @@
+"""Environments over a tokenizer that merges wherever it can, and a model of random weights that ends turns often."""
+
+import itertools
+
+import tokenizers
+from tokenizers.models import BPE
+
+from laminar_py.config.environment import EnvironmentConfig
+from laminar_py.data.tokenizer import Tokenizer
+from laminar_py.environment.calls import EnvironmentCalls
+from laminar_py.environment.host import EnvironmentHost
+from laminar_py.environment.protocol import End, Observation
+from laminar_py.environment.saved import SavedTurns
+from laminar_py.environment.writer import PlainWriter
+from laminar_py.records.environment import Problem
+
+LETTERS = "abcd"
+END = 0  # ends a turn
+
+
+def greedy_tokenizer() -> Tokenizer:
+    """Letters, all pairs of them and all pairs of pairs: whatever touches becomes one token."""
+    pairs = ["".join(pair) for pair in itertools.product(LETTERS, repeat=2)]
+    fours = ["".join(pair) for pair in itertools.product(pairs[:6], repeat=2)]
+    words = ["<end>", *LETTERS, *pairs, *fours]
+    merges = [*itertools.product(LETTERS, repeat=2), *itertools.product(pairs[:6], repeat=2)]
+    backend = tokenizers.Tokenizer(BPE({word: id for id, word in enumerate(words)}, merges))
+    backend.add_special_tokens(["<end>"])
+    backend.decoder = tokenizers.decoders.Fuse()
+    return Tokenizer(backend, eos_ids=(END,))
+
+
+class Chatter:
+    """Says a word after each turn, and ends after as many as the problem says."""
+
+    deterministic = True
+
+    def reset(self, problem):
+        self.turns, self.made = int(problem.answer), 0
+        return Observation("ab" if self.turns % 2 else ())
+
+    def step(self, action):
+        self.made += 1
+        if self.made >= self.turns:
+            return End(float(len(action)))
+        return Observation("abcd"[: 1 + self.made % 4])
+
+
+class Diary:
+    """Like `Chatter`, of which a snapshot can be taken; `steps` has each turn that any of them was given."""
+
+    steps: list[str] = []
+
+    def reset(self, problem):
+        self.said = ""
+        return Observation()
+
+    def step(self, action):
+        Diary.steps.append(action)
+        self.said += action
+        return Observation(f"c{len(self.said) % 7 * 'a'}")
+
+    def snapshot(self):
+        return self.said.encode()
+
+    def restore(self, state):
+        self.said = state.decode()
+
+
+class Forgetful:
+    """Nothing of it can be had again."""
+
+    def __init__(self):
+        self.made = 0
+
+    def reset(self, problem):
+        return Observation("a")
+
+    def step(self, action):
+        self.made += 1
+        return Observation("b" * self.made)
+
+
+def make_host(make, folder, **limits) -> EnvironmentHost:
+    settings = EnvironmentConfig(**limits)
+    return EnvironmentHost(
+        make,
+        calls=EnvironmentCalls(settings),
+        writer=PlainWriter(greedy_tokenizer(), stop_ids=(END,)),
+        saved=SavedTurns(folder),
+        limits=settings,
+    )
+
+
+def problem(turns: int) -> Problem:
+    return Problem(prompt="ab", answer=str(turns))
