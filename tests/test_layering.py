@@ -15,6 +15,7 @@ RULES = {  # room: the rooms that it may import
     "data": "config records",
     "sandbox": "config",
     "reward": "config records sandbox segments",
+    "environment": "config sandbox",
     "packing": "config records",
     "ledger": "config records segments",
     "control": "config ledger packing records segments",
@@ -59,6 +60,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     ),
     "transformers": ("data/chat.py", "learner/", "bench/"),
     "peft": ("learner/lora.py",),
+    "bm25s": ("environment/tools/search.py",),
     "aiohttp": (
         "engines/sglang/",
         "reward/servers.py",

@@ -1,4 +1,4 @@
-"""An environment, as whoever writes one sees it: two calls, `reset` and `step`, each of them synchronous or a coroutine.
+"""An environment, as whoever writes one sees it: two calls, `reset` and `step`, each synchronous or a coroutine.
 
     class Guess:
         deterministic = True
@@ -66,8 +66,8 @@ Answer: TypeAlias = Observation | End
 class Environment(Protocol):
     """Counterpart of a model in one trajectory.
 
-    `deterministic = True` in its class says that the same actions always have the same answers: then one that died is
-    rebuilt by repeating them. One that is `Restorable` is rebuilt from its last snapshot.
+    `deterministic = True` in its class says that the same actions always have the same answers: then one that died
+    is rebuilt by repeating them. One that is `Restorable` is rebuilt from its last snapshot.
     """
 
     def reset(self, problem: Problem) -> Observation | Awaitable[Observation]:
