@@ -49,7 +49,7 @@ class CallFormat(Protocol):
 
 
 def outside_reasoning(turn: str, *, begun: bool = False) -> str:
-    """What a turn says outside of `<think>` and `</think>`; what is never closed lasts to the end.
+    """Text of a turn outside of `<think>` and `</think>`; reasoning that is never closed lasts to the end.
 
     It begins in reasoning where that was `begun` before it, or where the first mark closes one.
     """

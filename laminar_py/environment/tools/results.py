@@ -1,10 +1,11 @@
 """Results of calls as text: whatever a tool does, a bounded text without lone surrogates."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
 
-from pydantic_core import to_json
+from pydantic_core import to_jsonable_python
 
 from laminar_py.environment.tools.calls import BrokenCall, Call
 from laminar_py.environment.tools.signature import Tool, ToolError
@@ -44,8 +45,12 @@ async def result_of(call: Call, tools: Mapping[str, Tool], *, timeout_s: float, 
 
 
 def as_text(value: object) -> str:
-    """A text as it stands, anything else as JSON."""
-    return value if isinstance(value, str) else to_json(value, inf_nan_mode="constants").decode()
+    """A text as it stands, anything else as JSON. Raises `ValueError` for what JSON has no form for."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(
+        to_jsonable_python(value), ensure_ascii=False
+    )  # which refuses integers that take long to write
 
 
 def bounded(text: str, chars: int) -> str:
@@ -58,7 +63,7 @@ def bounded(text: str, chars: int) -> str:
 
 
 def fault_line(text: str) -> str:
-    """One line, e.g. `error: calculator: division by zero`, of at most `FAULT_CHARS` characters."""
+    """Text as a line, e.g. `error: calculator: division by zero`, of at most `FAULT_CHARS` characters."""
     line = " ".join(f"error: {text[: 2 * FAULT_CHARS]}".split())
     line = line if len(line) <= FAULT_CHARS else f"{line[: FAULT_CHARS - 3]}..."
     return line.encode("utf-8", "replace").decode()

@@ -5,11 +5,11 @@ is run has one result, in the order of the calls.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from laminar_py.environment.protocol import Answer, End, Observation, Problem, Role
-from laminar_py.environment.tools.calls import CallFormat, outside_reasoning
+from laminar_py.environment.tools.calls import Call, CallFormat, outside_reasoning
 from laminar_py.environment.tools.python_session import PythonSession
 from laminar_py.environment.tools.results import fault_line, result_of
 from laminar_py.environment.tools.settings import ToolSettings
@@ -42,27 +42,11 @@ class ToolEnvironment:
     async def step(self, action: str) -> Answer:
         """Results of the calls of a turn; the end where it has none. Raises `SandboxError`."""
         said = outside_reasoning(action, begun=self._settings.opens_reasoning)
-        most, parsed = self._settings.most_calls, self._format.parse(said)
+        parsed, most = self._format.parse(said), self._settings.most_calls
         calls = list(islice(parsed, most))
         if not calls:
             return End()
-        results = await asyncio.gather(
-            *(
-                result_of(
-                    call,
-                    self._tools,
-                    timeout_s=self._settings.timeout_s,
-                    chars=self._settings.result_chars,
-                )
-                for call in calls
-            ),
-            return_exceptions=True,  # none runs on where another failed
-        )
-        texts = []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            texts.append(result)
+        texts = await self._results(calls)
         if next(parsed, None) is not None:
             texts.append(fault_line(f"the calls after the first {most} were not run"))
         return Observation(tuple(self._form.replace("{}", text) for text in texts), role=Role.TOOL)
@@ -71,6 +55,17 @@ class ToolEnvironment:
         """End the session of Python, if there is one."""
         if self._session is not None:
             await self._session.close()
+
+    async def _results(self, calls: Sequence[Call]) -> list[str]:
+        """Results of calls that run together. All have ended where one raises, so that none runs on by itself."""
+        timeout_s, chars = self._settings.timeout_s, self._settings.result_chars
+        running = [result_of(call, self._tools, timeout_s=timeout_s, chars=chars) for call in calls]
+        texts = []
+        for result in await asyncio.gather(*running, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+            texts.append(result)
+        return texts
 
 
 class StatelessToolEnvironment(ToolEnvironment):

@@ -52,10 +52,10 @@ async def test_llama_calls_are_answered(environment_of):
 @pytest.mark.parametrize(
     ("said", "line"),
     [
-        (turn(("sub", {})), "error: no tool is named 'sub'; there are calculator, add, broken, slow"),
+        (turn(("sub", {})), "error: no tool is named 'sub'; there are calculator, add, broken, leave,"),
         (
             turn(("x" * 10**6, {})),
-            f"error: no tool is named {'x' * 40!r}; there are calculator, add, broken, slow",
+            f"error: no tool is named {'x' * 40!r}; there are calculator, add, broken, leave,",
         ),
         (turn(("add", {"a": "one"})), "error: add: a: Input should be a valid integer, unable to parse string"),
         (
@@ -65,7 +65,10 @@ async def test_llama_calls_are_answered(environment_of):
         (turn(("add", {"y" * 10**6: 1})), "error: add: a: Field required; yyyy"),
         (turn(("calculator", {"expression": "9**9**9"})), "error: calculator: a number of more than 1000 digits"),
         (turn(("broken", {"reason": "a\nb" * 10**6})), "error: broken: RuntimeError: a ba ba b"),
-        (turn(("slow", {"seconds": 1.5})), "error: slow: no answer within 0.2 s"),
+        (turn(("leave", {"code": 3})), "error: leave: SystemExit: 3"),
+        (turn(("exhausted", {"number": 3})), "error: exhausted: RuntimeError: StopIteration:"),
+        (turn(("odd", {"number": 0})), "error: odd: ValueError: Exceeds the limit (4300 digits)"),
+        (turn(("odd", {"number": 1})), "error: odd: PydanticSerializationError: Unable to serialize unknown type"),
         (
             "<tool_call>{</tool_call>",
             "error: not a call: it is no JSON (Expecting property name enclosed in double",
@@ -74,11 +77,16 @@ async def test_llama_calls_are_answered(environment_of):
     ],
 )
 async def test_a_call_without_an_answer_says_why_in_one_bounded_line(environment_of, said, line):
-    environment = environment_of("calculator", ":add", ":broken", ":slow", timeout_s=0.2)
+    environment = environment_of("calculator", ":add", ":broken", ":leave", ":exhausted", ":odd")
     (text,) = (await environment.step(said)).messages
     assert text.startswith(line)
     assert len(text) <= 200
     assert "\n" not in text
+
+
+async def test_a_call_that_is_out_of_time_says_so(environment_of):
+    (text,) = (await environment_of(":slow", timeout_s=0.2).step(turn(("slow", {"seconds": 1.5})))).messages
+    assert text == "error: slow: no answer within 0.2 s"
 
 
 async def test_what_a_tool_raises_is_logged(environment_of, caplog):
@@ -98,9 +106,9 @@ async def test_a_large_result_keeps_its_ends_and_other_values_are_json(environme
     flood, table, tables, surrogate = (await environment.step(calls)).messages
     assert len(flood) <= 300
     assert "99999700 more characters" in flood
-    assert table == '[{"row":0.0},{"row":0.5}]'
+    assert table == '[{"row": 0.0}, {"row": 0.5}]'
     assert len(tables) <= 300
-    assert tables.endswith('{"row":49999.5}]')
+    assert tables.endswith('{"row": 49999.5}]')
     assert surrogate == "?"
 
 

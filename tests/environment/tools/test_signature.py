@@ -1,11 +1,13 @@
 """Functions as tools: what a model is told of them, and calls that their types admit."""
 
+import asyncio
 import functools
 from collections.abc import Callable
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import BaseModel, Field
+from transformers.utils import get_json_schema
 
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.tools.signature import ToolError, make_tool
@@ -26,6 +28,20 @@ def weather(city: Annotated[str, Field(description="Name of it.")], unit: Litera
 
 def odd_names(schema: int, _under: int, model_config: int, self: int = 1) -> list[int]:
     return [schema, _under, model_config, self]
+
+
+def test_a_definition_is_the_one_of_transformers():
+    def pay(
+        amount: Annotated[float, Field(description="Sum.")], to: Annotated[list[str], Field(description="To.")]
+    ):
+        """Pay people.
+
+        Args:
+            amount: Sum.
+            to: To.
+        """
+
+    assert make_tool(pay).definition == get_json_schema(pay)
 
 
 def test_a_definition_is_what_chat_templates_take():
@@ -60,11 +76,16 @@ async def test_models_and_wrapped_and_bound_functions_are_fine():
     def twice(word: str) -> str:
         return word * 2
 
+    @functools.wraps(weather)
+    def later(**arguments):
+        return asyncio.sleep(0, weather(**arguments))
+
     class Map:
         async def move(self, to: Place, by: list[int] | None = None) -> Place:
             return to
 
     assert await make_tool(twice).call({"word": "ab"}) == "abab"
+    assert await make_tool(later).call({"city": "Oslo"}) == "Oslo 20 C"
     assert await make_tool(Map().move).call({"to": {"x": 1}}) == Place(x=1)
 
 
