@@ -14,16 +14,17 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
 from laminar_py.config.section import ConfigError
+from laminar_py.environment.tools.calls import Json
 
-Json: TypeAlias = Any  # what JSON has a form for
 SHOWN_FAULTS = 3  # of the arguments of a call
+TYPES = "give it types that JSON has a form for, e.g. int, str, list[float], a pydantic model"
 
 
 class ToolError(ValueError):
@@ -113,9 +114,6 @@ def make_tool(function: Callable[..., object], *, name: str = "", given: str = "
     parameters = {key: value for key, value in schema.items() if key not in ("title", "additionalProperties")}
     description = " ".join((inspect.getdoc(plain) or "").partition("\n\n")[0].split())
     return Tool(name=name, description=description, parameters=parameters, function=function, arguments=arguments)
-
-
-TYPES = "give it types that JSON has a form for, e.g. int, str, list[float], a pydantic model"
 
 
 def _arguments_model(function: Callable[..., object], *, name: str, given: str) -> type[BaseModel]:

@@ -8,11 +8,11 @@ from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.config.user_file import load_from_file
 from laminar_py.environment.tools.calculator import calculator
-from laminar_py.environment.tools.calls import CallFormat, HermesCalls, LlamaCalls, TagCalls
+from laminar_py.environment.tools.calls import CallFormat, HermesCalls, Json, LlamaCalls, TagCalls
 from laminar_py.environment.tools.python_session import PythonSession
 from laminar_py.environment.tools.search import PassageSearch, read_corpus
 from laminar_py.environment.tools.settings import CallFamily, ToolSettings
-from laminar_py.environment.tools.signature import Json, Tool, make_tool
+from laminar_py.environment.tools.signature import Tool, make_tool
 from laminar_py.environment.tools.tool_environment import StatelessToolEnvironment, ToolEnvironment
 from laminar_py.sandbox.pool import SandboxPool
 
