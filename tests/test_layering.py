@@ -60,6 +60,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     ),
     "transformers": ("data/chat.py", "learner/", "bench/"),
     "peft": ("learner/lora.py",),
+    "bm25s": ("environment/tools/search.py",),
     "aiohttp": (
         "engines/sglang/",
         "reward/servers.py",

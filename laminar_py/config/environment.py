@@ -5,6 +5,7 @@ A section is raw until `kind` names its own settings; a kind is built in or anno
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
@@ -41,7 +42,7 @@ class EnvironmentConfig(Section):
     their trajectory goes on."""
 
     @property
-    def tools(self) -> Sequence[dict[str, JsonValue]]:
+    def definitions(self) -> Sequence[dict[str, JsonValue]]:
         """Tools that the chat template is told of, as it takes them."""
         return ()
 
@@ -57,14 +58,14 @@ class ClassEnvironment(EnvironmentConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentKind:
-    """A kind of environment, e.g. `EnvironmentKind(settings=ClassEnvironment, make=load_class)`.
+    """A kind of environment, e.g. `EnvironmentKind(settings=ClassEnvironment, open=open_class)`.
 
-    `make` is called once in each process, with the settings; it returns what makes an environment for a
+    `open` is entered once in each process, with the settings; it gives what makes an environment for a
     trajectory. What it raises as `ConfigError` ends the run.
     """
 
     settings: type[EnvironmentConfig]
-    make: Callable[[Any, SandboxConfig], Callable[[], Any]]
+    open: Callable[[Any, SandboxConfig], AbstractAsyncContextManager[Callable[[], Any]]]
 
 
 ENVIRONMENTS = Registry(
@@ -73,6 +74,7 @@ ENVIRONMENTS = Registry(
     group="laminar_py.environments",
     built_in={
         CLASS: "laminar_py.environment.own_class:CLASS_KIND",
+        "tools": "laminar_py.environment.tools.kind:TOOLS",
     },
 )
 _read_section = named_section(EnvironmentConfig, key="kind", registry=ENVIRONMENTS)

@@ -93,7 +93,7 @@ class PromptEncoder:
         environment: EnvironmentConfig | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._tools = [] if environment is None else list(environment.tools)
+        self._tools = [] if environment is None else list(environment.definitions)
         self._answers = environment is None  # else what an environment writes first opens the turn
         self.uses_template = False
         self._end = tokenizer.eos_ids[0]

@@ -20,15 +20,13 @@ from typing import Any
 import msgspec
 
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import Seconds
 from laminar_py.records.scoring import Reward, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import Prompt
 from laminar_py.reward.assertions import AssertionRun
 from laminar_py.reward.compare import read_value, same_output, same_value, shown
-from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
+from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult
 
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 PLAIN = frozenset().union(*map(dir, (0, 0.0, 0j, "", b"", [], {}, (), set(), frozenset(), None)))
@@ -299,17 +297,11 @@ def _value_fault(result: SandboxResult, wanted: object) -> str | None:
     return None if same_value(value, wanted) else f"returned {shown(value)}, wanted {shown(wanted)}"
 
 
-def limits_of(config: SandboxConfig) -> SandboxLimits:
-    """Limits of a run in the sandbox's own form."""
-    return SandboxLimits(cpu_s=config.cpu_s, wall_s=config.wall_s, memory_bytes=config.memory_mib << 20)
-
-
 @asynccontextmanager
 async def open_code(term: CodeTerm, context: ServeContext) -> AsyncIterator[ServedReward]:
     """The reward while its pool is open."""
     config = context.sandbox
-    pool = SandboxPool(slots=config.slots, require=SandboxTier(config.require.value), limits=limits_of(config))
-    async with pool:
+    async with SandboxPool.of(config) as pool:
         yield CodeReward(term, pool, slots=config.slots)
 
 

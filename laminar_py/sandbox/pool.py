@@ -15,6 +15,7 @@ from types import TracebackType
 
 import msgspec
 
+from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.sandbox import interpreter, places
 from laminar_py.sandbox.files import pack
@@ -59,6 +60,12 @@ class SandboxPool:
         self._idle = asyncio.PriorityQueue[tuple[bool, int, int]]()  # not ready, -turn, number; as many as slots
         self._turns = itertools.count()
         self._open = False
+
+    @classmethod
+    def of(cls, config: SandboxConfig) -> "SandboxPool":
+        """The pool that settings ask for."""
+        limits = SandboxLimits(cpu_s=config.cpu_s, wall_s=config.wall_s, memory_bytes=config.memory_mib << 20)
+        return cls(slots=config.slots, require=SandboxTier(config.require.value), limits=limits)
 
     @property
     def tier(self) -> SandboxTier:

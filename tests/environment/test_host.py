@@ -172,7 +172,8 @@ async def test_a_bad_answer_is_one_line_that_names_it(tmp_path, name):
     answer = await story.say(1)
     assert answer.failure is DropReason.ENVIRONMENT_FAILED
     assert words in answer.detail
-    assert "\n" not in answer.detail and len(answer.detail) <= 400
+    assert "\n" not in answer.detail
+    assert len(answer.detail) <= 400
 
 
 async def test_reset_may_not_end(tmp_path):

@@ -1,6 +1,7 @@
-"""Environments over a tokenizer that merges wherever it can, and a model of random weights that ends turns often."""
+"""Environments over a tokenizer that merges wherever it can."""
 
 import itertools
+from typing import ClassVar
 
 import tokenizers
 from tokenizers.models import BPE
@@ -49,7 +50,7 @@ class Chatter:
 class Diary:
     """Like `Chatter`, of which a snapshot can be taken; `steps` has each turn that any of them was given."""
 
-    steps: list[str] = []
+    steps: ClassVar[list[str]] = []
 
     def reset(self, problem):
         self.said = ""

@@ -1,6 +1,7 @@
 """The process of environments."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
@@ -15,6 +16,7 @@ class EnvironmentActor(PartActor):
     def __init__(self) -> None:
         super().__init__()
         self._ready = asyncio.Event()
+        self._open = AsyncExitStack()
 
     async def start(self, data: bytes) -> None:
         """Load what makes environments."""
@@ -29,7 +31,8 @@ class EnvironmentActor(PartActor):
         settings = config.environment
         assert settings is not None, "a run without environments has no process for them"
         with ENVIRONMENTS.blaming(settings.kind):
-            make = ENVIRONMENTS.get(settings.kind).make(settings, config.sandbox)
+            opened = ENVIRONMENTS.get(settings.kind).open(settings, config.sandbox)
+            make = await self._open.enter_async_context(opened)  # what it holds ends with the process
         self._calls = EnvironmentCalls(settings)
         self._host = EnvironmentHost(
             make,

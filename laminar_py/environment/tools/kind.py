@@ -1,0 +1,40 @@
+"""The kind `tools`: a model that calls typed functions, and ends with a turn without a call."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from pydantic import JsonValue
+
+from laminar_py.config.environment import EnvironmentConfig, EnvironmentKind
+from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.environment.protocol import Environment
+from laminar_py.environment.tools.settings import CallFamily, ToolSettings
+
+
+class ToolsEnvironment(EnvironmentConfig):
+    """Tools that answer a turn's calls; a turn without a call ends, and the terms of the task judge it."""
+
+    kind: str = "tools"
+    tools: ToolSettings
+    """Tools, and how the model calls them."""
+
+    @property
+    def definitions(self) -> Sequence[dict[str, JsonValue]]:
+        """Tools for the chat template, which models that write tags do not have."""
+        from laminar_py.environment.tools.toolbox import definitions
+
+        return () if self.tools.family is CallFamily.TAGS else definitions(self.tools)
+
+
+@asynccontextmanager
+async def open_tools(
+    settings: ToolsEnvironment, sandbox: SandboxConfig
+) -> AsyncIterator[Callable[[], Environment]]:
+    """Maker of environments of tools. Raises `ConfigError` where one cannot be had."""
+    from laminar_py.environment.tools.toolbox import open_toolbox
+
+    async with open_toolbox(settings.tools, sandbox) as toolbox:
+        yield toolbox.environment
+
+
+TOOLS = EnvironmentKind(settings=ToolsEnvironment, open=open_tools)

@@ -1,0 +1,177 @@
+"""Calls in the formats of families: what is written is read, and no text raises."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar_py.environment.tools.calls import (
+    BrokenCall,
+    HermesCalls,
+    LlamaCalls,
+    TagCalls,
+    WrittenCall,
+    outside_reasoning,
+)
+
+TAGS = TagCalls({"calculator": "expression", "search": "query"})
+FORMATS = {"hermes": HermesCalls(), "llama": LlamaCalls(), "tags": TAGS}
+PIECES = (
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>", "<calculator>", "</calculator>"),
+    *("<search>", "</search>", '{"name": ', '"add"', ', "arguments": {', ', "parameters": {', "}", "}}", "[", "{"),
+    *(";", "\n", '"', "\\", "NaN", "1e999", "9" * 5000, "\ud800", "\x00"),
+)
+TURNS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=30).map("".join)
+WORDS = st.text() | st.sampled_from([piece for piece in PIECES if "\ud800" not in piece])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=8,
+)
+CALLS = st.lists(st.builds(WrittenCall, WORDS, st.dictionaries(WORDS, VALUES, max_size=3)), max_size=3)
+every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+
+
+@every_format
+@given(turn=TURNS, begun=st.booleans())
+def test_no_text_raises(form, turn, begun):
+    for call in form.parse(outside_reasoning(turn, begun=begun)):
+        assert isinstance(call, WrittenCall | BrokenCall)
+
+
+@pytest.mark.parametrize("form", [HermesCalls(), LlamaCalls()], ids=["hermes", "llama"])
+@given(calls=CALLS)
+def test_calls_that_are_written_are_read_as_they_were(form, calls):
+    turn = form.render(calls)
+    assert list(form.parse(outside_reasoning(turn))) == calls
+    assert list(form.parse(outside_reasoning(f"<think>{turn}</think>\n{turn}"))) == calls
+
+
+@given(bodies=st.lists(st.tuples(st.sampled_from(["calculator", "search"]), WORDS), max_size=3))
+def test_tags_that_are_written_are_read_as_they_were(bodies):
+    names = {"calculator": "expression", "search": "query"}
+    calls = [WrittenCall(name, {names[name]: body}) for name, body in bodies]
+    try:
+        turn = TAGS.render(calls)
+    except ValueError:
+        assert any(mark in body for name, body in bodies for mark in (f"</{name}>", "<think>", "</think>"))
+        return
+    assert list(TAGS.parse(outside_reasoning(turn))) == calls
+
+
+@given(turn=TURNS)
+def test_text_that_holds_no_mark_of_a_call_is_none(turn):
+    assert list(FORMATS["hermes"].parse(turn.replace("<", ""))) == []
+    assert list(TAGS.parse(turn.replace("<", ""))) == []
+    assert list(FORMATS["llama"].parse(turn.replace("{", "").replace("<", ""))) == []
+
+
+def test_hermes_calls_as_qwen_writes_them():
+    turn = (
+        "I will add them.\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": [2]}}}\n</tool_call>\n'
+        '<tool_call>\n{"arguments": {"text": "</tool_call>"}, "name": "say"}\n</tool_call>'
+    )
+    first = WrittenCall("add", {"a": 1, "b": {"c": [2]}})
+    assert list(HermesCalls().parse(turn)) == [first, WrittenCall("say", {"text": "</tool_call>"})]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}};{"name": "add", "parameters": {"a": 2}}',
+        'Let me see.<|python_tag|>{"name": "add", "parameters": {"a": 1}}\n{"name": "add", "arguments": {"a": 2}}',
+        '\n{"type": "function", "name": "add", "parameters": {"a": 1}}\n{"name": "add", "parameters": {"a": 2}} .',
+        '{"parameters": {"a": 1}, "name": "add"}<|python_tag|>{"name": "add", "parameters": {"a": 2}}',
+    ],
+)
+def test_llama_calls_in_their_several_forms(turn):
+    assert list(LlamaCalls().parse(turn)) == [WrittenCall("add", {"a": 1}), WrittenCall("add", {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    ["{1, 2, 3}", '{"answer": 4}', 'It is {"name": "add", "parameters": {}}', "", '[{"name": "add"}]'],
+)
+def test_llama_text_that_is_an_answer_is_no_call(turn):
+    assert list(LlamaCalls().parse(turn)) == []
+
+
+def test_tags_stand_in_text_and_other_tags_are_text():
+    turn = "<b>So</b> <calculator>12*3</calculator> and <search>\n</calculator></search> <answer>1</answer>"
+    calls = [("calculator", "expression", "12*3"), ("search", "query", "\n</calculator>")]
+    assert list(TAGS.parse(turn)) == [WrittenCall(name, {key: body}) for name, key, body in calls]
+
+
+@pytest.mark.parametrize(
+    ("form", "turn", "fault"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}', "no </tool_call> after it"),
+        ("hermes", "<tool_call>add(1)</tool_call>", "it is no JSON (Expecting value)"),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "parameters": {}}</tool_call>',
+            'write {"name": "...", "arguments": ',
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
+            'write {"name": "...", "arguments',
+        ),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'write {"name": "...", "arguments": '),
+        ("hermes", '<tool_call>{"name": "a", "arguments": {}} {}</tool_call>', "more than one JSON object before"),
+        (
+            "hermes",
+            f"<tool_call>{'[' * 100_000}</tool_call>",
+            "it is no JSON (too deep or with too large a number)",
+        ),
+        (
+            "hermes",
+            f"<tool_call>{'9' * 100_000}</tool_call>",
+            "it is no JSON (too deep or with too large a number)",
+        ),
+        ("hermes", '<tool_call>{"name": NaN}</tool_call>', "it is no JSON"),
+        ("llama", '{"name": "add", "parameters": {"a": 1}', "it is no JSON (Expecting ',' delimiter)"),
+        ("llama", "<|python_tag|>print(1)", "it is no JSON (Expecting value)"),
+        ("llama", "<|python_tag|>", "it is no JSON (Expecting value)"),
+        ("llama", '{"name": "add"}', 'write {"name": "...", "parameters": {...}}'),
+        ("tags", "<calculator>12*3", "no </calculator> after <calculator>"),
+    ],
+)
+def test_what_is_meant_as_a_call_and_is_none_says_why(form, turn, fault):
+    (call,) = FORMATS[form].parse(turn)
+    assert isinstance(call, BrokenCall)
+    assert call.fault.startswith(fault)
+
+
+def test_a_broken_call_hides_none_of_those_after_it():
+    turn = '<tool_call>{</tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert [type(call) for call in HermesCalls().parse(turn)] == [BrokenCall, WrittenCall]
+
+
+@pytest.mark.parametrize(
+    ("turn", "begun", "said"),
+    [
+        ("a<think>b</think>c", False, "a\nc"),
+        ("a<think>b", False, "a"),
+        ("a</think>b", False, "b"),
+        ("a</think>b", True, "b"),
+        ("a", True, ""),
+        ("<think>a</think>b<think>c</think>d", False, "\nb\nd"),
+        ("<think>a<think>b</think>c", False, "\nc"),
+        ("a<think></think></think>b", False, "a\n\nb"),
+    ],
+)
+def test_reasoning_is_left_out(turn, begun, said):
+    assert outside_reasoning(turn, begun=begun) == said
+
+
+@every_format
+@pytest.mark.parametrize("piece", [piece for piece in PIECES if len(piece) < 100])
+def test_the_cost_of_a_long_turn_is_bounded(form, piece):
+    start = time.process_time()
+    for _ in form.parse(outside_reasoning(piece * 50_000)):
+        pass
+    assert time.process_time() - start < 5
