@@ -1,8 +1,8 @@
 """Make the data of tool_calculator: `python experiments/tool_calculator/make_data.py [--out FOLDER]`, one second.
 
-Writes `train.jsonl`, `heldout.jsonl` (300 problems that occur nowhere else), `warm_start.jsonl` (demonstrations that
-mostly guess) and `model/` (a Qwen3 of 230,000 parameters without weights, and its tokenizer). The same bytes every
-time; a file that holds them already is left alone.
+Writes `train.jsonl`, `heldout.jsonl` (the hard ones of 300 problems that occur nowhere else), `warm_start.jsonl`
+(demonstrations that rather guess than ask) and `model/` (a Qwen3 of 220,000 parameters without weights, and its
+tokenizer). The same bytes every time; a file that holds them already is left alone.
 """
 
 import random

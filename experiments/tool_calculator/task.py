@@ -1,9 +1,9 @@
 """Sums and products that a tiny model cannot do in its head, and how it may ask a calculator.
 
-    prompt           37*48+5=
-    a turn           <calculator>37*48+5</calculator>
-    the environment  <result>1781</result>
-    a turn           #1781
+prompt           37*48+5=
+a turn           <calculator>37*48+5</calculator>
+the environment  <result>1781</result>
+a turn           #1781
 """
 
 import random
