@@ -97,7 +97,8 @@ class EnvironmentHost:
         session.answer.set_result(found)
 
     async def _take(self, turn: ModelTurn, session: Session, before: Session | None) -> EnvironmentTurn:
-        saved = None if before is not None else self._saved.load(turn.trajectory_id)
+        is_here = before is not None and before.environment is not None
+        saved = None if is_here else self._saved.load(turn.trajectory_id)
         if saved is not None and saved.told == session.told:
             return saved.answer
         began = time.monotonic()

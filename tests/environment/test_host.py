@@ -63,6 +63,8 @@ async def test_what_was_answered_is_answered_the_same_by_another_process(tmp_pat
     story.host = make_host(Diary, tmp_path)
     assert (await story.ask()).ids.tolist() == answer.ids.tolist()
     assert Diary.steps == ["ab"], "no turn that was answered is taken twice"
+    story.append(answer.ids, None)
+    assert (await story.say(3)).failure is None, "it goes on from there"
 
 
 async def test_an_environment_with_snapshots_goes_on_from_its_last(tmp_path):
