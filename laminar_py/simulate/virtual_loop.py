@@ -50,6 +50,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since it was made."""
         return self._now_s
 
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Have that run in the next round."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
@@ -78,7 +86,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         """In the place of asyncio's: a round of what is ready, to which time passes where nothing is."""
         self._num_rounds += 1
-        self._drop_cancelled()
         if not self._ready and not self._stopping:
             self._idle()
         elif self._num_rounds % LOOK_EVERY == 0:
@@ -92,6 +99,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _idle(self) -> None:
         """Have it be the time of the next timer; with none to come, wait for a socket."""
+        while self._timers and self._timers[0][2].cancelled():
+            heappop(self._timers)
         if self._timers:
             self._now_s = max(self._now_s, self._timers[0][0])
         else:
@@ -102,12 +111,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._process_events(self._selector.select(timeout_s))  # type: ignore[attr-defined]  # asyncio's own
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Forget those that were cancelled once they may be more than others."""
         self._num_cancelled += 1
-
-    def _drop_cancelled(self) -> None:
-        """Forget timers that were cancelled: the next ones, and all once they may be more than others."""
-        while self._timers and self._timers[0][2].cancelled():
-            heappop(self._timers)
         if self._num_cancelled > MOST_CANCELLED + len(self._timers) // 2:
             self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
             heapify(self._timers)

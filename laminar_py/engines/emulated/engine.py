@@ -8,9 +8,9 @@ busy machine delays only when others hear of them. A timer that fails is the los
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TypeVarTuple
 
 from blake3 import blake3
 
@@ -25,6 +25,7 @@ from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, Paus
 from laminar_py.records.protocols import EngineLostError
 
 log = logging.getLogger(__name__)
+Ts = TypeVarTuple("Ts")
 
 
 def hash_weights(folder: Path) -> str:
@@ -167,8 +168,7 @@ class EmulatedEngine:
     def status(self) -> EngineStatus:
         """See `InferenceEngine.status`; exact at this moment."""
         self._raise_if_lost()
-        self._scheduler.advance(self._now())
-        self._deliver()
+        self._advance(self._now())
         return self._scheduler.status()
 
     def pace(self, share: float) -> None:
@@ -232,20 +232,20 @@ class EmulatedEngine:
     def _on_event(self, due_s: float) -> None:
         """The timer may fire a rounding error early; the event is due nevertheless."""
         self._due_s = self._event_timer = None
-        with self._losing():
-            self._scheduler.advance(max(due_s, self._now()))
-            self._deliver()
+        self._guard(self._advance, max(due_s, self._now()))
 
     def _flush(self) -> None:
         self._flush_timer = None
-        with self._losing():
-            self.deliver()
+        self._guard(self.deliver)
 
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
-        """Nobody awaits a timer: what fails there ends the engine."""
+    def _advance(self, now: float) -> None:
+        self._scheduler.advance(now)
+        self._deliver()
+
+    def _guard(self, act: Callable[[*Ts], None], *args: *Ts) -> None:
+        """Do what a timer is for. Nobody awaits that: what fails there ends the engine."""
         try:
-            yield
+            act(*args)
         except Exception as error:
             log.exception("the emulated engine failed")
             self._lose(" ".join(f"{type(error).__name__}: {error}".split()), error)
