@@ -94,7 +94,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._ready.append(heappop(self._timers)[2])
         for _ in range(len(self._ready)):
             handle = self._ready.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:
                 handle._run()
 
     def _idle(self) -> None:
