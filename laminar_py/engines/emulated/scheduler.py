@@ -112,6 +112,7 @@ class EmulatedScheduler:
         job = self._running.jobs.get(rid)
         if job is not None:
             self._end(job, FinishReason.ABORT)
+            return
         for queue in (self._continued, self._fresh):
             for waiting in [job for job in queue if job.request.rid == rid]:
                 queue.remove(waiting)
