@@ -212,13 +212,10 @@ class Book:
 
     def versions_alive(self) -> int:
         """Number of distinct weight versions among live training trajectories."""
-        told, replicas = set[int](), set[int | None]()
-        for lifecycle in self.live.values():
-            if lifecycle.kind is Kind.TRAIN:
-                replicas.add(lifecycle.replica)
-                for span in lifecycle.spans:
-                    told.add(span.version)
-        served = {self.views.by_index[replica].serving for replica in replicas if replica is not None}
+        training = [lifecycle for lifecycle in self.live.values() if lifecycle.kind is Kind.TRAIN]
+        told = {span.version for lifecycle in training for span in lifecycle.spans}
+        replicas = {lifecycle.replica for lifecycle in training if lifecycle.replica is not None}
+        served = {self.views.by_index[replica].serving for replica in replicas}
         return len(told | {version for version in served if version >= 0})
 
 
