@@ -74,10 +74,12 @@ class EnvironmentHost:
         return await asyncio.shield(session.answer)
 
     def forget(self, trajectory_ids: list[str]) -> None:
-        """Let go of trajectories of which no turn is to come, and nobody asks for the last."""
+        """End the environments of trajectories of which no turn is to come.
+
+        Their last answers stay in files: a trajectory whose end is not on record when all dies asks again.
+        """
         for name in trajectory_ids:
             session = self._sessions.pop(name, None)
-            self._saved.forget(name)
             if session is not None:
                 self._end(session)
 

@@ -32,7 +32,7 @@ class DeltaStream:
         self._wake()
 
     async def take(self) -> list[Delta]:
-        """All that nobody has read, one at least. Raises `EngineLostError`."""
+        """Deltas that nobody has read, one at least. Raises `EngineLostError`."""
         if not self._arrived and self._loss is None:
             self._filled = self._loop.create_future()
             await self._filled
