@@ -24,6 +24,7 @@ from laminar_py.learner.export import export_hf
 from laminar_py.learner.model import load_policy
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
+from laminar_py.records.spans import decode_spans, num_turns
 from tests.engines.sglang.rig import make_model, make_spec, running_server, sglang_python
 from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_elastic_run import scale
@@ -197,3 +198,27 @@ def tokens_of(run: TrainProcess, replica: int) -> int:
     with reading(run.run) as connection:
         found = "SELECT coalesce(sum(length), 0) FROM trajectory WHERE replica = ? AND status != 'running'"
         return connection.execute(found, (replica,)).fetchone()[0]
+
+
+def test_ten_steps_of_turns_with_a_calculator(tmp_path):
+    engine = f"rollout.engine={{kind: sglang, python: {sglang_python()}, device: cpu}}"
+    small = (
+        "steps=10",
+        "warm_start.steps=300",
+        "eval.sets={}",
+        "rollout.prompts_per_step=4",
+        "rollout.group_size=4",
+    )
+    batches = ("rollout.batch_per_replica=32", "rollout.max_batch=32", "rollout.without_signal=train")
+    warm = f"warm_start.cache={tmp_path / 'warm'}"
+    config = REPO / "experiments/tool_calculator/tool_calculator.yaml"
+    with TrainProcess(tmp_path, engine, *ALONE, config=config, small=(*small, *batches, warm)) as run:
+        code, output = run.finish()
+    assert code == 0, output
+    assert not verify(run.run)
+    with reading(run.run) as connection:
+        rows = connection.execute("SELECT spans FROM trajectory WHERE status = 'consumed'").fetchall()
+    turns = [num_turns(decode_spans(spans)) for (spans,) in rows]
+    assert len(turns) == 160
+    assert sum(count == 2 for count in turns) > 20, "it asks, and goes on with the result"
+    forget_versions(run.run)

@@ -1,0 +1,91 @@
+"""A run with an environment: processes of it, a replica and everything die; no answered turn is taken again."""
+
+import signal
+import sqlite3
+from collections import Counter
+from contextlib import closing
+
+import msgspec
+import psutil
+
+from laminar_py.audit.verify import verify
+from laminar_py.records.spans import decode_spans, num_sampled, num_turns
+from tests.runs.runs import TrainProcess, forget_versions
+
+ENVIRONMENT = '''
+import json
+import time
+import uuid
+
+from laminar_py.environment.protocol import End, Observation
+
+
+class Counts:
+    """Ends after three turns; it can be saved, and writes down each turn that it has answered."""
+
+    def __init__(self, log):
+        self.log, self.name, self.turn = log, uuid.uuid4().hex, 0
+
+    def reset(self, problem):
+        return Observation()
+
+    def step(self, action):
+        time.sleep(0.02)
+        self.turn += 1
+        with open(self.log, "a") as file:
+            file.write(f"{self.name} {self.turn}\\n")
+        return End(len(action) / 100) if self.turn == 3 else Observation(f"#{self.turn}")
+
+    def snapshot(self):
+        return json.dumps([self.name, self.turn]).encode()
+
+    def restore(self, state):
+        self.name, self.turn = json.loads(state)
+'''
+
+
+def settings(folder):
+    (folder / "counts.py").write_text(ENVIRONMENT)
+    arguments = f"arguments: {{log: {folder / 'answered'}}}"
+    return (
+        f"environment={{path: {folder / 'counts.py'}:Counts, workers: 2, {arguments}}}",
+        "reward.use=environment",
+        "warm_start.steps=60",  # so that turns end
+        "rollout.sampling.max_new_tokens=240",
+        "steps=8",
+    )
+
+
+def pid_of(run, part):
+    with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
+        (body,) = ledger.execute(
+            "SELECT body FROM event WHERE kind = 'partstarted' AND subject = ? ORDER BY seq DESC", (part,)
+        ).fetchone()
+    return msgspec.json.decode(body)["pid"]
+
+
+def test_environments_and_all_else_die_and_every_answered_turn_counts_once(tmp_path):
+    given = settings(tmp_path)
+    with TrainProcess(tmp_path, *given) as train:
+        train.wait_for_step(1)
+        for part in ("environment-0", "environment-1", "replica-0"):
+            psutil.Process(pid_of(train.run, part)).send_signal(signal.SIGKILL)
+        train.wait_for_step(4)
+        for process in reversed(train.family()):
+            process.kill()
+        train.finish()
+    with TrainProcess(tmp_path, *given, resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert not verify(train.run)
+    answered = Counter((tmp_path / "answered").read_text().splitlines())
+    assert max(answered.values()) == 1
+    with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
+        dropped = dict(ledger.execute("SELECT drop_reason, count(*) FROM trajectory GROUP BY drop_reason"))
+        rows = ledger.execute("SELECT spans, length, reward FROM trajectory WHERE status = 'consumed'").fetchall()
+    assert not any(reason and reason.startswith("environment") for reason in dropped), dropped
+    turns = [num_turns(decode_spans(spans)) for spans, _, _ in rows]
+    assert max(turns) == 3
+    assert all(num_sampled(decode_spans(spans)) <= length for spans, length, _ in rows)
+    assert any(reward > 0 for _, _, reward in rows)
+    forget_versions(train.run)
