@@ -74,6 +74,7 @@ ENVIRONMENTS = Registry(
     group="laminar_py.environments",
     built_in={
         CLASS: "laminar_py.environment.own_class:CLASS_KIND",
+        "gymnasium": "laminar_py.environment.gymnasium_kind:GYMNASIUM",
         "tools": "laminar_py.environment.tools.kind:TOOLS",
     },
 )
