@@ -62,7 +62,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     "peft": ("learner/lora.py",),
     "bm25s": ("environment/tools/search.py",),
     "gymnasium": ("environment/gymnasium_kind.py",),
-    "reasoning_gym": ("environment/reasoning_gym_kind.py", "environment/reasoning_gym_data.py"),
+    "reasoning_gym": ("environment/reasoning_gym_tasks.py",),
     "aiohttp": (
         "engines/sglang/",
         "reward/servers.py",

@@ -75,6 +75,7 @@ ENVIRONMENTS = Registry(
     built_in={
         CLASS: "laminar_py.environment.own_class:CLASS_KIND",
         "gymnasium": "laminar_py.environment.gymnasium_kind:GYMNASIUM",
+        "reasoning_gym": "laminar_py.environment.reasoning_gym_kind:REASONING_GYM",
         "tools": "laminar_py.environment.tools.kind:TOOLS",
     },
 )

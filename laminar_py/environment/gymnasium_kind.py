@@ -17,6 +17,7 @@ from pydantic import JsonValue, model_validator
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentKind
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.environment.answers import check_pattern, last_group
 from laminar_py.environment.protocol import Answer, End, Environment, Observation, Problem
 from laminar_py.environment.tools.calls import outside_reasoning
 
@@ -49,7 +50,7 @@ class GymnasiumEnvironment(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_pattern(self.pattern)
+        check_pattern(self.pattern)
         folded = [word.casefold().strip() for word in self.actions or ()]
         if self.actions is not None and (not all(folded) or len(set(folded)) < len(folded)):
             raise ConfigError(f"actions={', '.join(self.actions)}: two are the same, or one is empty; rename it")
@@ -84,8 +85,7 @@ class GymnasiumTurns:
     def step(self, action: str) -> Answer:
         """Take the action that a turn names, or say which there are."""
         said = outside_reasoning(action, begun=self._settings.opens_reasoning)
-        found = [match[1] or "" for match in self._pattern.finditer(said)]
-        number = self._numbers.get(found[-1].casefold().strip()) if found else None
+        number = self._numbers.get((last_group(self._pattern, said) or "").casefold())
         if number is None:
             words = self._settings.actions or self._numbers
             return Observation(f"No action. Write one of {', '.join(words)}.")
@@ -194,17 +194,6 @@ def _pattern_of(pattern: str | None, words: Sequence[str]) -> re.Pattern[str]:
     longest_first = sorted(words, key=len, reverse=True)
     own = rf"(?<![\w-])({'|'.join(map(re.escape, longest_first))})(?!\w)"
     return re.compile(own if pattern is None else pattern, re.IGNORECASE)
-
-
-def _check_pattern(pattern: str | None) -> None:
-    if pattern is None:
-        return
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ConfigError(f"pattern={pattern!r}: not a regular expression ({error}); mend it") from None
-    if not groups:
-        raise ConfigError(f"pattern={pattern!r}: has no group; put the action in parentheses")
 
 
 def _plain(observation: object) -> Any:
