@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--evaluates-answers", action="store_true", help="allow a scorer that runs answers as Python code"
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)  # settings may stand anywhere
     try:
         require_package(f"task={given.task}")
         config = dict(map(_setting, given.settings))

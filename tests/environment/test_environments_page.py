@@ -89,18 +89,21 @@ async def test_the_games_of_the_page_begin(place):
     assert text.startswith(("[S]FFF", "You have ")[place])
 
 
-def test_the_scripts_of_the_page_write_different_problems():
+def test_the_scripts_of_the_page_write_different_problems(tmp_path, monkeypatch):
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-    from laminar_py.environment.reasoning_gym_data import _setting, problems
+    from laminar_py.environment import reasoning_gym_data
 
-    prompts = []
+    monkeypatch.chdir(tmp_path)
     for line in re.search(r"^```\n(python -m .*?)^```$", PAGE, re.M | re.S)[1].splitlines():
-        _, _, module, task, _, size, _, seed, _, _, *settings = shlex.split(line)
-        assert module == "laminar_py.environment.reasoning_gym_data"
-        rows = problems(task, size=int(size), seed=int(seed), config=dict(map(_setting, settings)))
-        prompts.append({row["prompt"] for row in rows})
-    train, heldout = prompts
+        _, _, module, *arguments = shlex.split(line)
+        assert module == reasoning_gym_data.__name__
+        reasoning_gym_data.main(arguments)
+    train, heldout = (
+        {json.loads(line)["prompt"] for line in (tmp_path / name).read_text().splitlines()}
+        for name in ("train.jsonl", "heldout.jsonl")
+    )
     assert len(train) > 4900
+    assert len(heldout) > 190
     assert not train & heldout
 
 

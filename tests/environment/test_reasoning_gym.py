@@ -202,7 +202,7 @@ async def test_an_answer_is_judged_in_another_process_too(tmp_path):
 @needs_package
 def test_the_script_writes_problems_of_this_projects_form(tmp_path):
     out = tmp_path / "data" / "sums.jsonl"
-    given = ["chain_sum", "min_terms=3", "max_terms=3", "--size", "20", "--seed", "9", "--out", str(out)]
+    given = ["chain_sum", "min_terms=3", "--size", "20", "--seed", "9", "--out", str(out), "max_terms=3"]
     done = subprocess.run([sys.executable, "-m", SCRIPT, *given], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = list(map(json.loads, out.read_text().splitlines()))
