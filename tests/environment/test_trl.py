@@ -224,11 +224,16 @@ async def test_reset_gets_the_fields_that_it_names_and_without_get_reward_other_
 async def test_a_method_beyond_the_time_of_a_turn_ends_the_trajectory(opened, tmp_path):
     problem = Problem(prompt="Go", fields={"level": 3})
     async with opened("Narrow", timeout_s=0.3) as make:
-        story = TextStory(make, problem, tmp_path, timeout_s=0.3)
+        story, narrow = TextStory(make, problem, tmp_path, timeout_s=0.3), make()
         await story.say()
         assert (await story.say(turn(("tool", {"seconds": 0.0}))))[1] == "before"
         answer, _ = await story.say(turn(("tool", {"seconds": 2.0})))
     assert answer.failure is DropReason.ENVIRONMENT_TIMEOUT
+    narrow.reset(problem)
+    answer = await narrow.step(turn(("tool", {"seconds": 0.5})))
+    assert answer.messages == ("before",), (
+        "a call has no limit of its own, behind which the next would run beside it"
+    )
 
 
 @pytest.mark.parametrize(("name", "lost"), [("Child", False), ("Guess", True)])
