@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from laminar_py.config.engine import BACKENDS
+from laminar_py.config.environment import ENVIRONMENTS, EnvironmentConfig
 from laminar_py.config.reward import REWARDS, TermConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import Section
@@ -97,6 +98,22 @@ def of_rewards() -> list[str]:
     return parts
 
 
+def of_environments() -> list[str]:
+    """What each kind of environment adds, and sections that are its own."""
+    parts = []
+    for name in ENVIRONMENTS.names():
+        section = ENVIRONMENTS.get(name).settings
+        doc = " ".join((section.__doc__ or "").split())
+        parts.append(
+            f"### `environment` with `kind: {name}`\n\n{doc}\n\n{rows(section, beyond=EnvironmentConfig)}"
+        )
+        for field, info in section.model_fields.items():
+            if (inner := section_of(info)) is not None:
+                doc = " ".join((inner.__doc__ or "").split())
+                parts.append(f"#### `environment.{field}`\n\n{doc}\n\n{rows(inner)}")
+    return parts
+
+
 def document() -> str:
     """All of docs/config.md."""
     parts = [HEAD, "## Run\n\n" + rows(RunConfig)]
@@ -112,6 +129,8 @@ def document() -> str:
             parts += of_backends(section)
         if name == "reward":
             parts += of_rewards()
+        if name == "environment":
+            parts += of_environments()
         pending = [(f"{name}.{sub}", inner) for sub, inner in section.model_fields.items()] + pending
     return "\n\n".join(parts) + "\n"
 

@@ -39,13 +39,16 @@ class EngineTimes(Section):
 
     def steps_s(self, steps: int, *, running: int, kv_used: int) -> float:
         """Seconds of `steps` steps that begin with `kv_used` tokens and add one for each of `running`."""
+        first_s = self.step_s + self.sequence_s * running + self.kv_token_s * kv_used
         grown = running * steps * (steps - 1) / 2
-        return steps * self._first_s(running, kv_used) + self.kv_token_s * grown
+        return steps * first_s + self.kv_token_s * grown
 
     def steps_within(self, seconds: float, *, running: int, kv_used: int) -> int:
         """The most steps that take at most `seconds`."""
-        half = self.kv_token_s * running / 2
-        slope = self._first_s(running, kv_used) - half
+        first_s, half = self.steps_s(1, running=running, kv_used=kv_used), self.kv_token_s * running / 2
+        if first_s > seconds:
+            return 0
+        slope = first_s - half
         divisor = slope + math.sqrt(slope * slope + 4 * half * seconds)
         steps = int(2 * seconds / divisor) if divisor > 0 else 0
         while self.steps_s(steps + 1, running=running, kv_used=kv_used) <= seconds:
@@ -64,9 +67,6 @@ class EngineTimes(Section):
                 "prefill_tokens_per_s": self.prefill_tokens_per_s / times,
             }
         )
-
-    def _first_s(self, running: int, kv_used: int) -> float:
-        return self.step_s + self.sequence_s * running + self.kv_token_s * kv_used
 
 
 class LearnerTimes(Section):

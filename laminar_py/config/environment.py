@@ -4,7 +4,7 @@ A section is raw until `kind` names its own settings; a kind is built in or anno
 `laminar_py.environments`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
@@ -97,3 +97,20 @@ AnyEnvironmentConfig: TypeAlias = Annotated[
     SerializeAsAny[EnvironmentConfig], PlainValidator(_read_environment), WithJsonSchema({"type": "object"})
 ]
 """A section that is raw until the model of its kind has validated it; JSON keeps all of its fields."""
+
+
+def check_environment(environment: EnvironmentConfig | None, terms: Iterable[str], *, emulated: bool) -> None:
+    """Refuse a reward of environments where there are none, and environments that nothing is said to.
+
+    `terms` are the kinds of the reward's terms.
+    """
+    if environment is None and "environment" in terms:
+        raise ConfigError(
+            "reward.use=environment: no environment ends a trajectory with a reward; set `environment`, or name"
+            " another term"
+        )
+    if environment is not None and emulated:
+        raise ConfigError(
+            f"environment.kind={environment.kind}: emulated engines generate no text; leave it out, or the section"
+            " emulation"
+        )

@@ -15,7 +15,7 @@ from laminar_py.config.cluster import ClusterConfig, Device
 from laminar_py.config.data import DataConfig
 from laminar_py.config.emulation import EmulationConfig, check_emulation
 from laminar_py.config.engine import BACKENDS
-from laminar_py.config.environment import AnyEnvironmentConfig
+from laminar_py.config.environment import AnyEnvironmentConfig, check_environment
 from laminar_py.config.evaluation import EvalConfig, check_evaluation
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.lora import check_lora
@@ -108,6 +108,8 @@ class RunConfig(Section):
         check_planner(self.repack, self.schedule, rollout)
         check_evaluation(self.eval, rollout)
         check_sets(self.reward, self.eval.sets)
+        kinds = {term.kind for term in self.reward.terms}
+        check_environment(self.environment, kinds, emulated=self.emulation is not None)
         if self.emulation is not None:
             check_emulation(rollout.engine.kind, algorithm, self.learner, self.cluster, warm_start)
         with BACKENDS.blaming(rollout.engine.kind):

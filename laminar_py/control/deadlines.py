@@ -30,9 +30,11 @@ class Deadlines:
 
     async def enforce(self) -> None:
         """Close groups whose stragglers are past the deadline."""
-        now = self._clock.now()
+        now, deadline_s = self._clock.now(), self._book.settings.group_deadline_s
+        if deadline_s is None:
+            return
         for group in list(self._book.groups.values()):
-            if group.overdue(now, self._book.settings.group_deadline_s):
+            if group.overdue(now, deadline_s):
                 for member in group.pending:
                     self._book.moves.ends(member.id)
                     self._end(member)

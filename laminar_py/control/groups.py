@@ -41,9 +41,9 @@ class Group:
         """True where every member is READY, as in a group that a resumed run takes up."""
         return all(member.status is Status.READY for member in self.members.values())
 
-    def overdue(self, now: float, deadline_s: float | None) -> bool:
+    def overdue(self, now: float, deadline_s: float) -> bool:
         """True where its deadline has passed with members still pending."""
-        if deadline_s is None or self.first_finished_s is None:
+        if self.first_finished_s is None:
             return False
         return now - self.first_finished_s > deadline_s and self.is_pending
 

@@ -1,8 +1,9 @@
 """Knowledge of the controller about each replica. Pure: no clock, no socket; shared by the parts of `control`.
 
 Invariant: a view is a replica's last report, less what was sent since; a question has the answer that a look at
-all views would give. They change by the methods here alone, each of which puts its replica where that belongs in
-the rankings, so that what a report or an assignment asks costs no look at all of them.
+all views would give. They change by the methods here alone, each of which notes its replica; before the next
+question those that have changed are put where they belong in the rankings, once each, so that what a report or an
+assignment asks costs no look at all of them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -60,8 +61,7 @@ class ReplicaViews:
         self._idle = Ranking()
         self._placed = Ranking()  # by the oldest version that each may still serve
         self._leaving = Ranking()  # about to leave, in no other ranking but `_placed`, by the version they serve
-        for view in self.by_index.values():
-            self._rank(view)
+        self._changed = set(self.by_index)  # since they were ranked
 
     # ---- who is there
 
@@ -70,14 +70,14 @@ class ReplicaViews:
         view = self.by_index.setdefault(replica, ReplicaView(index=replica, has_place=False))
         self._num_placed += view.leaving and view.counts
         view.leaving = False
-        self._rank(view)
+        self._changed.add(view.index)
 
     def leave(self, replica: int) -> None:
         """Give a replica nothing new: it is about to leave, and counts for no share."""
         view = self.by_index[replica]
         self._num_placed -= view.counts and not view.leaving
         view.leaving = True
-        self._rank(view)
+        self._changed.add(view.index)
 
     # ---- what happens to a replica
 
@@ -89,7 +89,7 @@ class ReplicaViews:
         view.version, view.admissible = version, admissible - (view.sent - received)
         if view.loading == version or not view.in_flight:
             view.loading = None
-        self._rank(view)
+        self._changed.add(view.index)
 
     def send(self, replica: int, trajectory_id: str, *, pin: int | None = None) -> None:
         """Note what is handed over; `pin` is the only version it may run under."""
@@ -101,20 +101,20 @@ class ReplicaViews:
             view.admissible -= 1
         elif pin != view.serving:
             view.loading = pin
-        self._rank(view)
+        self._changed.add(view.index)
 
     def returned(self, replica: int, trajectory_id: str) -> None:
         """Note that a trajectory finished, was interrupted or dropped there."""
         view = self.by_index[replica]
         self.in_flight -= trajectory_id in view.in_flight
         view.in_flight.discard(trajectory_id)
-        self._rank(view)
+        self._changed.add(view.index)
 
     def retire(self, replica: int) -> None:
         """Give nothing more to a replica that is about to be replaced."""
         view = self.by_index[replica]
         view.version, view.admissible = -1, 0
-        self._rank(view)
+        self._changed.add(view.index)
 
     def forget(self, replica: int) -> set[str]:
         """Start anew with a replica that died; the trajectories it had."""
@@ -124,7 +124,7 @@ class ReplicaViews:
         )
         self.by_index[replica] = view
         self.in_flight -= len(before.in_flight)
-        self._rank(view)
+        self._changed.add(view.index)
         return before.in_flight
 
     def doubt(self, replica: int) -> None:
@@ -132,7 +132,7 @@ class ReplicaViews:
         view = self.by_index[replica]
         self._num_placed -= view.counts and not view.leaving
         view.in_doubt = True
-        self._rank(view)
+        self._changed.add(view.index)
 
     def planned(self, has_place: Iterable[bool]) -> None:
         """Note for which replicas, in order, the cluster has room; where there is none, nothing waits for one.
@@ -145,10 +145,15 @@ class ReplicaViews:
             if view.has_place != has:
                 self._num_placed += 0 if view.leaving or view.in_doubt else 1 if has else -1
                 view.has_place = has
-                self._rank(view)
+                self._changed.add(view.index)
+
+    def _settle(self) -> None:
+        """Put all that have changed where they belong."""
+        for index in self._changed:
+            self._rank(self.by_index[index])
+        self._changed.clear()
 
     def _rank(self, view: ReplicaView) -> None:
-        """Put a replica that has changed where it belongs."""
         index, load, version, stays = view.index, len(view.in_flight), view.version, not view.leaving
         self._serving.put(index, view.serving if stays and version >= 0 else None, load=load)
         for size, ranking in self._with_room.items():
@@ -167,6 +172,7 @@ class ReplicaViews:
 
     def with_room(self, size: int, *, oldest: int | None) -> ReplicaView | None:
         """The least loaded replica that admits `size` more, then the newest; of version `oldest` at least."""
+        self._settle()
         firsts = [
             (entries[0][0], -version, entries[0][1])
             for version, entries in self._with_room[size].by_version.items()
@@ -176,20 +182,24 @@ class ReplicaViews:
 
     def least_loaded(self, *, oldest: int) -> ReplicaView | None:
         """The least loaded replica that loads nothing, of version `oldest` at least."""
+        self._settle()
         lists = (entries for version, entries in self._serving.by_version.items() if version >= oldest)
         firsts = [entry for entries in lists for entry in islice(filter(self._keeps, entries), 1)]
         return self.by_index[min(firsts)[1]] if firsts else None
 
     def that_serve(self, version: int) -> Iterator[ReplicaView]:
         """Replicas whose next assignment runs under `version`, the least loaded first."""
+        self._settle()
         return (self.by_index[index] for _, index in self._serving.of(version))
 
     def leaving_that_serve(self, version: int) -> Iterator[ReplicaView]:
         """Replicas that are about to leave and serve `version`, for what nobody else can go on with."""
+        self._settle()
         return (self.by_index[index] for _, index in self._leaving.of(version))
 
     def idle_below(self, version: int, *, expecting: Callable[[int], bool]) -> ReplicaView | None:
         """An idle replica of an older version, which is not `expecting` anything under that."""
+        self._settle()
         return next((self.by_index[i] for _, i in self._idle.below(version) if not expecting(i)), None)
 
     def _keeps(self, entry: Entry) -> bool:
@@ -213,10 +223,12 @@ class ReplicaViews:
         One in doubt counts for none of them. Where none has a place the run ends, and nothing is given up that a
         resumed one can go on with. One that leaves still serves its version to what nobody else can go on with.
         """
+        self._settle()
         return min(self._placed.by_version, default=version) > version
 
     def num_starting(self) -> int:
         """Number of replicas that have not reported since they (re)started and were given nothing."""
+        self._settle()
         return len(self._starting)
 
     def by_version(self) -> dict[int, list[ReplicaView]]:

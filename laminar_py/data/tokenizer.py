@@ -6,6 +6,7 @@ generated is ever encoded again. Invariant: a prompt has the ids that transforme
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -50,6 +51,17 @@ class Tokenizer:
     def encode(self, text: str) -> IntArray:
         """[n] token ids of `text`, none added."""
         return np.array(self._encoding(text, begun=False).ids, dtype=np.int32)
+
+    def encode_literal(self, text: str) -> IntArray:
+        """[n] token ids of `text` in which the name of a special token is text like any other."""
+        (encoding,) = self._literal.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int32)
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
 
     def encode_prompt(self, text: str) -> IntArray:
         """[n] token ids of `text` after those with which the tokenizer's post-processor begins a text.

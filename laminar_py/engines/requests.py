@@ -18,7 +18,7 @@ def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None
         )
     if not len(request.prompt_ids):
         raise RefusedError(f"rid={rid}: the prompt is empty; give it at least one token")
-    if any(_is_outside(ids, vocab) for ids in (request.prompt_ids, request.prefix_ids)):
+    if _is_outside(request.prompt_ids, vocab) or _is_outside(request.prefix_ids, vocab):
         raise RefusedError(f"rid={rid}: a token id is outside the vocabulary of {vocab}; retokenise it")
     cuts = 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p < 1
     if sampling.temperature < 0 or not cuts:
@@ -32,4 +32,4 @@ def response_limit(request: GenerateRequest, *, max_len: int) -> int:
 
 def _is_outside(ids: IntArray, vocab: int) -> bool:
     """True where an id is negative, which is large without a sign, or `vocab` and more."""
-    return len(ids) > 0 and bool(ids.view(np.uint32).max() >= vocab)
+    return len(ids) > 0 and bool(np.maximum.reduce(ids.view(np.uint32)) >= vocab)

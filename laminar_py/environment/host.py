@@ -74,10 +74,12 @@ class EnvironmentHost:
         return await asyncio.shield(session.answer)
 
     def forget(self, trajectory_ids: list[str]) -> None:
-        """Let go of trajectories of which no turn is to come, and nobody asks for the last."""
+        """End the environments of trajectories of which no turn is to come.
+
+        Their last answers stay in files: a trajectory whose end is not on record when all dies asks again.
+        """
         for name in trajectory_ids:
             session = self._sessions.pop(name, None)
-            self._saved.forget(name)
             if session is not None:
                 self._end(session)
 
@@ -97,7 +99,8 @@ class EnvironmentHost:
         session.answer.set_result(found)
 
     async def _take(self, turn: ModelTurn, session: Session, before: Session | None) -> EnvironmentTurn:
-        saved = None if before is not None else self._saved.load(turn.trajectory_id)
+        is_here = before is not None and before.environment is not None
+        saved = None if is_here else self._saved.load(turn.trajectory_id)
         if saved is not None and saved.told == session.told:
             return saved.answer
         began = time.monotonic()

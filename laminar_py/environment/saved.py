@@ -1,10 +1,12 @@
 """Files that environments are rebuilt from after their process has died: the last answer, and the state if saved.
 
-Owned by `environment.host`. Invariant: an answer is in the file before anybody hears of it, so whoever asks again
-hears the same, whatever died meanwhile, and no turn that was answered is taken twice.
+Written by `environment.host`; the controller deletes what is of trajectories that are on record as ended. Invariant:
+an answer is in the file before anybody hears of it, so whoever asks again hears the same, whatever died meanwhile, and
+no turn that was answered is taken twice.
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -13,6 +15,11 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn
 
 SUFFIX = ".environment"
+
+
+def environments_path(run: Path) -> Path:
+    """Folder of these files in a run's folder."""
+    return run / "environments"
 
 
 class SavedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +51,14 @@ class SavedTurns:
         except FileNotFoundError:
             return None
 
-    def forget(self, trajectory_id: str) -> None:
-        """Delete what there is of a trajectory."""
-        self._path(trajectory_id).unlink(missing_ok=True)
+    def names(self) -> list[str]:
+        """Trajectories of which there is something."""
+        return [path.name.removesuffix(SUFFIX) for path in self._folder.glob(f"*{SUFFIX}")]
+
+    def forget(self, trajectory_ids: Iterable[str]) -> None:
+        """Delete what there is of these."""
+        for name in trajectory_ids:
+            self._path(name).unlink(missing_ok=True)
 
     def _path(self, trajectory_id: str) -> Path:
         return self._folder / f"{trajectory_id}{SUFFIX}"

@@ -1,10 +1,12 @@
 """Turns as text and ids: what the model said, and what an environment's answer is to a model of its kind.
 
 Owned by `environment.host`. Invariant: what a model sampled is decoded and never encoded again; an answer is
-encoded by itself and appended, so no earlier id depends on it.
+encoded by itself and appended, so no earlier id depends on it. Special tokens in what an environment says are text
+like any other: it cannot end or begin a turn.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +20,7 @@ from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.environment.protocol import Observation, Role
 from laminar_py.records.codec import IntArray
 
-OTHER_MARK = "turntwoturntwo"  # content of another turn, behind which the template must write the same
+OTHER_MARK = "turntwoturntwo"  # content of other turns
 REMEDY = "name a model whose chat template only appends, or write prompts as text"
 
 
@@ -27,6 +29,10 @@ class TextCodec(Protocol):
 
     def encode(self, text: str) -> IntArray:
         """[n] ids of a text, none added."""
+        ...
+
+    def encode_literal(self, text: str) -> IntArray:
+        """[n] ids of a text in which no special token is known."""
         ...
 
     def decode(self, ids: IntArray, *, special: bool = False) -> str:
@@ -59,14 +65,16 @@ class PlainWriter:
         return self.next(observation)
 
     def next(self, observation: Observation) -> IntArray:
-        """[n] ids of what an environment says after a turn."""
-        return self._codec.encode("".join(observation.messages))
+        """[n] ids of what an environment says after a turn. Raises `TemplateError`."""
+        return self._codec.encode_literal("".join(observation.messages))
 
 
 class ChatWriter(PlainWriter):
     """Answers as messages, as the model's chat template writes them between two turns of the assistant.
 
-    Raises `ConfigError` if the template does not just append: then what it writes depends on what came before.
+    What the assistant said earlier stays as it was sampled, whatever the template would make of it now. The
+    template is asked once how it writes so many messages of a role, with marks in their place. Raises
+    `ConfigError` if it does not just append: then what it writes depends on what came before.
     """
 
     def __init__(self, codec: TextCodec, template: Template, *, stop_ids: Sequence[int], model: str) -> None:
@@ -75,25 +83,56 @@ class ChatWriter(PlainWriter):
         self._faults = {role: fault for role in Role if (fault := self._fault(role))}
         if len(self._faults) == len(Role):
             raise ConfigError(f"model.path={model}: {self._faults[Role.USER]}, so turns cannot follow; {REMEDY}")
+        self._around = lru_cache(maxsize=64)(self._pieces)
 
     def first(self, observation: Observation) -> IntArray:
-        """[n] ids of messages before the first turn, and of its beginning."""
-        asked: list[Turn] = [{"role": Role.USER.value, "content": MARK}]
-        before = self._template.conversation(asked, answers=False)
-        return self._codec.encode(self._after(before, [*asked, *_turns(observation)]))
+        """[n] ids of messages before the first turn, and of its beginning. Raises `TemplateError`."""
+        return self._written(observation, is_first=True)
 
     def next(self, observation: Observation) -> IntArray:
         """[n] ids of what is between the end of a turn and the beginning of the next. Raises `TemplateError`."""
         if fault := self._faults.get(observation.role):
             raise TemplateError(f"{fault}, in a message of role {observation.role}")
-        return self._codec.encode(self._between(MARK, _turns(observation)))
+        return self._written(observation, is_first=False)
+
+    def _written(self, observation: Observation, *, is_first: bool) -> IntArray:
+        """Ids of the texts, and of what the template has around them."""
+        texts = observation.messages
+        around = self._around(observation.role, len(texts), is_first)
+        between = [
+            part
+            for text, after in zip(texts, around[1:], strict=True)
+            for part in (self._codec.encode_literal(text), after)
+        ]
+        return np.concatenate([around[0], *between])
+
+    def _pieces(self, role: Role, count: int, is_first: bool) -> list[IntArray]:
+        """Ids of what the template writes before, between and behind so many messages of a role."""
+        marks = [f"{OTHER_MARK}{place}x" for place in range(count)]
+        turns: list[Turn] = [{"role": role.value, "content": mark} for mark in marks]
+        rest = self._opening(turns) if is_first else self._between(MARK, turns)
+        pieces = []
+        for mark in marks:
+            before, found, rest = rest.partition(mark)
+            if not found:
+                raise TemplateError("the chat template leaves out a message, or writes messages in another order")
+            pieces.append(before)
+        return [self._codec.encode(piece) for piece in (*pieces, rest)]
+
+    def _opening(self, turns: list[Turn]) -> str:
+        """Text of messages behind a prompt, and of the beginning of the assistant's turn."""
+        asked: list[Turn] = [{"role": Role.USER.value, "content": MARK}]
+        before = self._template.conversation(asked, answers=False)
+        text = self._template.conversation([*asked, *turns], answers=True)
+        if not text.startswith(before):
+            raise TemplateError("the chat template writes a first message otherwise once there is another")
+        return text.removeprefix(before)
 
     def _between(self, said: str, turns: list[Turn]) -> str:
         """Text behind the token that ends a turn in which the assistant `said` something."""
         spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": said}]
-        text = self._template.conversation([*spoken, *turns], answers=True)
-        _, mark, after = text.rpartition(said)
-        if not mark:
+        _, found, after = self._template.conversation([*spoken, *turns], answers=True).partition(said)
+        if not found:
             raise TemplateError("the chat template leaves out what the assistant said")
         return self._without_end(after)
 
@@ -104,15 +143,9 @@ class ChatWriter(PlainWriter):
             raise TemplateError("the chat template writes no token behind a turn that ends it")
         return text.removeprefix(self._codec.decode(ids[:1], special=True))
 
-    def _after(self, before: str, messages: list[Turn]) -> str:
-        text = self._template.conversation(messages, answers=True)
-        if not text.startswith(before):
-            raise TemplateError("the chat template writes a first message otherwise once there is another")
-        return text.removeprefix(before)
-
     def _fault(self, role: Role) -> str:
         """Why messages of a role cannot follow a turn; "" where they can."""
-        answer = _turns(Observation("5", role=role))
+        answer: list[Turn] = [{"role": role.value, "content": "5"}]
         try:
             same = self._between(MARK, answer) == self._between(OTHER_MARK, answer)
         except TemplateError as error:
@@ -128,10 +161,6 @@ def open_writer(model: Path, chat: ChatConfig, settings: EnvironmentConfig, *, m
     encoder = PromptEncoder(tokenizer, model, chat, settings)
     tokenizer = tokenizer.ending(encoder.template_ends())
     return ChatWriter(tokenizer, encoder, stop_ids=tokenizer.eos_ids, model=str(model))
-
-
-def _turns(observation: Observation) -> list[Turn]:
-    return [{"role": observation.role.value, "content": text} for text in observation.messages]
 
 
 def turns_of(ids: IntArray, spans: Sequence[Any]) -> list[IntArray]:

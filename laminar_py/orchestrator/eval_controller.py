@@ -172,6 +172,7 @@ class EvalController:
             "housekeeping": self._keep_house(),
             "keep-replicas": self._replicas.keep(),
             "keep-environments": self._environments.keep(),
+            "sweep-environments": self._environments.sweep(self._scheduler.awaits_score),
         }
         return [tasks.create_task(work, name=name) for name, work in works.items()]
 

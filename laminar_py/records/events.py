@@ -78,7 +78,7 @@ class Interrupted(Event, frozen=True, kw_only=True):
     used_s: float = 0.0  # of generation until then, on all replicas, as last reported
 
 
-class Finished(Event, frozen=True, kw_only=True):
+class Finished(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The engine ended it. `digest` is `digests.response_digest` of its pieces."""
 
     trajectory_id: str

@@ -4,7 +4,7 @@ Where a reward function scores the response as a whole, every token has the same
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -71,7 +71,7 @@ class Returns:
 
     def less(self, cost: float) -> "Returns":
         """Returns of a response that loses `cost` at its end."""
-        return replace(self, total=self.total - cost, mean=self.mean - cost)
+        return Returns(total=self.total - cost, mean=self.mean - cost, variance=self.variance, noise=self.noise)
 
 
 def returns_of(total: float, earned: Earned | None = None) -> Returns:

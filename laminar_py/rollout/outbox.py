@@ -4,6 +4,7 @@ Invariant: what was put in is in exactly one report, in the order in which it ca
 """
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from laminar_py.records.engine import EngineStatus
@@ -74,6 +75,9 @@ class Outbox:
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
     """Return once an event is set, which the end of so many seconds does itself; at once where there are none."""
     if event.is_set() or seconds <= 0:
+        return
+    if seconds == math.inf:
+        await event.wait()
         return
     timer = asyncio.get_running_loop().call_later(seconds, event.set)
     try:

@@ -333,8 +333,10 @@ class Replica:
     def _look(self) -> EngineStatus:
         """Status of the engine; a lost one holds nothing."""
         if self._admission.state is not ReplicaState.LOST:
-            with self._watching_for_loss():
+            try:
                 return self._engine.status()
+            except EngineLostError as error:
+                self._lose(error)
         return EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=self._loader.version)
 
     # ---- what it has

@@ -225,7 +225,7 @@ class SimulatedFleet:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(life.replica.run(), name="run")
             while True:
-                report = await life.replica.collect(NEVER_S)
+                report = await life.replica.collect(math.inf)
                 self._reports.send(partial(self._take_in, life, report))
 
     async def _until_failure(self, life: ReplicaLife, draw: random.Random) -> None:

@@ -5,6 +5,7 @@ timers keep no order.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 
@@ -14,16 +15,21 @@ class OneWay:
     def __init__(self, takes_s: float) -> None:
         self._takes_s = takes_s
         self._loop = asyncio.get_running_loop()
-        self._sent: asyncio.Queue[tuple[float, Callable[[], Awaitable[None]]]] = asyncio.Queue()
+        self._sent: deque[tuple[float, Callable[[], Awaitable[None]]]] = deque()
+        self._any = asyncio.Event()
 
     def send(self, arrive: Callable[[], Awaitable[None]]) -> None:
         """Have that done when it has come there."""
-        self._sent.put_nowait((self._loop.time() + self._takes_s, arrive))
+        self._sent.append((self._loop.time() + self._takes_s, arrive))
+        self._any.set()
 
     async def run(self) -> None:
         """Carry all of it, until cancelled."""
         while True:
-            due_s, arrive = await self._sent.get()
-            if due_s > self._loop.time():
-                await asyncio.sleep(due_s - self._loop.time())
-            await arrive()
+            await self._any.wait()
+            self._any.clear()
+            while self._sent:
+                due_s, arrive = self._sent.popleft()
+                if due_s > self._loop.time():
+                    await asyncio.sleep(due_s - self._loop.time())
+                await arrive()

@@ -7,29 +7,19 @@ their times, those of one moment in the order in which they were set, whatever o
 import asyncio
 import math
 import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextvars import Context
+from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 DAY_S = 86_400.0
 TICK_S = 2.0**-28  # times are whole ticks, whose sums and differences are exact; asyncio looks 1 ns ahead
-LOOK_EVERY = 256  # times that the loop asks, between looks at sockets, of which a simulation has none
-
-
-class TimerTime(float):
-    """Time of a timer; of equal ones that with the lower `place` is the earlier."""
-
-    __slots__ = ("place",)
-    place: int
-
-    def __lt__(self, other: float) -> bool:
-        """Compare with another timer."""
-        if float.__lt__(self, other):
-            return True
-        return float.__eq__(self, other) and isinstance(other, TimerTime) and self.place < other.place
+LOOK_EVERY = 256  # rounds between looks at sockets, of which a simulation has none
+MOST_CANCELLED = 100  # timers, besides half of all, that stay after they were cancelled
 
 
 class LoopClock:
@@ -43,44 +33,44 @@ class LoopClock:
         return self._loop.time()
 
 
-class _Skipping(selectors.DefaultSelector):
-    """Waits for no time, and says how much of it would have passed."""
-
-    skipped_s = 0.0
-    asked = 0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return what is ready at once; with no timer to come, wait for a socket."""
-        self.asked += 1
-        if timeout is None:
-            return super().select(None)
-        self.skipped_s += max(0.0, timeout)
-        return super().select(0) if self.asked % LOOK_EVERY == 0 else []
-
-
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Event loop on virtual time, which `skip` and idling move on."""
 
+    _ready: deque[asyncio.Handle]  # asyncio's own, as the next two: what the next round runs
+    _stopping: bool
+    _selector: selectors.BaseSelector
+
     def __init__(self) -> None:
-        self._skipping = _Skipping()
-        self._num_timers = 0
-        super().__init__(self._skipping)
+        self._now_s = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # heap: time, place among all
+        self._num_timers = self._num_cancelled = self._num_rounds = 0
+        super().__init__()
 
     def time(self) -> float:
         """Virtual seconds since it was made."""
-        return self._skipping.skipped_s
+        return self._now_s
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Have that run in the next round."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Set a timer, at the next tick."""
-        at_s = TimerTime(_next_tick(when))
-        at_s.place = self._num_timers = self._num_timers + 1
-        return super().call_at(at_s, callback, *args, context=context)
+        at_s = _next_tick(when)
+        timer = asyncio.TimerHandle(at_s, callback, args, self, context)
+        self._num_timers += 1
+        heappush(self._timers, (at_s, self._num_timers, timer))
+        return timer
 
     def skip(self, seconds: float) -> None:
         """Let so much time pass in which nothing runs."""
-        self._skipping.skipped_s += _next_tick(seconds)
+        self._now_s += _next_tick(seconds)
 
     def run_in_executor(  # type: ignore[override]  # the answer is there already
         self, executor: Executor | None, function: Callable[..., Any], *arguments: Any
@@ -92,6 +82,41 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         except Exception as error:  # noqa: BLE001 - whatever it raises is the future's
             done.set_exception(error)
         return done
+
+    def _run_once(self) -> None:
+        """In the place of asyncio's: a round of what is ready, to which time passes where nothing is."""
+        self._num_rounds += 1
+        if not self._ready and not self._stopping:
+            self._idle()
+        elif self._num_rounds % LOOK_EVERY == 0:
+            self._look(0)
+        while self._timers and self._timers[0][0] <= self._now_s:
+            self._ready.append(heappop(self._timers)[2])
+        for _ in range(len(self._ready)):
+            handle = self._ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _idle(self) -> None:
+        """Have it be the time of the next timer; with none to come, wait for a socket."""
+        while self._timers and self._timers[0][2].cancelled():
+            heappop(self._timers)
+        if self._timers:
+            self._now_s = max(self._now_s, self._timers[0][0])
+        else:
+            self._look(None)
+
+    def _look(self, timeout_s: float | None) -> None:
+        """Have what came on sockets be ready."""
+        self._process_events(self._selector.select(timeout_s))  # type: ignore[attr-defined]  # asyncio's own
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Forget those that were cancelled once they may be more than others."""
+        self._num_cancelled += 1
+        if self._num_cancelled > MOST_CANCELLED + len(self._timers) // 2:
+            self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
+            heapify(self._timers)
+            self._num_cancelled = 0
 
 
 def _next_tick(seconds: float) -> float:

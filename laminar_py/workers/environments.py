@@ -5,10 +5,11 @@ is rebuilt in the one that has its name after it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from laminar_py.cluster.part import Part
+from laminar_py.environment.saved import SavedTurns, environments_path
 from laminar_py.records.codec import encode
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import Keeper, PartSpec
@@ -18,6 +19,7 @@ from laminar_py.workers.specs import EnvironmentSpec
 START_S = 120.0
 WATCH_S = 5.0  # of one look at a process
 PATIENCE_S = 30.0  # of an answer to that
+SWEEP_S = 10.0
 CALLS = 4096  # at the same time, most of which wait for their turn
 FIRST_STARTS = 2  # that may fail before the run does
 
@@ -51,6 +53,17 @@ class EnvironmentProcesses:
         async with asyncio.TaskGroup() as tasks:
             for keeper in self._keepers:
                 tasks.create_task(keeper.calling(self._watch), name="keep-environments")
+
+    async def sweep(self, is_followed: Callable[[str], bool]) -> None:
+        """Delete files of trajectories that nobody follows any more, once that is on record; until cancelled."""
+        if not self._keepers:
+            return
+        saved = SavedTurns(environments_path(self._incarnation.run.path))
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            ended = [name for name in await asyncio.to_thread(saved.names) if not is_followed(name)]
+            await self._incarnation.ledger.commit()
+            await asyncio.to_thread(saved.forget, ended)
 
     async def _watch(self, parts: Sequence[Part]) -> None:
         while True:

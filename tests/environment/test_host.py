@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from laminar_py.environment.protocol import End, Observation
+from laminar_py.environment.saved import SavedTurns
 from laminar_py.records.environment import ModelTurn
 from laminar_py.records.spans import add_span
 from laminar_py.records.trajectory import DropReason, Span
@@ -63,6 +64,8 @@ async def test_what_was_answered_is_answered_the_same_by_another_process(tmp_pat
     story.host = make_host(Diary, tmp_path)
     assert (await story.ask()).ids.tolist() == answer.ids.tolist()
     assert Diary.steps == ["ab"], "no turn that was answered is taken twice"
+    story.append(answer.ids, None)
+    assert (await story.say(3)).failure is None, "it goes on from there"
 
 
 async def test_an_environment_with_snapshots_goes_on_from_its_last(tmp_path):
@@ -128,12 +131,16 @@ async def test_the_cap_on_turns_cuts(tmp_path):
     assert (await story.say(1)).is_cut
 
 
-async def test_an_end_has_its_reward_and_leaves_nothing_once_it_is_forgotten(tmp_path):
+async def test_an_end_has_its_reward_and_is_answered_again_until_its_file_is_deleted(tmp_path):
     story = Story(make_host(Chatter, tmp_path), turns=1)
     await story.say()
     answer = await story.say(1, 2, 3)
     assert (answer.ends, answer.reward) == (True, 3.0)
     story.host.forget(["g0.0"])
+    assert (await story.ask()).reward == 3.0
+    saved = SavedTurns(tmp_path)
+    assert saved.names() == ["g0.0"]
+    saved.forget(saved.names())
     assert not list(tmp_path.iterdir())
 
 

@@ -108,7 +108,7 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
     await engine.start()
     weights = Folders(folders)
     segments, label = folders[0].parent / "segments", f"replica-0-1-{next(STARTS)}"
-    options = {"tells_partials": True, **options}
+    options = {"tells_partials": True, "partial_interval_s": 0.05, **options}
     replica = Replica(
         0,
         engine=engine,
@@ -118,7 +118,6 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
         on_new_weights=policy,
         batch=batch,
         max_batch=8,
-        partial_interval_s=0.05,
         **options,
     )
     story = Story(replica, segments, label)

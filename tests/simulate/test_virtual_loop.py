@@ -67,3 +67,20 @@ def test_a_result_is_not_made_a_string_of():
         return Large()
 
     assert isinstance(virtually(make()), Large)
+
+
+def test_timers_that_were_cancelled_neither_fire_nor_pile_up():
+    fired = []
+
+    async def lead():
+        loop = asyncio.get_running_loop()
+        for _ in range(1000):
+            loop.call_later(1e6, fired.append, "far").cancel()
+            loop.call_later(0.5, fired.append, "near").cancel()
+            await asyncio.sleep(0)
+        await asyncio.sleep(1.0)
+        return loop.time(), len(loop._timers)
+
+    at_s, num_timers = virtually(lead())
+    assert (at_s, fired) == (1.0, [])
+    assert num_timers < 200

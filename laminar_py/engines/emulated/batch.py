@@ -3,7 +3,6 @@ looks at all of them.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -44,33 +43,23 @@ class Batch:
 
     def __init__(self, *, reserve: int) -> None:
         self._steps = reserve
-        self._jobs: dict[str, EmulatedJob] = {}  # the oldest admission first
+        self.jobs: dict[str, EmulatedJob] = {}  # by id, the oldest admission first; changed here alone
         self._ends: list[tuple[int, int, EmulatedJob]] = []  # heap: last step, number of the admission
         self._young: deque[tuple[int, EmulatedJob]] = deque()  # admitted within `reserve` steps, oldest first
         self._young_since = self._num_young = 0  # sum of their first steps, and number, of those that run
         self._prompts: Counter[tuple[str, int]] = Counter()  # requests by group and version
         self._num_admitted = 0
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[EmulatedJob]:
-        return iter(self._jobs.values())
-
-    def get(self, rid: str) -> EmulatedJob | None:
-        """The request of that id, if it runs."""
-        return self._jobs.get(rid)
-
     @property
     def youngest(self) -> EmulatedJob:
         """The request that was admitted last."""
-        return next(reversed(self._jobs.values()))
+        return next(reversed(self.jobs.values()))
 
     def add(self, job: EmulatedJob, *, step: int, version: int) -> None:
         """Admit a request after so many steps of the engine, under its present weights."""
         self._num_admitted += 1
         job.since, job.version, job.stay, job.is_young = step, version, self._num_admitted, True
-        self._jobs[job.request.rid] = job
+        self.jobs[job.request.rid] = job
         heappush(self._ends, (job.last_step, job.stay, job))
         self._young.append((job.stay, job))
         self._young_since, self._num_young = self._young_since + step, self._num_young + 1
@@ -78,13 +67,13 @@ class Batch:
 
     def remove(self, job: EmulatedJob) -> None:
         """Take out a request."""
-        del self._jobs[job.request.rid]
+        del self.jobs[job.request.rid]
         self._release(job)
         job.stay, prompt = -1, (job.request.group_id, job.version)
         self._prompts[prompt] -= 1
         if not self._prompts[prompt]:
             del self._prompts[prompt]
-        if not self._jobs:
+        if not self.jobs:
             self._ends.clear()
             self._young.clear()
 

@@ -8,9 +8,9 @@ busy machine delays only when others hear of them. A timer that fails is the los
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TypeVarTuple
 
 from blake3 import blake3
 
@@ -18,12 +18,14 @@ from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.scheduler import EmulatedScheduler
+from laminar_py.engines.emulated.stream import DeltaStream
 from laminar_py.engines.requests import check_request
 from laminar_py.engines.weight_folder import weights_layout
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.protocols import EngineLostError
 
 log = logging.getLogger(__name__)
+Ts = TypeVarTuple("Ts")
 
 
 def hash_weights(folder: Path) -> str:
@@ -77,8 +79,7 @@ class EmulatedEngine:
         self._pace = 1.0
         self.busy = False  # True while there are steps to make
         self._scheduler = EmulatedScheduler(times, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity)
-        # A stream holds at most max_len deltas, so it needs no bound of its own.
-        self._streams: dict[str, asyncio.Queue[Delta | EngineLostError]] = {}
+        self._streams: dict[str, DeltaStream] = {}
         self._checksum = "unloaded"
         self._lost = asyncio.Event()
         self._loss: EngineLostError | None = None
@@ -104,17 +105,15 @@ class EmulatedEngine:
         if rid in self._streams:
             raise ValueError(f"rid={rid}: is being generated already; abort it first")
         check_request(request, max_len=self._max_len, vocab=self._vocab)
-        stream = self._streams[rid] = asyncio.Queue[Delta | EngineLostError]()
+        stream = self._streams[rid] = DeltaStream(self._loop)
         self._scheduler.submit(self._now(), request, self._responses.respond(request))
         self._deliver()
         try:
             while True:
-                delta = await stream.get()
-                if isinstance(delta, EngineLostError):
-                    raise delta
-                yield delta
-                if delta.finish_reason is not None:
-                    return
+                for delta in await stream.take():
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
         finally:
             if self._loss is None and self._streams.get(rid) is stream:
                 del self._streams[rid]
@@ -169,8 +168,7 @@ class EmulatedEngine:
     def status(self) -> EngineStatus:
         """See `InferenceEngine.status`; exact at this moment."""
         self._raise_if_lost()
-        self._scheduler.advance(self._now())
-        self._deliver()
+        self._advance(self._now())
         return self._scheduler.status()
 
     def pace(self, share: float) -> None:
@@ -211,7 +209,7 @@ class EmulatedEngine:
         for delta in self._scheduler.take_deltas():
             stream = self._streams.get(delta.rid)
             if stream is not None:
-                stream.put_nowait(delta)
+                stream.put(delta)
                 if delta.finish_reason is not None:
                     del self._streams[delta.rid]
         due_s = self._scheduler.next_event_s
@@ -234,20 +232,20 @@ class EmulatedEngine:
     def _on_event(self, due_s: float) -> None:
         """The timer may fire a rounding error early; the event is due nevertheless."""
         self._due_s = self._event_timer = None
-        with self._losing():
-            self._scheduler.advance(max(due_s, self._now()))
-            self._deliver()
+        self._guard(self._advance, max(due_s, self._now()))
 
     def _flush(self) -> None:
         self._flush_timer = None
-        with self._losing():
-            self.deliver()
+        self._guard(self.deliver)
 
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
-        """Nobody awaits a timer: what fails there ends the engine."""
+    def _advance(self, now: float) -> None:
+        self._scheduler.advance(now)
+        self._deliver()
+
+    def _guard(self, act: Callable[[*Ts], None], *args: *Ts) -> None:
+        """Do what a timer is for. Nobody awaits that: what fails there ends the engine."""
         try:
-            yield
+            act(*args)
         except Exception as error:
             log.exception("the emulated engine failed")
             self._lose(" ".join(f"{type(error).__name__}: {error}".split()), error)
@@ -260,7 +258,7 @@ class EmulatedEngine:
             if timer is not None:
                 timer.cancel()
         for stream in self._streams.values():
-            stream.put_nowait(self._loss)
+            stream.lose(self._loss)
 
     def _raise_if_lost(self) -> None:
         if self._loss is not None:

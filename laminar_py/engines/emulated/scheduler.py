@@ -43,6 +43,8 @@ class EmulatedScheduler:
         self._kv_used = 0
         self._paused = self._loading = False
         self._version = -1
+        self._event: tuple[float, int] | None = None  # the next one, unless something has changed since
+        self._is_known = False
 
     # ---- time
 
@@ -59,18 +61,18 @@ class EmulatedScheduler:
             self._settle()
         if self._held:
             return
-        if event is None or not self._running:
-            self._boundary_s = max(self._boundary_s, now)
+        if event is None or not self._running.jobs:
+            self._begin_at(max(self._boundary_s, now))
         elif now > self._boundary_s:
             past = now - self._boundary_s
-            done = self._times.steps_within(past, running=len(self._running), kv_used=self._kv_used)
+            done = self._times.steps_within(past, running=len(self._running.jobs), kv_used=self._kv_used)
             self._step(min(done, event[1] - 1))  # the event itself is ahead
 
     def status(self) -> EngineStatus:
         """State as of the last `advance`."""
         waiting = len(self._continued) + len(self._fresh)
         return EngineStatus(
-            running=len(self._running),
+            running=len(self._running.jobs),
             waiting=waiting,
             kv_used=self._kv_used,
             kv_capacity=self._kv_capacity,
@@ -79,7 +81,7 @@ class EmulatedScheduler:
 
     def lengths(self) -> dict[str, int]:
         """Response tokens of each running request, by its id, as of the last `advance`."""
-        return {job.request.rid: self._length(job) for job in self._running}
+        return {job.request.rid: self._length(job) for job in self._running.jobs.values()}
 
     def take_deltas(self) -> list[Delta]:
         """Deltas since the last call, in order."""
@@ -88,7 +90,7 @@ class EmulatedScheduler:
 
     def flush(self) -> None:
         """Send what running requests have."""
-        for job in self._running:
+        for job in self._running.jobs.values():
             self._send(job)
 
     # ---- from outside; each advances to its own moment
@@ -107,9 +109,10 @@ class EmulatedScheduler:
     def abort(self, now: float, rid: str) -> None:
         """End a request wherever it is, if it is here."""
         self._touch(now)
-        job = self._running.get(rid)
+        job = self._running.jobs.get(rid)
         if job is not None:
             self._end(job, FinishReason.ABORT)
+            return
         for queue in (self._continued, self._fresh):
             for waiting in [job for job in queue if job.request.rid == rid]:
                 queue.remove(waiting)
@@ -123,10 +126,10 @@ class EmulatedScheduler:
             case PauseMode.IN_PLACE:
                 self.flush()
             case PauseMode.RETRACT:
-                for job in reversed(list(self._running)):
+                for job in list(reversed(self._running.jobs.values())):
                     self._retract(job)
             case PauseMode.ABORT:
-                for job in list(self._running):
+                for job in list(self._running.jobs.values()):
                     self._end(job, FinishReason.ABORT)
                 for job in (*self._continued, *self._fresh):
                     self._emit(job, job.length, FinishReason.ABORT)
@@ -140,9 +143,9 @@ class EmulatedScheduler:
     def begin_load(self, now: float, version: int) -> None:
         """Admit nothing more until `end_load`. `RuntimeError` while requests run, `ValueError` if it goes back."""
         self._touch(now)
-        if self._running and not self._paused:
+        if self._running.jobs and not self._paused:
             raise RuntimeError(
-                f"version {version} cannot load while {len(self._running)} requests run; pause first"
+                f"version {version} cannot load while {len(self._running.jobs)} requests run; pause first"
             )
         if version < self._version:
             raise ValueError(f"version {version} is older than {self._version}; versions never go back")
@@ -163,16 +166,31 @@ class EmulatedScheduler:
     def _hold(self, now: float, *, paused: bool, loading: bool) -> None:
         if not self._held:
             self._owed_s = max(0.0, self._boundary_s - now)
-        self._paused, self._loading = paused, loading
+        self._paused, self._loading, self._is_known = paused, loading, False
         if not self._held:
-            self._boundary_s = now + (self._owed_s if self._running else 0.0)
+            self._begin_at(now + (self._owed_s if self._running.jobs else 0.0))
             self._owed_s = 0.0
             self._touched_s = now
             self.advance(now)
 
     def _touch(self, now: float) -> None:
+        """Advance to a moment at which something changes."""
         self.advance(now)
-        self._touched_s = now
+        self._touched_s, self._is_known = now, False
+
+    def _next_event(self) -> tuple[float, int] | None:
+        """Time of the next event, and the steps until then; None while there is none to come."""
+        if not self._is_known:
+            self._event, self._is_known = self._find_event(), True
+        return self._event
+
+    def _find_event(self) -> tuple[float, int] | None:
+        if self._held:
+            return None
+        if not self._running.jobs:
+            return (self._boundary_s, 0) if self._continued or self._fresh else None
+        steps = self._steps_to_event()
+        return self._boundary_s + self._duration(steps), steps
 
     def _steps_to_event(self) -> int:
         """Steps that the batch makes before anything else may happen; it is not empty."""
@@ -182,43 +200,42 @@ class EmulatedScheduler:
             return 1
         return min(
             self._running.next_end - self._num_steps,
-            (self._kv_capacity - self._kv_used) // len(self._running),
+            (self._kv_capacity - self._kv_used) // len(self._running.jobs),
         )
 
-    def _next_event(self) -> tuple[float, int] | None:
-        """Time of the next event, and the steps until then; None while there is none to come."""
-        if self._held:
-            return None
-        if not self._running:
-            return (self._boundary_s, 0) if self._head else None
-        steps = self._steps_to_event()
-        return self._boundary_s + self._duration(steps), steps
-
     def _duration(self, steps: int) -> float:
-        return self._times.steps_s(steps, running=len(self._running), kv_used=self._kv_used)
+        return self._times.steps_s(steps, running=len(self._running.jobs), kv_used=self._kv_used)
 
     def _step(self, steps: int) -> None:
+        if not steps:
+            return
+        num_tokens = steps * len(self._running.jobs)
         self._compute(self._duration(steps))
         self._num_steps += steps
-        self._kv_used += steps * len(self._running)
-        self.num_tokens += steps * len(self._running)
+        self._kv_used += num_tokens
+        self.num_tokens += num_tokens
 
     def _compute(self, seconds: float) -> None:
-        self._boundary_s += seconds
+        self._begin_at(self._boundary_s + seconds)
         self.busy_s += seconds
+
+    def _begin_at(self, boundary_s: float) -> None:
+        """Have the next step begin then."""
+        self._boundary_s, self._is_known = boundary_s, False
 
     def _settle(self) -> None:
         """Do what is due between two steps; a request's first token is sent at once."""
         for job in self._newcomers:
-            if self._running.get(job.request.rid) is job:
+            if self._running.jobs.get(job.request.rid) is job:
                 self._send(job)
         self._newcomers = [job for job in self._newcomers if job.since == self._num_steps]
-        while self._running and self._running.next_end == self._num_steps:
+        while self._running.jobs and self._running.next_end == self._num_steps:
             job = self._running.next_to_end
             self._end(job, job.response.reason)
-        while len(self._running) > 1 and self._kv_used + len(self._running) > self._kv_capacity:
+        while len(self._running.jobs) > 1 and self._kv_used + len(self._running.jobs) > self._kv_capacity:
             self._retract(self._running.youngest)
         self._admit()
+        self._is_known = False
 
     def _admit(self) -> None:
         num_tokens = 0
@@ -230,21 +247,16 @@ class EmulatedScheduler:
             self._kv_used += job.context
         self._compute(num_tokens / self._times.prefill_tokens_per_s)
 
-    @property
-    def _head(self) -> EmulatedJob | None:
-        queue = self._continued or self._fresh
-        return queue[0] if queue else None
-
     def _has_room(self) -> bool:
         """True where the next waiting request may run; a request that is alone always fits."""
-        job = self._head
-        if job is None or len(self._running) == self._max_batch:
+        queue, num_running = self._continued or self._fresh, len(self._running.jobs)
+        if not queue or num_running == self._max_batch:
             return False
-        if not self._running:
+        if not num_running:
             return True
-        growth = max(self._times.reserve_tokens, len(self._running) + 1)
+        growth = max(self._times.reserve_tokens, num_running + 1)
         reserved = self._running.reserved(self._num_steps)
-        return self._kv_used + reserved + job.context + growth <= self._kv_capacity
+        return self._kv_used + reserved + queue[0].context + growth <= self._kv_capacity
 
     def _prefill_tokens(self, job: EmulatedJob) -> int:
         """Without its prompt, if that is in the cache of a sibling by the present weights."""

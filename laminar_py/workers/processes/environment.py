@@ -23,7 +23,7 @@ class EnvironmentActor(PartActor):
         from laminar_py.config.environment import ENVIRONMENTS
         from laminar_py.environment.calls import EnvironmentCalls
         from laminar_py.environment.host import EnvironmentHost
-        from laminar_py.environment.saved import SavedTurns
+        from laminar_py.environment.saved import SavedTurns, environments_path
         from laminar_py.environment.writer import open_writer
 
         spec = decode(EnvironmentSpec, data)
@@ -38,7 +38,7 @@ class EnvironmentActor(PartActor):
             make,
             calls=self._calls,
             writer=open_writer(config.model.path, config.data.chat, settings, messages=spec.messages),
-            saved=SavedTurns(Path(spec.run_dir) / "environments"),
+            saved=SavedTurns(environments_path(Path(spec.run_dir))),
             limits=settings,
         )
         self._ready.set()

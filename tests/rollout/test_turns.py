@@ -1,0 +1,173 @@
+"""A replica whose trajectories an environment answers: who has the next word, and what becomes of who waits."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import msgspec
+import numpy as np
+import pytest
+
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.records.engine import SamplingParams
+from laminar_py.records.environment import EnvironmentTurn, Problem
+from laminar_py.records.spans import num_turns
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason
+from laminar_py.segments.frames import whole_frames
+from tests.learner.builders import VOCAB, make_model_folder
+from tests.rollout.test_replica import assignment, serving
+
+STOP_IDS = tuple(range(VOCAB // 2))  # so that a turn of a model of random weights has a few tokens
+SAYS = np.array([5, 6, 7], np.int32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return [make_model_folder(root / str(seed), seed=seed) for seed in range(2)]
+
+
+class Scripted:
+    """Environments that answer by `script(turns)`, from the turn `holds_at` on once `go` is set."""
+
+    def __init__(self, script, *, holds_at=None):
+        self.script, self.holds_at = script, holds_at
+        self.asked, self.forgotten = [], []
+        self.go = asyncio.Event()
+
+    async def answer(self, turn):
+        turns = num_turns(turn.spans)
+        self.asked.append((turn.trajectory_id, turns, len(turn.response_ids)))
+        if turns == self.holds_at:
+            await self.go.wait()
+        return self.script(turns)
+
+    async def forget(self, trajectory_id):
+        self.forgotten.append(trajectory_id)
+
+
+def says(turns):
+    return EnvironmentTurn(ids=SAYS, elapsed_s=0.5)
+
+
+def ends_after(most):
+    def script(turns):
+        return EnvironmentTurn(ends=True, reward=2.0) if turns == most else says(turns)
+
+    return script
+
+
+def with_problem(name, *, length=200, **options):
+    item = assignment(name, **options)
+    sampling = SamplingParams(max_new_tokens=length, stop_ids=STOP_IDS, seed=7)
+    return msgspec.structs.replace(item, sampling=sampling, problem=Problem(prompt="?"))
+
+
+@asynccontextmanager
+async def begun(folders, environments, *items, **options):
+    """A replica that has taken these up."""
+    async with serving(folders, environments=environments, **options) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit(items)
+        yield story, weights
+
+
+async def test_an_environment_has_the_first_word_and_one_after_each_turn_until_it_ends(folders):
+    environments = Scripted(ends_after(3))
+    async with begun(folders, environments, with_problem("a")) as (story, _):
+        await story.until(lambda s: "a" in s.ended)
+        spans = story.spans["a"]
+        assert [turns for _, turns, _ in environments.asked] == [0, 1, 2, 3]
+        assert spans[0].version is None
+        assert story.ids["a"][:3] == SAYS.tolist()
+        assert story.ended["a"].finish_reason is FinishReason.STOP
+        await asyncio.sleep(0)
+        assert environments.forgotten == ["a"]
+
+
+async def test_a_reward_lies_with_the_tokens(folders):
+    async with begun(folders, Scripted(ends_after(1)), with_problem("a")) as (story, _):
+        await story.until(lambda s: "a" in s.ended)
+        [segment] = story.folder.glob(f"{story.label}*.segment")
+        pieces = [piece for piece in whole_frames(memoryview(segment.read_bytes())) if piece.trajectory_id == "a"]
+        assert pieces[-1].reward == 2.0
+
+
+async def test_who_waits_for_an_environment_holds_no_slot_and_the_turn_is_in_the_journal(folders):
+    environments = Scripted(ends_after(1), holds_at=1)
+    async with begun(folders, environments, with_problem("a"), tells_partials=False, partial_interval_s=60.0) as (
+        story,
+        _,
+    ):
+        await story.until(lambda s: len(environments.asked) == 2)
+        assert (await story.replica.survey()).kv_used == 0
+        [journal] = story.folder.glob(f"{story.label}*.journal")
+        noted = [piece for piece in whole_frames(memoryview(journal.read_bytes())) if piece.trajectory_id == "a"]
+        assert noted[-1].end == environments.asked[-1][2]
+
+
+@pytest.mark.parametrize("how", ["abort", "give_up"])
+async def test_one_that_waits_is_ended_at_once_and_goes_on_elsewhere_with_the_same_question(folders, how):
+    environments = Scripted(ends_after(2), holds_at=1)
+    async with begun(folders, environments, with_problem("a")) as (story, _):
+        await story.until(lambda s: len(environments.asked) == 2)
+        await getattr(story.replica, how)(["a"])
+        await story.until(lambda s: "a" in s.ended)
+        assert story.ended["a"].finish_reason is FinishReason.ABORT
+        assert not environments.forgotten, "it goes on"
+        asked = environments.asked[-1]
+        environments.go.set()
+        story.replica.submit([with_problem("a", tokens=story.tokens["a"])])
+        await story.until(lambda s: story.ended["a"].finish_reason is FinishReason.STOP)
+        assert environments.asked[2] == asked
+
+
+async def test_new_weights_come_while_one_waits_and_its_next_turn_has_their_version(folders):
+    environments = Scripted(ends_after(3), holds_at=1)
+    async with begun(folders, environments, with_problem("a"), policy=OnNewWeights.RESUME) as (story, weights):
+        await story.until(lambda s: len(environments.asked) == 2)
+        await weights.publish(1)
+        await story.until(lambda s: 1 in s.loads)
+        environments.go.set()
+        await story.until(lambda s: "a" in s.ended)
+        versions = [span.version for span in story.spans["a"]]
+        assert versions[:3] == [None, 0, None]
+        assert set(versions[3:]) == {1, None}
+
+
+async def test_a_failure_is_told_with_its_reason(folders):
+    def script(turns):
+        return EnvironmentTurn(failure=DropReason.ENVIRONMENT_LOST, detail="gone") if turns else says(turns)
+
+    environments = Scripted(script)
+    async with begun(folders, environments, with_problem("a")) as (story, _):
+        told = []
+        while not told:
+            report = await story.replica.collect(0.2)
+            told = [one for one in report.progress if one.failure is not None]
+        assert (told[0].failure, told[0].detail) == (DropReason.ENVIRONMENT_LOST, "gone")
+
+
+@pytest.mark.parametrize(("options", "cap"), [({"length": 30}, None), ({}, Cap.TURNS)])
+async def test_caps_end_it(folders, options, cap):
+    def script(turns):
+        return EnvironmentTurn(is_cut=True) if cap is not None and turns == 2 else says(turns)
+
+    async with begun(folders, Scripted(script), with_problem("a", **options)) as (story, _):
+        await story.until(lambda s: "a" in s.ended)
+        end = story.ended["a"]
+        assert (end.finish_reason, end.cut) == (FinishReason.LENGTH, cap)
+        assert cap is not None or len(story.ids["a"]) == 30
+
+
+async def test_the_cap_on_seconds_counts_an_environment_and_ends_one_that_waits(folders):
+    environments = Scripted(says, holds_at=1)
+    async with begun(folders, environments, with_problem("a"), max_seconds=0.3) as (story, _):
+        await story.until(lambda s: "a" in s.ended)
+        end = story.ended["a"]
+        assert (end.finish_reason, end.cut) == (FinishReason.LENGTH, Cap.SECONDS)
+
+
+async def test_time_in_environments_is_told(folders):
+    async with begun(folders, Scripted(ends_after(3)), with_problem("a"), tells_partials=False) as (story, _):
+        await story.until(lambda s: "a" in s.ended)
+        assert story.ended["a"].environment_s == pytest.approx(1.5)  # before the first turn, and after two
