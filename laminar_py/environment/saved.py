@@ -1,8 +1,8 @@
 """Files that environments are rebuilt from after their process has died: the last answer, and the state if saved.
 
-Written by `environment.host`; the controller deletes what is of trajectories that are on record as ended. Invariant:
-an answer is in the file before anybody hears of it, so whoever asks again hears the same, whatever died meanwhile, and
-no turn that was answered is taken twice.
+Written by `environment.host`; the controller deletes what is of trajectories that are on record as ended.
+Invariant: an answer is in the file before anybody hears of it, so whoever asks again hears the same, whatever died
+meanwhile, and no turn that was answered is taken twice.
 """
 
 import os
