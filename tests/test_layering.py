@@ -61,6 +61,8 @@ LIBRARIES = {  # heavy library: where it may be imported
     "transformers": ("data/chat.py", "learner/", "bench/"),
     "peft": ("learner/lora.py",),
     "bm25s": ("environment/tools/search.py",),
+    "gymnasium": ("environment/gymnasium_kind.py",),
+    "reasoning_gym": ("environment/reasoning_gym_tasks.py",),
     "aiohttp": (
         "engines/sglang/",
         "reward/servers.py",

@@ -22,7 +22,8 @@ class EnvironmentConfig(Section):
     """Counterpart of the model, which answers its turns, and the processes that it runs in."""
 
     kind: str = CLASS
-    """`class`, `tools`, or one that an installed package announces as `laminar_py.environments`."""
+    """`class`, `tools`, `gymnasium`, `reasoning_gym`, `trl`, or one that an installed package announces as
+    `laminar_py.environments`."""
     workers: Count = 1
     """Processes that environments run in, each with many at a time."""
     at_once: Count = 64
@@ -74,7 +75,10 @@ ENVIRONMENTS = Registry(
     group="laminar_py.environments",
     built_in={
         CLASS: "laminar_py.environment.own_class:CLASS_KIND",
+        "gymnasium": "laminar_py.environment.gymnasium_kind:GYMNASIUM",
+        "reasoning_gym": "laminar_py.environment.reasoning_gym_kind:REASONING_GYM",
         "tools": "laminar_py.environment.tools.kind:TOOLS",
+        "trl": "laminar_py.environment.trl_kind:TRL",
     },
 )
 _read_section = named_section(EnvironmentConfig, key="kind", registry=ENVIRONMENTS)

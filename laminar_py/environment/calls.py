@@ -94,7 +94,7 @@ class EnvironmentCalls:
             await asyncio.sleep(WATCH_S)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        future = self._threads.submit(function, *arguments)
+        future = self._threads.submit(_called, function, *arguments)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -138,6 +138,13 @@ class EnvironmentCalls:
         except UnicodeEncodeError:
             return "a text that is no Unicode; decode bytes with errors='replace'"
         return f"{num_bytes:,} bytes, above environment.max_observation_bytes={most:,}" if num_bytes > most else ""
+
+
+def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except StopIteration as error:  # no future can carry it, and the call would seem to take for ever
+        raise RuntimeError(f"StopIteration: {error}") from error
 
 
 def _is_number(value: object) -> bool:

@@ -167,6 +167,7 @@ BAD = {
     "bytes": (Observation(b"4"), "are no text"),
     "a stranger": (Observation("4", role="system"), "of role 'system'; choose of user, tool"),
     "no number": (End(float("nan")), "give a finite number or None"),
+    "an iterator's end": (StopIteration("no more"), "raised RuntimeError: StopIteration: no more"),
     "an error": (ValueError("on\ntwo lines"), "raised ValueError: on two lines"),
 }
 

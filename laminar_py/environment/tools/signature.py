@@ -72,12 +72,7 @@ class Tool:
 
         Raises `ToolError` where it was not called, and whatever it raises.
         """
-        arguments = self.read(given)
-        if inspect.iscoroutinefunction(self.function):
-            answer: object = self.function(**arguments)
-        else:
-            answer = await asyncio.to_thread(_answer, self.function, arguments)
-        return await answer if inspect.isawaitable(answer) else answer  # a decorator may hide a coroutine function
+        return await called(self.function, self.read(given))
 
 
 class ArgumentsSchema(GenerateJsonSchema):
@@ -88,6 +83,15 @@ class ArgumentsSchema(GenerateJsonSchema):
         return False
 
 
+async def called(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
+    """Answer of a function, which runs in a thread unless it is a coroutine function. Raises what it raises."""
+    if inspect.iscoroutinefunction(function):
+        answer: object = function(**arguments)
+    else:
+        answer = await asyncio.to_thread(_answer, function, arguments)
+    return await answer if inspect.isawaitable(answer) else answer  # a decorator may hide a coroutine function
+
+
 def _answer(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
     try:
         return function(**arguments)
@@ -96,14 +100,14 @@ def _answer(function: Callable[..., object], arguments: Mapping[str, object]) ->
 
 
 def make_tool(function: Callable[..., object], *, name: str = "", given: str = "") -> Tool:
-    """The tool that a function is; `name` is its own unless given, and so is what `tools.use` was `given`.
+    """The tool that a function is; `name` is its own unless given, and `given` the setting that has named it.
 
     `Annotated[int, Field(description="...")]` describes an argument. Raises `ConfigError` where the function is
     not typed in a way that a model can be told of.
     """
     plain = inspect.unwrap(function)
     name = name or str(getattr(plain, "__name__", type(plain).__name__))
-    given = given or name
+    given = given or f"tools.use={name}"
     if not (inspect.isfunction(plain) or inspect.ismethod(plain)) or not name.isidentifier():
         raise _refused(given, "is no Python function with a name", "write it with def")
     arguments = _arguments_model(function, name=name, given=given)
@@ -138,7 +142,7 @@ def _arguments_model(function: Callable[..., object], *, name: str, given: str) 
 
 
 def _refused(given: str, fault: str, remedy: str) -> ConfigError:
-    return ConfigError(f"tools.use={given}: {fault}; {remedy}")
+    return ConfigError(f"{given}: {fault}; {remedy}")
 
 
 def _line(error: Exception) -> str:

@@ -6,14 +6,14 @@ is run has one result, in the order of the calls.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
-from laminar_py.environment.protocol import Answer, End, Observation, Problem, Role
-from laminar_py.environment.tools.calls import Call, CallFormat, outside_reasoning
+from laminar_py.environment.protocol import Answer, End, Observation, Problem
+from laminar_py.environment.tools.calls import Call, CallFormat
 from laminar_py.environment.tools.python_session import PythonSession
-from laminar_py.environment.tools.results import fault_line, result_of
+from laminar_py.environment.tools.results import result_of
 from laminar_py.environment.tools.settings import ToolSettings
 from laminar_py.environment.tools.signature import Tool
+from laminar_py.environment.tools.turns import CallTurns
 
 
 class ToolEnvironment:
@@ -31,8 +31,7 @@ class ToolEnvironment:
     ) -> None:
         self._tools = tools
         self._settings = settings
-        self._format = call_format
-        self._form = call_format.result_form if settings.result_form is None else settings.result_form
+        self._turns = CallTurns(settings, call_format)
         self._session = session
 
     def reset(self, problem: Problem) -> Observation:
@@ -41,15 +40,10 @@ class ToolEnvironment:
 
     async def step(self, action: str) -> Answer:
         """Results of the calls of a turn; the end where it has none. Raises `SandboxError`."""
-        said = outside_reasoning(action, begun=self._settings.opens_reasoning)
-        parsed, most = self._format.parse(said), self._settings.most_calls
-        calls = list(islice(parsed, most))
+        calls, has_more = self._turns.read(action)
         if not calls:
             return End()
-        texts = await self._results(calls)
-        if next(parsed, None) is not None:
-            texts.append(fault_line(f"the calls after the first {most} were not run"))
-        return Observation(tuple(self._form.replace("{}", text) for text in texts), role=Role.TOOL)
+        return self._turns.told(await self._results(calls), has_more=has_more)
 
     async def close(self) -> None:
         """End the session of Python, if there is one."""

@@ -1,6 +1,6 @@
 """Tools by name, loaded once in a process, and the environments that are made of them."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import MethodType
@@ -9,12 +9,13 @@ from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.config.user_file import load_from_file
 from laminar_py.environment.tools.calculator import calculator
-from laminar_py.environment.tools.calls import CallFormat, HermesCalls, Json, LlamaCalls, TagCalls
+from laminar_py.environment.tools.calls import Json
 from laminar_py.environment.tools.python_session import PythonSession
 from laminar_py.environment.tools.search import PassageSearch, read_corpus
-from laminar_py.environment.tools.settings import CallFamily, ToolSettings
+from laminar_py.environment.tools.settings import ToolSettings
 from laminar_py.environment.tools.signature import Tool, make_tool
 from laminar_py.environment.tools.tool_environment import StatelessToolEnvironment, ToolEnvironment
+from laminar_py.environment.tools.turns import format_of
 from laminar_py.sandbox.pool import SandboxPool
 
 PYTHON = "python"
@@ -36,7 +37,7 @@ class Toolbox:
             if tool.name in self._tools:
                 raise ConfigError(f"tools.use={given}: another tool is named {tool.name}; rename one of them")
             self._tools[tool.name] = tool
-        self._format = _format_of(settings.family, self._tools)
+        self._format = format_of(settings.family, self._tools)
 
     @property
     def definitions(self) -> list[dict[str, Json]]:
@@ -95,18 +96,6 @@ def _own(given: str) -> Tool:
     if ":" not in given:
         remedy = "write calculator, search, python or path/to/file.py:function"
         raise ConfigError(f"tools.use={given}: no such tool; {remedy}")
-    return make_tool(load_from_file(given, field="tools.use"), name=given.rpartition(":")[2], given=given)
-
-
-def _format_of(family: CallFamily, tools: Mapping[str, Tool]) -> CallFormat:
-    """Format of a family. Raises `ConfigError` for a tool that it cannot call."""
-    if family is not CallFamily.TAGS:
-        return HermesCalls() if family is CallFamily.HERMES else LlamaCalls()
-    arguments = {name: tool.sole_argument for name, tool in tools.items()}
-    for name, argument in arguments.items():
-        if argument is None:
-            raise ConfigError(
-                f"tools.family=tags: {name} has no argument or several, and a tag gives one; give all but one of"
-                " them a default, or set hermes"
-            )
-    return TagCalls({name: argument for name, argument in arguments.items() if argument is not None})
+    return make_tool(
+        load_from_file(given, field="tools.use"), name=given.rpartition(":")[2], given=f"tools.use={given}"
+    )

@@ -1,0 +1,67 @@
+"""Trajectories whose turns are any text, over a tokenizer of bytes."""
+
+import msgspec
+import numpy as np
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from laminar_py.config.environment import EnvironmentConfig
+from laminar_py.data.tokenizer import Tokenizer
+from laminar_py.environment.calls import EnvironmentCalls
+from laminar_py.environment.host import EnvironmentHost
+from laminar_py.environment.saved import SavedTurns
+from laminar_py.environment.writer import PlainWriter
+from laminar_py.records.environment import ModelTurn
+from laminar_py.records.spans import add_span
+from laminar_py.records.trajectory import Span
+
+END = 0  # ends a turn
+
+
+def byte_tokenizer() -> Tokenizer:
+    """An id for each byte."""
+    words = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = tokenizers.Tokenizer(BPE({word: id for id, word in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(backend, eos_ids=(END,))
+
+
+class TextStory:
+    """A trajectory in an environment of `make`; `move` has another process go on, with nothing that was saved."""
+
+    def __init__(self, make, problem, folder, **limits):
+        self._make, self._folder, self._limits, self._processes = make, folder, limits, 0
+        self._tokenizer = byte_tokenizer()
+        self._turn = ModelTurn(trajectory_id="g0.0", problem=problem, response_ids=np.empty(0, np.int32), spans=())
+        self.move()
+
+    def move(self):
+        settings = EnvironmentConfig(**self._limits)
+        self._processes += 1
+        self._host = EnvironmentHost(
+            self._make,
+            calls=EnvironmentCalls(settings),
+            writer=PlainWriter(self._tokenizer, stop_ids=(END,)),
+            saved=SavedTurns(self._folder / str(self._processes)),
+            limits=settings,
+        )
+
+    async def say(self, text=None):
+        """Answer to what the model says, or to the problem, and its text; None where it writes none."""
+        if text is not None:
+            self._append(np.array([*self._tokenizer.encode(text), END], np.int32), 3)
+        answer = await self._host.answer(self._turn)
+        if answer.ids is None:
+            return answer, None
+        self._append(answer.ids, None)
+        return answer, self._tokenizer.decode(answer.ids)
+
+    def _append(self, ids, version):
+        spans, length = list(self._turn.spans), len(self._turn.response_ids)
+        if len(ids):
+            add_span(spans, Span(version, length, length + len(ids)))
+        joined = np.concatenate([self._turn.response_ids, ids])
+        self._turn = msgspec.structs.replace(self._turn, response_ids=joined, spans=tuple(spans))
