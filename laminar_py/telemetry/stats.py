@@ -18,6 +18,7 @@ from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, Step
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import TermValue
+from laminar_py.records.spans import num_sampled
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ class Stats:
 
     def _count(self, batch: Sequence[FinishedTrajectory], learned: StepMetrics) -> None:
         """Add what a step trained on to the totals."""
-        self.totals.trained_tokens += sum(trajectory.length for trajectory in batch)
+        self.totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
 
     def _end_step(self, now: float) -> tuple[float, float]:

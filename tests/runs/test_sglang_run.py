@@ -217,7 +217,9 @@ def test_ten_steps_of_turns_with_a_calculator(tmp_path):
     assert code == 0, output
     assert not verify(run.run)
     with reading(run.run) as connection:
-        rows = connection.execute("SELECT spans FROM trajectory WHERE status = 'consumed'").fetchall()
+        rows = connection.execute(
+            "SELECT spans FROM trajectory WHERE status = 'consumed' AND kind = 'train'"
+        ).fetchall()
     turns = [num_turns(decode_spans(spans)) for (spans,) in rows]
     assert len(turns) == 160
     assert sum(count == 2 for count in turns) > 20, "it asks, and goes on with the result"
