@@ -1,4 +1,8 @@
-"""A calculator that takes its time, can be saved, and writes down every turn that it has answered."""
+"""A calculator that takes its time, can be saved, and writes down every turn whose answer was heard.
+
+An answer was heard if another turn follows it. So each turn writes down the one before it, and which time it was
+that this was taken: a turn that was taken twice after its answer was heard stands there under two numbers.
+"""
 
 import asyncio
 import json
@@ -19,7 +23,7 @@ class SlowCalculator:
 
     def __init__(self, log: str) -> None:
         self._log = Path(log)
-        self._name, self._turn = uuid.uuid4().hex, 0
+        self._name, self._turn, self._taken = uuid.uuid4().hex, 0, ""
 
     def reset(self, problem: Problem) -> Observation:
         """Say nothing."""
@@ -27,21 +31,21 @@ class SlowCalculator:
 
     async def step(self, action: str) -> Answer:
         """The result of the first call of a turn; one without a call is the last."""
-        self._turn += 1
+        if self._turn:
+            with self._log.open("a") as file:
+                file.write(f"{self._name} {self._turn} {self._taken}\n")
+        self._turn, self._taken = self._turn + 1, uuid.uuid4().hex
         await asyncio.sleep(random.lognormvariate(0.0, SIGMA) * MEDIAN_S)
         called = CALL.search(action)
-        answer: Answer = Observation(f"<result>{_result(called[1])}</result>") if called else End()
-        with self._log.open("a") as file:
-            file.write(f"{self._name} {self._turn}\n")
-        return answer
+        return Observation(f"<result>{_result(called[1])}</result>") if called else End()
 
     def snapshot(self) -> bytes:
-        """Its name and turn."""
-        return json.dumps([self._name, self._turn]).encode()
+        """Name, turn, and which time it was taken."""
+        return json.dumps([self._name, self._turn, self._taken]).encode()
 
     def restore(self, state: bytes) -> None:
         """Go on from there."""
-        self._name, self._turn = json.loads(state)
+        self._name, self._turn, self._taken = json.loads(state)
 
 
 def _result(expression: str) -> str:

@@ -24,7 +24,7 @@ LOST = (DropReason.ENVIRONMENT_LOST, DropReason.ENVIRONMENT_FAILED, DropReason.E
 
 def turn_rows(run: Run, log: Path) -> tuple[list[Row], bool]:
     """Rows on turns, and whether all is as it should be."""
-    answered = Counter(log.read_text().splitlines())
+    answered = Counter(line.rpartition(" ")[0] for line in set(log.read_text().splitlines()))
     twice = sum(count - 1 for count in answered.values())
     dropped = accounting(run.folder).train.dropped
     lost = sum(dropped.get(reason, 0) for reason in LOST)
@@ -33,7 +33,7 @@ def turn_rows(run: Run, log: Path) -> tuple[list[Row], bool]:
         turns = [num_turns(decode_spans(spans)) for (spans,) in found]
     conditions = f"{len(turns)} trajectories, {sum(turns) / len(turns):.2f} turns each"
     rows = [
-        Row("turns_answered", len(answered), "turns", conditions),
+        Row("turns_answered", len(answered), "turns with another after them", conditions),
         Row("turns_answered_twice", twice, "turns", "by the environments' own file"),
         Row("trajectories_lost_with_environments", lost, "trajectories", conditions),
     ]

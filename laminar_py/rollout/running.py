@@ -60,6 +60,7 @@ class Running:
     noted: int = 0  # of the deltas that were not told, those in the journal, the first of them
     first_token_s: float | None = None
     state: StreamState = StreamState.OUTSIDE
+    is_abandoned: bool = False  # its stream was aborted: the end of a turn ends it here
     cut: Cap | None = None
     environment_s: float = 0.0  # that its environment worked, not told yet
     reward: float | None = None  # of its environment

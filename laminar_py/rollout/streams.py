@@ -1,6 +1,6 @@
 """The trajectories that a replica runs in its engine. Owned by `replica`, which says when weights change.
 
-Each is one task that follows its streams of the engine, one for each turn:
+Each is a task that follows one stream of the engine, a task for each turn:
 
     OUTSIDE -> AWAY            its environment has the next word
     AWAY -> OUTSIDE            that was appended
@@ -120,6 +120,7 @@ class Streams:
         if running.state is StreamState.ENDED:
             return  # by itself, or by another abort, since this one was asked for
         if running.state is StreamState.IN_ENGINE:
+            running.is_abandoned = True
             await self._engine.abort(running.assignment.trajectory_id)
             return
         if running.task is not None:  # it waits for weights, or for its environment
@@ -158,12 +159,13 @@ class Streams:
         if running.prefix is None and not await self._read_prefix(running):
             return
         try:
-            while running.state is StreamState.OUTSIDE:
-                if running.awaits_environment and not await self._ask_environment(running):
-                    return
-                await self.serving.wait()
-                running.state = StreamState.IN_ENGINE
-                await self._stream(running)
+            if running.awaits_environment and not await self._ask_environment(running):
+                return
+            await self.serving.wait()
+            running.state = StreamState.IN_ENGINE
+            await self._stream(running)
+            if running.state is StreamState.OUTSIDE:  # a turn has ended; who waits for its stream waits no longer
+                self._spawn(running)
         except EngineLostError as error:
             if self._has(running):
                 with contextlib.suppress(EngineLostError):  # nothing can be stored either
@@ -256,7 +258,10 @@ class Streams:
         if reason is FinishReason.ABORT and running.state is StreamState.INTERRUPTED and not overdue:
             self._tell(running, None, broken=Break.NEW_WEIGHTS)
         elif reason is FinishReason.STOP and running.assignment.problem is not None:
-            running.state = StreamState.OUTSIDE
+            if running.is_abandoned:  # it ended its turn just before it was aborted
+                self._end(running, FinishReason.ABORT)
+            else:
+                running.state = StreamState.OUTSIDE
         else:
             self._end(running, reason)
 

@@ -257,7 +257,7 @@ def test_the_packed_loss_of_turns_is_that_of_the_trajectories_one_by_one(story, 
 
 
 async def test_turns_under_changing_weights_are_trained_as_sampled_with_the_version_of_each(folders, tmp_path):
-    story = await lead(folders, tmp_path, policy=OnNewWeights.RESUME, trajectories=150, turns=8, publish_after=30)
+    story = await lead(folders, tmp_path, policy=OnNewWeights.RESUME, trajectories=400, turns=8, publish_after=5)
     assert_trained_as_sampled(story)
     versions = {span.version for told in story.told.values() for span in told.spans}
     assert versions == {None, 0, 1}
