@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.engine import SamplingParams
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.environment import EnvironmentTurn, Problem
+from laminar_py.records.pieces import TokensRef
 from laminar_py.records.spans import num_turns
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason
+from laminar_py.rollout.outbox import Outbox
+from laminar_py.rollout.running import StreamState
+from laminar_py.rollout.streams import Streams
 from laminar_py.segments.frames import whole_frames
+from tests.builders import make_ref
 from tests.learner.builders import VOCAB, make_model_folder
 from tests.rollout.test_replica import assignment, serving
 
@@ -32,12 +38,13 @@ class Scripted:
     def __init__(self, script, *, holds_at=None):
         self.script, self.holds_at = script, holds_at
         self.asked, self.forgotten = [], []
-        self.go = asyncio.Event()
+        self.go, self.held = asyncio.Event(), asyncio.Event()
 
     async def answer(self, turn):
         turns = num_turns(turn.spans)
         self.asked.append((turn.trajectory_id, turns, len(turn.response_ids)))
         if turns == self.holds_at:
+            self.held.set()
             await self.go.wait()
         return self.script(turns)
 
@@ -165,6 +172,76 @@ async def test_the_cap_on_seconds_counts_an_environment_and_ends_one_that_waits(
         await story.until(lambda s: "a" in s.ended)
         end = story.ended["a"]
         assert (end.finish_reason, end.cut) == (FinishReason.LENGTH, Cap.SECONDS)
+
+
+class EndsItsTurn:
+    """An engine whose stream ends by itself at the very moment in which it is paused or aborted."""
+
+    def __init__(self):
+        self.moment = asyncio.Event()
+        self.began = asyncio.Event()
+        self.streams = 0
+
+    async def generate(self, request):
+        self.streams += 1
+        self.began.set()
+        await self.moment.wait()
+        ids, reason = np.array([STOP_IDS[0]], np.int32), FinishReason.STOP
+        yield Delta(rid=request.rid, ids=ids, logprobs=np.zeros(1, np.float32), version=0, finish_reason=reason)
+
+    async def pause(self, mode):
+        self.moment.set()
+
+    async def abort(self, rid):
+        self.moment.set()
+
+
+class NoStore:
+    def keep(self, piece):
+        return TokensRef(piece.start, piece.end, make_ref())
+
+    def note(self, pieces):
+        pass
+
+    def forget(self, trajectory_id):
+        pass
+
+
+async def at_the_end_of_a_turn(tasks):
+    """Streams with one trajectory in an engine that is about to end a turn of it."""
+    engine, out = EndsItsTurn(), Outbox(index=0, clock=SystemClock())
+    environments = Scripted(says, holds_at=1)
+    streams = Streams(engine, out, NoStore(), environments, ended=lambda: None, lost=lambda error: None)
+    streams.open(tasks)
+    streams.serving.set()
+    streams.start(with_problem("a"))
+    await engine.began.wait()
+    return streams, environments, out
+
+
+async def test_a_turn_that_ends_as_new_weights_come_does_not_hold_them_up():
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        streams, environments, _ = await at_the_end_of_a_turn(tasks)
+        streams.serving.clear()
+        interrupted = await streams.interrupt()
+        streams.resubmit(interrupted)
+        await environments.held.wait()
+        environments.go.set()
+        await asyncio.sleep(0.05)
+        assert [one.state for one in streams.running.values()] == [StreamState.OUTSIDE], "it waits for the weights"
+        await streams.abort(["a"])
+
+
+@pytest.mark.parametrize("how", ["abort", "give_up"])
+async def test_a_turn_that_ends_as_it_is_aborted_is_not_gone_on_with_here(how):
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        streams, environments, out = await at_the_end_of_a_turn(tasks)
+        await getattr(streams, how)(["a"])
+        await out.urgent.wait()
+        assert not streams.running
+        assert out.progress[-1].finish_reason is FinishReason.ABORT
+        assert out.progress[-1].end == len(SAYS) + 1
+        assert len(environments.asked) == 1
 
 
 async def test_time_in_environments_is_told(folders):
