@@ -21,7 +21,7 @@ from laminar_py.packing.stage import Packing, StagedGroups
 from laminar_py.packing.window import choose
 from laminar_py.records.events import RefillStopped
 from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.spans import versions_of
+from laminar_py.records.spans import num_sampled, versions_of
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
 
 COMMITTED_AT_ONCE = 64  # trajectories, after which the event loop goes on with other work
@@ -88,7 +88,7 @@ class Consumption:
     async def put_silent(self, group_id: str, survivors: Sequence[Lifecycle]) -> None:
         """Fill the place of a group without signal in a step, where its responses count untrained."""
         oldest = min(member.oldest_version for member in survivors)
-        tokens = tuple(0 if self._is_masked(m.finish_reason) else m.length for m in survivors)
+        tokens = tuple(0 if self._is_masked(m.finish_reason) else num_sampled(m.spans) for m in survivors)
         self._staged(await self.buffer.put(group_id, [], oldest_version=oldest, silent_tokens=tokens))
 
     async def next_batch(

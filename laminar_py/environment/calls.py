@@ -1,7 +1,7 @@
 """Calls of environments, which somebody else wrote: limited in time, and nothing that they return is believed.
 
 Owned by `environment.host`. What is not `async` runs in a thread. A thread whose call overran its time cannot be
-stopped: once half of them hang so, `watch` raises, and the process is replaced.
+stopped: once half as many as may work at a time hang so, `watch` raises, and the process is replaced.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Real
 from typing import Any
 
 from laminar_py.config.environment import EnvironmentConfig
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.5
 DETAIL_CHARS = 400
+SHOWN_CHARS = 40  # of a value that is refused
 LARGEST = 1e30  # reward: advantages, which are differences of rewards, are finite in float32
 
 
@@ -43,7 +45,7 @@ class EnvironmentCalls:
     def __init__(self, settings: EnvironmentConfig) -> None:
         self._settings = settings
         self._room = asyncio.Semaphore(settings.at_once)
-        self._threads = ThreadPoolExecutor(2 * settings.at_once, thread_name_prefix="environment")
+        self.threads = ThreadPoolExecutor(2 * settings.at_once, thread_name_prefix="environment")
         self._hung = 0  # threads whose call overran its time
         self._next_s = 0.0  # when another may begin
 
@@ -58,28 +60,34 @@ class EnvironmentCalls:
     async def of(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Result of a function. Raises `CallFailedError` where that raises, or takes too long."""
         async with self._room:
-            try:
-                async with asyncio.timeout(self._settings.timeout_s):
-                    if inspect.iscoroutinefunction(function):
-                        return await function(*arguments)
-                    return await self._in_thread(function, *arguments)
-            except TimeoutError:
+            return await self._limited(function, *arguments)
+
+    async def _limited(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._settings.timeout_s) as limit:
+                if inspect.iscoroutinefunction(function):
+                    return await function(*arguments)
+                return await self._in_thread(function, *arguments)
+        except (Exception, SystemExit) as error:  # somebody else's code may raise anything
+            if isinstance(error, TimeoutError) and limit.expired():
                 detail = f"{_name(function)} took longer than environment.timeout_s={self._settings.timeout_s:g}"
                 raise CallFailedError(DropReason.ENVIRONMENT_TIMEOUT, detail) from None
-            except (Exception, SystemExit) as error:  # somebody else's code may raise anything
-                log.info("%s raised", _name(function), exc_info=True)
-                detail = f"{_name(function)} raised {type(error).__name__}: {error}"
-                raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail) from error
+            log.info("%s raised", _name(function), exc_info=True)
+            detail = f"{_name(function)} raised {type(error).__name__}: {error}"
+            raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail) from error
 
     async def answer(self, function: Callable[..., Any], *arguments: Any) -> Answer:
         """`of` a function that returns an `Observation` or `End`, checked."""
         return self._checked(_name(function), await self.of(function, *arguments))
 
     def end(self, environment: object) -> None:
-        """Have an environment close what it holds, if it has a `close`; what that raises is noted."""
+        """Have an environment close what it holds, if it has a `close`; what that raises is noted.
+
+        It waits for no room, which those may have who wait for what it gives back.
+        """
         close = getattr(environment, "close", None)
         if close is not None:
-            task = asyncio.get_running_loop().create_task(self.of(close), name="close-environment")
+            task = asyncio.get_running_loop().create_task(self._limited(close), name="close-environment")
             task.add_done_callback(_note)
 
     async def watch(self, seconds: float) -> None:
@@ -94,7 +102,7 @@ class EnvironmentCalls:
             await asyncio.sleep(WATCH_S)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        future = self._threads.submit(_called, function, *arguments)
+        future = self.threads.submit(_called, function, *arguments)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -110,8 +118,10 @@ class EnvironmentCalls:
         fault = self._fault(returned)
         if fault:
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, f"{name} returned {fault}")
-        assert isinstance(returned, Observation | End), "what has no fault is an answer"
-        return returned
+        if isinstance(returned, End):
+            return End(None if returned.reward is None else float(returned.reward))
+        assert isinstance(returned, Observation), "what has no fault is an answer"
+        return Observation(returned.texts, role=Role(returned.role))
 
     def _fault(self, returned: object) -> str:
         """Fault of an answer, and what would be right; "" where there is none."""
@@ -119,11 +129,11 @@ class EnvironmentCalls:
             reward = returned.reward
             if reward is None or (_is_number(reward) and abs(reward) <= LARGEST):
                 return ""
-            return f"End with reward {str(reward)[:DETAIL_CHARS]!r}; give a finite number or None"
+            return f"End with reward {str(reward)[:SHOWN_CHARS]!r}; give a finite number or None"
         if not isinstance(returned, Observation):
             return f"a {type(returned).__name__}; return an Observation or End"
         if returned.role not in tuple(Role):
-            return f"an Observation of role {str(returned.role)[:DETAIL_CHARS]!r}; choose of {', '.join(Role)}"
+            return f"an Observation of role {str(returned.role)[:SHOWN_CHARS]!r}; choose of {', '.join(Role)}"
         return self._fault_of_texts(returned.texts)
 
     def _fault_of_texts(self, texts: object) -> str:
@@ -148,7 +158,10 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from blake3 import blake3
@@ -28,6 +29,8 @@ from laminar_py.records.trajectory import DropReason
 
 log = logging.getLogger(__name__)
 
+MOST_ATTEMPTS = 3  # of a turn over which the process dies each time
+
 
 @dataclass(slots=True)
 class Session:
@@ -36,6 +39,7 @@ class Session:
     environment: Environment | None  # None once nothing is to come of it
     told: bytes  # digest of the response with that turn
     answer: asyncio.Future[EnvironmentTurn]
+    is_forgotten: bool = False  # while the answer was on its way
 
 
 class EnvironmentHost:
@@ -69,8 +73,9 @@ class EnvironmentHost:
             session = Session(None, told, asyncio.get_running_loop().create_future())
             self._sessions[name] = session
             await self._settle(session, self._take(turn, session, before))
-            self._make_room()
-        self._sessions.move_to_end(name)
+            self._make_room(name)
+        if self._sessions.get(name) is session:
+            self._sessions.move_to_end(name)
         return await asyncio.shield(session.answer)
 
     def forget(self, trajectory_ids: list[str]) -> None:
@@ -80,8 +85,10 @@ class EnvironmentHost:
         """
         for name in trajectory_ids:
             session = self._sessions.pop(name, None)
-            if session is not None:
+            if session is not None and session.answer.done():
                 self._end(session)
+            elif session is not None:
+                session.is_forgotten = True
 
     async def _settle(self, session: Session, work: Coroutine[Any, Any, EnvironmentTurn]) -> None:
         """Have the answer of a session; what fails is an answer too."""
@@ -93,16 +100,22 @@ class EnvironmentHost:
             found = EnvironmentTurn(failure=error.reason, detail=str(error), elapsed_s=elapsed_s)
             self._end(session)
         except BaseException as error:
+            self._sessions = OrderedDict((n, one) for n, one in self._sessions.items() if one is not session)
             session.answer.set_exception(error)
             session.answer.exception()  # whoever else waits hears of it; nobody may
             raise
         session.answer.set_result(found)
+        if session.is_forgotten:
+            self._end(session)
 
     async def _take(self, turn: ModelTurn, session: Session, before: Session | None) -> EnvironmentTurn:
         is_here = before is not None and before.environment is not None
         saved = None if is_here else self._saved.load(turn.trajectory_id)
         if saved is not None and saved.told == session.told:
             return saved.answer
+        if self._saved.attempt(turn.trajectory_id, session.told) > MOST_ATTEMPTS:
+            detail = f"its process died {MOST_ATTEMPTS} times over this turn"
+            raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
         began = time.monotonic()
         session.environment = environment = await self._ready(turn, before, saved)
         turns = turns_of(turn.response_ids, turn.spans)
@@ -153,7 +166,7 @@ class EnvironmentHost:
             answer = self._told(returned, is_first=said is None, elapsed_s=0.0)
             if said is None and answer.ids is not None and not len(answer.ids):
                 heard.insert(0, answer.ids)  # it said nothing before the first turn
-            if answer.ids is None or answer.ids.tolist() != heard[place].tolist():
+            if place >= len(heard) or answer.ids is None or answer.ids.tolist() != heard[place].tolist():
                 raise CallFailedError(
                     DropReason.ENVIRONMENT_LOST, f"its process died, and turn {place} was answered otherwise again"
                 )
@@ -174,7 +187,10 @@ class EnvironmentHost:
             raise CallFailedError(
                 DropReason.ENVIRONMENT_FAILED, "step returned an Observation without a text; return End to end"
             )
-        return EnvironmentTurn(ids=self._ids(returned, is_first=is_first), elapsed_s=elapsed_s)
+        ids = self._ids(returned, is_first=is_first)
+        if not is_first and not len(ids):
+            raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "step returned an empty text; return End to end")
+        return EnvironmentTurn(ids=ids, elapsed_s=elapsed_s)
 
     def _ids(self, observation: Observation, *, is_first: bool) -> IntArray:
         try:
@@ -192,12 +208,10 @@ class EnvironmentHost:
             )
         return state
 
-    def _make_room(self) -> None:
+    def _make_room(self, newest: str) -> None:
         """Let go of the longest idle, which are rebuilt if they are asked again."""
-        while len(self._sessions) > self._limits.most_kept:
-            name = next((name for name, one in self._sessions.items() if one.answer.done()), None)
-            if name is None:
-                return
+        idle = (name for name, one in list(self._sessions.items()) if one.answer.done() and name != newest)
+        for name in islice(idle, max(0, len(self._sessions) - self._limits.most_kept)):
             self._end(self._sessions.pop(name))
 
     def _end(self, session: Session) -> None:

@@ -15,6 +15,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn
 
 SUFFIX = ".environment"
+ATTEMPT = ".attempt"
 
 
 def environments_path(run: Path) -> Path:
@@ -43,22 +44,33 @@ class SavedTurns:
         partial = path.with_name(f"{path.name}.new")
         partial.write_bytes(encode(saved))
         os.replace(partial, path)
+        path.with_suffix(ATTEMPT).unlink(missing_ok=True)
+
+    def attempt(self, trajectory_id: str, told: bytes) -> int:
+        """Note that a turn is about to be taken; how often it was noted since the last one that was saved."""
+        path = self._path(trajectory_id).with_suffix(ATTEMPT)
+        before = path.read_bytes() if path.is_file() else b""
+        count = 1 + (before[-1] if before[:-1] == told else 0)
+        path.write_bytes(told + bytes([min(count, 255)]))
+        return count
 
     def load(self, trajectory_id: str) -> SavedTurn | None:
         """The last turn; None where there is none."""
         try:
             return decode(SavedTurn, self._path(trajectory_id).read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, msgspec.DecodeError):  # a loss of power may leave half a file
             return None
 
     def names(self) -> list[str]:
         """Trajectories of which there is something."""
-        return [path.name.removesuffix(SUFFIX) for path in self._folder.glob(f"*{SUFFIX}")]
+        found = {path.stem for suffix in (SUFFIX, ATTEMPT) for path in self._folder.glob(f"*{suffix}")}
+        return sorted(found)
 
     def forget(self, trajectory_ids: Iterable[str]) -> None:
         """Delete what there is of these."""
         for name in trajectory_ids:
-            self._path(name).unlink(missing_ok=True)
+            for path in (self._path(name), self._path(name).with_suffix(ATTEMPT)):
+                path.unlink(missing_ok=True)
 
     def _path(self, trajectory_id: str) -> Path:
         return self._folder / f"{trajectory_id}{SUFFIX}"

@@ -172,9 +172,13 @@ class EvalController:
             "housekeeping": self._keep_house(),
             "keep-replicas": self._replicas.keep(),
             "keep-environments": self._environments.keep(),
-            "sweep-environments": self._environments.sweep(self._scheduler.awaits_score),
+            "sweep-environments": self._environments.sweep(self._is_followed),
         }
         return [tasks.create_task(work, name=name) for name, work in works.items()]
+
+    def _is_followed(self, trajectory_id: str) -> bool:
+        """True where a turn of it may still come: of any, before what was under way is taken up."""
+        return self._recovered is not None or self._scheduler.awaits_score(trajectory_id)
 
     async def _publish(self) -> None:
         """Have the weights served. Raises `ConfigError` where they are others than when the evaluation began."""

@@ -25,6 +25,7 @@ from laminar_py.records.environment import EnvironmentTurn
 from laminar_py.records.pieces import PayloadLostError
 from laminar_py.records.protocols import EngineLostError, Environments, InferenceEngine, RefusedError
 from laminar_py.records.replica import Assignment
+from laminar_py.records.spans import num_sampled
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running, StreamState, begin, handed_back
@@ -216,8 +217,17 @@ class Streams:
             running.observe(answer.ids[: running.room])
             if running.room:
                 return True
-            self._end(running, FinishReason.LENGTH)
+            self._end_full(running)
         return False
+
+    def _end_full(self, running: Running) -> None:
+        """End one whose environment has left no room for another turn; one without any has nothing to train on."""
+        if num_sampled(running.all_spans):
+            self._end(running, FinishReason.LENGTH)
+        else:
+            most = running.assignment.sampling.max_new_tokens
+            detail = f"its first words leave no room for a turn within rollout.sampling.max_new_tokens={most}"
+            self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
 
     def _fail(self, running: Running, reason: DropReason, detail: str) -> None:
         """Tell that one can never go on."""
@@ -255,7 +265,8 @@ class Streams:
     def _stream_ended(self, running: Running, reason: FinishReason) -> None:
         """Take in the engine's last word, after which a trajectory that new weights interrupted goes on."""
         overdue = running.cut is not None and running.length > 0
-        if reason is FinishReason.ABORT and running.state is StreamState.INTERRUPTED and not overdue:
+        goes_on = running.state is StreamState.INTERRUPTED and not running.is_abandoned
+        if reason is FinishReason.ABORT and goes_on and not overdue:
             self._tell(running, None, broken=Break.NEW_WEIGHTS)
         elif reason is FinishReason.STOP and running.assignment.problem is not None:
             if running.is_abandoned:  # it ended its turn just before it was aborted

@@ -20,7 +20,7 @@ START_S = 120.0
 WATCH_S = 5.0  # of one look at a process
 PATIENCE_S = 30.0  # of an answer to that
 SWEEP_S = 10.0
-CALLS = 4096  # at the same time, most of which wait for their turn
+CALLS = 1_000_000  # at the same time, most of which wait: none may keep its keeper's from being heard
 FIRST_STARTS = 2  # that may fail before the run does
 
 
@@ -55,15 +55,21 @@ class EnvironmentProcesses:
                 tasks.create_task(keeper.calling(self._watch), name="keep-environments")
 
     async def sweep(self, is_followed: Callable[[str], bool]) -> None:
-        """Delete files of trajectories that nobody follows any more, once that is on record; until cancelled."""
+        """Let go of trajectories that nobody follows any more, once that is on record; until cancelled.
+
+        Those that were dropped end here: no replica says of them that no turn is to come.
+        """
         if not self._keepers:
             return
         saved = SavedTurns(environments_path(self._incarnation.run.path))
         while True:
             await asyncio.sleep(SWEEP_S)
             ended = [name for name in await asyncio.to_thread(saved.names) if not is_followed(name)]
-            await self._incarnation.ledger.commit()
-            await asyncio.to_thread(saved.forget, ended)
+            if ended:
+                await self._incarnation.ledger.commit()
+                for part in (part for keeper in self._keepers if keeper.is_up for part in keeper.parts):
+                    part.send("forget", encode(ended))
+                await asyncio.to_thread(saved.forget, ended)
 
     async def _watch(self, parts: Sequence[Part]) -> None:
         while True:

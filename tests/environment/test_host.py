@@ -102,6 +102,21 @@ async def test_what_is_neither_ends_with_a_reason_and_so_does_what_answers_other
         def step(self, action):
             return Observation("a" * (1 + time.monotonic_ns() % 97))
 
+    class Late(Chatter):
+        began = 0
+
+        def reset(self, problem):
+            super().reset(problem)
+            Late.began += 1
+            return Observation("a" if Late.began > 1 else ())
+
+    story = Story(make_host(Late, tmp_path / "d"))
+    await story.say()
+    await story.say(1)
+    story.append([2, END], 3)
+    story.host = make_host(Late, tmp_path / "e")
+    assert (await story.ask()).failure is DropReason.ENVIRONMENT_LOST
+
     story = Story(make_host(Fickle, tmp_path / "b"))
     await story.say()
     for _ in range(3):
@@ -167,6 +182,10 @@ BAD = {
     "bytes": (Observation(b"4"), "are no text"),
     "a stranger": (Observation("4", role="system"), "of role 'system'; choose of user, tool"),
     "no number": (End(float("nan")), "give a finite number or None"),
+    "a word for a number": (End("1"), "give a finite number or None"),
+    "a number of 400 digits": (End(10**400), "give a finite number or None"),
+    "an empty text": (Observation(""), "an empty text; return End to end"),
+    "a time-out of its own": (TimeoutError("no answer"), "raised TimeoutError: no answer"),
     "an iterator's end": (StopIteration("no more"), "raised RuntimeError: StopIteration: no more"),
     "an error": (ValueError("on\ntwo lines"), "raised ValueError: on two lines"),
 }
@@ -182,6 +201,79 @@ async def test_a_bad_answer_is_one_line_that_names_it(tmp_path, name):
     assert words in answer.detail
     assert "\n" not in answer.detail
     assert len(answer.detail) <= 400
+
+
+@pytest.mark.parametrize("reward", [np.float64(0.5), np.float32(0.5), 10**20, True])
+async def test_any_finite_number_is_a_reward(tmp_path, reward):
+    story = Story(make_host(returning(End(reward)), tmp_path))
+    await story.say()
+    answer = await story.say(1)
+    assert (answer.reward, type(answer.reward)) == (float(reward), float)
+
+
+async def test_a_turn_over_which_its_process_dies_each_time_is_given_up(tmp_path):
+    class Deadly(Diary):
+        def step(self, action):
+            raise asyncio.CancelledError  # as far as the host can tell its process is gone
+
+    story = Story(make_host(Deadly, tmp_path))
+    await story.say()
+    story.append([1, END], 3)
+    for _ in range(3):
+        story.host = make_host(Deadly, tmp_path)
+        with pytest.raises(asyncio.CancelledError):
+            await story.ask()
+    story.host = make_host(Deadly, tmp_path)
+    answer = await story.ask()
+    assert (answer.failure, answer.detail) == (
+        DropReason.ENVIRONMENT_LOST,
+        "its process died 3 times over this turn",
+    )
+
+
+async def test_one_that_is_forgotten_while_it_works_is_closed_when_it_has_done(tmp_path):
+    closed = asyncio.Event()
+    go = asyncio.Event()
+
+    class Closing:
+        async def reset(self, problem):
+            await go.wait()
+            return Observation("a")
+
+        async def step(self, action):
+            return End()
+
+        async def close(self):
+            closed.set()
+
+    story = Story(make_host(Closing, tmp_path))
+    asked = asyncio.create_task(story.ask())
+    await asyncio.sleep(0)
+    story.host.forget(["g0.0"])
+    assert not closed.is_set()
+    go.set()
+    await asked
+    await asyncio.wait_for(closed.wait(), 5)
+
+
+async def test_those_at_work_make_no_room(tmp_path):
+    go = asyncio.Event()
+
+    class Held(Diary):
+        async def reset(self, problem):
+            self.said = ""
+            if problem.answer == "1":
+                await go.wait()
+            return Observation("a")
+
+    host = make_host(Held, tmp_path, most_kept=1)
+    slow = asyncio.create_task(Story(host, turns=1, name="g0.0").ask())
+    await asyncio.sleep(0)
+    quick = Story(host, turns=2, name="g1.0")
+    assert (await quick.say()).ids is not None
+    assert (await quick.say(1)).ids is not None
+    go.set()
+    assert (await slow).ids is not None
 
 
 async def test_reset_may_not_end(tmp_path):

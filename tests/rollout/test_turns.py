@@ -166,6 +166,19 @@ async def test_caps_end_it(folders, options, cap):
         assert cap is not None or len(story.ids["a"]) == 30
 
 
+async def test_first_words_that_leave_no_room_for_a_turn_drop_it(folders):
+    def script(turns):
+        return EnvironmentTurn(ids=np.arange(40, dtype=np.int32))
+
+    async with begun(folders, Scripted(script), with_problem("a", length=30)) as (story, _):
+        told = []
+        while not told:
+            report = await story.replica.collect(0.2)
+            told = [one for one in report.progress if one.failure is not None]
+        assert told[0].failure is DropReason.ENVIRONMENT_FAILED
+        assert "max_new_tokens=30" in told[0].detail
+
+
 async def test_the_cap_on_seconds_counts_an_environment_and_ends_one_that_waits(folders):
     environments = Scripted(says, holds_at=1)
     async with begun(folders, environments, with_problem("a"), max_seconds=0.3) as (story, _):

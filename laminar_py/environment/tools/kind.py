@@ -2,11 +2,13 @@
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Self
 
-from pydantic import JsonValue
+from pydantic import JsonValue, model_validator
 
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentKind
 from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.environment.protocol import Environment
 from laminar_py.environment.tools.settings import CallFamily, ToolSettings
 
@@ -17,6 +19,15 @@ class ToolsEnvironment(EnvironmentConfig):
     kind: str = "tools"
     tools: ToolSettings
     """Tools, and how the model calls them."""
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        if self.tools.timeout_s >= self.timeout_s:
+            raise ConfigError(
+                f"tools.timeout_s={self.tools.timeout_s:g}: not below environment.timeout_s={self.timeout_s:g};"
+                " lower it, or a slow call drops its trajectory"
+            )
+        return self
 
     @property
     def definitions(self) -> Sequence[dict[str, JsonValue]]:

@@ -46,8 +46,9 @@ class ToolSettings(CallSettings):
     use: Annotated[list[str], Field(min_length=1)]
     """`calculator`, `search`, `python`, or `path/to/file.py:function` for a typed function of your own, whose
     answer depends on its arguments alone."""
-    timeout_s: Seconds = 30.0
-    """Longest time of a call, seconds. The limits of `python` are those of the sandbox."""
+    timeout_s: Seconds = 10.0
+    """Longest time of a call, seconds, below `environment.timeout_s`; the model is told of one that takes longer.
+    The limits of `python` are those of the sandbox."""
     corpus: Path | None = None
     """What `search` looks through: a `.jsonl` file with `text`, and `title` if there is one, or a text file whose
     passages are separated by empty lines."""

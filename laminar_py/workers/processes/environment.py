@@ -41,6 +41,7 @@ class EnvironmentActor(PartActor):
             saved=SavedTurns(environments_path(Path(spec.run_dir))),
             limits=settings,
         )
+        asyncio.get_running_loop().set_default_executor(self._calls.threads)  # for tools that are not `async`
         self._ready.set()
 
     async def answer(self, data: bytes) -> bytes:
