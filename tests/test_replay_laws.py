@@ -89,7 +89,7 @@ class Road:
 
     async def _stream(self, engine: LocalEngine) -> FinishReason | None:
         running = begin(self.assignment, 0.0)
-        running.prefix = await self.store.read(self.assignment)
+        running.prefix = (await self.store.read(self.assignment)).ids
         self.streams += 1
         async for delta in engine.generate(running.request()):
             running.take(delta, 0.0)

@@ -88,7 +88,7 @@ def _read_environment(given: object) -> EnvironmentConfig:
     """Settings, also where they are no more than the path of a class."""
     if isinstance(given, str):
         if ".py:" not in given:
-            raise ConfigError(f"environment={given}: names no class; write path/to/file.py:Class")
+            raise ConfigError("names no class; write path/to/file.py:Class")
         given = {"kind": CLASS, "path": given}
     return _read_section(given)
 

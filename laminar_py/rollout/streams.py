@@ -95,10 +95,11 @@ class Streams:
     async def interrupt(self) -> list[Running]:
         """Abort everything in the engine; returns what is to be submitted again."""
         interrupted = [one for one in self.running.values() if one.state is StreamState.IN_ENGINE]
+        # of this moment: one whose turn ends meanwhile goes on in another task, which waits for the weights
+        streams = [running.task for running in interrupted if running.task is not None]
         for running in interrupted:
             running.state = StreamState.INTERRUPTED
         await self._engine.pause(PauseMode.ABORT)
-        streams = [running.task for running in interrupted if running.task is not None]
         if streams:  # else all that runs still waits to enter the engine
             await asyncio.wait(streams)
         return interrupted

@@ -56,12 +56,15 @@ class LoggedEngine:
 
 
 class HereEnvironments:
-    """A host in this process."""
+    """A host in this process, which answers turns from `holds_at` on once `go` is set."""
 
-    def __init__(self, host):
-        self._host = host
+    def __init__(self, host, *, holds_at=None):
+        self._host, self._holds_at = host, holds_at
+        self.go = asyncio.Event()
 
     async def answer(self, turn):
+        if num_turns(turn.spans) == self._holds_at:
+            await self.go.wait()
         return await self._host.answer(turn)
 
     async def forget(self, trajectory_id):
@@ -92,9 +95,10 @@ class Story:
     segments: object
     log: object
     weights: Folders
+    environments: HereEnvironments
     told: dict = field(default_factory=lambda: defaultdict(Told))
 
-    async def lead(self, names, *, turns, length, publish_after=None):
+    async def lead(self, names, *, turns, length, publishes):
         while not (await self.replica.collect(0.2)).admissible:
             pass
         self.replica.submit([assignment(name, turns=turns, length=length) for name in names])
@@ -103,10 +107,11 @@ class Story:
             for progress in report.progress:
                 assert progress.failure is None, progress.detail
                 self.told[progress.trajectory_id].take(progress)
-            done = sum(told.end is not None for told in self.told.values())
-            if publish_after is not None and done >= publish_after:
-                publish_after = None
+            if publishes and self.told:
                 await self.weights.publish(1)
+                publishes = False
+            if 1 in [one.version for one in report.loads]:
+                self.environments.go.set()
 
     def trajectories(self):
         reader = PayloadReader(self.segments)
@@ -162,11 +167,13 @@ def folders(tmp_path_factory):
     return [make_model_folder(root / str(seed), seed=seed, vocab=vocab) for seed in range(2)]
 
 
-async def lead(folders, folder, *, policy, trajectories, turns, length=400, publish_after=None):
+async def lead(folders, folder, *, policy, trajectories, turns, length=400, publishes=False):
     log = folder / "engine.log"
     engine = LocalEngine(folders[0], max_batch=64, max_len=512, kv_capacity=64 * 512)
     await engine.start()
     weights, segments = Folders(folders), folder / "segments"
+    host = make_host(Chatter, folder / "environments", max_turns=100)
+    environments = HereEnvironments(host, holds_at=5 if publishes else None)
     label = f"replica-0-1-{next(LABELS)}"
     replica = Replica(
         0,
@@ -179,13 +186,13 @@ async def lead(folders, folder, *, policy, trajectories, turns, length=400, publ
         max_batch=64,
         partial_interval_s=0.05,
         tells_partials=True,
-        environments=HereEnvironments(make_host(Chatter, folder / "environments", max_turns=100)),
+        environments=environments,
     )
-    story = Story(replica, segments, log, weights)
+    story = Story(replica, segments, log, weights, environments)
     task = asyncio.create_task(replica.run())
     try:
         names = [f"g{number}.0" for number in range(trajectories)]
-        await story.lead(names, turns=turns, length=length, publish_after=publish_after)
+        await story.lead(names, turns=turns, length=length, publishes=publishes)
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -257,7 +264,7 @@ def test_the_packed_loss_of_turns_is_that_of_the_trajectories_one_by_one(story, 
 
 
 async def test_turns_under_changing_weights_are_trained_as_sampled_with_the_version_of_each(folders, tmp_path):
-    story = await lead(folders, tmp_path, policy=OnNewWeights.RESUME, trajectories=400, turns=8, publish_after=5)
+    story = await lead(folders, tmp_path, policy=OnNewWeights.RESUME, trajectories=150, turns=8, publishes=True)
     assert_trained_as_sampled(story)
     versions = {span.version for told in story.told.values() for span in told.spans}
     assert versions == {None, 0, 1}

@@ -52,7 +52,7 @@ def children():
         ("stepz=3", "stepz=3: unknown key"),
         ("steps=many", "steps='many': input should be a valid integer"),
         ("reward.use=environment", "reward.use=environment: no environment ends a trajectory with a reward"),
-        ("environment=envs.py", "environment=envs.py: names no class; write path/to/file.py:Class"),
+        ("environment=envs.py", "environment='envs.py': names no class; write path/to/file.py:Class"),
         ("environment={kind: toolz}", "environment.kind=toolz: unknown; choose one of class,"),
         ("learner.lr=-1", "learner.lr=-1: input should be greater than 0"),
         ("model.path=/nowhere", "model.path=/nowhere: no config.json in it"),
