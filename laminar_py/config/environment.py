@@ -100,7 +100,7 @@ AnyEnvironmentConfig: TypeAlias = Annotated[
 
 
 def check_environment(environment: EnvironmentConfig | None, terms: Iterable[str], *, emulated: bool) -> None:
-    """Refuse a reward of environments where there are none, and environments that nothing is said to.
+    """Refuse a reward of environments where there are none, and environments beside emulated engines.
 
     `terms` are the kinds of the reward's terms.
     """
