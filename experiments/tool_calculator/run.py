@@ -41,7 +41,7 @@ def learn(seed: int) -> Asked:
     began = time.monotonic()
     done = train(CONFIG, ["name=tool_calculator", f"seed={seed}"], limit_s=LIMIT_S)
     wall_s = time.monotonic() - began
-    accuracy = [(evaluation.rl_s, evaluation.accuracy) for evaluation in done.summary.evaluations]
+    accuracy = [(evaluation.rl_s, evaluation.mean) for evaluation in done.summary.evaluations]
     return Asked(folder=str(done.folder), wall_s=wall_s, accuracy=accuracy, calls=calls(done.folder))
 
 

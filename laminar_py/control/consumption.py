@@ -23,6 +23,7 @@ from laminar_py.records.events import RefillStopped
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.spans import num_sampled, versions_of
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
+from laminar_py.records.tree import packed_tokens
 
 COMMITTED_AT_ONCE = 64  # trajectories, after which the event loop goes on with other work
 
@@ -252,7 +253,7 @@ class Consumption:
 
     def _too_long(self, member: Lifecycle) -> bool:
         """True where it fits no microbatch, and so was dropped: the last guard behind the check of the config."""
-        packing, num_tokens = self._packing, len(member.prompt.ids) + member.length
+        packing, num_tokens = self._packing, packed_tokens(len(member.prompt.ids), member.spans)
         if packing is None or num_tokens <= packing.max_tokens:
             return False
         detail = f"{num_tokens} tokens, packer.max_tokens {packing.max_tokens}"

@@ -33,6 +33,7 @@ from laminar_py.records.returns import Earned, Returns, returns_of
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import clip_spans, covers, num_sampled, replace_spans, sampled_versions
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span, Status
+from laminar_py.records.tree import context_tokens
 
 LIVE = frozenset(Status) - {Status.CONSUMED, Status.DROPPED}
 ON_REPLICA = frozenset({Status.RUNNING})
@@ -101,7 +102,7 @@ class Lifecycle:
     @property
     def prefill(self) -> int:
         """Tokens that the next replica computes anew; without a response the prompt is shared with the group."""
-        return len(self.prompt.ids) + self.length if self.length else 0
+        return context_tokens(len(self.prompt.ids), self.spans) if self.length else 0
 
     def assignment(self, pin: int | None, *, with_problem: bool = False) -> Assignment:
         """The message to its replica; `pin` is the only version it may go on under, if any.

@@ -106,8 +106,7 @@ class PromptEncoder:
             return prompt
         messages: list[Turn] = [_asks(prompt)] if isinstance(prompt, str) else list(prompt)
         self._check(messages)
-        if self._settings.system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._settings.system})
+        messages = self.begun(messages)
         if not self.uses_template:
             self.tokenizer = self.tokenizer.ending(self._turn_ends(messages))
             self.uses_template = True
@@ -172,6 +171,12 @@ class PromptEncoder:
         """The special token behind the content of an assistant's turn, if the template writes one."""
         text = self.conversation([*messages, {"role": "assistant", "content": MARK}], answers=False)
         return self.tokenizer.first_special(text.rpartition(MARK)[2])
+
+    def begun(self, messages: Sequence[Turn]) -> list[Turn]:
+        """Messages behind `data.chat.system`, if that is set and they do not begin with words of the system."""
+        system: list[Turn] = [{"role": "system", "content": self._settings.system}]
+        is_without = self._settings.system is not None and messages[0]["role"] != "system"
+        return [*system, *messages] if is_without else list(messages)
 
     def conversation(self, messages: Sequence[Turn], *, answers: bool) -> str:
         """The text of a conversation; if the assistant `answers` next it ends where its turn begins.

@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Any
 
 from laminar_py.config.environment import EnvironmentConfig
-from laminar_py.environment.protocol import Answer, End, Observation, Role
+from laminar_py.environment.protocol import Answer, End, Observation, Rewrite, Role
 from laminar_py.records.trajectory import DropReason
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.5
 DETAIL_CHARS = 400
 SHOWN_CHARS = 40  # of a value that is refused
+SPEAKERS = ("system", "assistant", *Role)  # of a conversation that is written anew
 LARGEST = 1e30  # reward: advantages, which are differences of rewards, are finite in float32
 
 
@@ -120,8 +121,10 @@ class EnvironmentCalls:
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, f"{name} returned {fault}")
         if isinstance(returned, End):
             return End(None if returned.reward is None else float(returned.reward))
+        if isinstance(returned, Rewrite):
+            return Rewrite(returned.messages)
         assert isinstance(returned, Observation), "what has no fault is an answer"
-        return Observation(returned.texts, role=Role(returned.role))
+        return Observation(returned.texts, role=Role(returned.role), after=returned.after)
 
     def _fault(self, returned: object) -> str:
         """Fault of an answer, and what would be right; "" where there is none."""
@@ -130,16 +133,30 @@ class EnvironmentCalls:
             if reward is None or (_is_number(reward) and abs(reward) <= LARGEST):
                 return ""
             return f"End with reward {str(reward)[:SHOWN_CHARS]!r}; give a finite number or None"
+        if isinstance(returned, Rewrite):
+            return self._fault_of_rewrite(returned.messages)
         if not isinstance(returned, Observation):
-            return f"a {type(returned).__name__}; return an Observation or End"
+            return f"a {type(returned).__name__}; return an Observation, a Rewrite or End"
         if returned.role not in tuple(Role):
             return f"an Observation of role {str(returned.role)[:SHOWN_CHARS]!r}; choose of {', '.join(Role)}"
+        if returned.after is not None and not _is_turn(returned.after):
+            return f"an Observation after={str(returned.after)[:SHOWN_CHARS]}; give a turn of the model, from 1 on"
         return self._fault_of_texts(returned.texts)
+
+    def _fault_of_rewrite(self, messages: object) -> str:
+        if isinstance(messages, str):
+            return self._fault_of_texts(messages)
+        pairs = messages if isinstance(messages, tuple) else ()
+        if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            return "a Rewrite without messages; give a text, or a tuple of (role, text)"
+        if unknown := [role for role, _ in pairs if role not in SPEAKERS]:
+            return f"a Rewrite of role {str(unknown[0])[:SHOWN_CHARS]!r}; choose of {', '.join(SPEAKERS)}"
+        return self._fault_of_texts(tuple(text for _, text in pairs))
 
     def _fault_of_texts(self, texts: object) -> str:
         given = (texts,) if isinstance(texts, str) else texts
         if not isinstance(given, tuple) or not all(isinstance(text, str) for text in given):
-            return "an Observation whose texts are no text; give a string, or a tuple of strings"
+            return "texts that are no text; give a string, or a tuple of strings"
         most = self._settings.max_observation_bytes
         if sum(map(len, given)) > most:
             return f"{sum(map(len, given)):,} characters, above environment.max_observation_bytes={most:,}"
@@ -155,6 +172,10 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except StopIteration as error:  # no future can carry it, and the call would seem to take for ever
         raise RuntimeError(f"StopIteration: {error}") from error
+
+
+def _is_turn(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _is_number(value: object) -> bool:

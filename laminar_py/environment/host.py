@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.environment.calls import CallFailedError, EnvironmentCalls
-from laminar_py.environment.protocol import Answer, End, Environment, Observation, Restorable
+from laminar_py.environment.protocol import Answer, End, Environment, Observation, Restorable, Rewrite
 from laminar_py.environment.saved import SavedTurn, SavedTurns
 from laminar_py.environment.writer import PlainWriter, turns_of
 from laminar_py.records.codec import IntArray
 from laminar_py.records.digests import DIGEST_BYTES
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
-from laminar_py.records.trajectory import DropReason
+from laminar_py.records.trajectory import ANEW, DropReason, Span
+from laminar_py.records.tree import turn_ends
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ class EnvironmentHost:
         turns = turns_of(turn.response_ids, turn.spans)
         returned = await self._step(environment, turn, turns[-1] if turns else None)
         answer = self._told(returned, is_first=not turns, elapsed_s=time.monotonic() - began)
+        answer = msgspec.structs.replace(answer, follows=_follows(returned, turn.spans))
         if answer.ids is not None and len(turns) >= self._limits.max_turns:
             answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
         state = await self._state(environment) if answer.ids is not None else None
@@ -183,18 +186,20 @@ class EnvironmentHost:
             if is_first:
                 raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "reset returned End; return an Observation")
             return EnvironmentTurn(ends=True, reward=returned.reward, elapsed_s=elapsed_s)
-        if not is_first and not returned.messages:
+        if isinstance(returned, Observation) and not is_first and not returned.messages:
             raise CallFailedError(
                 DropReason.ENVIRONMENT_FAILED, "step returned an Observation without a text; return End to end"
             )
         ids = self._ids(returned, is_first=is_first)
-        if not is_first and not len(ids):
+        if not len(ids) and (isinstance(returned, Rewrite) or not is_first):
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "step returned an empty text; return End to end")
         return EnvironmentTurn(ids=ids, elapsed_s=elapsed_s)
 
-    def _ids(self, observation: Observation, *, is_first: bool) -> IntArray:
+    def _ids(self, said: Observation | Rewrite, *, is_first: bool) -> IntArray:
         try:
-            return self._writer.first(observation) if is_first else self._writer.next(observation)
+            if isinstance(said, Rewrite):
+                return self._writer.anew(said)
+            return self._writer.first(said) if is_first else self._writer.next(said)
         except ValueError as error:
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, str(error)) from error
 
@@ -219,6 +224,25 @@ class EnvironmentHost:
         environment, session.environment = session.environment, None
         if environment is not None:
             self._calls.end(environment)
+
+
+def _follows(returned: Answer, spans: tuple[Span, ...]) -> int | None:
+    """Place in the response that an answer goes back to, `ANEW` to nothing; None where it goes on at the end.
+
+    Raises `CallFailedError` where the conversation has not so many turns.
+    """
+    if isinstance(returned, Rewrite):
+        return ANEW
+    if not isinstance(returned, Observation) or returned.after is None:
+        return None
+    ends = turn_ends(spans)
+    if returned.after > len(ends):
+        detail = (
+            f"step returned an Observation after={returned.after} of {len(ends)} turns; go back to one of these"
+        )
+        raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail)
+    place = ends[returned.after - 1]
+    return None if place == spans[-1].end else place
 
 
 def _digest(ids: IntArray) -> bytes:

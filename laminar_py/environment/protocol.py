@@ -32,16 +32,29 @@ class Role(StrEnum):
 class Observation:
     """Words of an environment, e.g. `Observation("391", role=Role.TOOL)`; several texts are as many messages.
 
-    Without a text it says nothing, which `reset` alone may do: the prompt of the data set is all there is.
+    Without a text it says nothing, which `reset` alone may do: the prompt of the data set is all there is. With
+    `after` it goes back: the conversation goes on behind its first so many turns of the model, as they were
+    sampled, and what came after them is out of sight.
     """
 
     texts: str | tuple[str, ...] = ()
     role: Role = Role.USER
+    after: int | None = None
 
     @property
     def messages(self) -> tuple[str, ...]:
         """Texts, one for each message."""
         return (self.texts,) if isinstance(self.texts, str) else self.texts
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """Conversation that takes the place of all that was said, the prompt too, e.g. after a summary:
+
+    `Rewrite((("user", "You have read 40 files. In short: ... Go on."),))`, or a text where prompts are text.
+    """
+
+    messages: str | tuple[tuple[str, str], ...]  # (role, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +64,7 @@ class End:
     reward: float | None = None
 
 
-Answer: TypeAlias = Observation | End
+Answer: TypeAlias = Observation | Rewrite | End
 
 
 class Environment(Protocol):

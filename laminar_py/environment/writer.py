@@ -17,7 +17,7 @@ from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import MARK, PromptEncoder, TemplateError, Turn
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.environment.protocol import Observation, Role
+from laminar_py.environment.protocol import Observation, Rewrite, Role
 from laminar_py.records.codec import IntArray
 
 OTHER_MARK = "turntwoturntwo"  # content of other turns
@@ -35,6 +35,10 @@ class TextCodec(Protocol):
         """[n] ids of a text in which no special token is known."""
         ...
 
+    def encode_prompt(self, text: str) -> IntArray:
+        """[n] ids of a text behind those with which a text begins."""
+        ...
+
     def decode(self, ids: IntArray, *, special: bool = False) -> str:
         """Text of ids."""
         ...
@@ -42,6 +46,10 @@ class TextCodec(Protocol):
 
 class Template(Protocol):
     """Chat template as a writer needs it."""
+
+    def begun(self, messages: Sequence[Turn]) -> list[Turn]:
+        """Messages behind the system's words, where those are to begin a conversation."""
+        ...
 
     def conversation(self, messages: Sequence[Turn], *, answers: bool) -> str:
         """Text of messages; if the model `answers` next it ends where its turn begins."""
@@ -67,6 +75,13 @@ class PlainWriter:
     def next(self, observation: Observation) -> IntArray:
         """[n] ids of what an environment says after a turn. Raises `TemplateError`."""
         return self._codec.encode_literal("".join(observation.messages))
+
+    def anew(self, rewrite: Rewrite) -> IntArray:
+        """[n] ids of a conversation up to the next turn of the model. Raises `TemplateError`."""
+        if not isinstance(rewrite.messages, str):
+            raise TemplateError("a Rewrite has messages where prompts are text; give it a text")
+        whole, alone = self._codec.encode_prompt(MARK), self._codec.encode(MARK)
+        return np.concatenate([whole[: len(whole) - len(alone)], self._codec.encode_literal(rewrite.messages)])
 
 
 class ChatWriter(PlainWriter):
@@ -98,7 +113,21 @@ class ChatWriter(PlainWriter):
     def _written(self, observation: Observation, *, is_first: bool) -> IntArray:
         """Ids of the texts, and of what the template has around them."""
         texts = observation.messages
-        around = self._around(observation.role, len(texts), is_first)
+        return self._filled(self._around(observation.role, len(texts), is_first), texts)
+
+    def anew(self, rewrite: Rewrite) -> IntArray:
+        """[n] ids of a conversation up to the next turn of the model. Raises `TemplateError`."""
+        given = rewrite.messages
+        messages = ((Role.USER.value, given),) if isinstance(given, str) else given
+        if not messages or messages[-1][0] == "assistant":
+            raise TemplateError("a Rewrite ends before a turn of the assistant; let another speak last")
+        own = [role for role, _ in messages]
+        turns = self._template.begun([{"role": role, "content": _mark(place)} for place, role in enumerate(own)])
+        text = self._template.conversation(turns, answers=True)
+        return self._filled(self._parted(text, len(messages)), [text for _, text in messages])
+
+    def _filled(self, around: Sequence[IntArray], texts: Sequence[str]) -> IntArray:
+        """Ids of texts, and of what is before, between and behind them."""
         between = [
             part
             for text, after in zip(texts, around[1:], strict=True)
@@ -108,16 +137,18 @@ class ChatWriter(PlainWriter):
 
     def _pieces(self, role: Role, count: int, is_first: bool) -> list[IntArray]:
         """Ids of what the template writes before, between and behind so many messages of a role."""
-        marks = [f"{OTHER_MARK}{place}x" for place in range(count)]
-        turns: list[Turn] = [{"role": role.value, "content": mark} for mark in marks]
-        rest = self._opening(turns) if is_first else self._between(MARK, turns)
+        turns: list[Turn] = [{"role": role.value, "content": _mark(place)} for place in range(count)]
+        return self._parted(self._opening(turns) if is_first else self._between(MARK, turns), count)
+
+    def _parted(self, text: str, count: int) -> list[IntArray]:
+        """Ids of what is before, between and behind so many marks."""
         pieces = []
-        for mark in marks:
-            before, found, rest = rest.partition(mark)
+        for place in range(count):
+            before, found, text = text.partition(_mark(place))
             if not found:
                 raise TemplateError("the chat template leaves out a message, or writes messages in another order")
             pieces.append(before)
-        return [self._codec.encode(piece) for piece in (*pieces, rest)]
+        return [self._codec.encode(piece) for piece in (*pieces, text)]
 
     def _opening(self, turns: list[Turn]) -> str:
         """Text of messages behind a prompt, and of the beginning of the assistant's turn."""
@@ -151,6 +182,11 @@ class ChatWriter(PlainWriter):
         except TemplateError as error:
             return str(error)
         return "" if same else "the chat template writes an answer in dependence of what came before"
+
+
+def _mark(place: int) -> str:
+    """Stand-in for the text of a message, for the template."""
+    return f"{OTHER_MARK}{place}x"
 
 
 def open_writer(model: Path, chat: ChatConfig, settings: EnvironmentConfig, *, messages: bool) -> PlainWriter:

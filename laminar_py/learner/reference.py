@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -19,6 +20,7 @@ from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.model import ModelConfig
 from laminar_py.learner.model import load_reference, policy_logprobs
 from laminar_py.learner.sharding import shard
+from laminar_py.packing.layout import PlacedResponse, lay_out
 from laminar_py.packing.packer import Lazy, StepTerms, microbatch
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray
@@ -98,11 +100,15 @@ class ReferenceModel:
         # Nothing is trained, so the weights of tokens are of no matter.
         terms = StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1, groups=groups)
         values = _logprobs(self._model, microbatch(list(trajectories), terms))
-        found, end = [], 0
-        for trajectory in trajectories:
-            end += trajectory.num_tokens
-            found.append(values[end - 1 - len(trajectory.response_ids) : end - 1])
-        return found
+        layout = lay_out(trajectories)
+        return [_of_response(values, one, placed) for one, placed in zip(trajectories, layout.placed, strict=True)]
+
+
+def _of_response(values: FloatArray, trajectory: Trajectory, placed: PlacedResponse) -> FloatArray:
+    """[L] values of a response's tokens, out of those of all rows; 0 of a token that no row predicts."""
+    found = np.zeros(len(trajectory.response_ids), np.float32)
+    found[placed.places] = values[placed.rows]
+    return found
 
 
 def _logprobs(reference: PreTrainedModel, batch: MicroBatch) -> FloatArray:

@@ -55,6 +55,7 @@ def make_terms(
         settings.proximal, logprobs, behaviour=behaviour, staleness=staleness, recomputed=recomputed
     )
     ends = torch.tensor(batch.cu_seqlens[1:], device=rows.device)
+    responses = torch.tensor(batch.responses, dtype=torch.int64, device=rows.device)
     groups = torch.tensor(batch.groups, device=rows.device)
     return Terms(
         logprobs=logprobs,
@@ -63,7 +64,7 @@ def make_terms(
         advantages=advantages,
         weights=at_rows(batch.loss_weights),
         staleness=staleness,
-        sequence=torch.bucketize(rows, ends, right=True),
+        response=responses[torch.bucketize(rows, ends, right=True)],
         rewards=torch.tensor(batch.rewards, device=rows.device),
         groups=groups,
         columns=columns,
@@ -87,7 +88,7 @@ def estimate_partition(
             rows = trained_rows(batch, ranks.device)
             logprobs, _ = policy_logprobs(model, batch, rows)
         terms = make_terms(batch, rows, logprobs, settings)
-        counts = (terms.sequence_sum(torch.ones_like(terms.weights)) > 0).to(sums.dtype)
+        counts = (terms.response_sum(torch.ones_like(terms.weights)) > 0).to(sums.dtype)
         sums.index_add_(1, terms.groups, torch.stack([imbalance(terms, settings) * counts, counts]))
     ranks.reduce(sums)
     return -sums[0] / sums[1].clamp(min=1)

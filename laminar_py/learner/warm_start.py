@@ -171,6 +171,7 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
         behaviour_logprobs=unused,
         advantages=unused,
         staleness=np.zeros(sum(lengths), dtype=np.int32),
+        responses=np.arange(len(lengths), dtype=np.int32),
         rewards=np.zeros(len(lengths), dtype=np.float32),
         groups=np.zeros(len(lengths), dtype=np.int32),
     )

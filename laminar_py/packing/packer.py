@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.packing.balance import Bin, Entry, PackedT, deal, fit, make_entry
+from laminar_py.packing.layout import Layout, lay_out, next_ids, positions
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
@@ -215,67 +216,71 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
     """Arrays of the trajectories that share a microbatch."""
     if not bundle:
         return _nothing(terms)
-    lengths = [trajectory.num_tokens for trajectory in bundle]
-    cu_seqlens = np.cumsum([0, *lengths], dtype=np.int32)
-    total = int(cu_seqlens[-1])
-    ids, labels = np.empty(total, np.int32), np.zeros(total, np.int32)
-    positions, staleness = np.empty(total, np.int32), np.zeros(total, np.int32)
+    layout = lay_out(bundle)
+    total = len(layout.ids)
     loss_weights, logprobs, advantages = (np.zeros(total, np.float32) for _ in range(3))
-    counts = np.zeros(total, np.int32)
-    for trajectory, start, length in zip(bundle, cu_seqlens.tolist(), lengths, strict=False):
-        end, first = start + length, start + len(trajectory.prompt_ids)
-        ids[start:first] = trajectory.prompt_ids
-        ids[first:end] = trajectory.response_ids
-        positions[start:end] = np.arange(length)
-        labels[start : end - 1] = ids[start + 1 : end]
-        predicting = slice(first - 1, end - 1)  # where the response tokens are predicted
-        loss_weights[predicting] = terms.of(trajectory)
-        logprobs[predicting] = trajectory.logprobs
-        advantages[predicting] = terms.advantages(trajectory)
-        staleness[predicting] = terms.staleness(trajectory)
+    staleness, counts = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    for trajectory, placed in zip(bundle, layout.placed, strict=True):
+        rows, places = placed.rows, placed.places
+        loss_weights[rows] = terms.of(trajectory)[places]
+        logprobs[rows] = trajectory.logprobs[places]
+        advantage = terms.advantages(trajectory)
+        advantages[rows] = advantage if isinstance(advantage, float) else advantage[places]
+        staleness[rows] = terms.staleness(trajectory)[places]
         if trajectory.sampling_mask is not None:
-            counts[predicting] = trajectory.sampling_mask.counts
-    masks = [item.sampling_mask.ids for item in bundle if item.sampling_mask is not None]
-    support = SamplingMask(counts, np.concatenate(masks)) if masks else None
+            counts[rows] = trajectory.sampling_mask.counts[places]
     return MicroBatch(
-        input_ids=ids,
-        cu_seqlens=cu_seqlens,
-        position_ids=positions,
-        labels=labels,
+        input_ids=layout.ids,
+        cu_seqlens=np.cumsum([0, *layout.lengths], dtype=np.int32),
+        position_ids=positions(layout.lengths),
+        labels=next_ids(layout.ids, layout.lengths),
         loss_weights=loss_weights,
         behaviour_logprobs=logprobs,
         advantages=advantages,
         staleness=staleness,
+        responses=layout.responses,
         rewards=np.array([item.reward or 0.0 for item in bundle], np.float32),
         groups=terms.places(bundle),
-        columns={column.name: _column(bundle, column) for column in terms.columns},
-        support=support,
-        experts=_experts(bundle, cu_seqlens),
+        columns={column.name: _column(bundle, layout, column) for column in terms.columns},
+        support=_support(bundle, layout, counts),
+        experts=_experts(bundle, layout),
     )
 
 
-def _column(bundle: Bundle, column: Column) -> Array:
+def _support(bundle: Bundle, layout: Layout, counts: IntArray) -> SamplingMask | None:
+    """Vocabulary that each token was drawn from, `counts` [T] ids of each; None where none is recorded."""
+    masks = [
+        placed.mask_ids(trajectory.sampling_mask)
+        for trajectory, placed in zip(bundle, layout.placed, strict=True)
+        if trajectory.sampling_mask is not None
+    ]
+    return SamplingMask(counts, np.concatenate(masks)) if masks else None
+
+
+def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
     """[T] numbers of a column, [L] of each response, where its tokens are predicted."""
-    out = np.full(sum(trajectory.num_tokens for trajectory in bundle), column.padding, column.dtype.value)
-    end = 0
-    for trajectory in bundle:
+    out = np.full(len(layout.ids), column.padding, column.dtype.value)
+    for trajectory, placed in zip(bundle, layout.placed, strict=True):
         own = trajectory.columns.get(column.name)
         assert own is not None, f"{trajectory.id} has no column {column.name}"
         assert own.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {own.dtype}"
-        end += trajectory.num_tokens
-        out[end - 1 - len(trajectory.response_ids) : end - 1] = own.array
+        out[placed.rows] = own.array[placed.places]
     return out
 
 
-def _experts(bundle: Bundle, cu_seqlens: IntArray) -> npt.NDArray[np.int16] | None:
-    """[T, layers, k] of all sequences; -1 where none are recorded, as of a last token, which is never an input."""
+def _experts(bundle: Bundle, layout: Layout) -> npt.NDArray[np.int16] | None:
+    """[T, layers, k] of all sequences; -1 where none are recorded, as of a last token, which is never an input.
+
+    No trajectory whose response is a tree has any: each is one sequence.
+    """
     recorded = [trajectory.routed_experts for trajectory in bundle]
     shapes = {(experts.layers, experts.top_k) for experts in recorded if experts is not None}
     if not shapes:
         return None
     (shape,) = shapes
-    out = np.full((int(cu_seqlens[-1]), *shape), -1, np.int16)
-    for experts, start in zip(recorded, cu_seqlens.tolist(), strict=False):
+    out = np.full((len(layout.ids), *shape), -1, np.int16)
+    starts = np.cumsum([0, *(trajectory.num_tokens for trajectory in bundle)]).tolist()
+    for experts, start in zip(recorded, starts, strict=False):
         if experts is not None:
             out[start + experts.start : start + experts.start + experts.positions] = experts.table
     return out
@@ -294,6 +299,7 @@ def _nothing(terms: StepTerms) -> MicroBatch:
         behaviour_logprobs=nothing,
         advantages=nothing,
         staleness=zero,
+        responses=zero,
         rewards=nothing,
         groups=zero,
         columns={column.name: np.full(1, column.padding, column.dtype.value) for column in terms.columns},

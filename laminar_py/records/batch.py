@@ -1,6 +1,6 @@
 """The microbatch: what packer and learner share.
 
-T is the number of packed tokens, S of its sequences.
+T is the number of packed tokens, S of its sequences, R of the responses that these are of.
 """
 
 import msgspec
@@ -28,8 +28,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     behaviour_logprobs: FloatArray  # [T]
     advantages: FloatArray  # [T]
     staleness: IntArray  # [T] learner steps since the weights that made the token
-    rewards: FloatArray  # [S] of whole responses
-    groups: IntArray  # [S] place of each sequence's group in the step
+    responses: IntArray  # [S] place of the response that each sequence is of: several are a tree (`records.tree`)
+    rewards: FloatArray  # [R] of whole responses
+    groups: IntArray  # [R] place of each response's group in the step
     columns: dict[str, Array] = msgspec.field(default_factory=dict)  # by name, each [T], for the loss
     support: SamplingMask | None = None  # of T tokens; none of a token: it is the whole vocabulary
     experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] as recorded, -1 where not

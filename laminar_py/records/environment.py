@@ -37,6 +37,7 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ids: IntArray | None = None  # [n] tokens to append as they are
+    follows: int | None = None  # leading tokens of the response that they are behind, see `Span`; None: all
     ends: bool = False
     is_cut: bool = False  # by the cap on turns
     reward: float | None = None  # where it ends; None: the terms of the task judge it

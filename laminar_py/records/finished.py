@@ -8,6 +8,7 @@ from laminar_py.records.codec import IntArray
 from laminar_py.records.pieces import ColumnRef, PieceRef, TokensRef
 from laminar_py.records.returns import Earned
 from laminar_py.records.trajectory import FinishReason, Kind, Span
+from laminar_py.records.tree import packed_tokens
 
 
 class FinishedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +41,8 @@ class FinishedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response."""
-        return len(self.prompt_ids) + self.length
+        """Tokens of all its sequences: prompt and response, where that is one."""
+        return packed_tokens(len(self.prompt_ids), self.spans)
 
     @property
     def oldest_version(self) -> int:
@@ -69,7 +70,7 @@ class Packable(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response."""
+        """Tokens of all its sequences: prompt and response, where that is one."""
         ...
 
     @property

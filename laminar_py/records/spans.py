@@ -18,15 +18,16 @@ _encoder = msgspec.json.Encoder()
 
 
 def add_span(spans: list[Span], span: Span) -> None:
-    """Append a span; it becomes one with the last if they touch and say the same."""
+    """Append a span; it becomes one with the last if they touch and say the same, and it follows that."""
     last = spans[-1] if spans else None
     if (
         last is not None
         and last.version == span.version
         and last.kv_version == span.kv_version
         and last.end == span.start
+        and span.follows is None
     ):
-        spans[-1] = Span(span.version, last.start, span.end, span.kv_version)
+        spans[-1] = Span(span.version, last.start, span.end, span.kv_version, last.follows)
     else:
         spans.append(span)
 
@@ -41,8 +42,13 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tuple[Span, ...]:
     """Spans of tokens [start, end) alone."""
-    clipped = (Span(s.version, max(s.start, start), min(s.end, end), s.kv_version) for s in spans)
-    return merge_spans(span for span in clipped if span.start < span.end)
+    return merge_spans(_clipped(span, start, end) for span in spans if max(span.start, start) < min(span.end, end))
+
+
+def _clipped(span: Span, start: int, end: int) -> Span:
+    """Tokens [start, end) of a span, of which some are."""
+    follows = span.follows if span.start >= start else None
+    return Span(span.version, max(span.start, start), min(span.end, end), span.kv_version, follows)
 
 
 def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ...]:
@@ -89,7 +95,7 @@ def num_turns(spans: Iterable[Span]) -> int:
 
 
 def shift_spans(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
-    """Spans moved on by `by` tokens."""
+    """Spans of a stream, moved on by `by` tokens; each follows the one before."""
     return tuple(Span(span.version, span.start + by, span.end + by, span.kv_version) for span in spans)
 
 
@@ -103,7 +109,7 @@ def covers(spans: Iterable[Span], start: int, end: int) -> bool:
 
 
 def encode_spans(spans: tuple[Span, ...]) -> str:
-    """JSON such as `[[7,0,41,null]]`."""
+    """JSON such as `[[7,0,41,null,null]]`."""
     return _encoder.encode(spans).decode()
 
 

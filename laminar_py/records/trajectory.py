@@ -75,6 +75,9 @@ class DropReason(StrEnum):
     RUN_ENDED = "run_ended"  # an evaluation that was under way when the run ended
 
 
+ANEW = -1  # as what a span `follows`: a context of its own, without the prompt
+
+
 class Kind(StrEnum):
     """Purpose of a trajectory. Evaluations are accounted for apart and never train."""
 
@@ -86,13 +89,15 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """Response tokens [start, end) were generated under `version`, e.g. `Span(7, 0, 41)`.
 
     `kv_version` is set where they attended to a KV cache that older weights had made: the oldest of those.
-    Without a version nobody generated them: an environment wrote them, e.g. `Span(None, 41, 60)`.
+    Without a version nobody generated them: an environment wrote them, e.g. `Span(None, 41, 60)`. A response is a
+    tree where spans follow others than all before them (`records.tree`), e.g. `Span(None, 60, 75, follows=41)`.
     """
 
     version: int | None
     start: int
     end: int
     kv_version: int | None = None
+    follows: int | None = None  # leading tokens of the response that its first one is behind; None: all before it
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,8 +139,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response."""
-        return len(self.prompt_ids) + len(self.response_ids)
+        """Tokens of all its sequences: prompt and response, where that is one."""
+        from laminar_py.records.tree import packed_tokens
+
+        return packed_tokens(len(self.prompt_ids), self.spans)
 
     @property
     def num_trained(self) -> int:

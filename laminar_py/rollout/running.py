@@ -27,6 +27,8 @@ from laminar_py.records.recordings import (
 from laminar_py.records.replica import Assignment, Held, Progress
 from laminar_py.records.spans import add_span, clip_spans, covers, replace_spans, shift_spans
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Span
+from laminar_py.records.tree import context_tokens
+from laminar_py.rollout.branches import in_context
 
 _NO_IDS = np.empty(0, np.int32)
 
@@ -70,7 +72,7 @@ class Running:
         """Ask the engine, now or again: a new stream begins where the response stands."""
         item = self.assignment
         self.stream = self.length
-        return GenerateRequest(
+        whole = GenerateRequest(
             rid=item.trajectory_id,
             group_id=item.group_id,
             prompt_ids=item.prompt_ids,
@@ -78,10 +80,12 @@ class Running:
             sampling=item.sampling,
             routed=self.routed,
         )
+        return in_context(whole, self.all_spans)
 
     def held(self) -> Held:
         """Entry of a survey."""
-        return Held(self.assignment.trajectory_id, len(self.assignment.prompt_ids) + self.length, self.length)
+        context = context_tokens(len(self.assignment.prompt_ids), self.all_spans)
+        return Held(self.assignment.trajectory_id, context, self.length)
 
     def used_s(self, now: float) -> float:
         """Seconds of generation, those on earlier replicas included."""
@@ -114,12 +118,12 @@ class Running:
             self.experts.append(experts)
             self.routed += experts.positions
 
-    def observe(self, ids: IntArray) -> None:
-        """Append what the environment wrote, as it is, if it wrote anything."""
+    def observe(self, ids: IntArray, *, follows: int | None = None) -> None:
+        """Append what the environment wrote, as it is, if it wrote anything; see `Span` for what it `follows`."""
         if not len(ids):
             return
         start, self.length = self.length, self.length + len(ids)
-        add_span(self.spans, Span(None, start, self.length))
+        add_span(self.spans, Span(None, start, self.length, follows=follows))
         self.ids.append(ids)
         self.logprobs.append(np.zeros(len(ids), np.float32))
         self.masks.append(SamplingMask(np.zeros(len(ids), np.int32), _NO_IDS))

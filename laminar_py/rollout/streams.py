@@ -215,7 +215,13 @@ class Streams:
             self._end(running, FinishReason.LENGTH)
         else:
             assert answer.ids is not None, f"{running.assignment.trajectory_id}: its environment says nothing"
-            running.observe(answer.ids[: running.room])
+            if answer.follows is not None and running.routed:
+                detail = (
+                    "it went back in its conversation, where engines record experts (algorithm.replay_experts)"
+                )
+                self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
+                return False
+            running.observe(answer.ids[: running.room], follows=answer.follows)
             if running.room:
                 return True
             self._end_full(running)

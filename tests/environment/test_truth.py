@@ -24,11 +24,12 @@ from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled, num_turns, replace_spans
 from laminar_py.records.trajectory import FinishReason, Kind, Span
+from laminar_py.records.tree import is_tree
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
 from laminar_py.segments.completion import complete_one
 from laminar_py.segments.reader import PayloadReader
-from tests.environment.turns import Chatter, greedy_tokenizer, make_host, problem
+from tests.environment.turns import Chatter, Wanderer, greedy_tokenizer, make_host, problem
 from tests.learner.builders import make_learner, make_model_folder
 from tests.rollout.folders import Folders
 
@@ -167,12 +168,12 @@ def folders(tmp_path_factory):
     return [make_model_folder(root / str(seed), seed=seed, vocab=vocab) for seed in range(2)]
 
 
-async def lead(folders, folder, *, policy, trajectories, turns, length=400, publishes=False):
+async def lead(folders, folder, *, policy, trajectories, turns, length=400, publishes=False, make=Chatter):
     log = folder / "engine.log"
     engine = LocalEngine(folders[0], max_batch=64, max_len=512, kv_capacity=64 * 512)
     await engine.start()
     weights, segments = Folders(folders), folder / "segments"
-    host = make_host(Chatter, folder / "environments", max_turns=100)
+    host = make_host(make, folder / "environments", max_turns=100)
     environments = HereEnvironments(host, holds_at=5 if publishes else None)
     label = f"replica-0-1-{next(LABELS)}"
     replica = Replica(
@@ -261,6 +262,54 @@ def test_the_packed_loss_of_turns_is_that_of_the_trajectories_one_by_one(story, 
     other = make_learner(folders[0]).step(alone)
     assert one.loss == pytest.approx(other.loss, rel=1e-5, abs=1e-7)
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def tree(folders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tree")
+    return asyncio.run(
+        lead(folders, folder, policy=OnNewWeights.DRAIN, trajectories=100, turns=TURNS, make=Wanderer)
+    )
+
+
+def test_a_tree_of_sequences_trains_each_sampled_token_once_in_the_context_that_it_was_sampled_in(tree, folders):
+    trajectories, sampled = tree.trajectories(), tree.sampled()
+    packed = pack_step(
+        trajectories, max_tokens=4096, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01
+    )
+    model, weighted, num_sequences = make_learner(folders[0]).model, [], 0
+    for batch in packed.microbatches(0):
+        rows = np.flatnonzero(batch.loss_weights)
+        logprobs, _ = policy_logprobs(model, batch)
+        assert np.abs(logprobs.detach().numpy()[rows] - batch.behaviour_logprobs[rows]).max() <= 1e-4
+        weighted.append(batch.labels[rows])
+        num_sequences += len(batch.lengths)
+    assert sorted(np.concatenate(weighted).tolist()) == sorted(id for ids, _ in sampled.values() for id in ids)
+    assert num_sequences > 3 * len(trajectories), "most trajectories have several"
+    assert sum(map(is_tree, (one.spans for one in trajectories))) > 90
+
+
+def test_the_packed_loss_of_trees_is_that_of_the_trajectories_one_by_one(tree, folders):
+    items = tree.trajectories()[:24]
+    packed = pack_step(items, max_tokens=1024, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01)
+    alone = Packed([[[item] for item in items]], packed.terms).microbatches(0)
+    one, other = make_learner(folders[0]).step(packed.microbatches(0)), make_learner(folders[0]).step(alone)
+    assert one.loss == pytest.approx(other.loss, rel=1e-5, abs=1e-7)
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+
+
+async def test_trees_under_changing_weights_are_trained_as_sampled(folders, tmp_path):
+    story = await lead(
+        folders,
+        tmp_path,
+        policy=OnNewWeights.RESUME,
+        trajectories=100,
+        turns=8,
+        publishes=True,
+        make=Wanderer,
+    )
+    assert_trained_as_sampled(story)
+    assert {span.version for told in story.told.values() for span in told.spans} == {None, 0, 1}
 
 
 async def test_turns_under_changing_weights_are_trained_as_sampled_with_the_version_of_each(folders, tmp_path):

@@ -10,7 +10,7 @@ from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost
-from laminar_py.environment.protocol import End, Observation
+from laminar_py.environment.protocol import End, Observation, Rewrite
 from laminar_py.environment.saved import SavedTurns
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.environment import Problem
@@ -44,6 +44,28 @@ class Chatter:
         self.made += 1
         if self.made >= self.turns:
             return End(float(len(action)))
+        return Observation("abcd"[: 1 + self.made % 4])
+
+
+class Wanderer:
+    """Goes back to the first turn, or begins anew, every few turns."""
+
+    deterministic = True
+
+    def reset(self, problem):
+        self.turns, self.made, self.here = int(problem.answer), 0, 0
+        return Observation("a")
+
+    def step(self, action):
+        self.made, self.here = self.made + 1, self.here + 1
+        if self.made >= self.turns:
+            return End(1.0)
+        if (self.made + self.turns) % 5 == 0:
+            self.here = 0
+            return Rewrite("abcd" * (1 + self.made % 3))
+        if self.here > 2:
+            self.here = 1
+            return Observation("dcba"[: 1 + self.made % 4], after=1)
         return Observation("abcd"[: 1 + self.made % 4])
 
 

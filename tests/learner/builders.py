@@ -147,6 +147,7 @@ def pack(sequences: list[Sample], *, num_total: int) -> MicroBatch:
         behaviour_logprobs=_join([_at_response(s, s.logprobs) for s in sequences], np.float32),
         advantages=_join([np.full(len(s.ids), s.advantage) for s in sequences], np.float32),
         staleness=np.zeros(sum(lengths), np.int32),
+        responses=np.arange(len(lengths), dtype=np.int32),
         rewards=np.zeros(len(lengths), np.float32),
         groups=np.zeros(len(lengths), np.int32),
         experts=_join(experts, np.int16) if experts else None,

@@ -25,7 +25,7 @@ def terms(ratios, *, drifts=None, weights=None, advantages=None, lengths=None, s
         proximal=proximal,
         advantages=torch.tensor(advantages or [1.0] * count),
         weights=torch.tensor(weights or [1.0 / count] * count),
-        sequence=sequence,
+        response=sequence,
         staleness=torch.tensor(staleness or [0] * count),
         rewards=torch.zeros(len(lengths or [count])),
         groups=torch.zeros(len(lengths or [count])),

@@ -39,7 +39,7 @@ def mask_outside(terms: Terms, settings: AlgorithmConfig) -> Tensor:
 
 def mask_sequences(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     """`1[low <= exp(mean_t(lp - b)) <= high]`, for all tokens of a sequence: geometric sequence mask."""
-    ratio = terms.sequence_mean(terms.logprobs.detach() - terms.behaviour).exp()
+    ratio = terms.response_mean(terms.logprobs.detach() - terms.behaviour).exp()
     return ((ratio >= settings.correction_low) & (ratio <= settings.correction_high)).to(ratio.dtype)
 
 
@@ -48,7 +48,7 @@ def mask_negative(terms: Terms, settings: AlgorithmConfig) -> Tensor:
 
     Off-policy sequence masking, DeepSeek-V3.2 2025, with `log high` its threshold.
     """
-    ratio = terms.sequence_mean(terms.behaviour - terms.logprobs.detach()).exp()
+    ratio = terms.response_mean(terms.behaviour - terms.logprobs.detach()).exp()
     return 1.0 - ((terms.advantages < 0) & (ratio > settings.correction_high)).to(ratio.dtype)
 
 

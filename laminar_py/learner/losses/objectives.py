@@ -19,7 +19,7 @@ from laminar_py.records.columns import REFERENCE_LOGPROBS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Inputs of a loss, for the N trained tokens of S sequences. Gradients go to `logprobs`."""
+    """Inputs of a loss, for the N trained tokens of R responses. Gradients go to `logprobs`."""
 
     logprobs: Tensor  # [N] of the policy that is trained
     behaviour: Tensor  # [N] of the policy that drew the token
@@ -27,19 +27,19 @@ class Terms:
     advantages: Tensor  # [N]
     weights: Tensor  # [N] loss weights, above 0
     staleness: Tensor  # [N] learner steps since the weights that made the token
-    sequence: Tensor  # [N] int64, the sequence that each token is in
-    rewards: Tensor  # [S] of whole responses
-    groups: Tensor  # [S] place of each sequence's group in the step
+    response: Tensor  # [N] int64, the response that each token is of
+    rewards: Tensor  # [R] of whole responses
+    groups: Tensor  # [R] place of each response's group in the step
     columns: Mapping[str, Tensor]  # by name, each [N]: what the algorithm has declared
-    log_partition: Tensor | None = None  # [S] estimate for the prompt of each sequence
+    log_partition: Tensor | None = None  # [R] estimate for the prompt of each response
 
-    def sequence_mean(self, values: Tensor) -> Tensor:
-        """[N] mean of `values` [N] over the trained tokens of each token's sequence."""
-        return (self.sequence_sum(values) / self.sequence_sum(torch.ones_like(values)))[self.sequence]
+    def response_mean(self, values: Tensor) -> Tensor:
+        """[N] mean of `values` [N] over the trained tokens of each token's response."""
+        return (self.response_sum(values) / self.response_sum(torch.ones_like(values)))[self.response]
 
-    def sequence_sum(self, values: Tensor) -> Tensor:
-        """[S] sum of `values` [N] over the trained tokens of each sequence."""
-        return values.new_zeros(len(self.rewards)).index_add(0, self.sequence, values)
+    def response_sum(self, values: Tensor) -> Tensor:
+        """[R] sum of `values` [N] over the trained tokens of each response."""
+        return values.new_zeros(len(self.rewards)).index_add(0, self.response, values)
 
 
 def clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
@@ -69,7 +69,7 @@ def sequence_clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     GSPO, Zheng et al. 2025, eq. 5 and 14.
     """
     own = terms.logprobs.detach()
-    ratio = terms.sequence_mean(own - terms.proximal).exp() * (terms.logprobs - own).exp()
+    ratio = terms.response_mean(own - terms.proximal).exp() * (terms.logprobs - own).exp()
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     return torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
 
@@ -93,19 +93,19 @@ def balance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     Trajectory balance, Malkin et al. 2022; with asynchrony (TBA), Bartoldson et al. 2025.
     """
     assert terms.log_partition is not None, "the partition function is estimated before the loss"
-    return -(terms.log_partition + imbalance(terms, settings)).square()[terms.sequence]
+    return -(terms.log_partition + imbalance(terms, settings)).square()[terms.response]
 
 
 def imbalance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
-    """d of each sequence, [S]; see `balance`."""
+    """d of each response, [R]; see `balance`."""
     reference = terms.columns[REFERENCE_LOGPROBS]
-    return terms.sequence_sum(terms.logprobs - reference) - terms.rewards / settings.beta
+    return terms.response_sum(terms.logprobs - reference) - terms.rewards / settings.beta
 
 
 def clipped_ratio(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     """The ratio that the objective clips, [N], without gradient."""
     gap = terms.logprobs.detach() - terms.proximal
-    return (terms.sequence_mean(gap) if settings.objective is Objective.SEQUENCE_CLIP else gap).exp()
+    return (terms.response_mean(gap) if settings.objective is Objective.SEQUENCE_CLIP else gap).exp()
 
 
 PolicyObjective: TypeAlias = Callable[[Terms, AlgorithmConfig], Tensor]

@@ -53,7 +53,7 @@ def make_terms(logprobs, others, sequence, *, columns=None):
         proximal=proximal,
         advantages=advantages,
         weights=weights,
-        sequence=torch.tensor(sequence),
+        response=torch.tensor(sequence),
         **unused(len(LENGTHS), columns=columns),
     )
 
@@ -68,7 +68,7 @@ def one_token(ratio, advantage, weight, settings):
         proximal=drawn,
         advantages=torch.tensor([advantage]),
         weights=torch.tensor([weight]),
-        sequence=sequence,
+        response=sequence,
         **unused(1),
     )
     loss = policy_loss(terms, settings)
@@ -170,7 +170,7 @@ def test_gspo_has_the_gradient_of_the_geometric_mean_of_its_ratios():
         proximal=drawn,
         advantages=advantages[sequence],
         weights=weights,
-        sequence=torch.tensor(sequence),
+        response=torch.tensor(sequence),
         **unused(len(LENGTHS)),
     )
     (found,) = torch.autograd.grad(policy_loss(terms, settings), logprobs)
