@@ -183,8 +183,17 @@ def positional_records(code: Checkout) -> list[str]:
 
 
 def positional_examples(code: Checkout) -> list[str]:
-    """Calls in docstrings that no keyword-only record takes; what is no whole expression is no example."""
-    records = {node.name for _, node in code.nodes(ast.ClassDef) if is_keyword_only(node)}
+    """Calls in docstrings that no keyword-only record takes; what is no whole expression is no example.
+
+    One that adds to the fields of a positional record takes those by their place.
+    """
+    classes = [node for _, node in code.nodes(ast.ClassDef)]
+    positional = {node.name for node in classes if is_positional(node)}
+    records = {
+        node.name
+        for node in classes
+        if is_keyword_only(node) and positional.isdisjoint(map(ast.unparse, node.bases))
+    }
     found = []
     for path, node in code.nodes(Function, ast.ClassDef):
         for text in re.findall("`([^`]+)`", ast.get_docstring(node) or ""):

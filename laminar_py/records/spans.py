@@ -27,7 +27,7 @@ def add_span(spans: list[Span], span: Span) -> None:
         and last.end == span.start
         and span.follows is None
     ):
-        spans[-1] = Span(span.version, last.start, span.end, span.kv_version, last.follows)
+        spans[-1] = Span(span.version, last.start, span.end, span.kv_version, follows=last.follows)
     else:
         spans.append(span)
 
@@ -48,7 +48,7 @@ def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tup
 def _clipped(span: Span, start: int, end: int) -> Span:
     """Tokens [start, end) of a span, of which some are."""
     follows = span.follows if span.start >= start else None
-    return Span(span.version, max(span.start, start), min(span.end, end), span.kv_version, follows)
+    return Span(span.version, max(span.start, start), min(span.end, end), span.kv_version, follows=follows)
 
 
 def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ...]:

@@ -85,7 +85,16 @@ class Kind(StrEnum):
     EVAL = "eval"
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Response tokens [start, end) and the weights that made them."""
+
+    version: int | None
+    start: int
+    end: int
+    kv_version: int | None = None
+
+
+class Span(VersionSpan, frozen=True, array_like=True, kw_only=True):
     """Response tokens [start, end) were generated under `version`, e.g. `Span(7, 0, 41)`.
 
     `kv_version` is set where they attended to a KV cache that older weights had made: the oldest of those.
@@ -93,10 +102,6 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     tree where spans follow others than all before them (`records.tree`), e.g. `Span(None, 60, 75, follows=41)`.
     """
 
-    version: int | None
-    start: int
-    end: int
-    kv_version: int | None = None
     follows: int | None = None  # leading tokens of the response that its first one is behind; None: all before it
 
 

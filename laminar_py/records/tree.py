@@ -18,7 +18,7 @@ from laminar_py.records.trajectory import ANEW, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TokenRun:
     """Tokens [start, end) of a response that follow each other, the first of them behind the first `follows`."""
 
     start: int
@@ -63,8 +63,8 @@ def is_tree(spans: Iterable[Span]) -> bool:
 
 def context_of(spans: Sequence[Span]) -> TokenPath:
     """Context of what comes next: the tokens from the root of the tree to the end of the response."""
-    stretches = _stretches(spans)
-    has_prompt, parts = _behind(stretches, stretches[-1].end if stretches else 0)
+    runs = _runs(spans)
+    has_prompt, parts = _behind(runs, runs[-1].end if runs else 0)
     return TokenPath(has_prompt=has_prompt, parts=tuple((start, end, True) for start, end in parts))
 
 
@@ -77,15 +77,15 @@ def context_tokens(prompt: int, spans: Sequence[Span]) -> int:
 
 def sequences_of(spans: Sequence[Span]) -> list[TokenPath]:
     """Sequences of a response, one for each end of its tree, in the order of these ends."""
-    stretches = _stretches(spans)
-    continued = {stretch.follows for stretch in stretches}
-    owned: set[int] = set()  # starts of stretches
+    runs = _runs(spans)
+    continued = {run.follows for run in runs}
+    owned: set[int] = set()  # starts of runs
     found = []
-    for leaf in stretches:
+    for leaf in runs:
         if leaf.end in continued:
             continue
-        has_prompt, behind = _behind(stretches, leaf.end)
-        whole = {stretch.start: stretch.end for stretch in stretches}
+        has_prompt, behind = _behind(runs, leaf.end)
+        whole = {run.start: run.end for run in runs}
         parts = [(start, end, whole[start] == end and start not in owned) for start, end in behind]
         owned.update(start for start, _, own in parts if own)
         found.append(TokenPath(has_prompt=has_prompt, parts=tuple(parts)))
@@ -106,22 +106,22 @@ def turn_ends(spans: Sequence[Span]) -> list[int]:
     return [span.end for span, ends in zip(said, is_last, strict=True) if ends and span.version is not None]
 
 
-def _stretches(spans: Iterable[Span]) -> list[Stretch]:
-    """Stretches of a response, in order."""
-    found: list[Stretch] = []
+def _runs(spans: Iterable[Span]) -> list[TokenRun]:
+    """Runes of a response, in order."""
+    found: list[TokenRun] = []
     for span in spans:
         if span.follows is None and found:
-            found[-1] = Stretch(found[-1].start, span.end, found[-1].follows)
+            found[-1] = TokenRun(found[-1].start, span.end, found[-1].follows)
         else:
-            found.append(Stretch(span.start, span.end, 0 if span.follows is None else span.follows))
+            found.append(TokenRun(span.start, span.end, 0 if span.follows is None else span.follows))
     return found
 
 
-def _behind(stretches: Sequence[Stretch], end: int) -> tuple[bool, list[tuple[int, int]]]:
+def _behind(runs: Sequence[TokenRun], end: int) -> tuple[bool, list[tuple[int, int]]]:
     """Path to the token before place `end`: whether it begins with the prompt, and its parts in order."""
     parts: list[tuple[int, int]] = []
     while end > 0:
-        stretch = next(one for one in stretches if one.start < end <= one.end)
-        parts.append((stretch.start, end))
-        end = stretch.follows
+        run = next(one for one in runs if one.start < end <= one.end)
+        parts.append((run.start, end))
+        end = run.follows
     return end != ANEW, parts[::-1]

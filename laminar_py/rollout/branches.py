@@ -1,7 +1,7 @@
 """Requests of a response that is a tree: an engine gets the context of its end alone. Called by `rollout.running`.
 
-Invariant: a branch draws numbers of its own, so that one which goes on from where another did is not the same again;
-and it draws the same wherever it is asked for again.
+Invariant: a branch draws numbers of its own, so one that goes on from where another did is not the same again, and
+it draws the same wherever it is asked for once more.
 """
 
 import msgspec

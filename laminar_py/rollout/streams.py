@@ -216,9 +216,7 @@ class Streams:
         else:
             assert answer.ids is not None, f"{running.assignment.trajectory_id}: its environment says nothing"
             if answer.follows is not None and running.routed:
-                detail = (
-                    "it went back in its conversation, where engines record experts (algorithm.replay_experts)"
-                )
+                detail = "it went back in its conversation, where engines record experts (rollout.record)"
                 self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
                 return False
             running.observe(answer.ids[: running.room], follows=answer.follows)

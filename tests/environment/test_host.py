@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar_py.environment.protocol import End, Observation
+from laminar_py.environment.protocol import End, Observation, Rewrite
 from laminar_py.environment.saved import SavedTurns
 from laminar_py.records.environment import ModelTurn
 from laminar_py.records.spans import add_span
-from laminar_py.records.trajectory import DropReason, Span
-from tests.environment.turns import END, Chatter, Diary, Forgetful, make_host, problem
+from laminar_py.records.trajectory import ANEW, DropReason, Span
+from tests.environment.turns import END, Chatter, Diary, Forgetful, Wanderer, make_host, problem
 
 
 class Story:
@@ -24,10 +24,10 @@ class Story:
             trajectory_id=name, problem=problem(turns), response_ids=np.empty(0, np.int32), spans=()
         )
 
-    def append(self, ids, version):
+    def append(self, ids, version, follows=None):
         spans, length = list(self.turn.spans), len(self.turn.response_ids)
         if len(ids):
-            add_span(spans, Span(version, length, length + len(ids)))
+            add_span(spans, Span(version, length, length + len(ids), follows=follows))
         joined = np.concatenate([self.turn.response_ids, np.array(ids, np.int32)])
         self.turn = msgspec.structs.replace(self.turn, response_ids=joined, spans=tuple(spans))
 
@@ -40,7 +40,7 @@ class Story:
             self.append([*ids, END], 3)
         answer = await self.ask()
         if answer.ids is not None:
-            self.append(answer.ids, None)
+            self.append(answer.ids, None, answer.follows)
         return answer
 
 
@@ -88,6 +88,17 @@ async def test_a_deterministic_environment_is_repeated(tmp_path, turns):
     for place, ids in enumerate([(1,), (2, 3), (4,)]):
         story.host = make_host(Chatter, tmp_path / f"b{place}")  # where nothing is saved
         assert (await story.say(*ids)).ids is not None
+
+
+async def test_a_conversation_that_goes_back_or_begins_anew_is_repeated_too(tmp_path):
+    story = Story(make_host(Wanderer, tmp_path / "a"), turns=9)
+    await story.say()
+    for place in range(7):
+        story.host = make_host(Wanderer, tmp_path / f"b{place}")
+        assert (await story.say(1)).failure is None
+    follows = [span.follows for span in story.turn.spans]
+    assert ANEW in follows, "it began anew"
+    assert any(place is not None and place > 0 for place in follows), "it went back"
 
 
 async def test_what_is_neither_ends_with_a_reason_and_so_does_what_answers_otherwise_again(tmp_path):
@@ -173,7 +184,13 @@ def returning(value, *, first=None):
 
 
 BAD = {
-    "nothing": (None, "returned a NoneType; return an Observation or End"),
+    "nothing": (None, "returned a NoneType; return an Observation, a Rewrite or End"),
+    "behind no turn": (Observation("4", after=0), "after=0; give a turn of the model, from 1 on"),
+    "behind a turn to come": (Observation("b", after=2), "after=2 of 1 turns; go back to one of these"),
+    "no messages": (Rewrite(()), "a Rewrite without messages; give a text, or a tuple of (role, text)"),
+    "words of nobody": (Rewrite((("poet", "4"),)), "a Rewrite of role 'poet'; choose of system, assistant, user"),
+    "messages for a text": (Rewrite((("user", "4"),)), "a Rewrite has messages where prompts are text"),
+    "an empty rewrite": (Rewrite(""), "an empty text; return End to end"),
     "a text": ("4", "returned a str"),
     "no text": (Observation(), "without a text; return End"),
     "100 MB": (Observation("a" * 100_000_000), "above environment.max_observation_bytes=65,536"),

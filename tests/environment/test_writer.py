@@ -6,8 +6,8 @@ import pytest
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder, TemplateError
-from laminar_py.environment.protocol import Observation, Role
-from laminar_py.environment.writer import ChatWriter, open_writer, turns_of
+from laminar_py.environment.protocol import Observation, Rewrite, Role
+from laminar_py.environment.writer import ChatWriter, PlainWriter, open_writer, turns_of
 from laminar_py.records.trajectory import Span
 from tests.data.templates import TEMPLATES, make_chat_encoder
 from tests.environment.turns import END, greedy_tokenizer
@@ -52,6 +52,24 @@ def test_turns_read_as_the_template_writes_them_whole(tmp_path, name):
     assert [writer.said(turn) for turn in said] == [
         encoder.tokenizer.decode(turn[:-1], special=True) for turn in said
     ]
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys()))
+def test_a_conversation_that_is_written_anew_reads_as_the_template_writes_it(tmp_path, name):
+    encoder, writer = opened(tmp_path, name)
+    said = (("user", "2+2="), ("assistant", "4"), ("user", "and 3 more?"))
+    whole = encoder.conversation([{"role": role, "content": text} for role, text in said], answers=True)
+    text = encoder.tokenizer.decode(writer.anew(Rewrite(said)), special=True)
+    assert text.replace(" ", "") == whole.replace(" ", "")
+    ends = [int(id) for id in writer.anew(Rewrite(TEMPLATES[name].end)) if int(id) in encoder.tokenizer.eos_ids]
+    assert len(ends) == len([id for id in writer.anew(Rewrite("4")) if int(id) in encoder.tokenizer.eos_ids])
+
+
+def test_a_text_that_is_written_anew_begins_as_a_prompt_does():
+    tokenizer = greedy_tokenizer()
+    writer = PlainWriter(tokenizer, stop_ids=(END,))
+    assert writer.anew(Rewrite("abcd")).tolist() == tokenizer.encode_prompt("abcd").tolist()
+    assert END not in writer.anew(Rewrite("ab<end>"))
 
 
 def test_what_a_template_would_take_out_of_earlier_turns_stays(tmp_path):

@@ -16,7 +16,9 @@ from laminar_py.records.tree import (
     turn_ends,
 )
 
-SPANS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([None, 3]), st.booleans(), st.integers()), max_size=9)
+SPANS = st.lists(
+    st.tuples(st.integers(1, 4), st.sampled_from([None, 3]), st.booleans(), st.integers()), max_size=9
+)
 
 
 def tree_of(drawn):
@@ -24,7 +26,7 @@ def tree_of(drawn):
     spans, end = [], 0
     for length, version, goes_back, place in drawn:
         follows = None if not (goes_back and end) else place % (end + 1) - 1
-        spans.append(Span(version, end, end + length, None, follows))
+        spans.append(Span(version, end, end + length, follows=follows))
         end += length
     return tuple(spans)
 
