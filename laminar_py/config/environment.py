@@ -32,6 +32,9 @@ class EnvironmentConfig(Section):
     """Environments that a process begins in a second at most, where beginning one is dear to somebody."""
     timeout_s: Seconds = 30.0
     """Longest time of a turn; what takes longer is dropped as `environment_timeout`."""
+    hold_s: Seconds = 10.0
+    """Longest time that a draining replica keeps its version while all of its trajectories are with their
+    environments; then repacking gathers them on others of that version, where there are some."""
     max_turns: Count = 16
     """Turns of the model in a trajectory; one that has not ended by then is cut, with an event."""
     max_observation_bytes: Count = 65_536

@@ -88,6 +88,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     running: tuple[Held, ...]
     waiting: tuple[Held, ...] = ()  # without a token here yet, in the order in which they came
     settled: bool = True  # False while it loads, stops or evaluates: nothing moves to or from it
+    held_s: float = 0.0  # that its version was kept for trajectories alone whose environments work
 
 
 class WeightLoad(msgspec.Struct, frozen=True):

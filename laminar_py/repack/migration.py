@@ -10,6 +10,7 @@ interval at most: what a slow source still holds goes on beside it. A round is o
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
@@ -53,20 +54,26 @@ class ReplicaFleet(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationSettings:
-    """Settings of `config.repack.RepackConfig`, and the cap on responses."""
+    """Settings of `config.repack.RepackConfig`, the cap on responses, and how long a version is held."""
 
     planner: str  # a name in `config.repack.PLANNERS`
     interval_s: float
     max_stall_s: float
     max_new_tokens: int
+    hold_s: float = math.inf
 
     @staticmethod
     def of(config: RunConfig) -> "MigrationSettings":
         """Settings of a run."""
-        repack, cap = config.repack, config.rollout.sampling.max_new_tokens
-        return MigrationSettings(repack.planner or DEFAULT_PLANNER, repack.interval_s, repack.max_stall_s, cap)
+        return MigrationSettings(
+            planner=config.repack.planner or DEFAULT_PLANNER,
+            interval_s=config.repack.interval_s,
+            max_stall_s=config.repack.max_stall_s,
+            max_new_tokens=config.rollout.sampling.max_new_tokens,
+            hold_s=math.inf if config.environment is None else config.environment.hold_s,
+        )
 
 
 class Migration:
@@ -148,6 +155,7 @@ class Migration:
             forecast=GroupForecast(self._remaining, self._scheduler.book.finished_beside),
             max_stall_s=self._settings.max_stall_s,
             max_new_tokens=self._settings.max_new_tokens,
+            hold_s=self._settings.hold_s,
             growth=1 + int(MARGIN * self._growth),
             has_demand=self._scheduler.router.num_admitted > 0,
             previous_kv=self._previous_kv,

@@ -5,6 +5,7 @@ serve. It goes by the `PlanningContext` and the surveys alone. A plan never fill
 its slots, and moves each trajectory at most once.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,6 +30,7 @@ class PlanningContext:
     forecast: Forecast
     max_stall_s: float  # the longest that a destination may stand still for the prefill of what it receives
     max_new_tokens: int  # cap on responses
+    hold_s: float = math.inf  # the longest that a version is kept where environments alone work
     growth: int = 64  # tokens that a response adds between the survey and its hand-over
     has_demand: bool = True  # a replica that becomes free gets new prompts
     previous_kv: Mapping[int, int] = field(default_factory=dict)  # KV tokens of each replica when last asked

@@ -23,7 +23,8 @@ class PredictivePlanner:
        takes `CACHE_READS` times as long as reading the weights: more would gain little and slow down all that is
        there. A source is emptied if that gains more time than it costs: it is freed for as long as its longest
        response is expected to go on; destinations stand still for prefill and are slower afterwards. Not where a
-       freed replica would get nothing (`has_demand` is False).
+       freed replica would get nothing (`has_demand` is False). A replica that has kept its version for longer than
+       `hold_s` where environments alone work is emptied whatever the others cost: it makes nothing.
     """
 
     def __init__(self, context: PlanningContext) -> None:
@@ -31,6 +32,7 @@ class PredictivePlanner:
         self._to_come = context.forecast
         self._stall_tokens = int(context.max_stall_s * context.speed.prefill_tokens_per_s)
         self._growth = context.growth
+        self._hold_s = context.hold_s
         self._has_demand = context.has_demand
 
     def plan(self, group: Sequence[Survey]) -> list[Move]:
@@ -155,7 +157,8 @@ class PredictivePlanner:
             + speed.step_s_per_token * np.add.reduceat(contexts, starts)
         )
         alone_s = np.add.reduceat(to_come, starts) / counts * steps_s
-        gains: list[float] = (alone_s - costs_s).tolist()
+        held = np.array([survey.held_s > self._hold_s for survey in tail])
+        gains: list[float] = np.where(held, np.inf, alone_s - costs_s).tolist()
         return gains
 
 

@@ -174,6 +174,7 @@ class Replica:
             running=tuple(running.held() for running in training if running.first_token_s is not None),
             waiting=tuple(running.held() for running in training if running.first_token_s is None),
             settled=len(training) == len(self._running) and not self._pinned and self._keeps_version,
+            held_s=self._streams.held_s,
         )
 
     def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:

@@ -64,6 +64,7 @@ class Running:
     state: StreamState = StreamState.OUTSIDE
     is_abandoned: bool = False  # its stream was aborted: the end of a turn ends it here
     cut: Cap | None = None
+    away_since_s: float = 0.0  # its environment works since then, while it is `AWAY`
     environment_s: float = 0.0  # that its environment worked, not told yet
     reward: float | None = None  # of its environment
     task: "asyncio.Task[None] | None" = None

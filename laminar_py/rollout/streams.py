@@ -18,6 +18,7 @@ dies it is asked the same again, and never another turn in its place.
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 from laminar_py.records.engine import Delta, PauseMode
@@ -64,6 +65,14 @@ class Streams:
     def training(self) -> list[Running]:
         """Trajectories that are not of an evaluation."""
         return [running for running in self.running.values() if running.assignment.kind is Kind.TRAIN]
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which all that is here has been away."""
+        if not all(running.state is StreamState.AWAY for running in self.running.values()):
+            return 0.0
+        last_s = max((running.away_since_s for running in self.running.values()), default=math.inf)
+        return max(0.0, self._out.clock.now() - last_s)
 
     def start(self, assignment: Assignment) -> None:
         """Let it enter the engine as soon as that serves."""
@@ -195,7 +204,7 @@ class Streams:
     async def _ask_environment(self, running: Running) -> bool:
         """Let its environment take the turn; True where the model has the next one."""
         assert self._environments is not None, f"{running.assignment.trajectory_id} has an environment"
-        running.state = StreamState.AWAY
+        running.state, running.away_since_s = StreamState.AWAY, self._out.clock.now()
         noted = running.note(self._out.clock.now())
         self._store.note([] if noted is None else [noted])
         answer = await self._environments.answer(running.turn())

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -159,6 +160,18 @@ def test_a_source_about_to_end_by_itself_stays():
     group = [make_survey(0, [9000] * 4), make_survey(1, [9000] * 6)]
     assert predictive(lambda held: np.full(len(held), 10.0)).plan(group) == []
     assert predictive().plan(group)
+
+
+def test_a_replica_that_held_its_version_for_environments_alone_for_too_long_is_emptied():
+    held = msgspec.structs.replace(make_survey(0, [9000] * 4), held_s=12.0, kv_used=0)
+    group = [held, make_survey(1, [9000] * 6)]
+
+    def soon(held):
+        return np.full(len(held), 10.0)
+
+    assert predictive(soon).plan(group) == [], "without a limit it waits: each is about to end"
+    assert predictive(soon, hold_s=20.0).plan(group) == []
+    assert {move.source for move in predictive(soon, hold_s=10.0).plan(group)} == {0}
 
 
 def test_waiting_ones_go_where_there_is_room_from_the_longest_queue_and_without_prefill():

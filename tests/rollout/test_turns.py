@@ -13,7 +13,8 @@ from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.environment import EnvironmentTurn, Problem
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.spans import num_turns
-from laminar_py.records.trajectory import Cap, DropReason, FinishReason
+from laminar_py.records.trajectory import ANEW, Cap, DropReason, FinishReason
+from laminar_py.records.tree import sequences_of
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import StreamState
 from laminar_py.rollout.streams import Streams
@@ -126,6 +127,35 @@ async def test_one_that_waits_is_ended_at_once_and_goes_on_elsewhere_with_the_sa
         story.replica.submit([with_problem("a", tokens=story.tokens["a"])])
         await story.until(lambda s: story.ended["a"].finish_reason is FinishReason.STOP)
         assert environments.asked[2] == asked
+
+
+async def test_a_replica_says_for_how_long_environments_alone_have_worked(folders):
+    environments = Scripted(ends_after(3), holds_at=1)
+    async with begun(folders, environments, with_problem("a"), with_problem("b", length=60)) as (story, _):
+        assert (await story.replica.survey()).held_s == 0.0
+        await story.until(lambda s: [turns for _, turns, _ in environments.asked].count(1) == 2)
+        await asyncio.sleep(0.05)
+        survey = await story.replica.survey()
+        assert survey.held_s >= 0.05
+        assert len(survey.running) == 2
+        environments.go.set()
+        await story.until(lambda s: len(s.ended) == 2)
+        assert (await story.replica.survey()).held_s == 0.0
+
+
+async def test_what_an_environment_goes_back_behind_is_not_in_the_next_request(folders):
+    def script(turns):
+        back = EnvironmentTurn(ids=SAYS, follows=ANEW if turns == 2 else None)
+        return ends_after(3)(turns) if turns != 2 else back
+
+    async with begun(folders, Scripted(script), with_problem("a")) as (story, _):
+        await story.until(lambda s: "a" in s.ended)
+        branch = next(span for span in story.spans["a"] if span.follows is not None)
+        assert branch.follows == ANEW
+        assert story.ids["a"][branch.start : branch.end] == SAYS.tolist()
+        assert num_turns(story.spans["a"]) == 3
+        first, second = sequences_of(story.spans["a"])
+        assert (first.has_prompt, second.has_prompt) == (True, False)
 
 
 async def test_new_weights_come_while_one_waits_and_its_next_turn_has_their_version(folders):

@@ -860,7 +860,12 @@ class Control:
         """Run the real rounds of repacking, until cancelled."""
         kind = self._plan.repack.removeprefix("migration-")
         self._migration = Migration(
-            MigrationSettings(kind, self._plan.repack_s, self._plan.max_stall_s, self._plan.cap),
+            MigrationSettings(
+                planner=kind,
+                interval_s=self._plan.repack_s,
+                max_stall_s=self._plan.max_stall_s,
+                max_new_tokens=self._plan.cap,
+            ),
             scheduler=self.scheduler,
             fleet=_Fleet(replicas),
             published=replicas.published,
