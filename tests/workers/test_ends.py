@@ -24,25 +24,31 @@ class StuckActor(PartActor):
         return super().pid()
 
 
-async def start(kind: type) -> list[psutil.Process]:
-    parts = [Part(f"part-{index}", kind, concurrency=4, timeout_s=PATIENCE_S) for index in range(2)]
-    return [psutil.Process(pid) for pid in await asyncio.gather(*(part.call("pid") for part in parts))]
+def parts(kind: type) -> list[Part]:
+    """Two parts; Ray ends those that nobody refers to any more."""
+    return [Part(f"part-{index}", kind, concurrency=4, timeout_s=PATIENCE_S) for index in range(2)]
+
+
+async def processes(of: list[Part]) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in await asyncio.gather(*(part.call("pid") for part in of))]
 
 
 @pytest.mark.parametrize("kind", [ReplicaActor, WeightsActor], ids=["on-an-event-loop", "on-threads"])
 def test_parts_of_a_node_that_was_killed_are_gone_even_one_that_hangs(kind):
     with open_cluster(None):
-        processes = asyncio.run(start(kind))
-        processes[0].send_signal(signal.SIGSTOP)  # it hangs, and never hears that its node is gone
-        node = processes[0].parent()
+        held = parts(kind)
+        running = asyncio.run(processes(held))
+        running[0].send_signal(signal.SIGSTOP)  # it hangs, and never hears that its node is gone
+        node = running[0].parent()
         assert node.name() == "raylet"
         node.kill()
-        assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
+        assert psutil.wait_procs(running, timeout=PATIENCE_S)[1] == []
 
 
 def test_a_part_that_cannot_end_is_gone_with_its_node():
     with open_cluster(None):
-        process, _ = asyncio.run(start(StuckActor))
+        held = parts(StuckActor)
+        process, _ = asyncio.run(processes(held))
         node = process.parent()
         process.terminate()  # as Ray does; its threads end, and the interpreter waits for ours
         with pytest.raises(psutil.TimeoutExpired):
