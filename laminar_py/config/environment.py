@@ -4,6 +4,7 @@ A section is raw until `kind` names its own settings; a kind is built in or anno
 `laminar_py.environments`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -49,6 +50,11 @@ class EnvironmentConfig(Section):
     def definitions(self) -> Sequence[dict[str, JsonValue]]:
         """Tools that the chat template is told of, as it takes them."""
         return ()
+
+    @property
+    def has_session(self) -> bool:
+        """True where a trajectory keeps a slot of the sandbox until it ends."""
+        return False
 
 
 class ClassEnvironment(EnvironmentConfig):
@@ -102,8 +108,16 @@ AnyEnvironmentConfig: TypeAlias = Annotated[
 """A section that is raw until the model of its kind has validated it; JSON keeps all of its fields."""
 
 
-def check_environment(environment: EnvironmentConfig | None, terms: Iterable[str], *, emulated: bool) -> None:
-    """Refuse a reward of environments where there are none, and environments beside emulated engines.
+def check_environment(
+    environment: EnvironmentConfig | None,
+    terms: Iterable[str],
+    *,
+    emulated: bool,
+    in_flight: int,
+    sandbox: SandboxConfig,
+) -> None:
+    """Refuse a reward of environments where there are none, environments beside emulated engines, and processes
+    that cannot hold what is in flight.
 
     `terms` are the kinds of the reward's terms.
     """
@@ -112,8 +126,23 @@ def check_environment(environment: EnvironmentConfig | None, terms: Iterable[str
             "reward.use=environment: no environment ends a trajectory with a reward; set `environment`, or name"
             " another term"
         )
+    if environment is not None:
+        _check_room(environment, each=math.ceil(in_flight / environment.workers), sandbox=sandbox)
     if environment is not None and emulated:
         raise ConfigError(
             f"environment.kind={environment.kind}: emulated engines generate no text; leave it out, or the section"
             " emulation"
+        )
+
+
+def _check_room(environment: EnvironmentConfig, *, each: int, sandbox: SandboxConfig) -> None:
+    """Refuse processes with less room than the trajectories that `each` of them has at a time."""
+    has = f"{each} trajectories are in flight for each of environment.workers={environment.workers} processes"
+    fewer = "raise environment.workers, or lower rollout.batch_per_replica"
+    if environment.most_kept < each:
+        raise ConfigError(f"environment.most_kept={environment.most_kept}: {has}; raise it to {each}, {fewer}")
+    if environment.has_session and sandbox.slots < each:
+        raise ConfigError(
+            f"sandbox.slots={sandbox.slots}: {has}, and each keeps a slot for its session of python; raise it to"
+            f" {each}, {fewer}"
         )

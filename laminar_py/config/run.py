@@ -109,7 +109,13 @@ class RunConfig(Section):
         check_evaluation(self.eval, rollout)
         check_sets(self.reward, self.eval.sets)
         kinds = {term.kind for term in self.reward.terms}
-        check_environment(self.environment, kinds, emulated=self.emulation is not None)
+        check_environment(
+            self.environment,
+            kinds,
+            emulated=self.emulation is not None,
+            in_flight=self._in_flight,
+            sandbox=self.sandbox,
+        )
         if self.emulation is not None:
             check_emulation(rollout.engine.kind, algorithm, self.learner, self.cluster, warm_start)
         with BACKENDS.blaming(rollout.engine.kind):
@@ -152,5 +158,9 @@ class RunConfig(Section):
     @property
     def capacity(self) -> int:
         """Live trajectories at most."""
-        in_flight = self.rollout.replicas * self.rollout.batch_per_replica
-        return self.buffer.capacity or 4 * self.trajectories_per_step + in_flight
+        return self.buffer.capacity or 4 * self.trajectories_per_step + self._in_flight
+
+    @property
+    def _in_flight(self) -> int:
+        """Trajectories that replicas have at a time."""
+        return self.rollout.replicas * self.rollout.batch_per_replica

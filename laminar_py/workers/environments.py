@@ -8,7 +8,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
+from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.environment.saved import SavedTurns, environments_path
 from laminar_py.records.codec import encode
 from laminar_py.workers.incarnation import Incarnation
@@ -29,6 +31,11 @@ def environment_names(incarnation: Incarnation) -> list[str]:
     settings, run = incarnation.config.environment, incarnation.run.path.name
     workers = 0 if settings is None else settings.workers
     return [f"{run}.{incarnation.number}.environment-{index}" for index in range(workers)]
+
+
+async def count_unless_spent(error: PartDiedError) -> PartDiedError | None:
+    """The death to count: that of a process which ended itself since it had used up its limits is none."""
+    return None if error.reason.startswith(ProcessSpentError.__name__) else error
 
 
 class EnvironmentProcesses:
@@ -83,6 +90,7 @@ class EnvironmentProcesses:
             timeout_s=PATIENCE_S,
             places=lambda: [self._incarnation.placement.of_scorer(index)],
             start=partial(self._start, index),
+            settle=count_unless_spent,
             first_starts=FIRST_STARTS,
             make=partial(Part, known_as=known_as),
             spares_memory="lower environment.at_once or environment.most_kept, or raise environment.workers",

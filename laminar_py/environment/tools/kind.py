@@ -10,7 +10,7 @@ from laminar_py.config.environment import EnvironmentConfig, EnvironmentKind
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.protocol import Environment
-from laminar_py.environment.tools.settings import CallFamily, ToolSettings
+from laminar_py.environment.tools.settings import PYTHON, CallFamily, ToolSettings
 
 
 class ToolsEnvironment(EnvironmentConfig):
@@ -35,6 +35,11 @@ class ToolsEnvironment(EnvironmentConfig):
         from laminar_py.environment.tools.toolbox import definitions
 
         return () if self.tools.family is CallFamily.TAGS else definitions(self.tools)
+
+    @property
+    def has_session(self) -> bool:
+        """True where `python` is among the tools."""
+        return PYTHON in self.tools.use
 
 
 @asynccontextmanager

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 
+PYTHON = "python"
+
 
 class CallFamily(StrEnum):
     """Ways in which models write calls."""

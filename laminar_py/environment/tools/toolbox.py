@@ -12,13 +12,11 @@ from laminar_py.environment.tools.calculator import calculator
 from laminar_py.environment.tools.calls import Json
 from laminar_py.environment.tools.python_session import PythonSession
 from laminar_py.environment.tools.search import PassageSearch, read_corpus
-from laminar_py.environment.tools.settings import ToolSettings
+from laminar_py.environment.tools.settings import PYTHON, ToolSettings
 from laminar_py.environment.tools.signature import Tool, make_tool
 from laminar_py.environment.tools.tool_environment import StatelessToolEnvironment, ToolEnvironment
 from laminar_py.environment.tools.turns import format_of
 from laminar_py.sandbox.pool import SandboxPool
-
-PYTHON = "python"
 
 
 class Toolbox:

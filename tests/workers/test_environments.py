@@ -1,0 +1,28 @@
+"""Processes of environments: deaths of theirs that the run counts."""
+
+import pytest
+
+from laminar_py.cluster.errors import PartDiedError
+from laminar_py.environment.calls import ProcessSpentError
+from laminar_py.records.events import PartDied
+from laminar_py.workers.environments import count_unless_spent
+from tests.workers.test_keeper import Life, kept
+
+
+@pytest.mark.parametrize(
+    ("reason", "counts"), [(f"{ProcessSpentError.__name__}: it has 9 bytes", False), ("killed", True)]
+)
+async def test_a_process_that_ends_itself_at_its_limits_is_replaced_and_no_death_of_the_run(
+    monkeypatch, reason, counts
+):
+    life = Life(monkeypatch, settle=count_unless_spent)
+
+    async def serve(parts):
+        life.served.put_nowait(parts)
+        raise PartDiedError("part-0", reason)
+
+    life.serve = serve
+    async with kept(life):
+        for _ in range(3):
+            await life.served.get()
+        assert any(isinstance(event, PartDied) for event in life.events) == counts
