@@ -207,7 +207,7 @@ def _check_tokens(response: Payload, digests: list[bytes], promise: _Promise) ->
 
 
 def _check_masks(pieces: list[Piece], promise: _Promise) -> Iterator[str]:
-    """From the first mask on every sampled token has one; what is older may come from before they were recorded."""
+    """From the first mask on every sampled token has one; what is older may come from before masks were made."""
     for piece in dropwhile(lambda piece: piece.mask is None, pieces):
         if piece.mask is None and sampled_in(piece).any() and promise.digest is not None:
             yield f"the tokens from {piece.start} on have no sampling mask, those before them have"

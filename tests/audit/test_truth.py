@@ -1,4 +1,4 @@
-"""Turns in the record: what an environment wrote stands as such, and `audit verify` names every token that does not."""
+"""Turns in the record: what an environment wrote stands as such, and verify names every token that does not."""
 
 import sqlite3
 from contextlib import closing
