@@ -21,7 +21,7 @@ from laminar_py.segments.payload import Payload
 
 
 class TruthCheck(Check):
-    """What the learner consumes has a token that an engine sampled."""
+    """Tokens that an engine sampled are in each trajectory that the learner consumes."""
 
     sees = (Consumed,)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow, TurnFigures
+from laminar_py.records.metrics import FleetRow, StepMetrics, StepRow, TurnFigures
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import TermValue
@@ -212,7 +212,6 @@ class Stats:
             grad_norm=learned.grad_norm,
             skipped=learned.skipped,
             by_staleness=learned.by_staleness,
-            order=OrderFigures(),
             **(learned.mismatch.figures | learned.tokens.figures),
         )
         return self._noted(row)

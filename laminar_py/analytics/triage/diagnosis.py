@@ -250,5 +250,10 @@ def _times_under(schedule: Schedule, step: MeanStep) -> StageTimes:
     if schedule in (step.schedule, Schedule.ASYNC):
         return times
     moved = max(times.weights_s, step.transfer_s + step.load_s)
-    longest_s = max(times.generation_s, step.longest_s - times.environment_s)
-    return replace(times, generation_s=longest_s, weights_s=moved)
+    longer = max(1.0, step.longest_s / max(times.generation_s + times.environment_s, 1e-9))
+    return replace(
+        times,
+        generation_s=times.generation_s * longer,
+        environment_s=times.environment_s * longer,
+        weights_s=moved,
+    )

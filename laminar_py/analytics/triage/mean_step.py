@@ -75,16 +75,7 @@ def mean_step(
     finished = trajectories.where(trajectories.finish >= 0)
     samples = _since(int(pipeline.step[first]), samples)
     use = measure_use(samples.fleet, max_batch=config.rollout.max_batch)
-    times = StageTimes(
-        generation_s=mean(pipeline.generation_s),
-        environment_s=mean(pipeline.environment_s),
-        reward_s=mean(pipeline.reward_s),
-        reference_s=0.0 if in_learner else mean(pipeline.reference_s),
-        learner_s=mean(pipeline.learner_s),
-        weights_s=mean(pipeline.late_s),
-        tail_s=mean(pipeline.tail_s),
-        stall_s=mean(pipeline.stall_s),
-    )
+    times = _stage_times(pipeline, first, in_learner=in_learner)
     return MeanStep(
         schedule=config.schedule,
         steps=len(pipeline) - first,
@@ -109,6 +100,24 @@ def mean_step(
         use=use,
         cpu_s=_cpu_s(config, use, times, mean(pipeline.measured_s)),
         age=measure_age(samples.steps),
+    )
+
+
+def _stage_times(pipeline: Pipeline, first: int, *, in_learner: bool) -> StageTimes:
+    """Mean times of the stages over the steps from `first` on."""
+
+    def mean(column: Times) -> float:
+        return float(column[first:].mean())
+
+    return StageTimes(
+        generation_s=mean(pipeline.generation_s),
+        environment_s=mean(pipeline.environment_s),
+        reward_s=mean(pipeline.reward_s),
+        reference_s=0.0 if in_learner else mean(pipeline.reference_s),
+        learner_s=mean(pipeline.learner_s),
+        weights_s=mean(pipeline.late_s),
+        tail_s=mean(pipeline.tail_s),
+        stall_s=mean(pipeline.stall_s),
     )
 
 

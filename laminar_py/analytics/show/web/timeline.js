@@ -156,10 +156,10 @@ class Timeline {
     this.pen.fillRect(x, y, width, height);
   }
 
-  // The part of a bar or an area that stands for time in environments.
-  pale(x, y, width, height) {
-    this.pen.globalAlpha = 0.6;
-    this.box(x, y, width, height, css("track"));
+  // A box that is the paler, the larger the share of its time that was spent in environments.
+  paleBox(x, y, width, height, colour, share) {
+    this.pen.globalAlpha = 1 - 0.65 * share;
+    this.box(x, y, width, height, colour);
     this.pen.globalAlpha = 1;
   }
 
@@ -203,8 +203,9 @@ class Timeline {
         if (!(running > 0)) continue;
         const x = this.x(heat.start_s + bin * heat.bin_s), right = this.x(heat.start_s + (bin + 1) * heat.bin_s);
         const tall = Math.max(1, Math.min(1, running / most) * height);
-        this.box(x, y + height - tall, right - x + 0.3, tall, this.colour(version));
-        if (this.heat.away) this.pale(x, y + height - tall, right - x + 0.3, tall * (this.heat.away[row * heat.bins + bin] / running));
+        const away = this.heat.away ? tall * Math.min(1, this.heat.away[row * heat.bins + bin] / running) : 0;
+        this.box(x, y + height - tall + away, right - x + 0.3, tall - away, this.colour(version));
+        if (away) this.paleBox(x, y + height - tall, right - x + 0.3, away, this.colour(version), 1);
         this.drawn.areas++;
       }
       this.hits.push([GUTTER, y, this.width, height, (x) => this.tellArea(row, x)]);
@@ -243,8 +244,7 @@ class Timeline {
       const x = this.x(base + start[bar] / 1000), width = Math.max(1, this.x(base + end[bar] / 1000) - x - (pitch > 3 ? 0.6 : 0));
       const tall = Math.max(0.8, pitch > 3 ? pitch - 1 : pitch), low = (lane.get(bar) + 1) * pitch;
       const y = isEval[of[bar]] ? band.y + low - pitch : band.y + band.height - low;
-      this.box(x, y, width, tall, isEval[of[bar]] ? css("quiet") : this.colour(version[bar]));
-      if (away && pitch > 3) this.pale(x, y, width, tall * away[bar]);
+      this.paleBox(x, y, width, tall, isEval[of[bar]] ? css("quiet") : this.colour(version[bar]), away ? away[bar] : 0);
       if (fate[bar] === DROPPED && pitch > 2) this.box(x + width - 2, y, 2, tall, css("alarm"));
       this.places.set(bar, [x, y + tall / 2, width]);
       this.hits.push([x, y, Math.max(3, width), Math.max(2, tall), () => this.tellBar(bar)]);
@@ -375,7 +375,7 @@ class Timeline {
     const stops = [0, 0.25, 0.5, 0.75, 1].map(ramp).join(",");
     legend.replaceChildren(
       item(high > low ? `linear-gradient(90deg,${stops})` : ramp(0.5), high > low ? `weight version ${low} to ${high}` : `weight version ${low}`, "ramp"),
-      ...(this.mode === "bars" ? [item(css("quiet"), "evaluation")] : []), ...(this.heat.away ? [item(css("track"), "paler: share of the time in environments")] : []), item(css("accent"), "learner step"), item(css("second"), "publish (▲), repack (arrow)"),
+      ...(this.mode === "bars" ? [item(css("quiet"), "evaluation")] : []), ...(this.heat.away ? [item(`linear-gradient(90deg,${ramp(0.5)},${css("track")})`, "the paler, the more time in environments")] : []), item(css("accent"), "learner step"), item(css("second"), "publish (▲), repack (arrow)"),
       item(css("ink"), "weights loaded (▲)"), item(css("third"), "checkpoint"), item(css("alarm"), "drop, death, other move"));
   }
 
