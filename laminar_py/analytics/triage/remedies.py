@@ -114,21 +114,20 @@ def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _environment(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    """Room for those that wait for it, then others in the slots meanwhile, then the turns themselves."""
+    """Room for turns where that is taken, else others in the slots meanwhile; then the turns themselves."""
     environment = config.environment
     assert environment is not None, "turns of environments are on record"
     workers, at_once = environment.workers, environment.at_once
     told = f"about {step.away:.0f} are away at a time"
-    more_workers = Remedy("environment.workers", f"{workers} -> {2 * workers}", f"{told}, in {workers} processes")
+    more_workers = Remedy("environment.workers", f"{workers} -> {2 * workers}", f"{told}, which processes share")
     is_full, has_cores = step.away > FULL * workers * at_once, _idle_cores(config, step) > 0
-    if is_full:
+    if is_full:  # more in flight would only wait longer
         why = f"{told}, and {workers * at_once} may work"
         yield Remedy("environment.at_once", f"{at_once} -> {2 * at_once}", why)
-    if is_full and has_cores:
-        yield more_workers
-    yield from _more_in_flight(config)
-    yield from _wider_bound(config, step, more=2, why="more may be under way while environments work")
-    if not is_full and has_cores and step.away > SHARED * workers:
+    else:
+        yield from _more_in_flight(config)
+        yield from _wider_bound(config, step, more=2, why="more may be under way while environments work")
+    if has_cores and (is_full or step.away > SHARED * workers):
         yield more_workers
     why = f"p95 of a turn is {step.turn_p95_s:.2f} s"
     yield Remedy("environment", "faster turns, e.g. a cache of what is asked again", why)
