@@ -14,7 +14,7 @@ from pathlib import Path
 
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.metrics import FleetRow, StepMetrics, StepRow, TurnFigures
+from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow, TurnFigures
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import TermValue
@@ -178,8 +178,7 @@ class Stats:
         stall_s: float,
     ) -> StepRow:
         """The row of a committed step, without the order; no `metrics` if nothing was learned."""
-        learned, totals, now = metrics or NOTHING_LEARNED, self.totals, self.rl_s
-        self._count(batch, learned)
+        learned, totals, now = self._counted(batch, metrics), self.totals, self.rl_s
         waited_s, reference_s = self._end_step(now)
         row = StepRow(
             step=step,
@@ -212,6 +211,7 @@ class Stats:
             grad_norm=learned.grad_norm,
             skipped=learned.skipped,
             by_staleness=learned.by_staleness,
+            order=OrderFigures(),
             **(learned.mismatch.figures | learned.tokens.figures),
         )
         return self._noted(row)
@@ -226,10 +226,12 @@ class Stats:
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
 
-    def _count(self, batch: Sequence[FinishedTrajectory], learned: StepMetrics) -> None:
-        """Add what a step trained on to the totals."""
+    def _counted(self, batch: Sequence[FinishedTrajectory], metrics: StepMetrics | None) -> StepMetrics:
+        """Metrics of a step, once that and what it trained on are in the totals."""
+        learned = metrics or NOTHING_LEARNED
         self.totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
+        return learned
 
     def _end_step(self, now: float) -> tuple[float, float]:
         """Seconds of this step without a batch, and in the reference model; the next one begins `now`."""
