@@ -1,7 +1,7 @@
 """Stored responses against what their trajectories finished with. Driven by `audit.verify`.
 
-Tokens, log-probabilities, spans, sampling masks, routed experts and columns; one trajectory is in memory at a
-time. Its row is only compared here: `audit.replay` proves it.
+Tokens, log-probabilities, spans, turns, sampling masks, routed experts and columns; one trajectory is in memory at
+a time. Its row is only compared here: `audit.replay` proves it.
 """
 
 import sqlite3
@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from laminar_py.audit.truth import check_truth, last_sampled, sampled_in
 from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.archive import file_pieces
 from laminar_py.ledger.database import LedgerError
@@ -25,7 +26,8 @@ from laminar_py.records.digests import response_digest
 from laminar_py.records.events import StreamCut
 from laminar_py.records.pieces import Piece
 from laminar_py.records.recordings import SamplingMask, unpack_mask
-from laminar_py.records.spans import clip_spans, decode_spans
+from laminar_py.records.spans import clip_spans, decode_spans, replace_spans
+from laminar_py.records.trajectory import Span
 from laminar_py.segments.payload import Payload, join
 from laminar_py.segments.reader import PayloadReader
 
@@ -107,7 +109,7 @@ class ResponseCheck:
 
 
 def _is_plainly_right(pieces: list[StoredPiece], promise: _Promise) -> bool:
-    """True only where a finished response of one piece and version, with nothing recorded, is right.
+    """True only where a finished response of one piece and no environment, with nothing recorded, is right.
 
     False means that it has to be looked at closely.
     """
@@ -117,6 +119,8 @@ def _is_plainly_right(pieces: list[StoredPiece], promise: _Promise) -> bool:
     if not isinstance(piece, Piece) or piece.mask is not None or piece.experts is not None or piece.start:
         return False
     if piece.trajectory_id != promise.id or piece.end != promise.length or len(piece.ids) != len(piece.logprobs):
+        return False
+    if any(span.version is None for span in piece.spans):
         return False
     is_right = pieces[0].is_intact and response_digest([pieces[0].digest]) == promise.digest
     return is_right and piece.spans == decode_spans(promise.spans)
@@ -163,8 +167,18 @@ def _check(connection: sqlite3.Connection, stored: list[StoredPiece], promise: _
         return
     for message in _check_tokens(response, [piece.digest for piece in tokens], promise):
         yield Violation(Rule.SPANS, promise.id, message)
+    for message in check_truth(response, _holding(response, promise)):
+        yield Violation(Rule.TRUTH, promise.id, message)
     for message in chain(_check_masks(pieces, promise), _check_experts(connection, response, promise)):
         yield Violation(Rule.RECORDING, promise.id, message)
+
+
+def _holding(response: Payload, promise: _Promise) -> tuple[Span, ...]:
+    """Spans that hold; those of the pieces where the row has none that can be read."""
+    try:
+        return replace_spans(response.spans, decode_spans(promise.spans or "[]"))
+    except msgspec.DecodeError:
+        return response.spans
 
 
 def _is_here(stored: StoredPiece) -> bool:
@@ -193,9 +207,9 @@ def _check_tokens(response: Payload, digests: list[bytes], promise: _Promise) ->
 
 
 def _check_masks(pieces: list[Piece], promise: _Promise) -> Iterator[str]:
-    """From the first mask on every token has one; what is older may come from before masks were recorded."""
+    """From the first mask on every sampled token has one; what is older may come from before masks were made."""
     for piece in dropwhile(lambda piece: piece.mask is None, pieces):
-        if piece.mask is None and piece.ids and promise.digest is not None:
+        if piece.mask is None and sampled_in(piece).any() and promise.digest is not None:
             yield f"the tokens from {piece.start} on have no sampling mask, those before them have"
         elif piece.mask is not None:
             yield from _check_mask(unpack_mask(piece.mask), piece)
@@ -206,7 +220,7 @@ def _check_mask(mask: SamplingMask, piece: Piece) -> Iterator[str]:
     if len(mask.counts) != len(ids):
         yield f"the {len(ids)} tokens from {piece.start} on have sampling masks of {len(mask.counts)}"
         return
-    strays = np.flatnonzero(~_has_its_token(mask, ids))
+    strays = np.flatnonzero(sampled_in(piece) & ~_has_its_token(mask, ids))
     if len(strays):
         first = strays[0]
         yield f"token {piece.start + first} ({ids[first]}) is not in its sampling mask; {len(strays)} such"
@@ -229,7 +243,8 @@ def _check_experts(connection: sqlite3.Connection, response: Payload, promise: _
     prompt = connection.execute("SELECT length(ids) / 4 FROM prompt WHERE id = ?", (promise.prompt_id,)).fetchone()
     if prompt is None or promise.digest is None:
         return
-    positions, stored = prompt[0] + promise.length - 1, experts.start + experts.positions
+    last = last_sampled(_holding(response, promise))  # what an environment wrote behind it no engine has read
+    positions, stored = prompt[0] + last - 1, experts.start + experts.positions
     if stored != positions and not (stored < positions and _ended_cut_off(connection, promise)):
         yield f"the routed experts of {stored} of its {positions} positions are stored"
 

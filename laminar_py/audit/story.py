@@ -18,7 +18,7 @@ from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import KINDS, TrajectoryRow, decode_event, read_rows
 from laminar_py.records.events import AnyEvent, Assigned, Consumed, Finished, Interrupted, Scored
 from laminar_py.records.scoring import TermValue
-from laminar_py.records.spans import clip_spans
+from laminar_py.records.spans import clip_spans, num_turns
 from laminar_py.records.trajectory import Span
 from laminar_py.records.visible import visible
 from laminar_py.segments.payload import Payload, join
@@ -123,11 +123,13 @@ def tell_response(told: Story) -> list[str]:
     """Lines about a response: one for each stretch of it, and one for each kind of recording it has."""
     response = told.response
     lines = [told.lost] if told.lost else []
+    has_turns = any(span.version is None for span in response.spans)
     for stretch in told.stretches:
         span = stretch.span
         cache = "" if span.kv_version is None else f", on a KV cache from version {span.kv_version} on"
-        by = "environment" if span.version is None else f"version {span.version}, replica {stretch.replica}{cache}"
-        lines.append(f"tokens {span.start} to {span.end}: {by}")
+        turn = f"turn {num_turns(clip_spans(response.spans, 0, span.end))}, " if has_turns else ""
+        by = f"{turn}version {span.version}, replica {stretch.replica}{cache}"
+        lines.append(f"tokens {span.start} to {span.end}: {'the environment' if span.version is None else by}")
     mask, experts = response.sampling_mask, response.routed_experts
     if mask is not None:
         mean = len(mask.ids) / max(len(mask.counts), 1)

@@ -24,6 +24,7 @@ from laminar_py.audit.checks import (
 )
 from laminar_py.audit.replay import Replay
 from laminar_py.audit.responses import ResponseCheck
+from laminar_py.audit.truth import TruthCheck
 from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.archive import record_of, was_changed
 from laminar_py.ledger.database import LedgerError, ledger_path, reading, segments_path, unlike_schema
@@ -66,7 +67,7 @@ def check_events(run: Path) -> TaskResult:
     """Replay all events: every rule along the log, and the tables that follow from it."""
     archive, losses = ArchiveCheck(ledger_path(run).parent), LossCheck()
     checks: list[Check] = [StalenessCheck(), DrainCheck(), WeightsCheck(), ChecksumCheck(), StepCheck()]
-    checks += [FiguresCheck(), archive, losses]
+    checks += [TruthCheck(), FiguresCheck(), archive, losses]
     watching: dict[type[Event], list[Check]] = {}
     for check in checks:
         for kind in check.sees:

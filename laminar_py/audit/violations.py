@@ -22,6 +22,7 @@ class Rule(StrEnum):
     ACCOUNTING = "accounting", 1  # issued = consumed + dropped + live
     CONSUMPTION = "consumption", 1  # no trajectory is consumed twice, and each by a step that counts it
     SPANS = "spans", 2  # every response token is stored, unchanged, and knows its version
+    TRUTH = "truth", 9  # what an environment wrote stands as such, and nothing else is trained on than samples
     ARCHIVE = "archive", 11  # its files are those that were written
     RECORDING = "recording", 4  # masks and experts, where recorded, are whole and fit the tokens
     DRAIN = "drain", 2  # one version per trajectory where that is promised

@@ -140,6 +140,7 @@ def _print_summary(summary: "Summary") -> None:
         *_evaluation_rows(summary.evaluations),
         ("RL", f"{summary.steps} steps in {summary.rl_seconds:.1f} s"),
         ("response tokens", f"p50 {lengths.p50}, p95 {lengths.p95}, p99 {lengths.p99}"),
+        *_turn_rows(summary),
         ("tokens", f"{summary.tokens.generated:,} generated, {summary.tokens.trained:,} trained"),
         ("trained", f"{summary.trained_tokens_per_s:,.0f} tokens/s"),
         (
@@ -164,6 +165,13 @@ def _print_summary(summary: "Summary") -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def _turn_rows(summary: "Summary") -> Iterator[tuple[str, str]]:
+    """Row on turns, where environments answer."""
+    if (turns := summary.turns).mean:
+        times = f"p50 {turns.environment_p50_s:.2f} s, p95 {turns.environment_p95_s:.2f} s"
+        yield "turns", f"mean {turns.mean:.2f} of the model; of its environment {times} a trajectory"
 
 
 def _say_unscored(unscored: "UnscoredFigures") -> None:

@@ -202,9 +202,15 @@ class Controller:
             RunEnded(self._incarnation.number, "finished" if finished else "interrupted")
         )
         await self._incarnation.ledger.commit()
-        restarts = dict(self._incarnation.supervisor.restarts)
-        sets = self._incarnation.config.eval.sets
-        summary = summarise(self._incarnation.run, stats, finished=finished, restarts=restarts, sets=sets)
+        config = self._incarnation.config
+        summary = summarise(
+            self._incarnation.run,
+            stats,
+            finished=finished,
+            restarts=dict(self._incarnation.supervisor.restarts),
+            sets=config.eval.sets,
+            has_environment=config.environment is not None,
+        )
         if trainer.fault is not None and not finished:
             raise RunFailedError(trainer.fault)
         return summary

@@ -16,6 +16,7 @@ from laminar_py.orchestrator.policies import max_scored
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, Score, ScoringRequest, Unscored
+from laminar_py.records.spans import num_turns
 from laminar_py.records.trajectory import DropReason, Prompt
 from laminar_py.reward.failures import ScoreFailures
 from laminar_py.reward.stage import ScoringStage
@@ -189,6 +190,8 @@ class Scoring:
             await self._scheduler.closing.on_score(score)
             if lifecycle is not None and lifecycle.trains and score.value is not None:
                 self._stats.scored(score.value, score.terms, lifecycle.length)
+                if lifecycle.environment_s:
+                    self._stats.turned(num_turns(lifecycle.spans), lifecycle.environment_s)
         self._wake()  # with the last score of a batch another may be issued
         if not self.failures.is_outage:
             self._scored.set()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from laminar_py.analytics.triage.diagnosis import SCALED, Diagnosis, what_if_set
+from laminar_py.analytics.triage.diagnosis import Diagnosis, scaled_by, what_if_set
 from laminar_py.analytics.triage.goodput import StageTimes, compose, predict
 from laminar_py.analytics.triage.remedies import Remedy
 from laminar_py.config.loading import load_config
@@ -104,7 +104,7 @@ def _remedies(diagnosis: Diagnosis, config: RunConfig) -> Iterator[SettingsChoic
     """Remedies against the wall that binds whose effect is known, of those that take no GPU that the run lacks."""
     binding = diagnosis.binding
     for remedy in binding.remedies:
-        if remedy.key in SCALED and not _takes_gpus(remedy, config):
+        if scaled_by(binding.wall, remedy) is not None and not _takes_gpus(remedy, config):
             settings = (f"{remedy.key}={remedy.new}",)
             yield SettingsChoice(settings, what_if_set(diagnosis.mean_step, binding.wall, remedy), remedy.why)
 

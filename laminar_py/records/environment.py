@@ -43,4 +43,4 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None  # where it ends; None: the terms of the task judge it
     failure: DropReason | None = None  # the trajectory cannot go on
     detail: str = ""
-    elapsed_s: float = 0.0  # that the environment worked
+    elapsed_s: float = 0.0  # until it was there: the environment worked, was waited for or rebuilt

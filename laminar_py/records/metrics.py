@@ -107,6 +107,17 @@ class OrderFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     resting: int = 0  # problems whose last group had no signal, which come rarely; under `signal`
 
 
+class TurnFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Turns of trajectories, and seconds that the environment of each worked; nothing without environments.
+
+    E.g. `TurnFigures(mean=2.4, environment_p50_s=0.1, environment_p95_s=0.8)`.
+    """
+
+    mean: float = 0.0  # turns of the model
+    environment_p50_s: float = 0.0
+    environment_p95_s: float = 0.0
+
+
 class StepRow(TokenFigures, frozen=True, kw_only=True):
     """Line of `metrics.jsonl`. Rates are over the whole RL phase so far, times in seconds of it.
 
@@ -125,6 +136,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     staleness_max: int
     length_p50: int  # tokens of the responses that were scored since the step before
     length_p95: int
+    turns: TurnFigures = TurnFigures()  # of the trajectories that were scored since the step before
     learner_s: float
     learner_waiting_share: float
     learner_busy_s: float  # sum so far

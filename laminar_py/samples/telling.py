@@ -19,7 +19,7 @@ HEAD = 1200  # of these from its beginning, the others from its end
 VISITS = 8  # the newest ones of a prompt
 VERSIONS = ("cyan", "yellow", "magenta", "green", "blue")  # colours, in turn
 LOGPROBS = ((-0.1, "green"), (-0.7, "cyan"), (-2.3, "yellow"), (-4.6, "magenta"))  # at least this, in this colour
-LESS, UNKNOWN = "red", "reverse"
+LESS, UNKNOWN, ENVIRONMENT = "red", "reverse", "dim"
 
 
 def tell_sample(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[Text]:
@@ -47,7 +47,7 @@ def tell_prompt(sample: FullSample, *, whole: bool) -> Iterator[Text]:
 
 
 def tell_response(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[Text]:
-    """Lines of the response; each change of version under it is a line between."""
+    """Lines of the response; each turn, and each change of version under it, has a line before it."""
     if not sample.spans:
         yield _line(f"response: {sample.lost or 'nothing yet'}", "dim")
         return
@@ -59,9 +59,10 @@ def tell_response(sample: FullSample, *, colour: Colour, whole: bool) -> Iterato
             places.append(places[-1] + len(text))
         body.append("".join(texts), style)
     first, *_ = sample.spans
-    yield _mark("response", first, sample, colour)
+    titles = _titles(sample)
+    yield _mark(titles[first.start], first, sample, colour)
     changes = [new for old, new in pairwise(sample.spans) if _made_by(old) != _made_by(new)]
-    marks = {places[span.start]: _mark(f"from token {span.start} on", span, sample, colour) for span in changes}
+    marks = {places[span.start]: _mark(titles[span.start], span, sample, colour) for span in changes}
     yield from _block(body, marks, whole=whole)
 
 
@@ -112,13 +113,25 @@ def _indented(text: Text) -> Iterator[Text]:
         yield from (Text("  ") + line for line in text.split("\n", allow_blank=True))
 
 
+def _titles(sample: FullSample) -> dict[int, str]:
+    """Words before each span, by its first token; a response of one turn needs no number of it."""
+    has_turns = any(span.version is None for span in sample.spans)
+    titles: dict[int, str] = {}
+    turn, sampled = 0, False
+    for span in sample.spans:
+        begins, sampled = span.version is not None and not sampled, span.version is not None
+        turn += begins
+        where = f"from token {span.start} on" if has_turns or titles else "response"
+        titles[span.start] = f"turn {turn}, {where}" if has_turns and begins else where
+    return titles
+
+
 def _styles(sample: FullSample, colour: Colour) -> list[str]:
     """[L] style of each token."""
-    if colour is Colour.LOGPROB:
-        return [_style(logprob) for logprob in sample.logprobs]
-    styles = [""] * len(sample.tokens)
-    for span in sample.spans if colour is Colour.VERSION else ():
-        styles[span.start : span.end] = [_version_style(span, sample)] * (span.end - span.start)
+    styles = [_style(logprob) if colour is Colour.LOGPROB else "" for logprob in sample.logprobs]
+    for span in sample.spans if colour is not Colour.NONE else ():
+        if span.version is None or colour is Colour.VERSION:
+            styles[span.start : span.end] = [_version_style(span, sample)] * (span.end - span.start)
     return styles
 
 
@@ -129,8 +142,10 @@ def _style(logprob: float | None) -> str:
 
 
 def _version_style(span: TokenSpan, sample: FullSample) -> str:
-    """Colours go round in the order in which versions come, so that neighbours differ."""
-    versions = list(dict.fromkeys(one.version for one in sample.spans))
+    """Colours go round in the order in which versions come, so that neighbours differ; an environment has none."""
+    if span.version is None:
+        return ENVIRONMENT
+    versions = [one for one in dict.fromkeys(one.version for one in sample.spans) if one is not None]
     return VERSIONS[versions.index(span.version) % len(VERSIONS)]
 
 
@@ -140,9 +155,9 @@ def _made_by(span: TokenSpan) -> tuple[int | None, int | None]:
 
 def _mark(title: str, span: TokenSpan, sample: FullSample, colour: Colour) -> Text:
     cache = "" if span.kv_version is None else f", on a KV cache from version {span.kv_version} on"
-    replica = "" if span.replica is None else f", replica {span.replica}"
+    replica = "" if span.replica is None or span.version is None else f", replica {span.replica}"
     style = _version_style(span, sample) if colour is Colour.VERSION else ""
-    by = "environment" if span.version is None else f"version {span.version}"
+    by = "the environment" if span.version is None else f"version {span.version}"
     return Text.assemble((f"{title}: ", "dim"), (by, style), (f"{replica}{cache}", "dim"))
 
 

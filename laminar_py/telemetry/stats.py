@@ -14,7 +14,7 @@ from pathlib import Path
 
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow
+from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow, TurnFigures
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import TermValue
@@ -102,6 +102,8 @@ class Stats:
         self._reward = 0.0  # mean of those before the last step
         self._lengths = Counter[int]()  # of responses since the last step
         self._length = (0, 0)  # p50 and p95 of them, or of those before the last step that had any
+        self._turns: list[tuple[int, float]] = []  # and seconds of environments, since the last step
+        self._turn_figures = TurnFigures()  # of them, or of those before the last step that had any
         self._step_began: tuple[float, float] | None = None
         self._free_rl_s = totals.rl_s  # when the learner was done with the step before
         self._got_rl_s: float | None = None  # when it got a batch for this one
@@ -142,6 +144,10 @@ class Stats:
             self._terms.setdefault(term.name, []).append(term.value)
         self._lengths[length] += 1
 
+    def turned(self, turns: int, environment_s: float) -> None:
+        """A training trajectory that has its reward took so many turns; its environment worked so long."""
+        self._turns.append((turns, environment_s))
+
     def referred(self, busy_s: float) -> None:
         """The reference model was busy for so long."""
         self.totals.reference_busy_s += busy_s
@@ -172,8 +178,7 @@ class Stats:
         stall_s: float,
     ) -> StepRow:
         """The row of a committed step, without the order; no `metrics` if nothing was learned."""
-        learned, totals, now = metrics or NOTHING_LEARNED, self.totals, self.rl_s
-        self._count(batch, learned)
+        learned, totals, now = self._counted(batch, metrics), self.totals, self.rl_s
         waited_s, reference_s = self._end_step(now)
         row = StepRow(
             step=step,
@@ -188,6 +193,7 @@ class Stats:
             staleness_max=max(staleness, default=0),
             length_p50=self._length[0],
             length_p95=self._length[1],
+            turns=self._turn_figures,
             learner_s=learned.elapsed_s,
             learner_waiting_share=self.learner_waiting_share,
             learner_busy_s=totals.learner_busy_s,
@@ -220,10 +226,12 @@ class Stats:
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
 
-    def _count(self, batch: Sequence[FinishedTrajectory], learned: StepMetrics) -> None:
-        """Add what a step trained on to the totals."""
+    def _counted(self, batch: Sequence[FinishedTrajectory], metrics: StepMetrics | None) -> StepMetrics:
+        """Metrics of a step, once that and what it trained on are in the totals."""
+        learned = metrics or NOTHING_LEARNED
         self.totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
+        return learned
 
     def _end_step(self, now: float) -> tuple[float, float]:
         """Seconds of this step without a batch, and in the reference model; the next one begins `now`."""
@@ -234,6 +242,8 @@ class Stats:
         if self._lengths:
             self._length = quantile(self._lengths, 0.50), quantile(self._lengths, 0.95)
             self._lengths.clear()
+        if self._turns:
+            self._turn_figures, self._turns = turn_figures(self._turns), []
         return waited_s, reference_s
 
     def _mean_reward(self) -> float:
@@ -312,6 +322,16 @@ def read_totals(metrics: Path, step: int) -> Totals:
         if row.step <= step:
             totals.trained_tokens = row.trained_tokens
     return totals
+
+
+def turn_figures(found: Sequence[tuple[int, float]]) -> TurnFigures:
+    """Figures of trajectories by their turns and seconds of environments."""
+    if not found:
+        return TurnFigures()
+    seconds = sorted(environment_s for _, environment_s in found)
+    p50, p95 = (seconds[math.ceil(q * len(seconds)) - 1] for q in (0.50, 0.95))
+    mean = sum(turns for turns, _ in found) / len(found)
+    return TurnFigures(mean=mean, environment_p50_s=p50, environment_p95_s=p95)
 
 
 def quantile(counts: Counter[int], q: float) -> int:

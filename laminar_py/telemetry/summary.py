@@ -13,10 +13,12 @@ from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set
 from laminar_py.ledger.rows import decode_event, read_accounting
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.start import is_simulated
+from laminar_py.ledger.turns import read_turns
 from laminar_py.records.evaluations import SetFigures
 from laminar_py.records.events import Checkpointed, Evaluated, Relayed, Repacked
-from laminar_py.records.trajectory import DropReason
-from laminar_py.telemetry.stats import Stats, quantile
+from laminar_py.records.metrics import TurnFigures
+from laminar_py.records.trajectory import DropReason, Kind
+from laminar_py.telemetry.stats import Stats, quantile, turn_figures
 
 ROOT = "relay-0"  # which holds what the learner wrote: nothing comes to it
 
@@ -114,6 +116,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     rl_seconds: float
     steps: int
     response_length: LengthFigures
+    turns: TurnFigures = TurnFigures()  # of training trajectories that finished
     tokens: Tokens
     trained_tokens_per_s: float
     trajectories: Counts
@@ -191,6 +194,12 @@ def read_unscored(connection: sqlite3.Connection) -> UnscoredFigures:
     return UnscoredFigures(count, of, "" if first is None else first[0])
 
 
+def read_turn_figures(connection: sqlite3.Connection) -> TurnFigures:
+    """Read turns of training trajectories, of a run with an environment."""
+    rows = (one for one in read_turns(connection) if one.kind is Kind.TRAIN)
+    return turn_figures([(one.turns, one.environment_s) for one in rows])
+
+
 def _lengths(connection: sqlite3.Connection) -> LengthFigures:
     lengths = _counts(connection, "length", "finish_reason IS NOT NULL")
     return LengthFigures(quantile(lengths, 0.5), quantile(lengths, 0.95), quantile(lengths, 0.99))
@@ -237,7 +246,13 @@ def _accuracy(evaluation: Evaluated | None) -> float | None:
 
 
 def summarise(
-    run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[str, int], sets: Iterable[str]
+    run: RunFolder,
+    stats: Stats,
+    *,
+    finished: bool,
+    restarts: dict[str, int],
+    sets: Iterable[str],
+    has_environment: bool = False,
 ) -> Summary:
     """Write and return the summary of a run whose ledger is up to date; `sets` as the config names them."""
     totals = stats.totals
@@ -253,6 +268,7 @@ def summarise(
             rl_seconds=stats.rl_s,
             steps=connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0],
             response_length=_lengths(connection),
+            turns=read_turn_figures(connection) if has_environment else TurnFigures(),
             tokens=Tokens(totals.generated_tokens, totals.trained_tokens),
             trained_tokens_per_s=totals.trained_tokens / stats.rl_s if stats.rl_s else 0.0,
             trajectories=_trajectories(connection),

@@ -23,6 +23,8 @@ def flat_row(row: StepRow) -> dict[str, float]:
             values |= {f"order/{key}": one for key, one in leaves if isinstance(one, int | float)}
         elif name == "reward_terms":
             values |= {f"reward/{term}": mean for term, mean in value.items()}
+        elif name == "turns":
+            values |= {f"turns/{key}": one for key, one in value.items()}
         elif value is not None:
             values[f"{_group(name)}{name}"] = value
     return values

@@ -67,9 +67,9 @@ class PlainView:
         if row.step % LINE_EVERY_STEPS == 0 or row.step == self._steps or row.step == 1:
             self._say(
                 f"step {row.step}/{self._steps}  reward {row.reward:.3f}  tokens p50 {row.length_p50} p95"
-                f" {row.length_p95}  staleness {row.staleness_mean:.1f} max {row.staleness_max}  trained"
-                f" {row.trained_tokens / row.rl_s:.0f} tok/s  learner waiting {row.learner_waiting_share:.0%}"
-                f"  {row.rl_s:.1f} s"
+                f" {row.length_p95}{_turns(row)}  staleness {row.staleness_mean:.1f} max {row.staleness_max}"
+                f"  trained {row.trained_tokens / row.rl_s:.0f} tok/s  learner waiting"
+                f" {row.learner_waiting_share:.0%}  {row.rl_s:.1f} s"
             )
 
     def evaluated(self, result: Evaluated) -> None:
@@ -160,11 +160,20 @@ def evaluation_line(result: Evaluated) -> str:
     return f"{result.set_name}: {result.figures.tell()}: {where}"
 
 
+def _turns(row: StepRow) -> str:
+    """Words on turns after those on tokens; none in a run without an environment."""
+    turns = row.turns
+    return f"  turns {turns.mean:.1f}, environments p95 {turns.environment_p95_s:.2f} s" if turns.mean else ""
+
+
 def _numbers(row: StepRow, steps: int, evaluated: str) -> Table:
     table = Table.grid(padding=(0, 3))
     table.add_row("step", f"{row.step}/{steps}", "RL time", f"{row.rl_s:.0f} s")
     table.add_row("reward", f"{row.reward:.3f}", "evaluation", evaluated)
     table.add_row("response tokens", f"p50 {row.length_p50}  p95 {row.length_p95}", "loss", f"{row.loss:+.4f}")
+    if (turns := row.turns).mean:
+        times = f"p50 {turns.environment_p50_s:.2f} s  p95 {turns.environment_p95_s:.2f} s"
+        table.add_row("turns", f"mean {turns.mean:.1f}", "environments", times)
     table.add_row(
         "staleness",
         f"mean {row.staleness_mean:.1f}  max {row.staleness_max}",

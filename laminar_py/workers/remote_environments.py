@@ -4,8 +4,10 @@ Invariant: whoever asks for a trajectory asks the same process, so that a turn w
 whose replica died, meets the environment that has it.
 """
 
+import time
 from collections.abc import Sequence
 
+import msgspec
 from blake3 import blake3
 
 from laminar_py.cluster.named import NamedActor
@@ -20,9 +22,10 @@ class RemoteEnvironments:
         self._actors = [NamedActor(name) for name in names]
 
     async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
-        """Answer of a trajectory's environment to its last turn."""
-        actor = self._of(turn.trajectory_id)
-        return decode(EnvironmentTurn, await actor.ask("answer", encode(turn)))
+        """Answer of a trajectory's environment to its last turn; its time is all that passed, the way included."""
+        actor, began = self._of(turn.trajectory_id), time.monotonic()
+        answer = decode(EnvironmentTurn, await actor.ask("answer", encode(turn)))
+        return msgspec.structs.replace(answer, elapsed_s=time.monotonic() - began)
 
     async def forget(self, trajectory_id: str) -> None:
         """Let go of a trajectory that has ended, and is stored."""

@@ -8,7 +8,7 @@ from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.records.trajectory import FinishReason, Kind, Status
 
 _TIMES = ("issued_s", "started_s", "finished_s", "scored_s", "ready_s", "ended_s")
-_FLOATS = ("reward", "weight", "queue_s", "generate_s", "score_s")
+_FLOATS = ("reward", "weight", "queue_s", "generate_s", "score_s", "environment_s")
 
 
 def make_trajectories(count, *, tasks=("",), status=Status.CONSUMED, drop=None, **columns):

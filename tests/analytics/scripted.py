@@ -26,6 +26,8 @@ from tests.builders import make_prompt
 from tests.ledger.runs import digest_of, payload_of, store
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+WITH_ENVIRONMENT = "environment={kind: class, path: guess.py:Guess, at_once: 8}"
+TURNS = (Span(0, 0, 2), Span(None, 2, 4), Span(0, 4, 5))  # of a response of five tokens
 
 
 class Script:
@@ -57,22 +59,21 @@ class Script:
             Assigned(id, replica, 1, 0),
         )
 
-    def finish(self, second, id, *, length=5, version=0, queue_s=0.0, generate_s=1.0):
+    def finish(self, second, id, *, length=5, version=0, spans=None, epoch=1, **times):
         """All its tokens come at once."""
         self._clock.second = second
-        spans = (Span(version, 0, length),)
+        spans = spans or (Span(version, 0, length),)
         store(self._ledger, id, 0, length, spans)
         self.at(
             second,
             Finished(
                 trajectory_id=id,
-                epoch=1,
+                epoch=epoch,
                 finish_reason=FinishReason.STOP,
                 spans=spans,
                 length=length,
                 digest=digest_of(self._ledger, id),
-                queue_s=queue_s,
-                generate_s=generate_s,
+                **{"queue_s": 0.0, "generate_s": 1.0, **times},
             ),
         )
 

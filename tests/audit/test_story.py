@@ -47,6 +47,23 @@ async def test_a_story_tells_what_was_recorded_and_corrected(tmp_path):
     ]
 
 
+async def test_a_story_tells_turns_of_the_model_and_of_its_environment_apart(tmp_path):
+    spans = [(None, 0, 1), (0, 1, 2), (1, 2, 3), (None, 3, 4), (1, 4, 5)]
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", spans, replica=2)
+        await ledger.commit()
+        told = story(tmp_path, "g0.0")
+    assert tell_response(told) == [
+        "tokens 0 to 1: the environment",
+        "tokens 1 to 2: turn 1, version 0, replica 2",
+        "tokens 2 to 3: turn 1, version 1, replica 2",
+        "tokens 3 to 4: the environment",
+        "tokens 4 to 5: turn 2, version 1, replica 2",
+    ]
+
+
 async def test_a_story_tells_a_move_and_who_made_which_tokens(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)

@@ -8,7 +8,10 @@ from contextlib import closing
 import msgspec
 import psutil
 
+from laminar_py.analytics.read.snapshot import read_snapshot
+from laminar_py.analytics.triage.report import RunReport
 from laminar_py.audit.verify import verify
+from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.spans import decode_spans, num_sampled, num_turns
 from tests.runs.runs import TrainProcess, forget_versions
 
@@ -43,6 +46,12 @@ class Counts:
     def restore(self, state):
         self.name, self.turn, self.taken = json.loads(state)
 '''
+
+
+class Told(msgspec.Struct):
+    """What a summary has of turns."""
+
+    turns: TurnFigures
 
 
 def settings(folder):
@@ -90,4 +99,10 @@ def test_environments_and_all_else_die_and_every_answered_turn_counts_once(tmp_p
     assert max(turns) == 3
     assert all(num_sampled(decode_spans(spans)) <= length for spans, length, _ in rows)
     assert any(reward > 0 for _, _, reward in rows)
+    told = msgspec.json.decode((train.run / "summary.json").read_bytes(), type=Told).turns
+    assert 1.0 < told.mean <= 3.0
+    assert told.environment_p95_s >= told.environment_p50_s > 0.02
+    step = RunReport(read_snapshot(train.run)).diagnosis.mean_step
+    assert step.times.environment_s > 0.0
+    assert step.away > 0.0
     forget_versions(train.run)

@@ -93,6 +93,33 @@ def test_each_change_of_version_is_a_line_at_its_token():
     assert respond(make_sample(lost="host 10.0.0.7 is gone")) == ["response: host 10.0.0.7 is gone"]
 
 
+def test_turns_of_the_model_and_of_its_environment_stand_apart():
+    spans = [(None, 0, 1), (3, 1, 2), (4, 2, 3), (None, 3, 4), (4, 4, 5)]
+    sample = make_sample("Guess.\n", "4", "2", "\x1b[2J[red]no[/red]", "43", spans=spans)
+    assert respond(sample) == [
+        "from token 0 on: the environment",
+        "  Guess.",
+        "  ",
+        "turn 1, from token 1 on: version 3, replica 1",
+        "  4",
+        "from token 2 on: version 4, replica 1",
+        "  2",
+        "from token 3 on: the environment",
+        "  \\x1b[2J[red]no[/red]",
+        "turn 2, from token 4 on: version 4, replica 1",
+        "  43",
+    ]
+
+
+@pytest.mark.parametrize("colour", [Colour.VERSION, Colour.LOGPROB])
+def test_a_token_of_an_environment_has_the_colour_of_no_version_and_of_no_log_probability(colour):
+    sample = make_sample("a", "b", "c", spans=[(3, 0, 1), (None, 1, 2), (3, 2, 3)], logprobs=[-0.5, 0.0, -0.5])
+    text = {line.plain: line for line in tell_response(sample, colour=colour, whole=True)}
+    ours, theirs = ({str(span.style) for span in text[f"  {token}"].spans} for token in "ab")
+    assert theirs == {"dim"}
+    assert ours != theirs
+
+
 def test_the_middle_of_a_long_text_is_left_out_and_the_version_behind_it_told():
     sample = make_sample("a" * CUT_AT, "b" * CUT_AT, spans=[(0, 0, 1), (1, 1, 2)])
     head, note, mark, tail = respond(sample)[1:]

@@ -8,6 +8,7 @@ import msgspec
 from laminar_py.analytics.read.samples import read_samples
 from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.records.clock import SystemClock
+from laminar_py.records.metrics import TurnFigures
 from laminar_py.telemetry.stats import Stats, Totals, read_totals
 from laminar_py.telemetry.tracking import flat_row
 from tests.telemetry.rows import make_rows
@@ -45,6 +46,21 @@ def test_lengths_of_a_row_are_those_since_the_one_before_and_else_the_last_ones(
             stall_s=0.0,
         )
         assert (row.length_p50, row.length_p95) == told
+
+
+def test_turns_of_a_row_are_those_since_the_one_before_and_a_run_without_environments_has_none():
+    stats = Stats(SystemClock(), replicas=1, totals=Totals())
+    facts = {"version": 1, "batch": [], "staleness": [], "metrics": None, "generated_tokens": 0}
+    for found, told in (
+        ([], TurnFigures()),
+        ([(1, 0.1), (3, 0.2), (2, 0.9)], TurnFigures(mean=2.0, environment_p50_s=0.2, environment_p95_s=0.9)),
+        ([(4, 0.5)], TurnFigures(mean=4.0, environment_p50_s=0.5, environment_p95_s=0.5)),
+    ):
+        for turns, environment_s in found:
+            stats.turned(turns, environment_s)
+        row = stats.row(step=1, versions_alive=1, stall_s=0.0, **facts)
+        assert row.turns == told
+    assert flat_row(row)["turns/environment_p95_s"] == 0.5
 
 
 def test_a_row_that_was_torn_costs_itself_alone_when_a_run_resumes(tmp_path):

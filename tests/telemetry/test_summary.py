@@ -3,6 +3,7 @@
 from laminar_py.cli.train import tell_checkpoints, tell_relay
 from laminar_py.ledger.database import reading
 from laminar_py.records.events import Checkpointed, Dropped, Relayed, VersionPublished
+from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind
 from laminar_py.telemetry.summary import (
     CheckpointFigures,
@@ -10,8 +11,10 @@ from laminar_py.telemetry.summary import (
     UnscoredFigures,
     read_checkpoints,
     read_relay,
+    read_turn_figures,
     read_unscored,
 )
+from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 from tests.ledger.runs import begin, issue, make_ready, open_ledger
 
 
@@ -83,6 +86,18 @@ async def test_checkpoints_are_summed_up_from_the_ledger(tmp_path):
         figures = read_checkpoints(connection)
     assert figures == CheckpointFigures(3, 0.003, 1.5)
     assert tell_checkpoints(figures) == "3, the learner stood still 3.0 ms for one, 1.50 s until it was on disk"
+
+
+async def test_turns_are_summed_up_from_the_ledger_and_those_of_evaluations_left_out(tmp_path):
+    async with scripted(tmp_path, WITH_ENVIRONMENT) as script:
+        for index, (id, spans, seconds) in enumerate(
+            [("g0.0", TURNS, 0.5), ("g1.0", TURNS[:1], 0.1), ("e0.0", TURNS, 9.0)]
+        ):
+            script.issue(0.0, id, index=index, kind=Kind.EVAL if id.startswith("e") else Kind.TRAIN)
+            script.finish(4.0, id, length=spans[-1].end, spans=spans, environment_s=seconds)
+    with reading(tmp_path) as connection:
+        figures = read_turn_figures(connection)
+    assert figures == TurnFigures(mean=1.5, environment_p50_s=0.1, environment_p95_s=0.5)
 
 
 async def test_what_could_not_be_scored_is_summed_up_with_the_first_reason(tmp_path):

@@ -19,7 +19,7 @@ from laminar_py.records.codec import BoolArray
 from laminar_py.records.events import Relayed, VersionLoaded, VersionPublished
 
 TAIL_SHARE = 0.25  # of its usual batch: a replica with fewer trajectories than that is in its tail
-_OF_REPLICAS = ("generation_s", "crowded_s", "tail_s", "late_s", "held_s")
+_OF_REPLICAS = ("generation_s", "environment_s", "crowded_s", "tail_s", "late_s", "held_s")
 USUAL = 0.9  # quantile, over the time in which it is busy, of the trajectories that a replica has
 
 
@@ -27,14 +27,19 @@ USUAL = 0.9  # quantile, over the time in which it is busy, of the trajectories 
 class Pipeline:
     """Columns [S], one row for each step that counts, in seconds; those of replicas are means over all of them.
 
-    `measured_s = generation_s + late_s + held_s = waited_s + learner_s`, e.g. 0.90 = 0.70 + 0.05 + 0.15.
+    `measured_s = generation_s + environment_s + late_s + held_s = waited_s + learner_s`, e.g. 0.90 = 0.50 + 0.20
+    + 0.05 + 0.15. While trajectories are away, since their environments work, a moment is generation by the share
+    of the slots that those which a replica has could fill and do, and environment by the rest: none of it, where
+    others fill all slots.
     """
 
     step: Ints
     end_s: Times  # when it was committed, since `origin_s`
     measured_s: Times  # since the commit before
     generation_s: Times  # replicas have trajectories
-    crowded_s: Times  # of it, with more than the engine decodes at a time
+    environment_s: Times  # replicas have trajectories, and slots are empty since their environments work
+    away: Times  # trajectories whose environments work at a time, of all replicas together
+    crowded_s: Times  # of generation, with more than the engine decodes at a time
     tail_s: Times  # of it, with less than `TAIL_SHARE` of their usual batch
     late_s: Times  # replicas have none, and wait for weights that are published, or load them
     held_s: Times  # replicas have none, for another reason: nothing may begin
@@ -60,11 +65,13 @@ def measure_pipeline(config: RunConfig, trajectories: Trajectories, stays: Stays
     versions = _Versions.of(history)
     scored = trajectories.scored_s
     known = ~np.isnan(scored)
+    away_s = _area(stays.start_s, stays.end_s, stays.away, begin, end)
     columns: dict[str, npt.NDArray[Any]] = {
         "step": step.astype(np.int32),
         "end_s": end,
         "measured_s": end - begin,
         **_replicas(config, stays, versions, _there(config, history, begin, end), (begin, end, counts)),
+        "away": away_s / np.maximum(end - begin, 1e-12),
         "reward_s": _sums(scored[known], trajectories.scorer_s[known] / config.reward.workers, begin, end),
         "reference_s": reference,
         "waited_s": np.minimum(waited, end - begin),
@@ -139,14 +146,19 @@ def _replicas(
     for replica, there_s in there.items():
         mine = order[np.searchsorted(of_replica, replica) : np.searchsorted(of_replica, replica, side="right")]
         start_s = np.minimum(stays.start_s[mine], horizon)
-        at, running = _running(start_s, np.minimum(stays.end_s[mine], horizon))
+        end_s = np.minimum(stays.end_s[mine], horizon)
+        at, running = _running(start_s, end_s)
+        away = np.maximum(_heights(start_s, end_s, stays.away[mine]), 0.0)
+        here = _filled(running, away, config.rollout.max_batch)
         usual = min(_usual(_counted(at, begin, end, counts), running), config.rollout.max_batch)
         loaded = versions.load_replica == replica
         late = _late(at, running, versions.load_at_s[loaded], versions.load_since_s[loaded])
         busy_s = _integral(at, running > 0, begin, end)
-        totals["generation_s"] += busy_s
-        totals["crowded_s"] += _integral(at, running > config.rollout.max_batch, begin, end)
-        totals["tail_s"] += _integral(at, (running > 0) & (running < TAIL_SHARE * usual), begin, end)
+        generation_s = _integral(at, here, begin, end)
+        totals["generation_s"] += generation_s
+        totals["environment_s"] += busy_s - generation_s
+        totals["crowded_s"] += _integral(at, running - away > config.rollout.max_batch, begin, end)
+        totals["tail_s"] += _integral(at, (running < TAIL_SHARE * usual) * here, begin, end)
         empty_s = np.maximum(0.0, there_s - busy_s)
         late_s = np.minimum(_covered(*late, begin, end), empty_s)
         totals["late_s"] += late_s
@@ -161,6 +173,25 @@ def _running(start: Times, stop: Times) -> tuple[Times, Ints]:
     change = np.concatenate([np.ones(len(start), np.int32), np.full(len(stop), -1, np.int32)])
     order = np.argsort(at, kind="stable")
     return at[order], np.cumsum(change[order]).astype(np.int32)
+
+
+def _filled(running: Ints, away: Times, slots: int) -> Times:
+    """[n] share, of the slots that so many could fill, that those fill which are not away; 0 where none is."""
+    share: Times = np.minimum(running - away, slots) / np.maximum(np.minimum(running, slots), 1)
+    return share
+
+
+def _heights(start: Times, stop: Times, height: Times) -> Times:
+    """[2 n] sums of the heights of intervals [n] that are open, from each of the times of `_running` on."""
+    order = np.argsort(np.concatenate([start, stop]), kind="stable")
+    heights: Times = np.cumsum(np.concatenate([height, -height])[order])
+    return heights
+
+
+def _area(start: Times, stop: Times, height: Times, begin: Times, end: Times) -> Times:
+    """[S] integrals over each step of the sum of intervals with these heights."""
+    at, _ = _running(start, stop)
+    return _integral(at, _heights(start, stop, height), begin, end)
 
 
 def _counted(at: Times, begin: Times, end: Times, counts: BoolArray) -> Times:
@@ -196,8 +227,8 @@ def _late(at: Times, running: Ints, load_at: Times, since: Times) -> tuple[Times
     return np.array(begins), np.array(lengths)
 
 
-def _integral(at: Times, on: BoolArray, begin: Times, end: Times) -> Times:
-    """[S] seconds of each step in which the step function `on` holds."""
+def _integral(at: Times, on: BoolArray | Times, begin: Times, end: Times) -> Times:
+    """[S] integrals over each step of a step function; seconds in which it holds, where it is true or false."""
     if len(at) < 2:
         return np.zeros(len(end))
     total = np.concatenate([[0.0], np.cumsum(np.diff(at) * on[:-1])])

@@ -22,12 +22,16 @@ _PERCENTILES = (50, 90, 95, 99, 100)
 
 
 class Measure(StrEnum):
-    """A length in tokens, or a time in seconds between two events of a trajectory."""
+    """A length in tokens, a number of turns, or a time in seconds between two events of a trajectory."""
 
     LENGTH = "length"  # of a finished response
+    TURNS = "turns"  # of the model
     REPLICA_WAIT = "replica_wait"  # issued until a replica has it
-    GENERATION = "generation"  # handed to a replica until finished: queue, prefill and moves included
-    FIRST_TOKENS = "first_tokens"  # of that, on the last replica until the engine delivered a piece
+    GENERATION = (
+        "generation"  # handed to a replica until finished, but for environments: queue, prefill, moves too
+    )
+    FIRST_TOKENS = "first_tokens"  # on the last replica until the engine delivered a piece
+    ENVIRONMENT = "environment"  # its environment worked, or had it wait for room
     SCORER_WAIT = "scorer_wait"  # finished until scored, without the scoring itself
     REWARD = "reward"  # the scoring
     GROUP_WAIT = "group_wait"  # scored until the last member of its group was scored or dropped
@@ -35,11 +39,15 @@ class Measure(StrEnum):
     END_TO_END = "end_to_end"  # issued until consumed
 
 
+COUNTED = {Measure.LENGTH: "tokens", Measure.TURNS: "turns"}  # units of what is no time
+OF_TURNS = (Measure.TURNS, Measure.ENVIRONMENT)  # are of runs with an environment alone
 NAMES = {  # for every view
     Measure.LENGTH: "response tokens",
+    Measure.TURNS: "turns of the model",
     Measure.REPLICA_WAIT: "wait for a replica",
     Measure.GENERATION: "generation",
     Measure.FIRST_TOKENS: "to the first tokens",
+    Measure.ENVIRONMENT: "environment",
     Measure.SCORER_WAIT: "wait for a scorer",
     Measure.REWARD: "scoring",
     Measure.GROUP_WAIT: "wait for the group",
@@ -79,7 +87,7 @@ class Tails:
     """Distributions over all, and by what tells trajectories apart; empty where that is one for all."""
 
     overall: Distributions
-    longest_over_mean: Distribution | None  # generation, of groups with two finished members or more
+    longest_over_mean: Distribution | None  # time on replicas, of groups with two finished members or more
     by_replica: dict[str, Distributions]  # the last that had it
     by_version: dict[str, Distributions]  # that it began under, e.g. "0-3"
     by_task: dict[str, Distributions]
@@ -92,7 +100,9 @@ def measure_tails(trajectories: Trajectories) -> Tails:
     tasks = trajectories.tasks
     return Tails(
         overall={name: found for name, column in values.items() if (found := distribution(column)) is not None},
-        longest_over_mean=distribution(longest_over_mean(trajectories, values[Measure.GENERATION])),
+        longest_over_mean=distribution(
+            longest_over_mean(trajectories, trajectories.finished_s - trajectories.started_s)
+        ),
         by_replica=_by(trajectories.replica, values, str),
         by_version=_by(versions, values, label),
         by_task=_by(trajectories.task, values, lambda task: tasks[task] or "(no name)"),
@@ -100,20 +110,25 @@ def measure_tails(trajectories: Trajectories) -> Tails:
 
 
 def measures(t: Trajectories) -> dict[Measure, Times]:
-    """Each measure of each trajectory, [N]; NaN where it has not come so far."""
+    """Each measure of each trajectory, [N]; NaN where it has not come so far. Of turns where there are some."""
     length = np.where(t.finish >= 0, t.length, np.nan)
     consumed = t.is_status(Status.CONSUMED)
-    return {
+    environment_s = t.environment_s.astype(np.float64)
+    on_replicas_s = t.finished_s - t.started_s
+    found = {
         Measure.LENGTH: length,
+        Measure.TURNS: np.where(t.turns >= 0, t.turns, np.nan),
         Measure.REPLICA_WAIT: t.started_s - t.issued_s,
-        Measure.GENERATION: t.finished_s - t.started_s,
+        Measure.GENERATION: np.maximum(on_replicas_s - np.nan_to_num(environment_s), 0.0),
         Measure.FIRST_TOKENS: t.queue_s.astype(np.float64),
+        Measure.ENVIRONMENT: environment_s,
         Measure.SCORER_WAIT: np.maximum(t.scored_s - t.finished_s - t.score_s, 0.0),
         Measure.REWARD: t.score_s.astype(np.float64),
         Measure.GROUP_WAIT: group_wait(t),
         Measure.BUFFER: np.where(consumed, t.ended_s - t.ready_s, np.nan),
         Measure.END_TO_END: np.where(consumed, t.ended_s - t.issued_s, np.nan),
     }
+    return {name: column for name, column in found.items() if t.has_turns or name not in OF_TURNS}
 
 
 def group_wait(t: Trajectories) -> Times:
@@ -128,10 +143,10 @@ def group_wait(t: Trajectories) -> Times:
     return np.where(np.isinf(waited_s), np.nan, waited_s)
 
 
-def longest_over_mean(t: Trajectories, generation: Times) -> Times:
-    """The longest generation of a group over its mean, [groups with two finished members or more]."""
-    finished = ~np.isnan(generation)
-    groups, seconds = t.group[finished], generation[finished]
+def longest_over_mean(t: Trajectories, spent: Times) -> Times:
+    """The longest of a group over its mean, of times [N]: [groups with two finished members or more]."""
+    finished = ~np.isnan(spent)
+    groups, seconds = t.group[finished], spent[finished]
     count = np.bincount(groups, minlength=_num_groups(t))
     total = np.bincount(groups, seconds, minlength=len(count))
     longest = np.zeros(len(count))

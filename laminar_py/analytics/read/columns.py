@@ -4,13 +4,14 @@ A million trajectories take about 150 MB: rows are read in blocks, which become 
 """
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from laminar_py.ledger.turns import FinishedTurns, read_turns
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind, Status
 
@@ -54,6 +55,8 @@ class Trajectories:
     generate_s: Floats  # on its last replica, until it finished
     score_s: Floats
     scorer_s: Floats  # of a scorer's time, which scores several at once
+    turns: Ints  # of the model, once finished; none at all in a run without an environment
+    environment_s: Floats  # that its environment worked, likewise
     issued_s: Times
     started_s: Times
     finished_s: Times
@@ -73,6 +76,11 @@ class Trajectories:
             name: column[mask] for name, column in columns.items() if isinstance(column, np.ndarray)
         }
         return replace(self, **kept)
+
+    @property
+    def has_turns(self) -> bool:
+        """True where environments answer turns, and something has finished."""
+        return bool((self.turns >= 0).any())
 
     def is_kind(self, kind: Kind) -> BoolArray:
         """[N]"""
@@ -102,7 +110,7 @@ _CODES = {"kind": KINDS, "status": STATUSES, "finish": FINISHES, "cap": CAPS, "d
 _IN_SQL = {"prompt": "prompt_index", "finish": "finish_reason", "drop": "drop_reason"}  # where the name is another
 
 
-def read_trajectories(connection: sqlite3.Connection) -> Trajectories:
+def read_trajectories(connection: sqlite3.Connection, *, has_environment: bool = False) -> Trajectories:
     """Every trajectory of a run. The columns that hold text become codes as they are read."""
     origin = connection.execute("SELECT coalesce(min(issued_s), 0) FROM trajectory").fetchone()[0]
     tasks = tuple(task for (task,) in connection.execute("SELECT DISTINCT task FROM prompt ORDER BY task"))
@@ -125,7 +133,18 @@ def read_trajectories(connection: sqlite3.Connection) -> Trajectories:
     joined = {
         name: np.concatenate([np.empty(0, _TYPES.get(name, np.int32)), *found]) for name, found in blocks.items()
     }
-    return Trajectories(**joined, origin_s=origin, tasks=tasks)
+    found = read_turns(connection) if has_environment else ()
+    turns, environment_s = _turns(joined["number"], found)
+    return Trajectories(**joined, turns=turns, environment_s=environment_s, origin_s=origin, tasks=tasks)
+
+
+def _turns(number: Ints, found: Iterable[FinishedTurns]) -> tuple[Ints, Floats]:
+    """Turns [N] and seconds of environments [N] of trajectories with these numbers."""
+    turns, environment_s = np.full(len(number), -1, np.int32), np.full(len(number), np.nan, np.float32)
+    rows = np.array([(one.number, one.turns, one.environment_s) for one in found], np.float64).reshape(-1, 3)
+    places = np.searchsorted(number, rows[:, 0])
+    turns[places], environment_s[places] = rows[:, 1], rows[:, 2]
+    return turns, environment_s
 
 
 def _read_tasks(connection: sqlite3.Connection, tasks: Sequence[str]) -> dict[str, int]:

@@ -98,7 +98,10 @@ def read_snapshot(run: Path) -> Snapshot:
 
 
 def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
-    everyone = read_trajectories(connection)
+    path = folder / "config.yaml"
+    config = load_config(path, []) if path.is_file() else None
+    has_environment = config is not None and config.environment is not None
+    everyone = read_trajectories(connection, has_environment=has_environment)
     if not len(everyone):  # times count from the start then
         begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
         everyone = replace(everyone, origin_s=begun)
@@ -109,16 +112,15 @@ def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
     known = [everyone.ended_s, everyone.finished_s, everyone.started_s, everyone.issued_s]
     latest = [float(np.nanmax(column)) for column in known if np.any(~np.isnan(column))]
     end_s = max([0.0, *latest, *(one.at_s for one in history.happened[-1:])])
-    config = folder / "config.yaml"
     return Snapshot(
         run=run,
         name=folder.resolve().name,
-        config=with_last_fleet(load_config(config, []), history.happened) if config.is_file() else None,
+        config=None if config is None else with_last_fleet(config, history.happened),
         seq=seq,
         end_s=end_s,
         heard_s=heard_s,
         everyone=everyone,
-        stays=read_stays(connection, times).until(end_s),
+        stays=read_stays(connection, times).until(end_s).with_environments(everyone),
         history=history,
         counterfactuals=read_counterfactuals(connection),
         recomputed=read_recomputed(connection),

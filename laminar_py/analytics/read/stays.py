@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.analytics.read.columns import Ints, Times
+from laminar_py.analytics.read.columns import Ints, Times, Trajectories
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.events import Assigned, Dropped, Finished, Interrupted
@@ -45,6 +45,7 @@ class Stays:
     start_s: Times
     end_s: Times
     end: npt.NDArray[np.int8]
+    away: Times  # share of it in which its environment worked: that of all stays of the trajectory together
 
     def __len__(self) -> int:
         return len(self.trajectory)
@@ -57,6 +58,20 @@ class Stays:
         """Copy in which open stays end now."""
         end_s = np.maximum(self.start_s, np.where(np.isinf(self.end_s), now_s, self.end_s))
         return replace(self, end_s=end_s)
+
+    def with_environments(self, everyone: Trajectories) -> "Stays":
+        """Copy that knows the share of its time that each trajectory's environment took.
+
+        Of one that has not finished that is not on record: the mean stands for it.
+        """
+        if not everyone.has_turns:
+            return self
+        places, known = np.searchsorted(everyone.number, self.trajectory), ~np.isnan(everyone.environment_s)
+        spent_s = np.bincount(places, weights=self.end_s - self.start_s, minlength=len(everyone))
+        environment_s = np.where(known, everyone.environment_s.astype(np.float64), 0.0)
+        mean = environment_s.sum() / max(float(spent_s[known].sum()), 1e-9)
+        share = np.where(known, environment_s / np.maximum(spent_s, 1e-9), mean)
+        return replace(self, away=np.clip(share, 0.0, 1.0)[places])
 
 
 class RunTimes:
@@ -96,6 +111,7 @@ def read_stays(connection: sqlite3.Connection, times: RunTimes) -> Stays:
         start_s=start_s.copy(),
         end_s=np.where(np.isnan(end_s), np.inf, end_s),
         end=end.astype(np.int8),
+        away=np.zeros(len(number)),
     )
 
 
@@ -164,12 +180,12 @@ def _end(event: Interrupted | Finished | Dropped) -> StayEnd:
 
 
 def _spans(text: str | None) -> list[tuple[int, int]]:
-    """(version, start) of each, ascending."""
-    return [(span[0], span[1]) for span in msgspec.json.decode(text)] if text else []
+    """(version, start) of each that an engine sampled, ascending."""
+    return [(span[0], span[1]) for span in msgspec.json.decode(text) if span[0] is not None] if text else []
 
 
 def _version(spans: list[tuple[int, int]], length: int | None, newest: int) -> int:
-    """The version of the last of `length` tokens, or of the whole response."""
+    """The version of the last that was sampled of `length` tokens, or of the whole response."""
     if length is None:
         return newest
     return next((version for version, start in reversed(spans) if start < max(length, 1)), newest)

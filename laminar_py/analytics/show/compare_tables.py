@@ -76,8 +76,10 @@ def _speed(reports: Sequence[RunReport]) -> Iterator[CompareRow]:
 
 
 def _tails(reports: Sequence[RunReport]) -> Iterator[CompareRow]:
-    for measure in (Measure.GENERATION, Measure.END_TO_END):
+    for measure in (Measure.GENERATION, Measure.ENVIRONMENT, Measure.END_TO_END):
         name, found = NAMES[measure], [report.tails.overall.get(measure) for report in reports]
+        if measure is Measure.ENVIRONMENT and not any(found):
+            continue
         yield CompareRow(f"{name} p50", [None if one is None else one.p50 for one in found], tell_seconds)
         yield CompareRow(f"{name} p95", [None if one is None else one.p95 for one in found], tell_seconds)
         yield CompareRow(f"{name} p95/p50", [None if one is None else one.tail for one in found], "{:.2f}".format)

@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from laminar_py.analytics.measure.tails import NAMES, Measure, distribution, measures
+from laminar_py.analytics.measure.tails import COUNTED, NAMES, Measure, distribution, measures
 from laminar_py.analytics.read.columns import REASONS, Times, Trajectories
 from laminar_py.analytics.read.history import History
 from laminar_py.analytics.read.snapshot import Snapshot
@@ -51,10 +51,24 @@ def headline(report: RunReport) -> list[Figure]:
     used, dropped = (int(train.is_status(status).sum()) for status in (Status.CONSUMED, Status.DROPPED))
     words = f"{used:,} consumed + {dropped:,} dropped + {len(train) - used - dropped:,} live"
     figures.append(Figure("trajectories", f"{len(train):,}", words))
+    if Measure.TURNS in report.tails.overall:
+        figures.append(_turns(report))
     if (staleness := report.staleness) is not None:
         words = f"versions, the mean; {staleness.max} at most"
         figures.append(Figure("staleness", f"{staleness.mean:.2f}", words))
     return figures
+
+
+def _turns(report: RunReport) -> Figure:
+    """Turns of a trajectory, and how much of its time on a replica its environment takes."""
+    train, turns = report.snapshot.trajectories, report.tails.overall[Measure.TURNS]
+    known = ~np.isnan(train.environment_s)
+    spent_s = float(np.sum(train.finished_s[known] - train.started_s[known]))
+    share = float(train.environment_s[known].sum()) / spent_s if spent_s > 0 else 0.0
+    words = (
+        f"of the model, the mean; {turns.max:.0f} at most; environments take {share:.0%} of the time on replicas"
+    )
+    return Figure("turns", f"{turns.mean:.2f}", words)
 
 
 def _evaluation(name: str, passes: Sequence[Evaluated]) -> Figure:
@@ -65,13 +79,13 @@ def _evaluation(name: str, passes: Sequence[Evaluated]) -> Figure:
 
 
 def histograms(train: Trajectories) -> list[Histogram]:
-    """Response lengths first, then times."""
+    """Response lengths first, turns where there are some, then times."""
     return [_histogram(measure, values) for measure, values in measures(train).items()]
 
 
 def _histogram(measure: Measure, values: Times) -> Histogram:
     """Histogram of the values that are known; times have a logarithmic axis."""
-    log, found = measure is not Measure.LENGTH, distribution(values)
+    log, found = measure not in COUNTED, distribution(values)
     edges, counts = np.empty(0), np.empty(0, np.int64)
     if found is not None:
         known = values[~np.isnan(values)]
@@ -81,7 +95,7 @@ def _histogram(measure: Measure, values: Times) -> Histogram:
         counts, _ = np.histogram(np.clip(known, least, most), edges)
     return Histogram(
         name=NAMES[measure],
-        unit="s" if log else "tokens",
+        unit=COUNTED.get(measure, "s"),
         log=log,
         edges=edges.tolist(),
         counts=counts.tolist(),

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from laminar_py.analytics.measure.tails import NAMES, Distribution, Measure, distribution
+from laminar_py.analytics.measure.tails import COUNTED, NAMES, Distribution, Measure, distribution
 from laminar_py.analytics.read.columns import REASONS, STATUSES, Trajectories
 from laminar_py.analytics.read.history import History
 from laminar_py.analytics.read.samples import Samples
@@ -78,12 +78,14 @@ def _tails(report: RunReport) -> Iterator[Metric]:
     overall, train = report.tails.overall, report.snapshot.trajectories
     staleness = train.staleness[train.is_status(Status.CONSUMED)].astype(np.float64)
     yield _quantiles("response_length_tokens", "Response length", overall.get(Measure.LENGTH))
+    if Measure.TURNS in overall:
+        yield _quantiles("turns", "Turns of the model in a trajectory", overall[Measure.TURNS])
     yield _quantiles("staleness_steps", "Staleness of what was consumed", distribution(staleness))
     family = GaugeMetricFamily(
         "laminar_latency_seconds", "Seconds of the stages of a trajectory's way", labels=["stage", "quantile"]
     )
     for measure, found in overall.items():
-        if measure is not Measure.LENGTH:
+        if measure not in COUNTED:
             for quantile, value in _labelled(found).items():
                 family.add_metric([NAMES[measure], quantile], value)
     yield family

@@ -28,10 +28,11 @@ def lanes_of(replica: Ints, start_s: Times, end_s: Times) -> Ints:
     return lanes
 
 
-def occupancy(stays: Stays, *, replica: int, edges: Times) -> tuple[Floats, Floats]:
-    """Mean number running on a replica and their mean version, for each bin between `edges` [B + 1]: two of [B].
+def occupancy(stays: Stays, *, replica: int, edges: Times) -> tuple[Floats, Floats, Floats]:
+    """Mean number running on a replica, their mean version and how many of them are away: three of [B] bins.
 
-    The version is NaN where nothing ran. Exact, by integrals of steps up and down.
+    Bins lie between `edges` [B + 1]. The version is NaN where nothing ran. Exact, by integrals of steps up and
+    down; but each is away at any moment by the share of its time.
     """
     mine = stays.replica == replica
     start, end = stays.start_s[mine], stays.end_s[mine]
@@ -40,9 +41,11 @@ def occupancy(stays: Stays, *, replica: int, edges: Times) -> tuple[Floats, Floa
     width = np.diff(edges)
     area = np.diff(_integral(start, ones, edges) - _integral(end, ones, edges))
     weighted = np.diff(_integral(start, version, edges) - _integral(end, version, edges))
+    share = stays.away[mine]
+    away = np.diff(_integral(start, share, edges) - _integral(end, share, edges))
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.where(area > 1e-9, weighted / area, np.nan)
-    return (area / width).astype(np.float32), mean.astype(np.float32)
+    return (area / width).astype(np.float32), mean.astype(np.float32), (away / width).astype(np.float32)
 
 
 def _integral(steps: Times, heights: Times, edges: Times) -> Times:

@@ -54,13 +54,17 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Heat(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean number running and mean version [replicas x bins], of all trajectories, also those without a bar."""
+    """Mean number running and mean version [replicas x bins], of all trajectories, also those without a bar.
+
+    Where they have environments: how many of those running are away, each at any moment by the share of its time.
+    """
 
     start_s: float
     bin_s: float
     bins: int
     running: PackedArray
     version: PackedArray  # NaN where nothing ran
+    away: PackedArray | None = None
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +76,7 @@ class Bars(msgspec.Struct, frozen=True, kw_only=True):
     fate: PackedArray  # `stays.StayEnd`
     start: PackedArray
     end: PackedArray
+    away: PackedArray | None = None  # share of it in environments; None: there are none
     ids: list[str]  # [N]
     length: PackedArray  # [N] as all that follow
     status: PackedArray  # place in `statuses`
@@ -79,6 +84,8 @@ class Bars(msgspec.Struct, frozen=True, kw_only=True):
     staleness: PackedArray  # -1: none
     is_eval: PackedArray
     statuses: list[str]
+    turns: PackedArray | None = None  # -1: not finished; None: there are no environments
+    environment_s: PackedArray | None = None  # NaN: not finished
 
 
 class MoveArrow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -7,14 +7,25 @@ from rich.table import Table
 from rich.text import Text
 
 from laminar_py.analytics.measure.drops import DropRow, DropTable
-from laminar_py.analytics.measure.tails import MOST_ROWS, NAMES, Distribution, Distributions, Measure, Tails
+from laminar_py.analytics.measure.tails import (
+    COUNTED,
+    MOST_ROWS,
+    NAMES,
+    Distribution,
+    Distributions,
+    Measure,
+    Tails,
+)
 from laminar_py.analytics.measure.tokens import TokenAccount, TokenLoss
 from laminar_py.analytics.show.walls import NO_STEP, wall_rows
 from laminar_py.analytics.triage.diagnosis import Diagnosis
 from laminar_py.analytics.triage.report import RunReport
 from laminar_py.records.events import RefillStopped
 
-_BY = (Measure.LENGTH, Measure.GENERATION, Measure.REWARD, Measure.END_TO_END)
+_BY = (Measure.LENGTH, Measure.GENERATION, Measure.ENVIRONMENT, Measure.REWARD, Measure.END_TO_END)
+_OF_GENERATION = {  # an environment's first words come before them
+    Measure.FIRST_TOKENS: f"  of it, {NAMES[Measure.FIRST_TOKENS]}"
+}
 
 
 def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
@@ -110,9 +121,9 @@ def _beside(account: TokenAccount) -> Iterator[str]:
 
 def tail_table(tails: Tails) -> Group:
     """Distributions over all trajectories."""
-    names = NAMES | {Measure.FIRST_TOKENS: f"  of it, {NAMES[Measure.FIRST_TOKENS]}"}
+    names = NAMES if Measure.ENVIRONMENT in tails.overall else NAMES | _OF_GENERATION
     cells = [
-        (names[measure], *_quantiles(found, seconds=measure is not Measure.LENGTH))
+        (names[measure], *_quantiles(found, seconds=measure not in COUNTED))
         for measure, found in tails.overall.items()
     ]
     if tails.longest_over_mean is not None:
@@ -156,13 +167,14 @@ def _tails_by(title: str, rows: dict[str, Distributions]) -> Group:
     p95 = {key: row[Measure.GENERATION].p95 for key, row in rows.items() if Measure.GENERATION in row}
     longest = sorted(p95, key=lambda key: -p95[key])[:MOST_ROWS]
     shown = {key: row for key, row in rows.items() if len(rows) <= MOST_ROWS or key in longest}
-    heads = [NAMES[measure] for measure in _BY]
-    cells = ((key, *_cells(row)) for key, row in shown.items())
+    measures = [one for one in _BY if one is not Measure.ENVIRONMENT or any(one in row for row in rows.values())]
+    heads = [NAMES[measure] for measure in measures]
+    cells = ((key, *_cells(row, measures)) for key, row in shown.items())
     return make_table(f"\nBy {title}: p50 / p95", title, heads, cells)
 
 
-def _cells(row: Distributions) -> Iterator[str]:
-    for measure in _BY:
+def _cells(row: Distributions, measures: Iterable[Measure]) -> Iterator[str]:
+    for measure in measures:
         found = row.get(measure)
         if found is None:
             yield "-"

@@ -87,6 +87,7 @@ def _bars(snapshot: Snapshot, drawn: Stays, chosen: BoolArray, place: dict[int, 
         fate=pack(drawn.end, "uint8"),
         start=pack(_ms(drawn.start_s), "uint32"),
         end=pack(_ms(drawn.end_s), "uint32"),
+        away=pack(drawn.away, "float32") if everyone.has_turns else None,
         ids=snapshot.ids(everyone.number[shown]),
         length=pack(everyone.length[shown], "uint32"),
         status=pack(everyone.status[shown], "uint8"),
@@ -94,6 +95,8 @@ def _bars(snapshot: Snapshot, drawn: Stays, chosen: BoolArray, place: dict[int, 
         staleness=pack(everyone.staleness[shown], "int32"),
         is_eval=pack(snapshot.is_eval[shown], "uint8"),
         statuses=list(STATUSES),
+        turns=pack(everyone.turns[shown], "int32") if everyone.has_turns else None,
+        environment_s=pack(everyone.environment_s[shown], "float32") if everyone.has_turns else None,
     )
 
 
@@ -106,7 +109,7 @@ def _heat(stays: Stays, is_eval: BoolArray, replicas: list[int], end_s: float) -
     """Areas of all replicas, and the most that one runs of training in a bin; of evaluations in a run of these."""
     bins = max(1, min(MOST_BINS, MOST_CELLS // max(1, len(replicas))))
     edges = np.linspace(0.0, max(end_s, 1e-3), bins + 1)
-    running, version = _occupancies(stays, replicas, edges)
+    running, version, away = _occupancies(stays, replicas, edges)
     training = running if is_eval.all() else _occupancies(stays.where(~is_eval), replicas, edges)[0]
     heat = Heat(
         start_s=0.0,
@@ -114,12 +117,13 @@ def _heat(stays: Stays, is_eval: BoolArray, replicas: list[int], end_s: float) -
         bins=bins,
         running=pack(running, "float32"),
         version=pack(version, "float32"),
+        away=pack(away, "float32") if away.any() else None,
     )
     return heat, float(training.max(initial=0.0))
 
 
-def _occupancies(stays: Stays, replicas: list[int], edges: Times) -> tuple[Floats, Floats]:
-    """Mean number running and mean version, replica by replica: two of [replicas x bins]."""
+def _occupancies(stays: Stays, replicas: list[int], edges: Times) -> tuple[Floats, Floats, Floats]:
+    """Mean number running, mean version and mean number away, replica by replica: three of [replicas x bins]."""
     order = np.argsort(stays.replica, kind="stable")  # so that each replica is one slice
     by_replica = stays.where(order)
     bounds = np.searchsorted(by_replica.replica, [*replicas, (replicas or [0])[-1] + 1])
@@ -128,7 +132,8 @@ def _occupancies(stays: Stays, replicas: list[int], edges: Times) -> tuple[Float
         for replica, first, last in zip(replicas, bounds, bounds[1:], strict=False)
     ]
     none = np.empty(0, np.float32)
-    return np.concatenate([none, *(row for row, _ in rows)]), np.concatenate([none, *(row for _, row in rows)])
+    running, version, away = (np.concatenate([none, *(row[column] for row in rows)]) for column in range(3))
+    return running, version, away
 
 
 def _moves(stays: Stays, place: dict[int, int]) -> Iterator[MoveArrow]:

@@ -113,13 +113,18 @@ def _stays(snapshot: Snapshot, drawn: Stays, lanes: Ints, ids: Mapping[int, str]
     columns = (snapshot.places(drawn), drawn.replica, drawn.version, drawn.end, lanes, drawn.start_s, drawn.end_s)
     for of, replica, version, how, lane, start_s, end_s in zip(*(c.tolist() for c in columns), strict=True):
         reward = float(everyone.reward[of])
-        args: Args = {
+        args: dict[str, str | int | float | None] = {
             "version": version,
             "length": int(everyone.length[of]),
             "reward": None if np.isnan(reward) else reward,
             "stay": StayEnd(how).name.lower(),
             "status": str(STATUSES[everyone.status[of]]),
         }
+        if everyone.turns[of] >= 0:
+            args |= {
+                "turns": int(everyone.turns[of]),
+                "environment_s": round(float(everyone.environment_s[of]), 6),
+            }
         yield _slice((REPLICAS + replica, lane + 1), ids[of], start_s, end_s, f"v{version}", args)
 
 
@@ -198,9 +203,11 @@ def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
 def _running(snapshot: Snapshot) -> Iterator[TraceEvent]:
     edges = np.linspace(0.0, max(snapshot.end_s, 1e-3), MOST_COUNTS + 1)
     for replica in np.unique(snapshot.stays.replica).tolist():
-        running, _ = occupancy(snapshot.stays, replica=replica, edges=edges)
+        running, _, away = occupancy(snapshot.stays, replica=replica, edges=edges)
         for at_s, value in zip(edges.tolist(), running.tolist(), strict=False):
             yield _count(REPLICAS + replica, "running", at_s, {"running": round(value, 2)})
+        for at_s, value in zip(edges.tolist(), away.tolist(), strict=False) if away.any() else ():
+            yield _count(REPLICAS + replica, "in environments", at_s, {"away": round(value, 2)})
 
 
 def _fleet(snapshot: Snapshot) -> Iterator[TraceEvent]:

@@ -29,6 +29,7 @@ HOW = {
 MEANINGS = {
     Wall.GENERATION: "Replicas generate as fast as they can, and the rest of the run waits for them.",
     Wall.LONG_TAIL: "A few long responses keep replicas nearly empty while everybody waits for the last of them.",
+    Wall.ENVIRONMENT: "Trajectories wait for their environments, and too few others are there to fill the slots.",
     Wall.REWARD: "Responses are finished faster than they are scored.",
     Wall.REFERENCE: "The reference model's pass takes more of a step than anything that could go on beside it.",
     Wall.WEIGHTS: "New weights are so long on their way to the replicas that these stand empty meanwhile.",
@@ -126,14 +127,16 @@ def wall_panel(diagnosis: Diagnosis) -> WallPanel:
 
 def stage_bars(schedule: Schedule, times: StageTimes, wall: Wall) -> list[StageBar]:
     """Bars of a mean step: stages that wait for each other one after another, see `goodput.compose`."""
-    rollout = max(times.generation_s, times.reward_s, times.reference_s)
+    turns = times.generation_s + times.environment_s
+    rollout = max(turns, times.reward_s, times.reference_s)
     match schedule:
         case Schedule.SYNC:
             begin = {StepStage.LEARNER: rollout, StepStage.WEIGHTS: rollout + times.learner_s}
         case Schedule.ONE_STEP:
             begin = {StepStage.WEIGHTS: max(rollout, times.learner_s)}
         case Schedule.ASYNC:
-            begin = {StepStage.WEIGHTS: times.generation_s}
+            begin = {StepStage.WEIGHTS: turns}
+    begin[StepStage.ENVIRONMENT] = times.generation_s
     of_wall = StepStage.GENERATION if wall is Wall.LONG_TAIL else STAGE_OF.get(wall)
     return [
         StageBar(name=str(stage), start_s=begin.get(stage, 0.0), seconds=times.of(stage), binding=stage is of_wall)

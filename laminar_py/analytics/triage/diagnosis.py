@@ -19,11 +19,14 @@ STAGE_OF = {Wall(stage): stage for stage in StepStage}  # a wall that is a stage
 SCALED = {  # settings that give a stage so many times as much as they grow
     "rollout.replicas": StepStage.GENERATION,
     "rollout.max_batch": StepStage.GENERATION,
+    "environment.workers": StepStage.ENVIRONMENT,
+    "environment.at_once": StepStage.ENVIRONMENT,
     "reward.workers": StepStage.REWARD,
     "learner.world_size": StepStage.LEARNER,
     "packer.max_tokens": StepStage.LEARNER,
     "relay.max_bytes_per_s": StepStage.WEIGHTS,
 }
+IN_FLIGHT = ("rollout.batch_per_replica", "rollout.max_batch")  # hide environments, where these are the wall
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +118,17 @@ def what_if_set(step: MeanStep, wall: Wall, remedy: Remedy) -> float:
 
     One that does not scale a stage takes the wall away.
     """
-    if remedy.key in SCALED:
-        return what_if(step, SCALED[remedy.key], float(remedy.new) / float(remedy.old))
+    stage = scaled_by(wall, remedy)
+    if stage is not None:
+        return what_if(step, stage, float(remedy.new) / float(remedy.old))
     return max(_without(wall, step).measured_s, min(step.cpu_s, step.measured_s))
+
+
+def scaled_by(wall: Wall, remedy: Remedy) -> StepStage | None:
+    """Stage that a remedy against that wall divides by as much as its setting grows; None: no such stage."""
+    if wall is Wall.ENVIRONMENT and remedy.key in IN_FLIGHT:
+        return StepStage.ENVIRONMENT
+    return SCALED.get(remedy.key)
 
 
 def evidence(wall: Wall, step: MeanStep) -> str:
@@ -135,6 +146,9 @@ def evidence(wall: Wall, step: MeanStep) -> str:
         case Wall.LONG_TAIL:
             few = f"replicas have less than a quarter of their usual batch {share(times.tail_s)} of the time"
             return f"{few}, held by the last long responses; p95 of lengths is {step.length_ratio:.1f} x p50"
+        case Wall.ENVIRONMENT:
+            waits = f"replicas wait for their trajectories' environments {share(times.environment_s)} of the time"
+            return f"{waits}; about {step.away:.0f} are away at a time, p95 of a turn is {step.turn_p95_s:.2f} s"
         case Wall.REWARD:
             busy = share(times.reward_s)
             return f"scorers are busy {busy} of the time; p95 of a reward is {step.reward_p95_s:.2f} s"
@@ -236,4 +250,10 @@ def _times_under(schedule: Schedule, step: MeanStep) -> StageTimes:
     if schedule in (step.schedule, Schedule.ASYNC):
         return times
     moved = max(times.weights_s, step.transfer_s + step.load_s)
-    return replace(times, generation_s=max(times.generation_s, step.longest_s), weights_s=moved)
+    longer = max(1.0, step.longest_s / max(times.generation_s + times.environment_s, 1e-9))
+    return replace(
+        times,
+        generation_s=times.generation_s * longer,
+        environment_s=times.environment_s * longer,
+        weights_s=moved,
+    )

@@ -14,6 +14,7 @@ class StepStage(StrEnum):
     """Stage of a step, in the order of a trajectory's way."""
 
     GENERATION = "generation"
+    ENVIRONMENT = "environment"
     REWARD = "reward"
     REFERENCE = "reference"
     LEARNER = "learner"
@@ -28,6 +29,7 @@ class StageTimes:
     """
 
     generation_s: float  # tau_R
+    environment_s: float = 0.0  # tau_E: replicas have slots empty, since trajectories wait for their environments
     reward_s: float = 0.0  # tau_V
     reference_s: float = 0.0  # tau_ref, where it is a stage of its own, and not inside the learner
     learner_s: float = 0.0  # tau_T
@@ -63,18 +65,20 @@ class StageTimes:
 def compose(schedule: Schedule, times: StageTimes) -> float:
     """Seconds of a step whose stages wait for each other as `schedule` has it.
 
-    Trajectories are scored and compared one by one while others are generated, so the longest of the three stages
-    counts. Then under `sync` all is in turn; under `one_step` a batch is made while the one before trains, and
-    weights move in between; under `async` nothing waits, but a replica takes weights between its trajectories.
+    Turns of the model and of its environment follow one another, and trajectories are scored and compared one by
+    one while others are generated, so the longest of these three counts. Then under `sync` all is in turn; under
+    `one_step` a batch is made while the one before trains, and weights move in between; under `async` nothing
+    waits, but a replica takes weights between its trajectories.
     """
-    rollout = max(times.generation_s, times.reward_s, times.reference_s)
+    turns = times.generation_s + times.environment_s
+    rollout = max(turns, times.reward_s, times.reference_s)
     match schedule:
         case Schedule.SYNC:
             return rollout + times.learner_s + times.weights_s
         case Schedule.ONE_STEP:
             return max(rollout, times.learner_s) + times.weights_s
         case Schedule.ASYNC:
-            return max(times.generation_s + times.weights_s, rollout, times.learner_s)
+            return max(turns + times.weights_s, rollout, times.learner_s)
 
 
 def predict(schedule: Schedule, *, measured_s: float, now: StageTimes, then: StageTimes) -> float:

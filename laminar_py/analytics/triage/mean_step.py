@@ -40,6 +40,8 @@ class MeanStep:
     hopeless_share: float  # of the groups, whose members all failed
     length_ratio: float  # p95 over p50 of response lengths
     crowded_share: float  # of the time in which replicas are busy, with more than their engine decodes at a time
+    away: float  # trajectories whose environments work at a time, of all replicas together
+    turn_p95_s: float  # p95 of the mean time that an environment takes for a turn of its trajectory
     group_p90_s: float  # from the first member of a group that finished until the last, p90
     reward_p95_s: float
     transfer_s: float  # weights were on the way between relays
@@ -73,15 +75,7 @@ def mean_step(
     finished = trajectories.where(trajectories.finish >= 0)
     samples = _since(int(pipeline.step[first]), samples)
     use = measure_use(samples.fleet, max_batch=config.rollout.max_batch)
-    times = StageTimes(
-        generation_s=mean(pipeline.generation_s),
-        reward_s=mean(pipeline.reward_s),
-        reference_s=0.0 if in_learner else mean(pipeline.reference_s),
-        learner_s=mean(pipeline.learner_s),
-        weights_s=mean(pipeline.late_s),
-        tail_s=mean(pipeline.tail_s),
-        stall_s=mean(pipeline.stall_s),
-    )
+    times = _stage_times(pipeline, first, in_learner=in_learner)
     return MeanStep(
         schedule=config.schedule,
         steps=len(pipeline) - first,
@@ -96,6 +90,8 @@ def mean_step(
         hopeless_share=_hopeless(trajectories),
         length_ratio=_length_ratio(finished),
         crowded_share=mean(pipeline.crowded_s) / max(mean(pipeline.generation_s), 1e-9),
+        away=mean(pipeline.away),
+        turn_p95_s=_turn_p95(finished),
         group_p90_s=_group_spread(finished),
         reward_p95_s=float(np.nanpercentile(finished.score_s, 95)) if np.isfinite(finished.score_s).any() else 0.0,
         transfer_s=mean(pipeline.transfer_s),
@@ -104,6 +100,24 @@ def mean_step(
         use=use,
         cpu_s=_cpu_s(config, use, times, mean(pipeline.measured_s)),
         age=measure_age(samples.steps),
+    )
+
+
+def _stage_times(pipeline: Pipeline, first: int, *, in_learner: bool) -> StageTimes:
+    """Mean times of the stages over the steps from `first` on."""
+
+    def mean(column: Times) -> float:
+        return float(column[first:].mean())
+
+    return StageTimes(
+        generation_s=mean(pipeline.generation_s),
+        environment_s=mean(pipeline.environment_s),
+        reward_s=mean(pipeline.reward_s),
+        reference_s=0.0 if in_learner else mean(pipeline.reference_s),
+        learner_s=mean(pipeline.learner_s),
+        weights_s=mean(pipeline.late_s),
+        tail_s=mean(pipeline.tail_s),
+        stall_s=mean(pipeline.stall_s),
     )
 
 
@@ -136,6 +150,12 @@ def _length_ratio(finished: Trajectories) -> float:
     """p95 over p50 of the lengths."""
     p50, p95 = np.percentile(finished.length, [50, 95]) if len(finished) else (0.0, 0.0)
     return float(p95 / p50) if p50 else 0.0
+
+
+def _turn_p95(finished: Trajectories) -> float:
+    """p95 of the mean seconds that an environment takes for a turn; 0 without environments."""
+    known = finished.where(finished.turns > 0)
+    return float(np.percentile(known.environment_s / known.turns, 95)) if len(known) else 0.0
 
 
 def _longest(finished: Trajectories, count: int) -> float:

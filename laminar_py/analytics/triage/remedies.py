@@ -21,6 +21,8 @@ from laminar_py.config.staleness import Schedule, StalePolicy
 
 SMALL_MICROBATCHES = 4  # for each rank and step, above which larger ones are worth a try
 WORKERS = 8  # times that many are advised at most
+FULL = 0.5  # share of the turns that environments may work on at a time from which on others wait for room
+SHARED = 4  # turns at a time in a process, above which they may hold each other up
 CROWDED = 0.3  # share of the time from which on a larger decode batch is worth a try
 WIDEST = 8  # no bound above is advised
 FIRST_BOUND = 4  # where there is none
@@ -32,6 +34,7 @@ class Wall(StrEnum):
 
     GENERATION = "generation"
     LONG_TAIL = "long tail"
+    ENVIRONMENT = "environment"
     REWARD = "reward"
     REFERENCE = "reference"
     WEIGHTS = "weights"
@@ -108,6 +111,35 @@ def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         why = "groups close without stragglers; set rollout.counterfactual_share too, to see what that drops"
         yield Remedy("rollout.group_deadline_s", f"none -> {max(2 * step.group_p90_s, 0.1):.1f}", why)
     yield Remedy("rollout.sampling.max_new_tokens", f"below {cap}", "a cap on all, logged with each that it cuts")
+
+
+def _environment(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Room for turns where that is taken, else others in the slots meanwhile; then the turns themselves."""
+    environment = config.environment
+    assert environment is not None, "turns of environments are on record"
+    workers, at_once = environment.workers, environment.at_once
+    told = f"about {step.away:.0f} are away at a time"
+    more_workers = Remedy("environment.workers", f"{workers} -> {2 * workers}", f"{told}, which processes share")
+    is_full, has_cores = step.away > FULL * workers * at_once, _idle_cores(config, step) > 0
+    if is_full:  # more in flight would only wait longer
+        why = f"{told}, and {workers * at_once} may work"
+        yield Remedy("environment.at_once", f"{at_once} -> {2 * at_once}", why)
+    else:
+        yield from _more_in_flight(config)
+        yield from _wider_bound(config, step, more=2, why="more may be under way while environments work")
+    if has_cores and (is_full or step.away > SHARED * workers):
+        yield more_workers
+    why = f"p95 of a turn is {step.turn_p95_s:.2f} s"
+    yield Remedy("environment", "faster turns, e.g. a cache of what is asked again", why)
+
+
+def _more_in_flight(config: RunConfig) -> Iterator[Remedy]:
+    rollout, why = config.rollout, "those that are away hold no slot, and others can have it"
+    if rollout.on_new_weights is OnNewWeights.DRAIN:
+        change = f"{rollout.batch_per_replica} -> {2 * rollout.batch_per_replica}"
+        yield Remedy("rollout.batch_per_replica", change, why)
+    else:  # what is away counts as running there
+        yield Remedy("rollout.max_batch", f"{rollout.max_batch} -> {2 * rollout.max_batch}", why)
 
 
 def _reward(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
@@ -267,6 +299,7 @@ def _sparse(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 _BY_WALL = {
     Wall.GENERATION: _generation,
     Wall.LONG_TAIL: _long_tail,
+    Wall.ENVIRONMENT: _environment,
     Wall.REWARD: _reward,
     Wall.REFERENCE: _reference,
     Wall.WEIGHTS: _weights,

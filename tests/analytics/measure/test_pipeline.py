@@ -11,7 +11,7 @@ from laminar_py.analytics.measure.pipeline import measure_pipeline
 from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
 from laminar_py.records.events import RolledBack, RunStarted, Undone
-from tests.analytics.scripted import scripted
+from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 
 
 def pipeline_of(run):
@@ -41,6 +41,46 @@ async def test_a_step_is_generation_and_idle_replicas_or_learner_and_waiting(tmp
     assert found.learner_s.tolist() == pytest.approx([4.0])
     assert np.allclose(found.measured_s, found.generation_s + found.late_s + found.held_s)
     assert np.allclose(found.measured_s, found.waited_s + found.learner_s)
+
+
+async def turns_of(run, *overrides, count=2, away=(0, 1)):
+    """A replica has so many for 4 of 10 s; those `away` are in their environments half of that."""
+    async with scripted(run, WITH_ENVIRONMENT, "rollout.replicas=1", *overrides) as script:
+        ids = [f"g0.{sample}" for sample in range(count)]
+        for id in ids:
+            script.issue(0.0, id)
+        for sample, id in enumerate(ids):
+            script.finish(4.0, id, spans=TURNS, environment_s=2.0 if sample in away else 0.0)
+            script.score(4.0, id)
+        script.step(10.0, 1, *ids)
+    return pipeline_of(run)
+
+
+async def test_time_that_trajectories_are_away_is_environment_and_no_generation(tmp_path):
+    found = await turns_of(tmp_path)
+    assert found.generation_s.tolist() == pytest.approx([2.0])
+    assert found.environment_s.tolist() == pytest.approx([2.0])
+    assert found.away.tolist() == pytest.approx([0.4])  # two, for two of ten seconds
+    idle_s = found.late_s + found.held_s
+    assert np.allclose(found.measured_s, found.generation_s + found.environment_s + idle_s)
+
+
+async def test_environments_cost_nothing_where_others_fill_the_slots(tmp_path):
+    found = await turns_of(tmp_path, "rollout.max_batch=8", count=12, away=range(4))
+    assert found.generation_s.tolist() == pytest.approx([4.0])  # ten of twelve are there, and eight slots
+    assert found.environment_s.tolist() == pytest.approx([0.0])
+    assert found.crowded_s.tolist() == pytest.approx([4.0])
+
+
+async def test_a_trajectory_that_has_not_finished_is_away_as_long_as_others_are(tmp_path):
+    async with scripted(tmp_path, WITH_ENVIRONMENT, "rollout.replicas=1") as script:
+        for id in ("g0.0", "g1.0"):
+            script.issue(0.0, id)
+        script.finish(4.0, "g0.0", spans=TURNS, environment_s=1.0)
+        script.score(4.0, "g0.0")
+        script.step(8.0, 1, "g0.0")
+    found = pipeline_of(tmp_path)
+    assert found.environment_s.tolist() == pytest.approx([2.0])  # a quarter of all 8 s
 
 
 async def test_scoring_divides_by_the_workers(tmp_path):

@@ -42,6 +42,16 @@ def test_each_stage_is_measured_between_its_events():
     assert {measure: found.mean for measure, found in overall.items()} == expected
 
 
+def test_time_in_environments_is_no_generation_and_turns_are_counted():
+    found = make_trajectories(2, queue_s=0.5, turns=[3, 1], environment_s=[0.75, 0.0], group=0)
+    tails = measure_tails(found)
+    told = {measure: one.mean for measure, one in tails.overall.items()}
+    assert told[Measure.ENVIRONMENT] == 0.375
+    assert told[Measure.GENERATION] == 1.0 - 0.375
+    assert told[Measure.TURNS] == 2.0
+    assert tails.longest_over_mean.mean == 1.0  # both were there for a second
+
+
 def test_a_group_waits_for_its_last_member_be_it_scored_or_dropped():
     trajectories = make_trajectories(
         5,

@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from laminar_py.analytics.read.stays import StayEnd, Stays
 from laminar_py.analytics.show.lanes import lanes_of, occupancy
 from laminar_py.records.events import Assigned, Dropped, Interrupted
 from laminar_py.records.trajectory import DropReason, Kind
+from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 from tests.analytics.synthetic import simulate
 from tests.ledger.runs import begin, finish, issue, make_ready, open_ledger, run_to
 
@@ -22,7 +24,8 @@ def make_stays(rows):
     of = np.arange(len(replica), dtype=np.int32)
     ints = (column.astype(np.int32) for column in (of, replica, version))
     ended = np.full(len(of), StayEnd.FINISHED, np.int8)
-    return Stays(**dict(zip(Stays.__dataclass_fields__, (*ints, start, end, ended), strict=True)))
+    columns = (*ints, start, end, ended, np.zeros(len(of)))
+    return Stays(**dict(zip(Stays.__dataclass_fields__, columns, strict=True)))
 
 
 def stay():
@@ -50,13 +53,40 @@ def test_a_lane_has_one_stay_at_a_time_and_there_are_as_few_as_can_be(rows):
 @given(st.lists(stay(), max_size=40))
 def test_occupancy_is_the_mean_of_what_runs_in_each_bin(rows):
     edges = np.arange(0.0, 45.0, 3.0)
-    running, version = occupancy(make_stays(rows), replica=1, edges=edges)
+    running, version, away = occupancy(make_stays(rows), replica=1, edges=edges)
+    assert not away.any()
     for bin, (low, high) in enumerate(pairwise(edges)):
         spent = [(max(0, min(high, row[3]) - max(low, row[2])), row[1]) for row in rows if row[0] == 1]
         total = sum(time for time, _ in spent)
         assert np.isclose(running[bin], total / 3, atol=1e-5)
         mean = sum(time * of for time, of in spent) / total if total else np.nan
         assert np.isclose(version[bin], mean, atol=1e-4, equal_nan=True)
+
+
+async def test_a_stay_that_ends_in_words_of_an_environment_has_the_version_of_the_turn_before(tmp_path):
+    spans = [(0, 0, 2), (None, 2, 4), (1, 4, 5)]
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", spans[:2])
+        ledger.append(Interrupted(trajectory_id="g0.0", epoch=1, length=4, reason="new_weights"))
+        run_to(ledger, "g0.0", spans[2:], epoch=2, start=4)
+        finish(ledger, "g0.0", spans, epoch=2)
+    assert read_snapshot(tmp_path).stays.version.tolist() == [0, 1]
+
+
+async def test_a_trajectory_is_away_the_share_of_its_time_that_its_environment_took_whatever_stays_it_has(
+    tmp_path,
+):
+    async with scripted(tmp_path, WITH_ENVIRONMENT) as script:
+        script.issue(0.0, "g0.0")
+        script.issue(0.0, "g1.0", index=1)
+        script.at(1.0, Interrupted(trajectory_id="g0.0", epoch=1, length=0, reason="new_weights"))
+        script.at(2.0, Assigned("g0.0", 1, 2, 0))
+        script.finish(5.0, "g0.0", epoch=2, spans=TURNS, environment_s=1.0)
+    stays = read_snapshot(tmp_path).stays
+    assert stays.trajectory.tolist() == [1, 1, 2]
+    assert stays.away.tolist() == pytest.approx([0.25, 0.25, 0.25])  # the last one as the mean of those known
 
 
 async def test_each_stay_has_its_replica_its_version_and_how_it_ended(tmp_path):

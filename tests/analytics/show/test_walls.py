@@ -11,7 +11,9 @@ from laminar_py.config.staleness import Schedule
 from tests.analytics.scripted import scripted
 from tests.analytics.synthetic import simulate
 
-TIMES = StageTimes(generation_s=3.0, reward_s=4.0, reference_s=1.0, learner_s=2.0, weights_s=0.5)
+TIMES = StageTimes(
+    generation_s=3.0, environment_s=1.5, reward_s=4.0, reference_s=1.0, learner_s=2.0, weights_s=0.5
+)
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
@@ -20,6 +22,11 @@ def test_the_last_bar_ends_when_the_step_does(schedule):
     assert max(bar.start_s + bar.seconds for bar in bars) == pytest.approx(compose(schedule, TIMES))
     assert {bar.name: bar.seconds for bar in bars} == {str(stage): TIMES.of(stage) for stage in StepStage}
     assert [bar.name for bar in bars if bar.binding] == ["learner"]
+
+
+def test_a_run_without_environments_has_no_bar_of_them():
+    times = StageTimes(generation_s=3.0, learner_s=2.0)
+    assert [bar.name for bar in stage_bars(Schedule.ASYNC, times, Wall.LEARNER)] == ["generation", "learner"]
 
 
 async def test_the_page_names_the_wall_that_the_triage_found(tmp_path):

@@ -12,7 +12,7 @@ from laminar_py.analytics.triage.mean_step import MeanStep, expected_longest
 from laminar_py.analytics.triage.remedies import Remedy, Wall, remedies
 from laminar_py.config.loading import load_config
 from laminar_py.config.staleness import Schedule
-from tests.analytics.scripted import CONFIG
+from tests.analytics.scripted import CONFIG, WITH_ENVIRONMENT
 
 
 def mean_step_of(schedule=Schedule.ASYNC, *, measured_s=10.0, held_s=0.0, **times):
@@ -32,6 +32,8 @@ def mean_step_of(schedule=Schedule.ASYNC, *, measured_s=10.0, held_s=0.0, **time
         hopeless_share=0.0,
         length_ratio=4.0,
         crowded_share=0.0,
+        away=3.0,
+        turn_p95_s=0.4,
         group_p90_s=0.5,
         reward_p95_s=0.2,
         transfer_s=0.0,
@@ -44,7 +46,8 @@ def mean_step_of(schedule=Schedule.ASYNC, *, measured_s=10.0, held_s=0.0, **time
 
 
 def diagnosis(step, *overrides):
-    return diagnose(step, load_config(CONFIG, [f"schedule={step.schedule}", *overrides]))
+    environment = [WITH_ENVIRONMENT] if step.times.environment_s else []
+    return diagnose(step, load_config(CONFIG, [f"schedule={step.schedule}", *environment, *overrides]))
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ASYNC, Schedule.ONE_STEP])
@@ -63,8 +66,12 @@ def test_under_sync_the_same_saves_what_the_learner_took():
 @pytest.mark.parametrize(
     ("schedule", "step_s"), [(Schedule.SYNC, 5 + 3 + 1), (Schedule.ONE_STEP, 5 + 1), (Schedule.ASYNC, 5 + 1)]
 )
-def test_stages_add_up_or_hide_each_other_as_the_schedule_has_it(schedule, step_s):
-    times = StageTimes(generation_s=5.0, reward_s=2.0, learner_s=3.0, weights_s=1.0)
+@pytest.mark.parametrize("environment_s", [0.0, 2.0])
+def test_stages_add_up_or_hide_each_other_as_the_schedule_has_it(schedule, step_s, environment_s):
+    generation_s = 5.0 - environment_s  # turns of both follow one another
+    times = StageTimes(
+        generation_s=generation_s, environment_s=environment_s, reward_s=2.0, learner_s=3.0, weights_s=1.0
+    )
     assert compose(schedule, times) == step_s
 
 
@@ -92,6 +99,7 @@ def test_more_replicas_do_not_shorten_the_tail():
 WALLS = {
     Wall.GENERATION: {"generation_s": 9.8},
     Wall.LONG_TAIL: {"generation_s": 9.8, "tail_s": 7.0},
+    Wall.ENVIRONMENT: {"generation_s": 2.0, "environment_s": 7.8},
     Wall.REWARD: {"reward_s": 9.8},
     Wall.REFERENCE: {"reference_s": 9.8},
     Wall.WEIGHTS: {"weights_s": 9.5},
@@ -141,6 +149,43 @@ def test_scorers_that_wait_for_servers_need_no_idle_cores(settings, change):
     step = replace(mean_step_of(reward_s=9.8), use=FULL)
     found = remedies(Wall.REWARD, load_config(CONFIG, ["reward.workers=1", *settings]), step)
     assert next((one.change for one in found if one.key == "reward.workers"), None) == change
+
+
+def test_a_run_whose_trajectories_wait_for_environments_is_told_so():
+    told = dict(wall_rows(diagnosis(mean_step_of(**WALLS[Wall.ENVIRONMENT]))))
+    assert told["limited by"] == (
+        "ENVIRONMENT: replicas wait for their trajectories' environments 78% of the time; about 3 are away at a"
+        " time, p95 of a turn is 0.40 s"
+    )
+    assert "generation 2.00 s, environment 7.80 s" in told["a step"]
+    assert told["without it"].startswith("at most 4.55 x the goodput")
+
+
+@pytest.mark.parametrize(
+    ("away", "overrides", "keys"),
+    [
+        (3.0, ("rollout.on_new_weights=drain",), ["rollout.batch_per_replica", "staleness.max_staleness"]),
+        (3.0, ("rollout.on_new_weights=resume",), ["rollout.max_batch", "staleness.max_staleness"]),
+        (5.0, (), ["environment.at_once", "environment.workers"]),  # of eight that may work
+        (5.0, ("environment.at_once=64",), ["rollout.batch_per_replica", "staleness.max_staleness"]),
+    ],
+)
+def test_against_environments_come_room_for_them_where_they_lack_it_and_others_in_the_slots(away, overrides, keys):
+    step = replace(mean_step_of(**WALLS[Wall.ENVIRONMENT]), away=away)
+    found = diagnosis(step, *overrides).binding.remedies
+    assert [one.key for one in found][:2] == keys
+    assert found[-1].key == "environment"
+
+
+def test_where_no_core_is_idle_no_more_processes_of_environments_are_advised():
+    step = replace(mean_step_of(**WALLS[Wall.ENVIRONMENT]), away=7.0, use=replace(FULL, own_cpu=0.5))
+    assert "environment.workers" not in [one.key for one in diagnosis(step).binding.remedies]
+
+
+def test_more_in_flight_shortens_environments_where_they_are_the_wall_and_generation_elsewhere():
+    step, more = mean_step_of(**WALLS[Wall.ENVIRONMENT]), Remedy("rollout.max_batch", "64 -> 128", "")
+    assert what_if_set(step, Wall.ENVIRONMENT, more) == pytest.approx(10.0 - 7.8 / 2)
+    assert what_if_set(step, Wall.GENERATION, more) == pytest.approx(10.0 - 2.0 / 2)
 
 
 def test_what_is_dropped_as_stale_counts_for_freshness():
@@ -335,7 +380,7 @@ def test_a_remedy_is_predicted_at_the_very_value_that_it_sets(wall, remedy, step
 @pytest.mark.parametrize("wall", WALLS)
 def test_on_full_cores_the_first_remedy_of_every_wall_promises_at_most_a_tenth(wall):
     step = on_full_cores(**WALLS[wall])
-    config = load_config(CONFIG, ["relay.max_bytes_per_s=3e5"])
+    config = load_config(CONFIG, ["relay.max_bytes_per_s=3e5", WITH_ENVIRONMENT])
     first = remedies(wall, config, step)[0]
     assert 1.0 <= step.measured_s / what_if_set(step, wall, first) <= 1.1
 

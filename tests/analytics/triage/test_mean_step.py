@@ -45,6 +45,12 @@ def test_the_speed_of_long_responses_is_that_of_those_that_one_replica_wrote():
     assert mean_step_of(moved).longest_s == pytest.approx(5.0)
 
 
+def test_a_turn_takes_what_environments_took_over_the_turns():
+    found = make_trajectories(2, epoch=1, turns=[4, 2], environment_s=[2.0, 1.0])
+    assert mean_step_of(found).turn_p95_s == pytest.approx(0.5)
+    assert mean_step_of(make_trajectories(2, epoch=1)).turn_p95_s == 0.0
+
+
 def test_the_warm_up_is_left_out_where_enough_steps_remain():
     slow_start = np.array([9.0, 9.0, *[1.0] * (FEW_STEPS - 2)])
     trajectories = make_trajectories(1, epoch=1)

@@ -121,8 +121,12 @@ function drawDistribution(id, found) {
 }
 
 function drawDistributions(page) {
-  const [lengths, ...latencies] = page.distributions;
-  drawDistribution("lengths", lengths);
+  const latencies = page.distributions.filter((one) => one.unit === "s"), counted = page.distributions.filter((one) => one.unit !== "s");
+  const measure = byId("length-measure");
+  fillSelect(measure, counted.map((one) => [one.name, one.name]));
+  measure.parentElement.hidden = counted.length < 2; // turns, where environments answer
+  measure.onchange = () => drawDistribution("lengths", counted.find((one) => one.name === measure.value));
+  measure.onchange();
   const select = byId("latency-stage");
   fillSelect(select, latencies.map((one) => [one.name, one.name]));
   select.onchange = () => drawDistribution("latencies", latencies.find((one) => one.name === select.value));

@@ -43,8 +43,8 @@ class Timeline {
   show(data) {
     const first = !this.data;
     this.data = data;
-    this.bars = Object.fromEntries(Object.entries(data.bars).map(([name, value]) => [name, value.type ? unpack(value) : value]));
-    this.heat = { running: unpack(data.heat.running), version: unpack(data.heat.version) };
+    this.bars = Object.fromEntries(Object.entries(data.bars).map(([name, value]) => [name, value?.type ? unpack(value) : value]));
+    this.heat = { running: unpack(data.heat.running), version: unpack(data.heat.version), away: data.heat.away && unpack(data.heat.away) };
     const { start, end } = this.bars, order = Uint32Array.from(start.keys()).sort((a, b) => start[a] - start[b]);
     this.order = order;
     this.sortedStarts = Uint32Array.from(order, (i) => start[i]);
@@ -156,6 +156,13 @@ class Timeline {
     this.pen.fillRect(x, y, width, height);
   }
 
+  // A box that is the paler, the larger the share of its time that was spent in environments.
+  paleBox(x, y, width, height, colour, share) {
+    this.pen.globalAlpha = 1 - 0.65 * share;
+    this.box(x, y, width, height, colour);
+    this.pen.globalAlpha = 1;
+  }
+
   rangeVersions(visible) {
     const [from, to] = this.span, { heat } = this.data;
     let low = Infinity, high = -Infinity;
@@ -196,7 +203,9 @@ class Timeline {
         if (!(running > 0)) continue;
         const x = this.x(heat.start_s + bin * heat.bin_s), right = this.x(heat.start_s + (bin + 1) * heat.bin_s);
         const tall = Math.max(1, Math.min(1, running / most) * height);
-        this.box(x, y + height - tall, right - x + 0.3, tall, this.colour(version));
+        const away = this.heat.away ? tall * Math.min(1, this.heat.away[row * heat.bins + bin] / running) : 0;
+        this.box(x, y + height - tall + away, right - x + 0.3, tall - away, this.colour(version));
+        if (away) this.paleBox(x, y + height - tall, right - x + 0.3, away, this.colour(version), 1);
         this.drawn.areas++;
       }
       this.hits.push([GUTTER, y, this.width, height, (x) => this.tellArea(row, x)]);
@@ -207,7 +216,8 @@ class Timeline {
     const { heat, replicas } = this.data, bin = Math.floor((this.seconds(x) - heat.start_s) / heat.bin_s);
     const running = this.heat.running[row * heat.bins + bin] || 0, version = this.heat.version[row * heat.bins + bin];
     const words = Number.isNaN(version) ? "" : `\nmean version ${number(version, 4)}`;
-    return `replica ${replicas[row]} at ${number(this.seconds(x), 5)} s\n${number(running)} trajectories running${words}`;
+    const away = this.heat.away ? `, ${number(this.heat.away[row * heat.bins + bin] || 0)} of them in environments` : "";
+    return `replica ${replicas[row]} at ${number(this.seconds(x), 5)} s\n${number(running)} trajectories running${away}${words}`;
   }
 
   drawBars(visible) {
@@ -219,7 +229,7 @@ class Timeline {
 
   // Lanes of training from below, of evaluations from above, each as high as its own number leaves them.
   drawLayer(bars) {
-    const { replica, start, end, version, is_eval: isEval, of, fate } = this.bars, free = this.bands.map(() => []);
+    const { replica, start, end, version, is_eval: isEval, of, fate, away } = this.bars, free = this.bands.map(() => []);
     const lane = new Map();
     for (const bar of bars) {
       const ends = free[replica[bar]];
@@ -234,7 +244,7 @@ class Timeline {
       const x = this.x(base + start[bar] / 1000), width = Math.max(1, this.x(base + end[bar] / 1000) - x - (pitch > 3 ? 0.6 : 0));
       const tall = Math.max(0.8, pitch > 3 ? pitch - 1 : pitch), low = (lane.get(bar) + 1) * pitch;
       const y = isEval[of[bar]] ? band.y + low - pitch : band.y + band.height - low;
-      this.box(x, y, width, tall, isEval[of[bar]] ? css("quiet") : this.colour(version[bar]));
+      this.paleBox(x, y, width, tall, isEval[of[bar]] ? css("quiet") : this.colour(version[bar]), away ? away[bar] : 0);
       if (fate[bar] === DROPPED && pitch > 2) this.box(x + width - 2, y, 2, tall, css("alarm"));
       this.places.set(bar, [x, y + tall / 2, width]);
       this.hits.push([x, y, Math.max(3, width), Math.max(2, tall), () => this.tellBar(bar)]);
@@ -246,6 +256,7 @@ class Timeline {
     lines.push(`${b.ids[which]}${b.is_eval[which] ? " (evaluation)" : ""} on replica ${this.data.replicas[b.replica[bar]]}, version ${b.version[bar]}`);
     lines.push(`${(base + b.start[bar] / 1000).toFixed(2)} s to ${(base + b.end[bar] / 1000).toFixed(2)} s; ${FATES[b.fate[bar]]}`);
     lines.push(`${b.length[which].toLocaleString("en")} tokens, reward ${Number.isNaN(b.reward[which]) ? "–" : number(b.reward[which])}`);
+    if (b.turns && b.turns[which] >= 0) lines.push(`${b.turns[which]} turns, ${seconds(b.environment_s[which])} in its environment`);
     lines.push(b.statuses[b.status[which]] + (b.staleness[which] >= 0 && !b.is_eval[which] ? ` at staleness ${b.staleness[which]}` : ""));
     return lines.join("\n");
   }
@@ -364,7 +375,7 @@ class Timeline {
     const stops = [0, 0.25, 0.5, 0.75, 1].map(ramp).join(",");
     legend.replaceChildren(
       item(high > low ? `linear-gradient(90deg,${stops})` : ramp(0.5), high > low ? `weight version ${low} to ${high}` : `weight version ${low}`, "ramp"),
-      ...(this.mode === "bars" ? [item(css("quiet"), "evaluation")] : []), item(css("accent"), "learner step"), item(css("second"), "publish (▲), repack (arrow)"),
+      ...(this.mode === "bars" ? [item(css("quiet"), "evaluation")] : []), ...(this.heat.away ? [item(`linear-gradient(90deg,${ramp(0.5)},${css("track")})`, "the paler, the more time in environments")] : []), item(css("accent"), "learner step"), item(css("second"), "publish (▲), repack (arrow)"),
       item(css("ink"), "weights loaded (▲)"), item(css("third"), "checkpoint"), item(css("alarm"), "drop, death, other move"));
   }
 

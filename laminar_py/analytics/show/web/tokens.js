@@ -55,7 +55,8 @@ class TokenText {
     this.ends = new Uint32Array(this.places.length); // of the tokens, in characters as shown
     let end = 0;
     this.places.forEach((place, i) => (this.ends[i] = end += lengths[place]));
-    this.versions = [...new Set(view.spans.map((span) => span.version))];
+    this.versions = [...new Set(view.spans.map((span) => span.version))].filter((version) => version !== null);
+    this.written = view.spans.filter((span) => span.version === null); // by an environment
     this.colour(mode);
   }
 
@@ -90,13 +91,14 @@ class TokenText {
     const found = new Array(this.places.length).fill("");
     if (mode === "version") {
       this.view.spans.forEach(({ version, start, end }, i) =>
-        found.fill(`version-${this.versions.indexOf(version) % VERSION_COLOURS} span-${i % 2}`, start, end));
+        version !== null && found.fill(`version-${this.versions.indexOf(version) % VERSION_COLOURS} span-${i % 2}`, start, end));
     } else if (mode === "logprob") {
       this.logprobs.forEach((x, i) => (found[i] = Number.isNaN(x) ? "unknown" : `level-${LEVELS.findIndex((bound) => x >= bound) + 1 || 5}`));
     } else if (this.columns.has(mode)) {
       const bounds = this.bounds(mode);
       this.columns.get(mode).forEach((x, i) => (found[i] = Number.isNaN(x) ? "unknown" : `level-${1 + bounds.findLastIndex((bound) => x >= bound)}`));
     }
+    if (mode !== "none") for (const { start, end } of this.written) found.fill("environment", start, end);
     return found;
   }
 
@@ -109,9 +111,10 @@ class TokenText {
 
   // What the colours mean, as [class, words].
   meanings(mode) {
-    if (mode === "version") return this.versions.map((version, i) => [`version-${i % VERSION_COLOURS}`, `version ${version}`]);
-    if (mode === "logprob") return [...LEVELS.map((bound, i) => [`level-${i + 1}`, i ? `from ${bound}` : `log-probability from ${bound}`]), ["level-5", "less"], ["unknown", "not known"]];
-    return this.columns.has(mode) ? this.bounds(mode).map((bound, i) => [`level-${i + 1}`, `${oneLine(mode)} from ${number(bound)}`]) : [];
+    const written = this.written.length ? [["environment", "environment"]] : [];
+    if (mode === "version") return [...this.versions.map((version, i) => [`version-${i % VERSION_COLOURS}`, `version ${version}`]), ...written];
+    if (mode === "logprob") return [...LEVELS.map((bound, i) => [`level-${i + 1}`, i ? `from ${bound}` : `log-probability from ${bound}`]), ["level-5", "less"], ["unknown", "not known"], ...written];
+    return this.columns.has(mode) ? [...this.bounds(mode).map((bound, i) => [`level-${i + 1}`, `${oneLine(mode)} from ${number(bound)}`]), ...written] : [];
   }
 
   tokenAt(x, y) {
@@ -147,10 +150,12 @@ class TokenText {
     const parts = [
       `${many ? `tokens ${first} to ${token}` : `token ${token}`} of ${this.places.length.toLocaleString("en")}`,
       `“${oneLine(this.view.words[this.places[token]][1])}”`,
-      `id ${all((i) => this.view.words[this.places[i]][0])}`, `log-probability ${logprobs}`,
+      `id ${all((i) => this.view.words[this.places[i]][0])}`,
     ];
-    if (!many && !Number.isNaN(this.logprobs[token])) parts.push(`probability ${number(Math.exp(this.logprobs[token]))}`);
-    if (span) parts.push(`version ${span.version}`, span.replica === null ? "replica not on record" : `replica ${span.replica}`);
+    const isWritten = span && span.version === null;
+    parts.push(isWritten ? "the environment wrote it, and nothing is learned of it" : `log-probability ${logprobs}`);
+    if (!many && !isWritten && !Number.isNaN(this.logprobs[token])) parts.push(`probability ${number(Math.exp(this.logprobs[token]))}`);
+    if (span && !isWritten) parts.push(`version ${span.version}`, span.replica === null ? "replica not on record" : `replica ${span.replica}`);
     if (span && span.kv_version !== null) parts.push(`on a KV cache from version ${span.kv_version} on`);
     for (const [name, values] of this.columns) parts.push(`${oneLine(name)} ${number(values[token])}`);
     this.readout.textContent = parts.join(" · ");
