@@ -77,6 +77,7 @@ class Running:
             prefix_ids=self.response_ids,
             sampling=item.sampling,
             routed=self.routed,
+            has_turns=item.problem is not None,
         )
 
     def held(self) -> Held:

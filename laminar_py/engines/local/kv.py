@@ -1,24 +1,26 @@
 """The KV cache: a pool of blocks of `BLOCK` tokens. Owns which block belongs to which slot, and its tensors.
 
 Where experts are recorded, those of a token lie beside its keys and values, and go wherever these go.
-Called by the scheduler (extend, share, release, settle) and by attention, which reads the tensors. A step of
-decoding attends over all blocks in use at once, whatever sequence they belong to, so its cost follows the
-tokens that are there and not the longest sequence. Invariant: after `settle`, blocks `[0, num_blocks)` are
-exactly those in use.
+Called by the scheduler (extend, share, release, keep, restore, settle) and by attention, which reads the tensors.
+A step of decoding attends over all blocks in use at once, whatever sequence they belong to, so its cost follows
+the tokens that are there and not the longest sequence. Blocks that no slot uses keep the cache of turns that have
+ended. Invariant: after `settle`, blocks `[0, num_blocks)` are exactly those in use; what is kept makes room for
+whatever runs.
 """
-
-import heapq
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from laminar_py.engines.local.kept import Kept, KeptCaches
 from laminar_py.engines.local.spec import ModelSpec
+from laminar_py.records.codec import IntArray
 from laminar_py.records.recordings import RoutedExperts
 
 BLOCK = 32  # tokens; measured: 16 and 64 are slower at a mean length of 70
 _ZEROED_AT_A_TIME = 64  # blocks
+_FREE = -1  # owner of a block; what is below owns blocks that are kept
 
 Indices = npt.NDArray[np.int64]
 
@@ -54,20 +56,19 @@ class BlockPool:
         # Row i hides all but the first i tokens of a block.
         self.masks = torch.full((BLOCK + 1, BLOCK), -torch.inf, device=device).triu()  # [BLOCK + 1, BLOCK]
         self.table: Indices = np.zeros((num_slots, -(-max_len // BLOCK)), np.int64)  # [slot, place] -> block
-        self.owner: Indices = np.zeros(capacity, np.int64)  # [N] slot of a block in use
-        self.place: Indices = np.zeros(capacity, np.int64)  # [N] its place in that slot
+        self.owner: Indices = np.full(capacity, _FREE, np.int64)  # [N] slot of a block in use
+        self.place: Indices = np.zeros(capacity, np.int64)  # [N] its place in that slot, or in what is kept
         self._held: Indices = np.zeros(num_slots, np.int64)  # blocks of each slot
-        self._holes: list[int] = []  # heap of free blocks below num_blocks
+        self._kept = KeptCaches()
         self._moves: list[tuple[int, int]] = []  # copies that `settle` makes
         self._num_zeroed = 0
         self.num_blocks = 0
 
     def extend(self, slot: int, length: int) -> None:
         """Give `slot` blocks for its first `length` tokens."""
-        for place in range(int(self._held[slot]), -(-length // BLOCK)):
-            block = self._take()
-            self.table[slot, place], self.owner[block], self.place[block] = block, slot, place
-            self._held[slot] = place + 1
+        missing = -(-length // BLOCK) - int(self._held[slot])
+        if missing > 0:
+            self._give(slot, self._take(missing))
 
     def share(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of slot `source` to the empty slot `target`, at the next `settle`.
@@ -81,9 +82,28 @@ class BlockPool:
     def release(self, slot: int) -> None:
         """Take back all blocks of `slot`."""
         assert not self._moves, f"slot {slot} is released before its copies are made"
-        for block in self.table[slot, : self._held[slot]].tolist():
-            heapq.heappush(self._holes, block)
-        self._held[slot] = 0
+        self._hand_over(slot, _FREE)
+
+    def keep(self, slot: int, rid: str, ids: IntArray) -> None:
+        """Take back all blocks of `slot`, with `ids [n]` in them, for `rid` if it comes before they are needed."""
+        blocks = self.table[slot, : self._held[slot]].copy()
+        self._hand_over(slot, self._kept.add(Kept(rid, ids, blocks)))
+
+    def restore(self, slot: int, rid: str, ids: IntArray) -> int:
+        """Give the empty `slot` what is kept of `rid`, if `ids` begin so; returns the tokens that it then has."""
+        kept = self._kept.take(rid)
+        if kept is None:
+            return 0
+        if not np.array_equal(kept.ids, ids[: len(kept.ids)]):
+            self.owner[kept.blocks] = _FREE
+            return 0
+        self._give(slot, kept.blocks)
+        return len(kept.ids)
+
+    def keep_none(self) -> None:
+        """Drop all that is kept."""
+        while self._drop_oldest():
+            pass
 
     @property
     def records_experts(self) -> bool:
@@ -106,37 +126,58 @@ class BlockPool:
         )
 
     def settle(self) -> None:
-        """Make the copies asked for, then move the last blocks into the holes."""
+        """Make the copies asked for, then bring all blocks in use to the front."""
         self._copy(self._moves)
         self._moves.clear()
-        if not self._holes:
-            return
-        holes = set(self._holes)
-        dense = self.num_blocks - len(holes)
-        sources = [block for block in range(dense, self.num_blocks) if block not in holes]
-        moves = list(zip(sources, sorted(holes), strict=False))
-        self._copy(moves)
-        for source, target in moves:
-            slot, place = self.owner[source], self.place[source]
-            self.owner[target], self.place[target], self.table[slot, place] = slot, place, target
-        self._holes.clear()
-        self.num_blocks = dense
+        self.num_blocks = dense = int(self._held.sum())
+        strays = dense + np.flatnonzero(self.owner[dense:] > _FREE)
+        if strays.size:
+            self._swap(strays, np.flatnonzero(self.owner[:dense] <= _FREE))
 
     def forget(self) -> None:
         """Note that all slots are empty: blocks are zeroed before use, so that no NaN of old weights stays."""
         assert not self._held.any(), "sequences still hold KV"
         self._num_zeroed = 0
 
-    def _take(self) -> int:
-        if self._holes:
-            return heapq.heappop(self._holes)
-        block = self.num_blocks
-        self.num_blocks += 1
-        if block >= self._num_zeroed:
-            fresh = slice(block, block + _ZEROED_AT_A_TIME)
+    def _take(self, count: int) -> Indices:
+        """The first free blocks; what was kept for longest makes room for them."""
+        while (free := np.flatnonzero(self.owner == _FREE)).size < count:
+            assert self._drop_oldest(), f"slots need {count} blocks more than there are"
+        blocks = free[:count]
+        if blocks[-1] >= self._num_zeroed:
+            fresh = slice(self._num_zeroed, int(blocks[-1]) + _ZEROED_AT_A_TIME)
             self._cache[:, :, fresh] = 0
-            self._num_zeroed = block + _ZEROED_AT_A_TIME
-        return block
+            self._num_zeroed = fresh.stop
+        return blocks
+
+    def _give(self, slot: int, blocks: Indices) -> None:
+        """Put `blocks` behind those that `slot` has."""
+        places = int(self._held[slot]) + np.arange(len(blocks))
+        self.table[slot, places], self.owner[blocks], self.place[blocks] = blocks, slot, places
+        self._held[slot] += len(blocks)
+
+    def _hand_over(self, slot: int, owner: int) -> None:
+        assert not self._moves, f"slot {slot} is released before its copies are made"
+        self.owner[self.table[slot, : self._held[slot]]] = owner
+        self._held[slot] = 0
+
+    def _drop_oldest(self) -> bool:
+        """Free what was kept for longest; False if nothing is kept."""
+        oldest = self._kept.take_oldest()
+        if oldest is not None:
+            self.owner[oldest.blocks] = _FREE
+        return oldest is not None
+
+    def _swap(self, strays: Indices, targets: Indices) -> None:
+        """Move the blocks in use at `strays` to `targets`; what is kept there goes where they were."""
+        kept = self.owner[targets] < _FREE
+        sources, places = np.append(strays, targets[kept]), np.append(targets, strays[kept])
+        self._copy(list(zip(sources.tolist(), places.tolist(), strict=True)))
+        for values in (self.owner, self.place):
+            values[strays], values[targets] = values[targets], values[strays]
+        self.table[self.owner[targets], self.place[targets]] = targets
+        for block in strays[kept].tolist():
+            self._kept.moved(int(self.owner[block]), int(self.place[block]), block)
 
     def _copy(self, moves: list[tuple[int, int]]) -> None:
         if moves:
