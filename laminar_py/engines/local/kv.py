@@ -8,6 +8,9 @@ ended. Invariant: after `settle`, blocks `[0, num_blocks)` are exactly those in 
 whatever runs.
 """
 
+import heapq
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -60,15 +63,17 @@ class BlockPool:
         self.place: Indices = np.zeros(capacity, np.int64)  # [N] its place in that slot, or in what is kept
         self._held: Indices = np.zeros(num_slots, np.int64)  # blocks of each slot
         self._kept = KeptCaches()
+        self._holes: list[int] = []  # heap of the free blocks below _num_touched
+        self._num_touched = 0  # blocks that anybody has had, the first ones
         self._moves: list[tuple[int, int]] = []  # copies that `settle` makes
         self._num_zeroed = 0
+        self._is_settled = True
         self.num_blocks = 0
 
     def extend(self, slot: int, length: int) -> None:
         """Give `slot` blocks for its first `length` tokens."""
-        missing = -(-length // BLOCK) - int(self._held[slot])
-        if missing > 0:
-            self._give(slot, self._take(missing))
+        for _ in range(int(self._held[slot]), -(-length // BLOCK)):
+            self._give(slot, self._take())
 
     def share(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of slot `source` to the empty slot `target`, at the next `settle`.
@@ -82,12 +87,12 @@ class BlockPool:
     def release(self, slot: int) -> None:
         """Take back all blocks of `slot`."""
         assert not self._moves, f"slot {slot} is released before its copies are made"
-        self._hand_over(slot, _FREE)
+        self._free(self._let_go(slot))
 
     def keep(self, slot: int, rid: str, ids: IntArray) -> None:
         """Take back all blocks of `slot`, with `ids [n]` in them, for `rid` if it comes before they are needed."""
-        blocks = self.table[slot, : self._held[slot]].copy()
-        self._hand_over(slot, self._kept.add(Kept(rid, ids, blocks)))
+        blocks = self._let_go(slot)
+        self.owner[blocks] = self._kept.add(Kept(rid, ids, blocks))
 
     def restore(self, slot: int, rid: str, ids: IntArray) -> int:
         """Give the empty `slot` what is kept of `rid`, if `ids` begin so; returns the tokens that it then has."""
@@ -95,9 +100,10 @@ class BlockPool:
         if kept is None:
             return 0
         if not np.array_equal(kept.ids, ids[: len(kept.ids)]):
-            self.owner[kept.blocks] = _FREE
+            self._free(kept.blocks)
             return 0
-        self._give(slot, kept.blocks)
+        for block in kept.blocks.tolist():
+            self._give(slot, block)
         return len(kept.ids)
 
     def keep_none(self) -> None:
@@ -129,59 +135,77 @@ class BlockPool:
         """Make the copies asked for, then bring all blocks in use to the front."""
         self._copy(self._moves)
         self._moves.clear()
+        if self._is_settled:
+            return
+        self._is_settled = True
         self.num_blocks = dense = int(self._held.sum())
-        strays = dense + np.flatnonzero(self.owner[dense:] > _FREE)
+        strays = dense + np.flatnonzero(self.owner[dense : self._num_touched] > _FREE)
         if strays.size:
             self._swap(strays, np.flatnonzero(self.owner[:dense] <= _FREE))
 
     def forget(self) -> None:
-        """Note that all slots are empty: blocks are zeroed before use, so that no NaN of old weights stays."""
-        assert not self._held.any(), "sequences still hold KV"
-        self._num_zeroed = 0
+        """Note that nothing is held: blocks are zeroed before use, so that no NaN of old weights stays."""
+        assert (self.owner == _FREE).all(), "sequences still hold KV"
+        self._holes.clear()
+        self._num_zeroed = self._num_touched = 0
 
-    def _take(self, count: int) -> Indices:
-        """The first free blocks; what was kept for longest makes room for them."""
-        while (free := np.flatnonzero(self.owner == _FREE)).size < count:
-            assert self._drop_oldest(), f"slots need {count} blocks more than there are"
-        blocks = free[:count]
-        if blocks[-1] >= self._num_zeroed:
-            fresh = slice(self._num_zeroed, int(blocks[-1]) + _ZEROED_AT_A_TIME)
+    def _take(self) -> int:
+        """The first free block; if there is none what was kept for longest makes room."""
+        if not self._holes and self._num_touched == len(self.owner):
+            assert self._drop_oldest(), "slots need more blocks than there are"
+        if self._holes:
+            return heapq.heappop(self._holes)
+        block = self._num_touched
+        self._num_touched += 1
+        if block >= self._num_zeroed:
+            fresh = slice(block, block + _ZEROED_AT_A_TIME)
             self._cache[:, :, fresh] = 0
             self._num_zeroed = fresh.stop
+        return block
+
+    def _give(self, slot: int, block: int) -> None:
+        """Put a block behind those that `slot` has."""
+        place = int(self._held[slot])
+        self.table[slot, place], self.owner[block], self.place[block] = block, slot, place
+        self._held[slot] = place + 1
+        self._is_settled = False
+
+    def _let_go(self, slot: int) -> Indices:
+        """Blocks of a slot, which has none from here on."""
+        assert not self._moves, f"slot {slot} is released before its copies are made"
+        blocks = self.table[slot, : self._held[slot]].copy()
+        self._held[slot] = 0
+        self._is_settled = False
         return blocks
 
-    def _give(self, slot: int, blocks: Indices) -> None:
-        """Put `blocks` behind those that `slot` has."""
-        places = int(self._held[slot]) + np.arange(len(blocks))
-        self.table[slot, places], self.owner[blocks], self.place[blocks] = blocks, slot, places
-        self._held[slot] += len(blocks)
-
-    def _hand_over(self, slot: int, owner: int) -> None:
-        assert not self._moves, f"slot {slot} is released before its copies are made"
-        self.owner[self.table[slot, : self._held[slot]]] = owner
-        self._held[slot] = 0
+    def _free(self, blocks: Indices) -> None:
+        self.owner[blocks] = _FREE
+        for block in blocks.tolist():
+            heapq.heappush(self._holes, block)
 
     def _drop_oldest(self) -> bool:
         """Free what was kept for longest; False if nothing is kept."""
         oldest = self._kept.take_oldest()
         if oldest is not None:
-            self.owner[oldest.blocks] = _FREE
+            self._free(oldest.blocks)
         return oldest is not None
 
     def _swap(self, strays: Indices, targets: Indices) -> None:
         """Move the blocks in use at `strays` to `targets`; what is kept there goes where they were."""
         kept = self.owner[targets] < _FREE
         sources, places = np.append(strays, targets[kept]), np.append(targets, strays[kept])
-        self._copy(list(zip(sources.tolist(), places.tolist(), strict=True)))
+        self._copy(zip(sources.tolist(), places.tolist(), strict=True))
         for values in (self.owner, self.place):
             values[strays], values[targets] = values[targets], values[strays]
         self.table[self.owner[targets], self.place[targets]] = targets
         for block in strays[kept].tolist():
             self._kept.moved(int(self.owner[block]), int(self.place[block]), block)
+        if not kept.all():
+            self._holes = np.flatnonzero(self.owner[: self._num_touched] == _FREE).tolist()
 
-    def _copy(self, moves: list[tuple[int, int]]) -> None:
-        if moves:
-            source, target = torch.tensor(moves, device=self._cache.device).t().contiguous()
+    def _copy(self, moves: Iterable[tuple[int, int]]) -> None:
+        if pairs := list(moves):
+            source, target = torch.tensor(pairs, device=self._cache.device).t().contiguous()
             self._cache.index_copy_(2, target, self._cache.index_select(2, source))
             if self._experts is not None:
                 self._experts.index_copy_(0, target, self._experts.index_select(0, source))
