@@ -139,6 +139,17 @@ BENCHMARKS: Catalog = {
             ),
         },
     ),
+    "turns": Benchmark(
+        help="Time added between an environment's answer and the next turn's first token. Takes a minute.",
+        example="--repeats 5 --json",
+        options=[repeats(5)],
+        measurements={
+            "added": Measurement(
+                "laminar_py.bench.environment.measure:rows",
+                "turn_added_ms turn_total_ms turn_engine_ms turn_2000_kept_ms turn_2000_computed_ms",
+            ),
+        },
+    ),
     "segments": Benchmark(
         help="Pieces of responses written beside a plain file, and fetched beside a bare socket. Takes a minute.",
         example="--only fetch --json",

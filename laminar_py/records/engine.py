@@ -37,7 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request to an engine: continue `prompt_ids + prefix_ids`, e.g. after an abort at token 41.
 
-    Requests of one `group_id` share their prompt, so an engine may prefill it once.
+    Requests of one `group_id` share their prompt, so an engine may prefill it once. One that `has_turns` may come
+    again with the same `rid` once it has stopped, and go on, so an engine may keep its KV cache.
     """
 
     rid: str
@@ -46,6 +47,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix_ids: IntArray  # [L so far], generated earlier
     sampling: SamplingParams
     routed: int = 0  # leading positions whose experts are recorded already
+    has_turns: bool = False
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,6 +80,7 @@ class Running:
             prefix_ids=self.response_ids,
             sampling=item.sampling,
             routed=self.routed,
+            has_turns=item.problem is not None,
         )
         return in_context(whole, self.all_spans)
 

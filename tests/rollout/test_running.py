@@ -1,9 +1,11 @@
 """One trajectory on a replica: what is reported of its streams."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from laminar_py.records.engine import Delta, SamplingParams
+from laminar_py.records.environment import Problem
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.recordings import unpack_experts
 from laminar_py.records.replica import Assignment
@@ -31,6 +33,13 @@ def running(*, prefix=0, routed=0):
     )
     item.prefix = np.arange(prefix, dtype=np.int32)
     return item
+
+
+@pytest.mark.parametrize("problem", [None, Problem(prompt="?")])
+def test_the_engine_is_told_whether_more_turns_may_follow(problem):
+    item = running()
+    item.assignment = msgspec.structs.replace(item.assignment, problem=problem)
+    assert item.request().has_turns is (problem is not None)
 
 
 def tell(item, reason=None):

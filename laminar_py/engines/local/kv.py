@@ -1,24 +1,29 @@
 """The KV cache: a pool of blocks of `BLOCK` tokens. Owns which block belongs to which slot, and its tensors.
 
 Where experts are recorded, those of a token lie beside its keys and values, and go wherever these go.
-Called by the scheduler (extend, share, release, settle) and by attention, which reads the tensors. A step of
-decoding attends over all blocks in use at once, whatever sequence they belong to, so its cost follows the
-tokens that are there and not the longest sequence. Invariant: after `settle`, blocks `[0, num_blocks)` are
-exactly those in use.
+Called by the scheduler (extend, share, release, keep, restore, settle) and by attention, which reads the tensors.
+A step of decoding attends over all blocks in use at once, whatever sequence they belong to, so its cost follows
+the tokens that are there and not the longest sequence. Blocks that no slot uses keep the cache of turns that have
+ended. Invariant: after `settle`, blocks `[0, num_blocks)` are exactly those in use; what is kept makes room for
+whatever runs.
 """
 
 import heapq
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from laminar_py.engines.local.kept import Kept, KeptCaches
 from laminar_py.engines.local.spec import ModelSpec
+from laminar_py.records.codec import IntArray
 from laminar_py.records.recordings import RoutedExperts
 
 BLOCK = 32  # tokens; measured: 16 and 64 are slower at a mean length of 70
 _ZEROED_AT_A_TIME = 64  # blocks
+_FREE = -1  # owner of a block; what is below owns blocks that are kept
 
 Indices = npt.NDArray[np.int64]
 
@@ -54,20 +59,21 @@ class BlockPool:
         # Row i hides all but the first i tokens of a block.
         self.masks = torch.full((BLOCK + 1, BLOCK), -torch.inf, device=device).triu()  # [BLOCK + 1, BLOCK]
         self.table: Indices = np.zeros((num_slots, -(-max_len // BLOCK)), np.int64)  # [slot, place] -> block
-        self.owner: Indices = np.zeros(capacity, np.int64)  # [N] slot of a block in use
-        self.place: Indices = np.zeros(capacity, np.int64)  # [N] its place in that slot
+        self.owner: Indices = np.full(capacity, _FREE, np.int64)  # [N] slot of a block in use
+        self.place: Indices = np.zeros(capacity, np.int64)  # [N] its place in that slot, or in what is kept
         self._held: Indices = np.zeros(num_slots, np.int64)  # blocks of each slot
-        self._holes: list[int] = []  # heap of free blocks below num_blocks
+        self._kept = KeptCaches()
+        self._holes: list[int] = []  # heap of the free blocks below _num_touched
+        self._num_touched = 0  # blocks that anybody has had, the first ones
         self._moves: list[tuple[int, int]] = []  # copies that `settle` makes
         self._num_zeroed = 0
+        self._is_settled = True
         self.num_blocks = 0
 
     def extend(self, slot: int, length: int) -> None:
         """Give `slot` blocks for its first `length` tokens."""
-        for place in range(int(self._held[slot]), -(-length // BLOCK)):
-            block = self._take()
-            self.table[slot, place], self.owner[block], self.place[block] = block, slot, place
-            self._held[slot] = place + 1
+        for _ in range(int(self._held[slot]), -(-length // BLOCK)):
+            self._give(slot, self._take())
 
     def share(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of slot `source` to the empty slot `target`, at the next `settle`.
@@ -81,9 +87,29 @@ class BlockPool:
     def release(self, slot: int) -> None:
         """Take back all blocks of `slot`."""
         assert not self._moves, f"slot {slot} is released before its copies are made"
-        for block in self.table[slot, : self._held[slot]].tolist():
-            heapq.heappush(self._holes, block)
-        self._held[slot] = 0
+        self._free(self._let_go(slot))
+
+    def keep(self, slot: int, rid: str, ids: IntArray) -> None:
+        """Take back all blocks of `slot`, with `ids [n]` in them, for `rid` if it comes before they are needed."""
+        blocks = self._let_go(slot)
+        self.owner[blocks] = self._kept.add(Kept(rid, ids, blocks))
+
+    def restore(self, slot: int, rid: str, ids: IntArray) -> int:
+        """Give the empty `slot` what is kept of `rid`, if `ids` begin so; returns the tokens that it then has."""
+        kept = self._kept.take(rid)
+        if kept is None:
+            return 0
+        if not np.array_equal(kept.ids, ids[: len(kept.ids)]):
+            self._free(kept.blocks)
+            return 0
+        for block in kept.blocks.tolist():
+            self._give(slot, block)
+        return len(kept.ids)
+
+    def keep_none(self) -> None:
+        """Drop all that is kept."""
+        while self._drop_oldest():
+            pass
 
     @property
     def records_experts(self) -> bool:
@@ -106,41 +132,80 @@ class BlockPool:
         )
 
     def settle(self) -> None:
-        """Make the copies asked for, then move the last blocks into the holes."""
+        """Make the copies asked for, then bring all blocks in use to the front."""
         self._copy(self._moves)
         self._moves.clear()
-        if not self._holes:
+        if self._is_settled:
             return
-        holes = set(self._holes)
-        dense = self.num_blocks - len(holes)
-        sources = [block for block in range(dense, self.num_blocks) if block not in holes]
-        moves = list(zip(sources, sorted(holes), strict=False))
-        self._copy(moves)
-        for source, target in moves:
-            slot, place = self.owner[source], self.place[source]
-            self.owner[target], self.place[target], self.table[slot, place] = slot, place, target
-        self._holes.clear()
-        self.num_blocks = dense
+        self._is_settled = True
+        self.num_blocks = dense = int(self._held.sum())
+        strays = dense + np.flatnonzero(self.owner[dense : self._num_touched] > _FREE)
+        if strays.size:
+            self._swap(strays, np.flatnonzero(self.owner[:dense] <= _FREE))
 
     def forget(self) -> None:
-        """Note that all slots are empty: blocks are zeroed before use, so that no NaN of old weights stays."""
-        assert not self._held.any(), "sequences still hold KV"
-        self._num_zeroed = 0
+        """Note that nothing is held: blocks are zeroed before use, so that no NaN of old weights stays."""
+        assert (self.owner == _FREE).all(), "sequences still hold KV"
+        self._holes.clear()
+        self._num_zeroed = self._num_touched = 0
 
     def _take(self) -> int:
+        """The first free block; if there is none what was kept for longest makes room."""
+        if not self._holes and self._num_touched == len(self.owner):
+            assert self._drop_oldest(), "slots need more blocks than there are"
         if self._holes:
             return heapq.heappop(self._holes)
-        block = self.num_blocks
-        self.num_blocks += 1
+        block = self._num_touched
+        self._num_touched += 1
         if block >= self._num_zeroed:
             fresh = slice(block, block + _ZEROED_AT_A_TIME)
             self._cache[:, :, fresh] = 0
-            self._num_zeroed = block + _ZEROED_AT_A_TIME
+            self._num_zeroed = fresh.stop
         return block
 
-    def _copy(self, moves: list[tuple[int, int]]) -> None:
-        if moves:
-            source, target = torch.tensor(moves, device=self._cache.device).t().contiguous()
+    def _give(self, slot: int, block: int) -> None:
+        """Put a block behind those that `slot` has."""
+        place = int(self._held[slot])
+        self.table[slot, place], self.owner[block], self.place[block] = block, slot, place
+        self._held[slot] = place + 1
+        self._is_settled = False
+
+    def _let_go(self, slot: int) -> Indices:
+        """Blocks of a slot, which has none from here on."""
+        assert not self._moves, f"slot {slot} is released before its copies are made"
+        blocks = self.table[slot, : self._held[slot]].copy()
+        self._held[slot] = 0
+        self._is_settled = False
+        return blocks
+
+    def _free(self, blocks: Indices) -> None:
+        self.owner[blocks] = _FREE
+        for block in blocks.tolist():
+            heapq.heappush(self._holes, block)
+
+    def _drop_oldest(self) -> bool:
+        """Free what was kept for longest; False if nothing is kept."""
+        oldest = self._kept.take_oldest()
+        if oldest is not None:
+            self._free(oldest.blocks)
+        return oldest is not None
+
+    def _swap(self, strays: Indices, targets: Indices) -> None:
+        """Move the blocks in use at `strays` to `targets`; what is kept there goes where they were."""
+        kept = self.owner[targets] < _FREE
+        sources, places = np.append(strays, targets[kept]), np.append(targets, strays[kept])
+        self._copy(zip(sources.tolist(), places.tolist(), strict=True))
+        for values in (self.owner, self.place):
+            values[strays], values[targets] = values[targets], values[strays]
+        self.table[self.owner[targets], self.place[targets]] = targets
+        for block in strays[kept].tolist():
+            self._kept.moved(int(self.owner[block]), int(self.place[block]), block)
+        if not kept.all():
+            self._holes = np.flatnonzero(self.owner[: self._num_touched] == _FREE).tolist()
+
+    def _copy(self, moves: Iterable[tuple[int, int]]) -> None:
+        if pairs := list(moves):
+            source, target = torch.tensor(pairs, device=self._cache.device).t().contiguous()
             self._cache.index_copy_(2, target, self._cache.index_select(2, source))
             if self._experts is not None:
                 self._experts.index_copy_(0, target, self._experts.index_select(0, source))

@@ -40,9 +40,12 @@ class PrefillQueue:
         self._model, self._pool, self._max_len, self._device = model, pool, max_len, device
         self._queue: deque[Prefill] = deque()
 
-    def add(self, slot: int, ids: IntArray) -> Prefill:
-        """Put `ids [n]`, n > 0, into the cache of `slot`. Other slots may join until it is done."""
-        prefill = Prefill(ids, [slot])
+    def add(self, slot: int, ids: IntArray, *, done: int = 0, version: int = -1) -> Prefill:
+        """Put `ids [n]` into the cache of `slot`, which has `done` < n of them, computed by `version`.
+
+        Other slots may join until it is done.
+        """
+        prefill = Prefill(ids, [slot], done, version)
         self._queue.append(prefill)
         return prefill
 

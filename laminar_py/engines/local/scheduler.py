@@ -141,6 +141,7 @@ class Scheduler:
             raise ValueError(f"version {version} is older than {self._version}; versions never go back")
         self._model.load(folder)
         self._version = version
+        self._pool.keep_none()  # no turn goes on over what older weights have computed
         if not self._running:
             self._pool.forget()
 
@@ -180,13 +181,14 @@ class Scheduler:
         return not self._running or self._slots.kv_used + needed <= self._kv_capacity
 
     def _fill_cache(self, slot: int, job: Job) -> None:
-        """Copy the prompt's KV from a sibling, join the prefill of one, or begin a prefill."""
+        """Take what its last turn has left, copy the prompt's KV from a sibling, or join or begin a prefill."""
         ids = job.cached_ids
+        num_kept = self._pool.restore(slot, job.request.rid, ids)
         lender = self._siblings.lender(job, version=self._version)
-        if not len(ids):
+        if num_kept == len(ids):
             self._start(slot, job, version=self._version)
-        elif lender is None:
-            job.prefill = self._prefills.add(slot, ids)
+        elif num_kept or lender is None:
+            job.prefill = self._prefills.add(slot, ids, done=num_kept, version=self._version)
         elif (prefill := lender[1].prefill) is not None:
             prefill.slots.append(slot)
             job.prefill = prefill
@@ -282,7 +284,16 @@ class Scheduler:
 
     def _end(self, slot: int, finish_reason: FinishReason) -> None:
         self._send(slot, finish_reason)
+        if finish_reason is FinishReason.STOP and self._running[slot].request.has_turns:
+            self._keep(slot)
         self._vacate(slot)
+
+    def _keep(self, slot: int) -> None:
+        """Keep the cache of a turn for the next one, unless older weights have part in it."""
+        job = self._running[slot]
+        if job.version == self._version:
+            ids = np.concatenate([job.request.prompt_ids, self._slots.response(slot)])[:-1]
+            self._pool.keep(slot, job.request.rid, ids)
 
     def _retract(self, slot: int) -> None:
         """Back to the head of the waiting queue with all its tokens; its KV is computed again later."""

@@ -1,5 +1,7 @@
 """What the embedded engine decides between steps, and where it keeps the KV cache."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 import torch
@@ -172,37 +174,70 @@ actions = st.lists(
         st.tuples(st.just("extend"), st.integers(0, 3), blocks_of),
         st.tuples(st.just("share"), st.integers(0, 3), st.integers(0, 3)),
         st.tuples(st.just("release"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("keep"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("restore"), st.integers(0, 3), st.integers(0, 24)),
     ),
     max_size=25,
 )
 
 
-@settings(max_examples=50, deadline=None)
+@dataclass
+class Pool:
+    """A pool, and what stands in the blocks of its slots and of what it keeps: a mark of each block."""
+
+    pool: BlockPool
+    held: dict[int, list[float]]
+    kept: dict[str, list[float]] = field(default_factory=dict)  # the longest kept first
+
+    def extend(self, slot, length, step):
+        self.pool.extend(slot, length)
+        for place in range(len(self.held[slot]), -(-length // BLOCK)):
+            self.held[slot].append(float(100 * step + place + 1))
+            self.pool.keys[:, self.pool.table[slot, place]] = self.held[slot][place]
+        while sum(map(len, [*self.held.values(), *self.kept.values()])) > len(self.pool.owner):
+            del self.kept[next(iter(self.kept))]
+
+    def release(self, slot, _, step):
+        self.pool.release(slot)
+        self.held[slot] = []
+
+    def share(self, slot, target, step):
+        if self.held[slot] and not self.held[target]:
+            self.extend(target, len(self.held[slot]) * BLOCK, step)
+            self.pool.release(target)
+            self.pool.share(slot, target, len(self.held[slot]) * BLOCK)
+            self.held[target] = list(self.held[slot])
+
+    def keep(self, slot, _, step):
+        if self.held[slot]:
+            self.pool.keep(slot, str(step), np.full(len(self.held[slot]) * BLOCK, step, np.int32))
+            self.kept[str(step)], self.held[slot] = self.held[slot], []
+
+    def restore(self, slot, number, step):
+        if not self.held[slot]:
+            self.held[slot] = self.kept.pop(str(number), [])
+            ids = np.full(3 * BLOCK, number, np.int32)
+            assert self.pool.restore(slot, str(number), ids) == len(self.held[slot]) * BLOCK
+
+
+@settings(max_examples=200, deadline=None)
 @given(actions)
-def test_blocks_in_use_stay_dense_and_keep_their_tokens(actions):
-    pool = BlockPool(SPEC, num_slots=4, max_len=3 * BLOCK, kv_capacity=12 * BLOCK, device=torch.device("cpu"))
-    held = dict.fromkeys(range(4), 0)  # blocks of each slot
-    marks: dict[tuple[int, int], float] = {}  # what is written in a block, by slot and place
+def test_blocks_in_use_stay_dense_and_what_is_held_or_kept_has_its_tokens(actions):
+    pool = BlockPool(SPEC, num_slots=4, max_len=3 * BLOCK, kv_capacity=8 * BLOCK, device=torch.device("cpu"))
+    model = Pool(pool, {slot: [] for slot in range(4)})
     for step, (action, slot, value) in enumerate(actions):
-        if action == "release":
-            pool.release(slot)
-            held[slot] = 0
-        elif action == "extend":
-            pool.extend(slot, value)
-            for place in range(held[slot], -(-value // BLOCK)):
-                marks[slot, place] = float(100 * step + place + 1)
-                pool.keys[:, pool.table[slot, place]] = marks[slot, place]
-            held[slot] = max(held[slot], -(-value // BLOCK))
-        elif held[slot] and not held[value]:
-            pool.share(slot, value, held[slot] * BLOCK)
-            held[value] = held[slot]
-            marks |= {(value, place): marks[slot, place] for place in range(held[slot])}
+        getattr(model, action)(slot, value, step)
         pool.settle()
-        assert pool.num_blocks == sum(held.values())
-        for owner, count in held.items():
-            assert [float(pool.keys[1, pool.table[owner, p], 0, 0, 0]) for p in range(count)] == [
-                marks[owner, p] for p in range(count)
-            ]
+        assert pool.num_blocks == sum(map(len, model.held.values()))
+        for owner, marks in model.held.items():
+            blocks = pool.table[owner, : len(marks)]
+            assert pool.keys[1, blocks, 0, 0, 0].tolist() == marks
+            assert (blocks < pool.num_blocks).all()
+    for rid in list(model.kept):
+        model.release(0, 0, 0)
+        model.restore(0, int(rid), 0)
+        pool.settle()
+        assert pool.keys[1, pool.table[0, : len(model.held[0])], 0, 0, 0].tolist() == model.held[0]
 
 
 def draw(logits, uniform, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, recorded=False):
