@@ -30,7 +30,7 @@ from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed
 from laminar_py.rollout.loading import WeightLoader
 from laminar_py.rollout.outbox import GATHER_S, Outbox
-from laminar_py.rollout.running import Running
+from laminar_py.rollout.running import Running, StreamState
 from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
 
@@ -157,6 +157,11 @@ class Replica:
     def note(self) -> None:
         """Have the journal hold what running trajectories have got, as it does every `partial_interval_s`."""
         self._streams.note_partials(tells=False)
+
+    @property
+    def away(self) -> frozenset[str]:
+        """Trajectories whose environment works on a turn."""
+        return frozenset(name for name, one in self._running.items() if one.state is StreamState.AWAY)
 
     # ---- called for repacking
 
