@@ -28,7 +28,7 @@ REFRESH_S = 0.54  # of `sync`, in place
 SYNC_S = 0.5 * 1.59  # of the other baselines: a load of the profile, and what a global synchronisation is longer
 UPDATES = 16  # of `stream`
 PARTIAL_STALENESS = 4
-TURNS, OBSERVED_TOKENS = 8, 128
+TURNS, OBSERVED_TOKENS = 8, 64
 TAIL = 5  # p95 of latencies over their median
 
 
