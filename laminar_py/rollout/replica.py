@@ -123,7 +123,7 @@ class Replica:
             raise self._admission.loss
         await self._out.wait(timeout_s)
         status = self._look()
-        admissible = 0 if self._pinned else self._admission.admissible(num_running=len(self._running))
+        admissible = 0 if self._pinned else self._admissible(status)
         return self._out.take(status, admissible=admissible, received=self._admission.received)
 
     async def measure_speed(
@@ -345,6 +345,11 @@ class Replica:
         return EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=self._loader.version)
 
     # ---- what it has
+
+    def _admissible(self, status: EngineStatus) -> int:
+        """Training trajectories that may begin; none in the place of those away where slots or cache are full."""
+        num_away = 0 if status.waiting else len(self.away)
+        return self._admission.admissible(num_running=len(self._running), num_away=num_away)
 
     @property
     def _running(self) -> Mapping[str, Running]:

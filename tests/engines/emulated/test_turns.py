@@ -204,10 +204,13 @@ class Told:
 
     def __init__(self):
         self.spans, self.ended, self.left = defaultdict(list), {}, {}
+        self.admissible = 0
 
     async def hear(self, replica):
         while True:
-            for item in (await replica.collect(0.5)).progress:
+            report = await replica.collect(0.5)
+            self.admissible = report.admissible
+            for item in report.progress:
                 self.spans[item.trajectory_id] += item.spans
                 if item.finish_reason is FinishReason.ABORT:
                     self.left[item.trajectory_id] = item
@@ -331,6 +334,22 @@ def test_new_weights_under_running_turns_change_no_token():
     ids, ended, versions = virtually(scenario())
     assert len(versions) > 3
     assert (ids, ended) == virtually(undisturbed())[:2]
+
+
+@pytest.mark.parametrize(("policy", "in_their_place"), [(OnNewWeights.RESUME, True), (OnNewWeights.DRAIN, False)])
+def test_others_are_admitted_in_the_place_of_those_away_unless_a_version_gets_one_batch(policy, in_their_place):
+    async def scenario():
+        store, told, weights = KeptTokens(), Told(), Folders(["/nowhere"])
+        async with replica(store, told, environments(), weights, policy=policy) as one:
+            one.submit([assignment(name, seed) for name, seed in NAMES.items()])
+            await told.until(lambda: len(one.away) > 2)
+            one.report_soon()
+            await asyncio.sleep(0.1)
+            return told.admissible, len(one.away), len(one._running)
+
+    admissible, away, running = virtually(scenario())
+    assert running == len(NAMES)
+    assert admissible == (8 + 2 - running + away if in_their_place else 8 - running)
 
 
 def test_real_time_gives_the_same_trajectories_as_virtual_time_and_is_no_faster():
