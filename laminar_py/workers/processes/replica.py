@@ -102,7 +102,7 @@ class ReplicaActor(PartActor):
 
 
 def _environments(config: RunConfig, spec: ReplicaSpec) -> Environments | None:
-    """What answers the turns of trajectories here: processes of environments, or a model of them in this one."""
+    """Environments of the trajectories here: processes of their own, or a model of them in this one."""
     from laminar_py.engines.emulated.turns import environments_of
     from laminar_py.workers.remote_environments import RemoteEnvironments
 
