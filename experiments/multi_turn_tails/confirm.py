@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cells import CONFIG, PROMPTS, SAMPLES, config_of, turns_settings
+from fleets import CONFIG, PROMPTS, SAMPLES, config_of, turns_settings
 
 from laminar_py.bench.report import Row
 from laminar_py.bench.runs import train

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from cells import ASYNC, CONFIG, FLEETS, TAIL, TURNS, Cell, Fleet, measure, turns_name
 from confirm import confirmation
+from fleets import ASYNC, CONFIG, FLEETS, TAIL, TURNS, Cell, Fleet, measure, turns_name
 
 from laminar_py.bench.kept import KeptResults
 from laminar_py.bench.report import Row, show
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one fleet and one seed")
     parser.add_argument("--confirm", action="store_true", help="train eight emulated replicas in real time")
     args = parser.parse_args()
-    sources = [HERE / "cells.py", CONFIG, *sorted(Path("configs/emulation").glob("h100_7b_tp1.yaml"))]
+    sources = [HERE / "fleets.py", CONFIG, *sorted(Path("configs/emulation").glob("h100_7b_tp1.yaml"))]
     kept = KeptResults(KEPT, sources=sources, settings="")
 
     def measured(cell: Cell) -> SimulatedFigures:
