@@ -7,7 +7,7 @@ SGLANG := .venv-sglang/installed
 # one worker more than there are cores, since whole runs mostly wait; each takes 1.6 GiB
 WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
 
-.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns tiny-code tool-calculator countdown smollm2 launcher slow-reward schedules repack vs-trl docs clean
+.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns tiny-code tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -70,6 +70,9 @@ schedules: $(INSTALLED)
 
 repack: $(INSTALLED)
 	$(BIN)/python -m benchmarks repack --only workload $(ARGS)
+
+multi-turn-tails: $(INSTALLED)
+	$(BIN)/python experiments/multi_turn_tails/run.py $(ARGS)
 
 vs-trl: $(INSTALLED)
 	$(BIN)/python experiments/vs_trl/run.py $(ARGS)

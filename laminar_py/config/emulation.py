@@ -1,17 +1,46 @@
 """Settings of emulated engines and learner."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.cluster import ClusterConfig, Device
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.model import WarmStartConfig
-from laminar_py.config.section import ConfigError, Count, Section
+from laminar_py.config.section import ConfigError, Count, Seconds, Section
 
 EMULATED = "emulated"  # the backend
+SHORTEST = 16  # tokens that the model has in any response
+
+
+class TurnsConfig(Section):
+    """Turns of emulated trajectories. The model has as many tokens in all as it would have in one turn; between
+    two turns an emulated environment works, and writes."""
+
+    count: Annotated[int, Field(ge=2, le=SHORTEST)]
+    """Turns of the model in each trajectory, of lengths that are drawn."""
+    median_s: Seconds
+    """Median of the time that an environment works between two turns, log-normal, in emulated seconds."""
+    p95_s: Seconds
+    """Its 95th percentile, in emulated seconds."""
+    observation_tokens: Count = 64
+    """Tokens that an environment writes between two turns. `rollout.sampling.max_new_tokens` counts them."""
+
+    @property
+    def observed_tokens(self) -> int:
+        """Tokens of a trajectory that environments write at most."""
+        return (self.count - 1) * self.observation_tokens
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.p95_s < self.median_s:
+            raise ConfigError(
+                f"emulation.turns.p95_s={self.p95_s:g}: is below median_s={self.median_s:g}; raise it"
+            )
+        return self
 
 
 class EmulationConfig(Section):
@@ -34,6 +63,22 @@ class EmulationConfig(Section):
     prompt_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the variance of the logarithm of lengths that is between prompts; 0: responses to a prompt differ
     as those to any."""
+    turns: TurnsConfig | None = None
+    """Turns that environments answer, or none: a response is one turn."""
+
+    def most_sampled(self, cap: int) -> int:
+        """Tokens of a response that the model has at most, where all of it has `cap`."""
+        return cap if self.turns is None else cap - self.turns.observed_tokens
+
+
+def check_turns(emulation: EmulationConfig, caps: Iterable[int]) -> None:
+    """Refuse responses whose cap leaves the model nothing beside what environments write."""
+    for cap in caps:
+        if emulation.turns is not None and emulation.most_sampled(cap) < SHORTEST:
+            raise ConfigError(
+                f"emulation.turns.observation_tokens={emulation.turns.observation_tokens}: leaves the model fewer"
+                f" than {SHORTEST} tokens of max_new_tokens={cap}; lower it or count, or raise max_new_tokens"
+            )
 
 
 def choose_engine(tree: object) -> object:

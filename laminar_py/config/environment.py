@@ -131,7 +131,7 @@ def check_environment(
     if environment is not None and emulated:
         raise ConfigError(
             f"environment.kind={environment.kind}: emulated engines generate no text; leave it out, or the section"
-            " emulation"
+            " emulation, whose emulation.turns has turns without text"
         )
 
 

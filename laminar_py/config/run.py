@@ -13,7 +13,7 @@ from laminar_py.config.algorithm import AlgorithmConfig, AnyAlgorithmConfig
 from laminar_py.config.algorithm_checks import check_overlong, check_reference, check_teaching
 from laminar_py.config.cluster import ClusterConfig, Device
 from laminar_py.config.data import DataConfig
-from laminar_py.config.emulation import EmulationConfig, check_emulation
+from laminar_py.config.emulation import EmulationConfig, check_emulation, check_turns
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.environment import AnyEnvironmentConfig, check_environment
 from laminar_py.config.evaluation import EvalConfig, check_evaluation
@@ -118,9 +118,23 @@ class RunConfig(Section):
         )
         if self.emulation is not None:
             check_emulation(rollout.engine.kind, algorithm, self.learner, self.cluster, warm_start)
+            check_turns(self.emulation, self._caps)
         with BACKENDS.blaming(rollout.engine.kind):
             BACKENDS.get(rollout.engine.kind).check(self)
         return self
+
+    @property
+    def _caps(self) -> list[int]:
+        """Caps on responses, of training and of each set."""
+        sampling = self.rollout.sampling.params()
+        sets = (settings.sampling(sampling) for settings in self.eval.sets.values())
+        return [sampling.max_new_tokens, *(one.max_new_tokens for one in sets)]
+
+    @property
+    def has_environment(self) -> bool:
+        """True where an environment answers the turns of each trajectory."""
+        emulated = self.emulation is not None and self.emulation.turns is not None
+        return emulated or self.environment is not None
 
     @property
     def repacks(self) -> bool:

@@ -40,7 +40,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         counterfactual_share=rollout.counterfactual_share,
         max_counterfactual=max_counterfactual(config),
         max_seconds=rollout.max_seconds,
-        has_environment=config.environment is not None,
+        has_environment=config.has_environment,
     )
 
 

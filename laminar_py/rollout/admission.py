@@ -71,13 +71,17 @@ class ReplicaAdmission:
         """Note one for whose sake the version in use was loaded."""
         self._admitted += assignment.kind is Kind.TRAIN
 
-    def admissible(self, *, num_running: int) -> int:
-        """Training trajectories that may begin now."""
+    def admissible(self, *, num_running: int, num_away: int = 0) -> int:
+        """Training trajectories that may begin now.
+
+        But under `drain`, where a version gets one batch, others take the places of `num_away` that hold no slot,
+        one batch of them at most.
+        """
         if self.state is not ReplicaState.OPEN:
             return 0
         if self._policy is OnNewWeights.DRAIN:
             return self._batch - self._admitted
-        return self._max_batch + self._max_batch // 4 - num_running
+        return self._max_batch + self._max_batch // 4 - num_running + min(num_away, self._max_batch)
 
 
 def is_new(assignment: Assignment) -> bool:

@@ -30,7 +30,7 @@ from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed
 from laminar_py.rollout.loading import WeightLoader
 from laminar_py.rollout.outbox import GATHER_S, Outbox
-from laminar_py.rollout.running import Running
+from laminar_py.rollout.running import Running, StreamState
 from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
 
@@ -123,7 +123,7 @@ class Replica:
             raise self._admission.loss
         await self._out.wait(timeout_s)
         status = self._look()
-        admissible = 0 if self._pinned else self._admission.admissible(num_running=len(self._running))
+        admissible = 0 if self._pinned else self._admissible(status)
         return self._out.take(status, admissible=admissible, received=self._admission.received)
 
     async def measure_speed(
@@ -157,6 +157,11 @@ class Replica:
     def note(self) -> None:
         """Have the journal hold what running trajectories have got, as it does every `partial_interval_s`."""
         self._streams.note_partials(tells=False)
+
+    @property
+    def away(self) -> frozenset[str]:
+        """Trajectories whose environment works on a turn."""
+        return frozenset(name for name, one in self._running.items() if one.state is StreamState.AWAY)
 
     # ---- called for repacking
 
@@ -341,6 +346,11 @@ class Replica:
         return EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=self._loader.version)
 
     # ---- what it has
+
+    def _admissible(self, status: EngineStatus) -> int:
+        """Training trajectories that may begin; none in the place of those away where slots or cache are full."""
+        num_away = 0 if status.waiting else len(self.away)
+        return self._admission.admissible(num_running=len(self._running), num_away=num_away)
 
     @property
     def _running(self) -> Mapping[str, Running]:

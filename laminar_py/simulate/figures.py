@@ -1,6 +1,6 @@
 """Figures of a simulated run, in seconds of the GPUs: of its steps after a first part, while the fleet fills."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,7 +12,7 @@ from laminar_py.records.metrics import StepRow
 WARM_SHARE = 0.25  # of the steps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSample:
     """State of all replicas at a moment of the run."""
 
@@ -20,6 +20,8 @@ class FleetSample:
     generated_tokens: int
     kv_use: float  # mean share of the KV caches
     engine_s: float  # of the GPUs, of prefills and steps so far, of all engines
+    away: int = 0  # trajectories whose environment works on a turn
+    slots_held: int = 0  # of engines, by those
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
     events_per_s: float
     reports_per_s: float
     failures: int  # of replicas
+    away: float  # trajectories whose environment works on a turn, mean over time
+    slots_held_waiting: int  # of engines by those, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +97,7 @@ class SimulatedRun:
             step_s=elapsed_s / len(counted),
             trained_tokens_per_s=(last.trained_tokens - first.trained_tokens) / elapsed_s,
             generated_tokens_per_s=_rate(samples) / fast,
-            kv_use=_mean_kv_use(samples),
+            kv_use=_mean(samples, lambda sample: sample.kv_use),
             engine_s_per_token=_engine_s_per_token(samples),
             learner_waiting_share=1.0 - fast * (last.learner_busy_s - first.learner_busy_s) / elapsed_s,
             staleness_mean=float(np.mean([row.staleness_mean for row in counted])),
@@ -105,6 +109,8 @@ class SimulatedRun:
             events_per_s=(after.events - before.events) / elapsed_s,
             reports_per_s=(after.reports - before.reports) / elapsed_s,
             failures=sum(first.rl_s <= at_s <= last.rl_s for at_s in self.failed_s),
+            away=_mean(samples, lambda sample: sample.away),
+            slots_held_waiting=max(sample.slots_held for sample in samples),
         )
 
     @property
@@ -129,7 +135,7 @@ def _engine_s_per_token(samples: Sequence[FleetSample]) -> float:
     return (last.engine_s - first.engine_s) / (last.generated_tokens - first.generated_tokens)
 
 
-def _mean_kv_use(samples: Sequence[FleetSample]) -> float:
+def _mean(samples: Sequence[FleetSample], value: Callable[[FleetSample], float]) -> float:
     """Mean over time: samples come in even steps and at the end of each step of the learner besides."""
-    at_s, use = np.array([(sample.at_s, sample.kv_use) for sample in samples]).T
-    return float(np.trapezoid(use, at_s) / (at_s[-1] - at_s[0]))
+    at_s, values = np.array([(sample.at_s, value(sample)) for sample in samples]).T
+    return float(np.trapezoid(values, at_s) / (at_s[-1] - at_s[0]))

@@ -27,6 +27,7 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.tick import DISPATCH_S, Tick
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses
+from laminar_py.engines.emulated.turns import environments_of
 from laminar_py.records.events import PartDied, PartStarted
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import Held, ReplicaReport, Survey
@@ -85,6 +86,7 @@ class SimulatedFleet:
         self.num_reports = 0  # that came in
         self.failures: list[tuple[float, int]] = []  # seconds of RL, and which replica
         self._responses = Responses.of(config.emulation, VOCAB, max_len=config.rollout.max_len, seed=config.seed)
+        self._environments = environments_of(config)  # outlive replicas
         self._reports = OneWay(config.simulation.hop_s)
         self._orders = OneWay(config.simulation.order_s)
         self._opened, self._rl = asyncio.Event(), asyncio.Event()
@@ -171,7 +173,7 @@ class SimulatedFleet:
     # ---- their life
 
     async def _open(self, index: int, *, late_s: float) -> ReplicaLife:
-        rollout, store = self._config.rollout, CountedTokens()
+        rollout, store = self._config.rollout, CountedTokens(self._responses)
         engine = EmulatedEngine(
             self._times,
             self._responses,
@@ -200,6 +202,7 @@ class SimulatedFleet:
             max_batch=rollout.max_batch,
             partial_interval_s=NEVER_S,
             initial=self._scheduler.dispatcher.for_starting(index),
+            environments=self._environments,
         )
         return ReplicaLife(replica, engine, store)
 
@@ -322,13 +325,17 @@ class SimulatedFleet:
 
     def sample(self) -> None:
         """Note what the engines are at now; those of dead replicas hold nothing."""
-        states = [life.engine.status() for life in self._lives if life.lives]
+        living = [life for life in self._lives if life.lives]
+        states = [life.engine.status() for life in living]
+        away = [(life.engine, life.replica.away) for life in living if self._environments is not None]
         self.samples.append(
             FleetSample(
                 at_s=self._stats.rl_s,
                 generated_tokens=self.generated_tokens,
                 kv_use=sum(state.kv_used / state.kv_capacity for state in states) / len(self._lives),
                 engine_s=self._engine_s,
+                away=sum(len(names) for _, names in away),
+                slots_held=sum(len(names & engine.lengths().keys()) for engine, names in away),
             )
         )
 

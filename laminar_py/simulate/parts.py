@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
+from laminar_py.engines.emulated.responses import Responses
 from laminar_py.ledger.ledger import Ledger
+from laminar_py.records.engine import GenerateRequest
 from laminar_py.records.events import AnyEvent
 from laminar_py.records.pieces import COUNTED, ColumnRef, Piece, TokensRef
 from laminar_py.records.replica import Assignment
@@ -50,9 +52,10 @@ class HeardRecorder:
 
 
 class CountedTokens:
-    """A store that knows how many tokens there are, and not which, see `rollout.storing.ResponseStore`."""
+    """A store that counts tokens, of which `responses` knows the ids, see `rollout.storing.ResponseStore`."""
 
-    def __init__(self) -> None:
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
         self._journal: dict[str, list[Piece]] = {}
 
     def keep(self, piece: Piece) -> TokensRef:
@@ -74,9 +77,16 @@ class CountedTokens:
         return [salvaged(piece, COUNTED) for piece in continuations(pieces, running)]
 
     async def read(self, assignment: Assignment) -> Payload:
-        """Placeholders for the tokens that an assignment goes on from."""
-        length = assignment.length
-        return Payload(ids=np.zeros(length, np.int32), logprobs=np.zeros(length, np.float32), spans=())
+        """Tokens that an assignment goes on from, under whatever versions."""
+        request = GenerateRequest(
+            rid=assignment.trajectory_id,
+            group_id=assignment.group_id,
+            prompt_ids=assignment.prompt_ids,
+            prefix_ids=np.empty(0, np.int32),
+            sampling=assignment.sampling,
+        )
+        ids, spans = self._responses.made(request, assignment.length)
+        return Payload(ids=ids, logprobs=np.zeros(len(ids), np.float32), spans=spans)
 
     async def keep_synced(self) -> None:
         """Sync nothing, until cancelled."""

@@ -108,6 +108,7 @@ def check(config: RunConfig) -> None:
 
 def _check_lengths(config: RunConfig, emulation: EmulationConfig) -> None:
     """Refuse lengths that nearly all responses would be cut to fit."""
+    most = emulation.most_sampled(config.rollout.sampling.max_new_tokens)
     prompt, cap, max_len = (
         config.simulation.prompt_tokens,
         config.rollout.sampling.max_new_tokens,
@@ -118,10 +119,11 @@ def _check_lengths(config: RunConfig, emulation: EmulationConfig) -> None:
             f"simulation.prompt_tokens={prompt}: with rollout.sampling.max_new_tokens={cap} above rollout.max_len="
             f"{max_len}; lower one of the first two, or raise max_len"
         )
-    if emulation.median_tokens > cap:
+    if emulation.median_tokens > most:
         raise ConfigError(
-            f"emulation.median_tokens={emulation.median_tokens}: above rollout.sampling.max_new_tokens={cap}, so"
-            " that most responses would be cut; lower it, or raise the cap"
+            f"emulation.median_tokens={emulation.median_tokens}: above the {most} tokens that the model has of"
+            f" rollout.sampling.max_new_tokens={cap}, so that most responses would be cut; lower it, or raise the"
+            " cap"
         )
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from laminar_py.engines.emulated.responses import Responses
 from laminar_py.ledger.database import reading
 from laminar_py.records.pieces import Piece
 from laminar_py.records.trajectory import Span
@@ -51,7 +52,7 @@ def test_a_journal_gives_back_what_was_not_told_and_nothing_of_another_epoch():
             trajectory_id=id, epoch=epoch, start=start, spans=(Span(0, start, end),), ids=ids, logprobs=ids
         )
 
-    store = CountedTokens()
+    store = CountedTokens(Responses(8, max_len=64, median=16, sigma=0.0))
     store.note([piece("a", 0, 5), piece("b", 0, 4), piece("c", 0, 4, epoch=2), piece("d", 0, 4)])
     store.note([piece("a", 5, 9)])
     store.forget("d")

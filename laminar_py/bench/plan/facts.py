@@ -14,7 +14,7 @@ from laminar_py.bench.plan.cpu import CpuLog
 from laminar_py.bench.plan.settings import warm_steps
 from laminar_py.bench.runs import FinishedRun
 from laminar_py.config.emulated_profile import LearnerTimes
-from laminar_py.engines.emulated.responses import SHORTEST
+from laminar_py.config.emulation import SHORTEST
 from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event

@@ -3,9 +3,10 @@
 Called by `EmulatedEngine`, which tells the time. Between two events (a request ends, is admitted, the KV cache is
 full, something comes from outside) the steps are one formula, so a token costs nothing. A request that comes in
 the middle of a step is admitted at its end. A prefill stands before the next step and holds everything else up;
-members of a group that run under one version share that of their prompt, but each counts prompt and tokens in full
-in the cache. Invariants: no more than `kv_capacity` tokens are in the cache, the oldest request is never the one
-that makes room, and what happens at a time does not depend on when `advance` is called.
+members of a group that run under one version share that of their prompt, but each counts prompt and tokens in
+full in the cache. What a request leaves there stays while nobody needs the room (`prefix_cache`), so one that
+comes back prefills what is new alone. Invariants: no more than `kv_capacity` tokens are in the cache, the oldest
+request is never the one that makes room, and what happens at a time does not depend on when `advance` is called.
 """
 
 from collections import deque
@@ -14,6 +15,7 @@ import numpy as np
 
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.engines.emulated.batch import Batch, EmulatedJob
+from laminar_py.engines.emulated.prefix_cache import PrefixCache
 from laminar_py.engines.emulated.responses import LOGPROB, PlannedResponse
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
@@ -28,6 +30,7 @@ class EmulatedScheduler:
         self._max_batch = max_batch
         self._kv_capacity = kv_capacity
         self._running = Batch(reserve=times.reserve_tokens)
+        self._cache = PrefixCache()
         self._continued: deque[EmulatedJob] = deque()  # have tokens already; before the fresh ones
         self._fresh: deque[EmulatedJob] = deque()
         self._newcomers: list[EmulatedJob] = []  # have not made their first step
@@ -155,6 +158,7 @@ class EmulatedScheduler:
         """Go on as `version`, None for that of before."""
         if version is not None:
             self._version = version
+            self._cache.clear()
         self._hold(now, paused=self._paused, loading=False)
 
     # ---- between two steps
@@ -241,6 +245,7 @@ class EmulatedScheduler:
         num_tokens = 0
         while self._has_room():
             job = (self._continued or self._fresh).popleft()
+            self._cache.shrink(self._kv_capacity - self._kv_used)
             num_tokens += self._prefill_tokens(job)
             self._running.add(job, step=self._num_steps, version=self._version)
             self._newcomers.append(job)
@@ -259,9 +264,10 @@ class EmulatedScheduler:
         return self._kv_used + reserved + queue[0].context + growth <= self._kv_capacity
 
     def _prefill_tokens(self, job: EmulatedJob) -> int:
-        """Without its prompt, if that is in the cache of a sibling by the present weights."""
+        """Without what it left in the cache, or its prompt, if a sibling has that there by the present weights."""
         is_there = self._running.has_prompt(job.request.group_id, self._version)
-        return job.length if is_there else job.context
+        shared = len(job.request.prompt_ids) if is_there else 0
+        return job.context - max(shared, self._cache.take(job.request.rid))
 
     # ---- what leaves
 
@@ -292,6 +298,8 @@ class EmulatedScheduler:
     def _end(self, job: EmulatedJob, reason: FinishReason) -> None:
         self._send(job, reason)
         self._leave(job)
+        if job.version == self._version:  # else it began by older weights
+            self._cache.keep(job.request.rid, len(job.request.prompt_ids) + self._length(job))
 
     def _retract(self, job: EmulatedJob) -> None:
         """Back to the front of the queue with its tokens; its cache is filled again later."""
@@ -302,5 +310,6 @@ class EmulatedScheduler:
         self._continued.appendleft(job)
 
     def _leave(self, job: EmulatedJob) -> None:
+        self._cache.shrink(self._kv_capacity - self._kv_used)  # before there is more room than there was
         self._running.remove(job)
         self._kv_used -= len(job.request.prompt_ids) + self._length(job)

@@ -13,7 +13,7 @@ from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.protocols import EngineLostError, Environments
 from laminar_py.workers.processes.setup import PartActor, open_folder, open_part, open_reader
 from laminar_py.workers.specs import ReplicaSpec
 
@@ -34,7 +34,6 @@ class ReplicaActor(PartActor):
         from laminar_py.relay.wire.transport import RelayKeys
         from laminar_py.rollout.replica import Replica
         from laminar_py.rollout.storing import SegmentStore
-        from laminar_py.workers.remote_environments import RemoteEnvironments
 
         spec = decode(ReplicaSpec, data)
         config = open_part(spec, f"replica-{spec.index}")
@@ -68,7 +67,7 @@ class ReplicaActor(PartActor):
             verify_every=rollout.engine.verify_every,
             initial=spec.assignments,
             gather_s=spec.pace.gather_s,
-            environments=RemoteEnvironments(spec.environments) if spec.environments else None,
+            environments=_environments(config, spec),
         )
         self._config = config
         peer, attach = Peer(peer_wire(keys), spec.hub, spec.label), self._weights.attach
@@ -100,6 +99,14 @@ class ReplicaActor(PartActor):
                 if task.done():
                     log.error("%s ended", task.get_name(), exc_info=task.exception())
                     task.result()
+
+
+def _environments(config: RunConfig, spec: ReplicaSpec) -> Environments | None:
+    """Environments of the trajectories here: processes of their own, or a model of them in this one."""
+    from laminar_py.engines.emulated.turns import environments_of
+    from laminar_py.workers.remote_environments import RemoteEnvironments
+
+    return RemoteEnvironments(spec.environments) if spec.environments else environments_of(config)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,97 @@
+"""Turns of emulated trajectories: where they end in a response, and the environments between them.
+
+The engine goes by `lay_out`, a replica asks `EmulatedEnvironments`; neither tells the other anything. Invariant:
+ends of turns and latencies depend on the seeds of run and request, the trajectory and the turn's number alone, so
+a trajectory is the same wherever it runs and however often it is interrupted.
+"""
+
+import asyncio
+import math
+from statistics import NormalDist
+
+import numpy as np
+
+from laminar_py.config.emulation import TurnsConfig
+from laminar_py.config.run import RunConfig
+from laminar_py.engines.emulated.draws import bits_of, normal, splitmix, uniform
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+from laminar_py.records.spans import num_turns
+
+OBSERVED = 0  # the id of all that an environment writes
+MOST_REMEMBERED = 1 << 17  # turns, more than a fleet has trajectories: of those that went elsewhere nobody tells
+_P95 = NormalDist().inv_cdf(0.95)
+_NOTHING = np.empty(0, np.int32)
+
+
+def lay_out(num_tokens: int, bits: int, *, count: int = 1, gap: int = 0) -> list[tuple[int, int]]:
+    """Places [start, end) in a response of `count` turns of the model, which have `num_tokens` together.
+
+    Between two of them the environment has `gap` tokens. Their lengths are those of a stick that breaks at places
+    drawn evenly; none is empty, so there are fewer turns where there are fewer tokens.
+    """
+    count = min(count, num_tokens)
+    weights = []
+    for _ in range(count):
+        bits = splitmix(bits)
+        weights.append(-math.log(uniform(bits)))
+    total, passed, start, turns = sum(weights), 0.0, 0, list[tuple[int, int]]()
+    for place, weight in enumerate(weights):
+        passed += weight
+        is_last = place == count - 1
+        sampled = num_tokens if is_last else place + 1 + int((num_tokens - count) * passed / total)
+        end = sampled + place * gap
+        turns.append((start, end))
+        start = end + gap
+    return turns
+
+
+class EmulatedEnvironments:
+    """Environments that work for a log-normal time and write as many tokens each time.
+
+    `compression` emulated seconds pass in a second of the event loop. A turn is worked on from when it was first
+    asked for, whoever waits for it. See `records.protocols.Environments`.
+    """
+
+    def __init__(self, turns: TurnsConfig, *, seed: int, compression: float) -> None:
+        self._turns = turns
+        self._seed = seed
+        self._compression = compression
+        self._sigma = math.log(turns.p95_s / turns.median_s) / _P95
+        self._answer = np.full(turns.observation_tokens, OBSERVED, np.int32)
+        self._due: dict[
+            str, tuple[int, float]
+        ] = {}  # by trajectory: number of its last turn, when that is answered
+
+    async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
+        """Say nothing before the first turn, end the trajectory after the last, and write between the two."""
+        name, done = turn.trajectory_id, num_turns(turn.spans)
+        if not done:
+            return EnvironmentTurn(ids=_NOTHING)
+        if done >= self._turns.count:
+            return EnvironmentTurn(ends=True)
+        takes_s = self.latency_s(name, done) / self._compression
+        now_s = asyncio.get_running_loop().time()
+        if self._due.get(name, (0, 0.0))[0] != done:
+            self._due.pop(name, None)
+            self._due[name] = done, now_s + takes_s
+            if len(self._due) > MOST_REMEMBERED:
+                del self._due[next(iter(self._due))]
+        await asyncio.sleep(self._due[name][1] - now_s)
+        return EnvironmentTurn(ids=self._answer, elapsed_s=takes_s)
+
+    async def forget(self, trajectory_id: str) -> None:
+        """Let go of a trajectory that has ended."""
+        self._due.pop(trajectory_id, None)
+
+    def latency_s(self, trajectory_id: str, turn: int) -> float:
+        """Emulated seconds that a trajectory's environment works after so many turns."""
+        bits = splitmix(bits_of(f"{self._seed}/{trajectory_id}/{turn}"))
+        return self._turns.median_s * math.exp(self._sigma * normal(bits))
+
+
+def environments_of(config: RunConfig) -> EmulatedEnvironments | None:
+    """Environments of a run whose engines are emulated; None where trajectories are one turn."""
+    emulation = config.emulation
+    if emulation is None or emulation.turns is None:
+        return None
+    return EmulatedEnvironments(emulation.turns, seed=config.seed, compression=emulation.compression)

@@ -1,0 +1,78 @@
+"""Runs on a virtual clock whose trajectories have turns: all schedules lead them, and nobody away holds a slot."""
+
+import pytest
+
+from laminar_py.config.emulated_profile import read_profile
+from laminar_py.config.section import ConfigError
+from laminar_py.records.spans import num_sampled, num_turns
+from laminar_py.simulate.baselines.schedules import Baseline, simulate_baseline
+from laminar_py.simulate.run import simulate
+from tests.simulate.small import FAILING, run, small
+
+GAP, COUNT = 40, 4
+TURNS = (
+    f"emulation.turns={{count: {COUNT}, median_s: 2.0, p95_s: 10.0, observation_tokens: {GAP}}}",
+    f"rollout.sampling.max_new_tokens={4096 + (COUNT - 1) * GAP}",
+)
+ONE = ("rollout.sampling.max_new_tokens=4096",)
+
+
+@pytest.fixture
+def finished(monkeypatch):
+    """Trajectories of a simulation that have ended, by their names."""
+    from laminar_py.simulate.rewards import SimulatedRewards
+
+    seen, submit = {}, SimulatedRewards.submit
+
+    def keep(self, trajectory, **how):
+        seen[trajectory.id] = trajectory
+        submit(self, trajectory, **how)
+
+    monkeypatch.setattr(SimulatedRewards, "submit", keep)
+    return seen
+
+
+def test_turns_have_the_lengths_of_one_turn_wherever_repacking_and_failures_send_them(finished):
+    run(*ONE, "repack.planner=none")
+    alone = {name: num_sampled(one.spans) for name, one in finished.items()}
+    finished.clear()
+    done = run(*TURNS, *FAILING)
+    both = finished.keys() & alone.keys()
+    assert len(both) > 1000
+    assert all(num_sampled(finished[name].spans) == alone[name] for name in both)
+    assert {num_turns(one.spans) for one in finished.values()} == {COUNT}
+    assert all(one.length == num_sampled(one.spans) + (COUNT - 1) * GAP for one in finished.values())
+    assert done.figures.failures > 0
+
+
+def test_who_waits_for_an_environment_holds_no_slot_and_its_time_is_in_the_latency():
+    done, alone = run(*TURNS), run(*ONE)
+    assert done.figures.away > 10
+    assert done.figures.slots_held_waiting == 0
+    assert done.figures.latency_p50_s > alone.figures.latency_p50_s + (COUNT - 1) * 2.0
+
+
+def test_a_seed_gives_one_run_of_turns():
+    assert run(*TURNS).rows == run(*TURNS).rows
+
+
+@pytest.mark.parametrize("baseline", Baseline)
+def test_schedules_of_others_lead_turns_too(baseline):
+    config = small(*TURNS, "buffer.capacity=2000")
+    profile = read_profile(config.emulation.profile)
+    done = simulate_baseline(config, baseline, profile=profile, sync_s=1.0, updates=4, max_staleness=2)
+    assert [row.trajectories for row in done.rows] == [384] * 6
+    assert done.figures.slots_held_waiting == 0 < done.figures.away
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("rollout.sampling.max_new_tokens=130", "leaves the model fewer than 16 tokens of max_new_tokens=130"),
+        ("emulation.median_tokens=4200", "above the 4096 tokens that the model has"),
+        ("environment=task.py:Tool", "emulation.turns has turns without text"),
+    ],
+)
+def test_turns_that_cannot_be_are_refused_in_one_line(setting, line):
+    with pytest.raises(ConfigError, match=line):
+        simulate(small(*TURNS, setting))
