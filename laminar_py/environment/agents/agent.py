@@ -95,8 +95,8 @@ class AgentEnvironment:
         """End the agent; its requests are refused from here on."""
         self._finish()
         if self._agent is not None:
-            self._keys.remove(self._key)
             await self._agent.end()
+            self._keys.remove(self._key)
 
     # ---- called by the endpoint
 

@@ -21,6 +21,7 @@ LOG = "agent.log"
 PROBLEM = "problem.json"
 KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")  # of the run's environment variables
 TAIL_BYTES = 2000
+GRACE_S = 2.0
 
 
 class RunningAgent:
@@ -33,11 +34,16 @@ class RunningAgent:
         self._task = asyncio.get_running_loop().create_task(self._watch(), name=f"agent-{process.pid}")
 
     async def end(self) -> None:
-        """End it and all that it started."""
+        """End it and all that it started, once it has had a moment to end by itself."""
         self._task.cancel()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await self._process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
 
     async def _watch(self) -> None:
         code = await self._process.wait()

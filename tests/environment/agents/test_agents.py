@@ -74,9 +74,9 @@ class Story:
                     break
                 self.append(answer.ids, None, answer.follows)
                 self.append(self.codec.encode(f"{text}{self.end}"), 3)
-            await asyncio.sleep(0.3)  # it may say more
             host.forget(["g0.0"])
-            await asyncio.sleep(0.1)
+            while [task for task in asyncio.all_tasks() if task.get_name() == "close-environment"]:
+                await asyncio.sleep(0.02)
         return heard
 
     def append(self, ids, version, follows=None):
