@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import JsonValue, PlainValidator, SerializeAsAny, WithJsonSchema
@@ -66,16 +67,24 @@ class ClassEnvironment(EnvironmentConfig):
     """Arguments of the class."""
 
 
+@dataclass(frozen=True, slots=True)
+class EnvironmentHome:
+    """Process that environments run in: the sandbox that it may use, and its folder of the run."""
+
+    sandbox: SandboxConfig
+    folder: Path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentKind:
     """A kind of environment, e.g. `EnvironmentKind(settings=ClassEnvironment, open=open_class)`.
 
-    `open` is entered once in each process, with the settings; it gives what makes an environment for a
-    trajectory. What it raises as `ConfigError` ends the run.
+    `open` is entered once in each process, with the settings and its home; it gives what makes an environment for
+    a trajectory. What it raises as `ConfigError` ends the run.
     """
 
     settings: type[EnvironmentConfig]
-    open: Callable[[Any, SandboxConfig], AbstractAsyncContextManager[Callable[[], Any]]]
+    open: Callable[[Any, EnvironmentHome], AbstractAsyncContextManager[Callable[[], Any]]]
 
 
 ENVIRONMENTS = Registry(
@@ -83,6 +92,7 @@ ENVIRONMENTS = Registry(
     field="environment.kind",
     group="laminar_py.environments",
     built_in={
+        "agent": "laminar_py.environment.agents.kind:AGENT",
         CLASS: "laminar_py.environment.own_class:CLASS_KIND",
         "gymnasium": "laminar_py.environment.gymnasium_kind:GYMNASIUM",
         "reasoning_gym": "laminar_py.environment.reasoning_gym_kind:REASONING_GYM",

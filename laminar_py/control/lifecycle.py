@@ -119,7 +119,7 @@ class Lifecycle:
             version=pin,
             tokens=self.tokens,
             used_s=self.used_s,
-            problem=_problem(self.prompt) if with_problem else None,
+            problem=_problem(self.prompt, self.id) if with_problem else None,
         )
 
     def assign(self, replica: int) -> Assigned:
@@ -280,7 +280,7 @@ class Lifecycle:
         self.status = to
 
 
-def _problem(prompt: Prompt) -> Problem:
+def _problem(prompt: Prompt, trajectory_id: str) -> Problem:
     """A prompt as an environment is told of it."""
     return Problem(
         prompt=prompt.text,
@@ -288,4 +288,5 @@ def _problem(prompt: Prompt) -> Problem:
         task=prompt.task,
         fields=msgspec.json.decode(prompt.fields_json),
         seed=prompt.index,
+        trajectory_id=trajectory_id,
     )

@@ -5,7 +5,7 @@ gives them, which are those of SGLang's chat endpoint.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -178,18 +178,20 @@ class PromptEncoder:
         is_without = self._settings.system is not None and messages[0]["role"] != "system"
         return [*system, *messages] if is_without else list(messages)
 
-    def conversation(self, messages: Sequence[Turn], *, answers: bool) -> str:
+    def conversation(
+        self, messages: Sequence[Turn], *, answers: bool, tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
         """The text of a conversation; if the assistant `answers` next it ends where its turn begins.
 
-        Raises `TemplateError`.
+        It is told of `tools`, or else of those of the environment. Raises `TemplateError`.
         """
         given: dict[str, Any] = {
             **self._settings.arguments,
             "tokenize": False,
             "add_generation_prompt": answers,
         }
-        if self._tools:
-            given["tools"] = self._tools
+        if tools or self._tools:
+            given["tools"] = list(tools or self._tools)
         try:
             return str(self._template.apply_chat_template(list(messages), **given))
         except Exception as error:  # noqa: BLE001 - a template of somebody else's, which may raise anything

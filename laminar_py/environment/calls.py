@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from typing import Any
@@ -122,7 +122,7 @@ class EnvironmentCalls:
         if isinstance(returned, End):
             return End(None if returned.reward is None else float(returned.reward))
         if isinstance(returned, Rewrite):
-            return Rewrite(returned.messages)
+            return Rewrite(returned.messages, tuple(returned.tools))
         assert isinstance(returned, Observation), "what has no fault is an answer"
         return Observation(returned.texts, role=Role(returned.role), after=returned.after)
 
@@ -146,12 +146,13 @@ class EnvironmentCalls:
     def _fault_of_rewrite(self, messages: object) -> str:
         if isinstance(messages, str):
             return self._fault_of_texts(messages)
-        pairs = messages if isinstance(messages, tuple) else ()
-        if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        given = messages if isinstance(messages, tuple) else ()
+        if not given or not all(isinstance(one, Mapping) or _is_pair(one) for one in given):
             return "a Rewrite without messages; give a text, or a tuple of (role, text)"
-        if unknown := [role for role, _ in pairs if role not in SPEAKERS]:
+        turns = Rewrite(given).turns
+        if unknown := [turn.get("role") for turn in turns if turn.get("role") not in SPEAKERS]:
             return f"a Rewrite of role {str(unknown[0])[:SHOWN_CHARS]!r}; choose of {', '.join(SPEAKERS)}"
-        return self._fault_of_texts(tuple(text for _, text in pairs))
+        return self._fault_of_texts(tuple(turn.get("content") or "" for turn in turns))
 
     def _fault_of_texts(self, texts: object) -> str:
         given = (texts,) if isinstance(texts, str) else texts
@@ -172,6 +173,10 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except StopIteration as error:  # no future can carry it, and the call would seem to take for ever
         raise RuntimeError(f"StopIteration: {error}") from error
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 def _is_turn(value: object) -> bool:

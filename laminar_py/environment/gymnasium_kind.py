@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from pydantic import JsonValue, model_validator
 
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentKind
-from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.answers import check_pattern, last_group
 from laminar_py.environment.protocol import Answer, End, Environment, Observation, Problem
@@ -107,7 +106,7 @@ class GymnasiumTurns:
 
 @asynccontextmanager
 async def open_gymnasium(
-    settings: GymnasiumEnvironment, sandbox: SandboxConfig
+    settings: GymnasiumEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
     """Maker of environments. Raises `ConfigError` where there is none that can be played in words."""
     if importlib.util.find_spec("gymnasium") is None:

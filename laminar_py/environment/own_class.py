@@ -5,8 +5,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import cast
 
-from laminar_py.config.environment import ClassEnvironment, EnvironmentKind
-from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.environment import ClassEnvironment, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError
 from laminar_py.config.user_file import load_from_file
 from laminar_py.environment.protocol import Environment
@@ -14,7 +13,7 @@ from laminar_py.environment.protocol import Environment
 
 @asynccontextmanager
 async def open_class(
-    settings: ClassEnvironment, sandbox: SandboxConfig
+    settings: ClassEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
     """Maker of environments of `path/to/file.py:Class`. Raises `ConfigError` where there is none."""
     found = load_from_file(settings.path, field="environment.path")

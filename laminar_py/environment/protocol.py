@@ -13,7 +13,7 @@
 One instance answers one trajectory, from its first turn to its end.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -33,8 +33,8 @@ class Observation:
     """Words of an environment, e.g. `Observation("391", role=Role.TOOL)`; several texts are as many messages.
 
     Without a text it says nothing, which `reset` alone may do: the prompt of the data set is all there is. With
-    `after` it goes back: the conversation goes on behind its first so many turns of the model, as they were
-    sampled, and what came after them is out of sight.
+    `after` it goes back: it is said behind that turn of the model, 1 the first that it took, and what that was
+    behind; all else is out of sight.
     """
 
     texts: str | tuple[str, ...] = ()
@@ -54,7 +54,17 @@ class Rewrite:
     `Rewrite((("user", "You have read 40 files. In short: ... Go on."),))`, or a text where prompts are text.
     """
 
-    messages: str | tuple[tuple[str, str], ...]  # (role, text)
+    messages: str | tuple[tuple[str, str] | Mapping[str, object], ...]  # (role, text), or for a template
+    tools: tuple[Mapping[str, object], ...] = ()  # in place of those that the chat template is told of, if any
+
+    @property
+    def turns(self) -> tuple[Mapping[str, object], ...]:
+        """Messages as chat templates take them."""
+        if isinstance(self.messages, str):
+            return ({"role": Role.USER.value, "content": self.messages},)
+        return tuple(
+            one if isinstance(one, Mapping) else {"role": one[0], "content": one[1]} for one in self.messages
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ class Environment(Protocol):
     is rebuilt by repeating them. One that is `Restorable` is rebuilt from its last snapshot.
     """
 
-    def reset(self, problem: Problem) -> Observation | Awaitable[Observation]:
+    def reset(self, problem: Problem) -> Observation | Rewrite | Awaitable[Observation | Rewrite]:
         """Begin; what it says precedes the model's first turn."""
         ...
 

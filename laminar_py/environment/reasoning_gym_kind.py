@@ -15,8 +15,7 @@ from typing import Any, Self
 
 from pydantic import JsonValue, model_validator
 
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentKind
-from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.environment.answers import check_pattern, last_group
 from laminar_py.environment.protocol import End, Environment, Observation, Problem
 from laminar_py.environment.reasoning_gym_tasks import make_task, require_package
@@ -118,7 +117,7 @@ class ReasoningGymTurn:
 
 @asynccontextmanager
 async def open_reasoning_gym(
-    settings: ReasoningGymEnvironment, sandbox: SandboxConfig
+    settings: ReasoningGymEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
     """Maker of environments, which share their scorers. Raises `ConfigError` without the package."""
     require_package("environment.kind=reasoning_gym")

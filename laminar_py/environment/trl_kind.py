@@ -15,8 +15,7 @@ from typing import Any, SupportsFloat
 
 from pydantic import JsonValue
 
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentKind
-from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError
 from laminar_py.config.user_file import load_from_file
 from laminar_py.environment.protocol import Answer, End, Environment, Observation, Problem
@@ -95,7 +94,7 @@ class TrlTurns:
 
 
 @asynccontextmanager
-async def open_trl(settings: TrlEnvironment, sandbox: SandboxConfig) -> AsyncIterator[Callable[[], Environment]]:
+async def open_trl(settings: TrlEnvironment, home: EnvironmentHome) -> AsyncIterator[Callable[[], Environment]]:
     """Maker of environments. Raises `ConfigError` where the class is none of TRL's kind."""
     tools = declared(settings)
     turns = CallTurns(settings.tools, format_of(settings.tools.family, tools))

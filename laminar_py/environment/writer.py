@@ -5,7 +5,7 @@ encoded by itself and appended, so no earlier id depends on it. Special tokens i
 like any other: it cannot end or begin a turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,8 +51,10 @@ class Template(Protocol):
         """Messages behind the system's words, where those are to begin a conversation."""
         ...
 
-    def conversation(self, messages: Sequence[Turn], *, answers: bool) -> str:
-        """Text of messages; if the model `answers` next it ends where its turn begins."""
+    def conversation(
+        self, messages: Sequence[Turn], *, answers: bool, tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
+        """Text of messages and `tools`; if the model `answers` next it ends where its turn begins."""
         ...
 
 
@@ -117,14 +119,15 @@ class ChatWriter(PlainWriter):
 
     def anew(self, rewrite: Rewrite) -> IntArray:
         """[n] ids of a conversation up to the next turn of the model. Raises `TemplateError`."""
-        given = rewrite.messages
-        messages = ((Role.USER.value, given),) if isinstance(given, str) else given
-        if not messages or messages[-1][0] == "assistant":
+        turns = [dict(turn) for turn in rewrite.turns]
+        if turns[-1]["role"] == "assistant":
             raise TemplateError("a Rewrite ends before a turn of the assistant; let another speak last")
-        own = [role for role, _ in messages]
-        turns = self._template.begun([{"role": role, "content": _mark(place)} for place, role in enumerate(own)])
-        text = self._template.conversation(turns, answers=True)
-        return self._filled(self._parted(text, len(messages)), [text for _, text in messages])
+        said = [turn for turn in turns if turn.get("content")]
+        texts = [str(turn["content"]) for turn in said]
+        for place, turn in enumerate(said):
+            turn["content"] = _mark(place)
+        text = self._template.conversation(self._template.begun(turns), answers=True, tools=rewrite.tools)
+        return self._filled(self._parted(text, len(texts)), texts)
 
     def _filled(self, around: Sequence[IntArray], texts: Sequence[str]) -> IntArray:
         """Ids of texts, and of what is before, between and behind them."""

@@ -16,6 +16,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     task: str = ""
     fields: dict[str, Any] = {}  # what else the line has
     seed: int = 0  # the same for all samples of a group
+    trajectory_id: str = ""
 
 
 class ModelTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_py.records.codec import BoolArray, IntArray
-from laminar_py.records.spans import clip_spans
 from laminar_py.records.trajectory import ANEW, Span
 
 
@@ -100,10 +99,9 @@ def packed_tokens(prompt: int, spans: Sequence[Span]) -> int:
 
 
 def turn_ends(spans: Sequence[Span]) -> list[int]:
-    """Places in the response behind each turn of the model that is in the present context."""
-    said = [span for start, end, _ in context_of(spans).parts for span in clip_spans(spans, start, end)]
-    is_last = [after.version is None for after in said[1:]] + [True]
-    return [span.end for span, ends in zip(said, is_last, strict=True) if ends and span.version is not None]
+    """Places in the response behind each turn of the model, in the order in which it took them."""
+    is_last = [after.version is None for after in spans[1:]] + [True]
+    return [span.end for span, ends in zip(spans, is_last, strict=False) if ends and span.version is not None]
 
 
 def _runs(spans: Iterable[Span]) -> list[TokenRun]:

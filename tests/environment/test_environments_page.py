@@ -11,12 +11,12 @@ from pydantic import TypeAdapter
 from laminar_py.config.data import DataConfig
 from laminar_py.config.environment import ENVIRONMENTS, AnyEnvironmentConfig, EnvironmentConfig
 from laminar_py.config.reward import RewardConfig
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.environment.gymnasium_kind import open_gymnasium
 from laminar_py.environment.own_class import open_class
 from laminar_py.environment.protocol import Problem
 from laminar_py.environment.reasoning_gym_tasks import EVALUATING, REFUSED
 from tests.environment.text_story import TextStory
+from tests.environment.turns import HOME
 from tests.runs.runs import REPO
 
 PAGE = (REPO / "docs/environments.md").read_text()
@@ -43,7 +43,7 @@ def game(tmp_path, monkeypatch):
     settings = READERS["environment"](CONFIGS[0]["environment"])
     (line,) = map(json.loads, blocks("json"))
     problem = Problem(prompt=line.pop("prompt"), fields=line)
-    return lambda: open_class(settings, SandboxConfig()), problem
+    return lambda: open_class(settings, HOME), problem
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -84,7 +84,7 @@ def test_every_kind_that_is_built_in_has_its_config():
 async def test_the_games_of_the_page_begin(place):
     pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     games = [config["environment"] for config in CONFIGS if config["environment"]["kind"] == "gymnasium"]
-    async with open_gymnasium(READERS["environment"](games[place]), SandboxConfig()) as make:
+    async with open_gymnasium(READERS["environment"](games[place]), HOME) as make:
         (text,) = make().reset(Problem(prompt="", seed=1)).messages
     assert text.startswith(("[S]FFF", "You have ")[place])
 

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from laminar_py.config.environment import ENVIRONMENTS
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.gymnasium_kind import GymnasiumEnvironment, marked, open_gymnasium, written
 from laminar_py.environment.protocol import End, Observation, Problem
 from tests.environment.text_story import TextStory
+from tests.environment.turns import HOME
 
 needs_gymnasium = pytest.mark.skipif(
     importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed"
@@ -28,7 +28,7 @@ TO_THE_GOAL = ["down", "down", "right", "right", "down", "right"]
 
 @asynccontextmanager
 async def opened(**given):
-    async with open_gymnasium(GymnasiumEnvironment(**given), SandboxConfig()) as make:
+    async with open_gymnasium(GymnasiumEnvironment(**given), HOME) as make:
         yield make
 
 

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from laminar_py.config.environment import ENVIRONMENTS
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import OWN_FIELDS
 from laminar_py.environment.protocol import End, Observation, Problem
@@ -22,6 +21,7 @@ from laminar_py.environment.reasoning_gym_data import problems
 from laminar_py.environment.reasoning_gym_kind import ReasoningGymEnvironment, open_reasoning_gym
 from laminar_py.environment.reasoning_gym_tasks import EVALUATING, REFUSED
 from tests.environment.text_story import TextStory
+from tests.environment.turns import HOME
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"
@@ -43,7 +43,7 @@ def rows_of(task, *, size=1, seed=0, **config):
 
 @asynccontextmanager
 async def opened(**given):
-    async with open_reasoning_gym(ReasoningGymEnvironment(**given), SandboxConfig()) as make:
+    async with open_reasoning_gym(ReasoningGymEnvironment(**given), HOME) as make:
         yield make
 
 

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from laminar_py.config.environment import ENVIRONMENTS
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.config.user_file import load_from_file
 from laminar_py.data.tiny_model import tiny_model
@@ -17,6 +16,7 @@ from laminar_py.environment.trl_kind import TrlEnvironment, TrlTurns, argument_t
 from laminar_py.records.trajectory import DropReason
 from tests.environment.text_story import TextStory
 from tests.environment.tools.conftest import turn
+from tests.environment.turns import HOME
 
 CLASSES = '''
 from __future__ import annotations
@@ -159,7 +159,7 @@ def file(tmp_path):
 def opened(file):
     @asynccontextmanager
     async def open_(name, **given):
-        async with open_trl(TrlEnvironment(path=f"{file}:{name}", **given), SandboxConfig()) as make:
+        async with open_trl(TrlEnvironment(path=f"{file}:{name}", **given), HOME) as make:
             yield make
 
     return open_

@@ -1,12 +1,14 @@
 """Environments over a tokenizer that merges wherever it can."""
 
 import itertools
+from pathlib import Path
 from typing import ClassVar
 
 import tokenizers
 from tokenizers.models import BPE
 
-from laminar_py.config.environment import EnvironmentConfig
+from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome
+from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost
@@ -17,6 +19,7 @@ from laminar_py.records.environment import Problem
 
 LETTERS = "abcd"
 END = 0  # ends a turn
+HOME = EnvironmentHome(SandboxConfig(), Path("environments"))
 
 
 def greedy_tokenizer() -> Tokenizer:

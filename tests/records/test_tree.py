@@ -89,12 +89,12 @@ def test_a_conversation_that_begins_anew_has_neither_prompt_nor_what_was_said():
     first, second = sequences_of(spans)
     assert first == TokenPath(has_prompt=True, parts=((0, 4, True),))
     assert second == TokenPath(has_prompt=False, parts=((4, 12, True),))
-    assert turn_ends(spans) == [12]
+    assert turn_ends(spans) == [4, 12]
 
 
-def test_turns_that_were_gone_back_behind_are_out_of_sight():
+def test_turns_end_in_the_order_in_which_they_were_taken_also_those_that_are_out_of_sight():
     spans = (Span(3, 0, 4), Span(None, 4, 6), Span(3, 6, 9), Span(None, 9, 11, follows=4), Span(3, 11, 15))
-    assert turn_ends(spans) == [4, 15]
+    assert turn_ends(spans) == [4, 9, 15]
     lengths = [path.length for path in sequences_of(spans)]
     assert lengths == [9, 10]
     assert list(itertools.accumulate(lengths))[-1] == packed_tokens(0, spans)

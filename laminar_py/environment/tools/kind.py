@@ -6,8 +6,7 @@ from typing import Self
 
 from pydantic import JsonValue, model_validator
 
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentKind
-from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.protocol import Environment
 from laminar_py.environment.tools.settings import PYTHON, CallFamily, ToolSettings
@@ -44,12 +43,12 @@ class ToolsEnvironment(EnvironmentConfig):
 
 @asynccontextmanager
 async def open_tools(
-    settings: ToolsEnvironment, sandbox: SandboxConfig
+    settings: ToolsEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
     """Maker of environments of tools. Raises `ConfigError` where one cannot be had."""
     from laminar_py.environment.tools.toolbox import open_toolbox
 
-    async with open_toolbox(settings.tools, sandbox) as toolbox:
+    async with open_toolbox(settings.tools, home.sandbox) as toolbox:
         yield toolbox.environment
 
 

@@ -20,7 +20,7 @@ class EnvironmentActor(PartActor):
 
     async def start(self, data: bytes) -> None:
         """Load what makes environments."""
-        from laminar_py.config.environment import ENVIRONMENTS
+        from laminar_py.config.environment import ENVIRONMENTS, EnvironmentHome
         from laminar_py.environment.calls import EnvironmentCalls
         from laminar_py.environment.host import EnvironmentHost
         from laminar_py.environment.saved import SavedTurns, environments_path
@@ -31,7 +31,8 @@ class EnvironmentActor(PartActor):
         settings = config.environment
         assert settings is not None, "a run without environments has no process for them"
         with ENVIRONMENTS.blaming(settings.kind):
-            opened = ENVIRONMENTS.get(settings.kind).open(settings, config.sandbox)
+            home = EnvironmentHome(config.sandbox, environments_path(Path(spec.run_dir)))
+            opened = ENVIRONMENTS.get(settings.kind).open(settings, home)
             make = await self._open.enter_async_context(opened)  # what it holds ends with the process
         self._calls = EnvironmentCalls(settings)
         self._host = EnvironmentHost(

@@ -1,0 +1,218 @@
+"""Agents that know the `openai` package alone, against the endpoint."""
+
+import asyncio
+import json
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from laminar_py.config.environment import EnvironmentHome
+from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.environment.agents.kind import AgentConfig, open_agents
+from laminar_py.environment.calls import EnvironmentCalls
+from laminar_py.environment.host import EnvironmentHost
+from laminar_py.environment.saved import SavedTurns
+from laminar_py.environment.writer import open_writer
+from laminar_py.records.environment import ModelTurn, Problem
+from laminar_py.records.spans import add_span
+from laminar_py.records.trajectory import ANEW, DropReason, Span
+from laminar_py.records.tree import sequences_of
+from tests.data.templates import TEMPLATES, make_chat_encoder
+
+HEAD = """
+import json, os, sys
+from openai import OpenAI
+client = OpenAI()
+problem = json.load(open(os.environ["LAMINAR_PROBLEM"]))
+said = [{"role": "user", "content": problem["prompt"]}]
+def ask(messages=None, **more):
+    answer = client.chat.completions.create(model="policy", messages=messages or said, **more).choices[0].message
+    if messages is None:
+        said.append(answer.model_dump(exclude_none=True))
+    return answer.content
+def reward(value):
+    import httpx
+    httpx.post(f"{os.environ['OPENAI_BASE_URL']}/reward", json={"reward": value},
+               headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}).raise_for_status()
+"""
+
+
+class Story:
+    """A model that says given texts, and the trajectory that comes of it."""
+
+    def __init__(self, folder, agent, *, name="chatml"):
+        template = TEMPLATES[name]
+        (folder / "agent.py").write_text(HEAD + agent)
+        made = make_chat_encoder(folder, template.text, arguments=template.arguments)
+        self.settings = AgentConfig(command=["python", str(folder / "agent.py")], timeout_s=20.0)
+        self.writer = open_writer(made._model_dir, made._settings, self.settings, messages=True)
+        self.codec, self.end, self.folder = made.tokenizer, template.end, folder
+        self.turn = ModelTurn(
+            trajectory_id="g0.0",
+            problem=Problem(prompt="2+2=", trajectory_id="g0.0"),
+            response_ids=np.empty(0, np.int32),
+            spans=(),
+        )
+
+    async def lead(self, says):
+        """Let the model say these until the trajectory ends; all answers of the agent."""
+        heard = []
+        async with open_agents(self.settings, EnvironmentHome(SandboxConfig(), self.folder)) as make:
+            host = EnvironmentHost(
+                make,
+                calls=EnvironmentCalls(self.settings),
+                writer=self.writer,
+                saved=SavedTurns(self.folder / "saved"),
+                limits=self.settings,
+            )
+            for text in (*says, None):
+                answer = await host.answer(self.turn)
+                heard.append(answer)
+                if answer.ids is None:
+                    break
+                self.append(answer.ids, None, answer.follows)
+                self.append(self.codec.encode(f"{text}{self.end}"), 3)
+            host.forget(["g0.0"])
+            while [task for task in asyncio.all_tasks() if task.get_name() == "close-environment"]:
+                await asyncio.sleep(0.02)
+        return heard
+
+    def append(self, ids, version, follows=None):
+        spans, length = list(self.turn.spans), len(self.turn.response_ids)
+        add_span(spans, Span(version, length, length + len(ids), follows=follows))
+        joined = np.concatenate([self.turn.response_ids, ids])
+        self.turn = msgspec.structs.replace(self.turn, response_ids=joined, spans=tuple(spans))
+
+    def log(self):
+        return (self.folder / "agents" / "g0.0" / "agent.log").read_text()
+
+
+async def test_an_agent_is_answered_and_its_next_request_is_joined_by_what_was_sampled(tmp_path):
+    story = Story(
+        tmp_path, "print(ask()); said.append({'role': 'user', 'content': 'and 3?'}); print(ask()); reward(1)"
+    )
+    heard = await story.lead(["4", "7"])
+    assert [answer.follows for answer in heard] == [ANEW, None, None], heard
+    assert heard[-1].reward == 1.0
+    assert story.log().split() == ["4", "7"]
+    assert [span.version for span in story.turn.spans] == [None, 3, None, 3]
+
+
+async def test_an_agent_that_rewrites_its_history_goes_back_to_what_it_repeats_or_begins_anew(tmp_path):
+    agent = """
+ask()
+said.append({"role": "user", "content": "and 3?"})
+ask()
+said[3:] = [{"role": "user", "content": "no, and 5?"}]  # another way behind the first answer
+ask()
+said[:] = [{"role": "user", "content": "in short: 9. and 1?"}]
+ask()
+"""
+    story = Story(tmp_path, agent.replace("said[3:]", "said[2:]"))
+    heard = await story.lead(["4", "7", "9", "10"])
+    spans = story.turn.spans
+    assert [answer.follows for answer in heard] == [ANEW, None, spans[1].end, ANEW, None]
+    assert heard[-1].ends
+    assert heard[-1].reward is None, "it said none"
+    assert [path.has_prompt for path in sequences_of(spans)] == [False, False, False]
+    own = np.concatenate([path.places[path.own] for path in sequences_of(spans)])
+    assert sorted(own.tolist()) == list(range(spans[-1].end)), "each token is of one sequence"
+
+
+async def test_a_request_that_is_sent_again_has_the_same_answer_and_no_second_turn(tmp_path):
+    agent = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(3) as pool:
+    same = [pool.submit(ask, said) for _ in range(2)]
+    other = pool.submit(ask, [{"role": "user", "content": "3+3="}])
+    print(json.dumps([sorted({one.result() for one in same}), other.result() in ("4", "6")]))
+"""
+    story = Story(tmp_path, agent)
+    heard = await story.lead(["4", "6"])
+    assert len(heard) == 3, "two turns for three requests"
+    (same, _) = json.loads(story.log())
+    assert len(same) == 1
+
+
+async def test_calls_of_tools_are_the_agents_to_make_and_its_results_go_on(tmp_path):
+    agent = """
+tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+ask(tools=tools)
+call = said[-1]["tool_calls"][0]
+print(call["function"]["name"], json.loads(call["function"]["arguments"])["a"])
+said.append({"role": "tool", "tool_call_id": call["id"], "content": "4"})
+print(ask(tools=tools, stream=False))
+"""
+    story = Story(tmp_path, agent)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    heard = await story.lead([call, "it is 4"])
+    assert [answer.follows for answer in heard] == [ANEW, None, None]
+    assert story.log().split("\n")[:2] == ["add 2", "it is 4"]
+
+
+async def test_a_stream_has_the_answer_in_its_events(tmp_path):
+    agent = """
+events = client.chat.completions.create(model="policy", messages=said, stream=True)
+print("".join(event.choices[0].delta.content or "" for event in events))
+"""
+    story = Story(tmp_path, agent)
+    await story.lead(["4"])
+    assert story.log() == "4\n"
+
+
+@pytest.mark.parametrize(
+    ("asks", "status"),
+    [
+        ("OpenAI(api_key='sk-other').models.list()", 401),
+        ("client.chat.completions.create(model='policy', messages=[])", 400),
+        ("client.chat.completions.create(model='policy', messages=said, n=2)", 400),
+        ("client.chat.completions.create(model='policy', messages=[{'role': 'poet', 'content': '?'}])", 400),
+        ("ask([{'role': 'user', 'content': 'a' * 100_000_000}])", 413),
+        ("reward(1); OpenAI(max_retries=0).chat.completions.create(model='policy', messages=[said[0]] * 2)", 409),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused_by_a_status(tmp_path, asks, status):
+    agent = f"""
+import openai
+ask()
+try:
+    {asks}
+except openai.APIStatusError as error:
+    print(error.status_code)
+"""
+    story = Story(tmp_path, agent)
+    await story.lead(["4"])
+    assert story.log().strip() == str(status)
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        ("sys.exit(3)", "the agent ended with code 3: it wrote nothing"),
+        ("raise ValueError('no\\nway')", "the agent ended with code 1: way"),
+        ("", "the agent ended before it asked its model anything"),
+    ],
+)
+async def test_an_agent_that_fails_drops_its_trajectory_with_its_last_words(tmp_path, agent, words):
+    heard = await Story(tmp_path, agent).lead(["4"])
+    assert heard[-1].failure is DropReason.ENVIRONMENT_FAILED
+    assert words in heard[-1].detail
+
+
+async def test_an_agent_ends_with_its_trajectory_and_all_that_it_started(tmp_path):
+    agent = """
+import subprocess
+ask()
+child = subprocess.Popen(["sleep", "1000"])
+print(os.getpid(), child.pid, flush=True)
+reward(0.5)
+child.wait()
+"""
+    story = Story(tmp_path, agent)
+    heard = await story.lead(["4"])
+    assert heard[-1].reward == 0.5
+    pids = [int(pid) for pid in story.log().split()]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
