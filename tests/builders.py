@@ -8,7 +8,8 @@ from laminar_py.records.events import Evaluated
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.pieces import PieceRef, TokensRef
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
-from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Span, Trajectory
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Trajectory
 
 
 def make_prompt(index=0, length=3, answer="4"):

@@ -19,7 +19,8 @@ from laminar_py.packing.packer import pack
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.engine import GenerateRequest, PauseMode, SamplingParams
 from laminar_py.records.recordings import Recording, join_masks
-from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
 from laminar_py.relay.node.relay_node import RelayNode
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber

@@ -65,6 +65,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     "reasoning_gym": ("environment/reasoning_gym_tasks.py",),
     "aiohttp": (
         "engines/sglang/",
+        "environment/agents/endpoint.py",
         "reward/servers.py",
         "segments/store.py",
         "bench/",

@@ -28,8 +28,8 @@ from laminar_py.records.engine import PauseMode, SamplingParams
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.recordings import Recording
 from laminar_py.records.replica import Assignment
-from laminar_py.records.spans import replace_spans
-from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
+from laminar_py.records.spans import Span, replace_spans
+from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
 from laminar_py.rollout.running import begin
 from laminar_py.rollout.storing import SegmentStore
 from laminar_py.segments.completion import complete_all

@@ -15,7 +15,8 @@ from laminar_py.audit.stored import stored_responses
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import COLUMNS, TrajectoryRow, read_rows
-from laminar_py.records.trajectory import Prompt, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Prompt
 from laminar_py.segments.payload import Payload
 
 if TYPE_CHECKING:

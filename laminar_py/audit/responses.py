@@ -26,8 +26,7 @@ from laminar_py.records.digests import response_digest
 from laminar_py.records.events import StreamCut
 from laminar_py.records.pieces import Piece
 from laminar_py.records.recordings import SamplingMask, unpack_mask
-from laminar_py.records.spans import clip_spans, decode_spans, replace_spans
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span, clip_spans, decode_spans, replace_spans
 from laminar_py.segments.payload import Payload, join
 from laminar_py.segments.reader import PayloadReader
 

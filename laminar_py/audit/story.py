@@ -18,8 +18,7 @@ from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import KINDS, TrajectoryRow, decode_event, read_rows
 from laminar_py.records.events import AnyEvent, Assigned, Consumed, Finished, Interrupted, Scored
 from laminar_py.records.scoring import TermValue
-from laminar_py.records.spans import clip_spans, num_turns
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span, clip_spans, num_turns
 from laminar_py.records.visible import visible
 from laminar_py.segments.payload import Payload, join
 

@@ -15,8 +15,8 @@ from laminar_py.ledger.rows import TrajectoryRow
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.events import AnyEvent, Consumed
 from laminar_py.records.pieces import Piece
-from laminar_py.records.spans import clip_spans, sampled_mask, shift_spans
-from laminar_py.records.trajectory import Kind, Span
+from laminar_py.records.spans import Span, clip_spans, sampled_mask, shift_spans
+from laminar_py.records.trajectory import Kind
 from laminar_py.segments.payload import Payload
 
 

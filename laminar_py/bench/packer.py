@@ -22,7 +22,8 @@ from laminar_py.packing.window import choose
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.pieces import PieceRef, TokensRef
-from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
 from laminar_py.workers.specs import FetchRequest
 
 MAX_TOKENS = 16_384

@@ -28,7 +28,7 @@ from laminar_py.bench.turns import Ratio, Side, Tell, in_turn
 from laminar_py.bench.workplace import workplace
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, PieceRef
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from laminar_py.segments.fetch import StoreClient
 from laminar_py.segments.frames import make_frame
 from laminar_py.segments.store import LOCAL, PieceStore, listen

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
 
 
 def make_trajectory(index: int, length: int, *, vocab: int = 512, prompt: np.ndarray | None = None) -> Trajectory:

@@ -25,8 +25,8 @@ from laminar_py.records.engine import SamplingParams
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.events import AnyEvent
 from laminar_py.records.pieces import ColumnRef, TokensRef
-from laminar_py.records.spans import sampled_versions
-from laminar_py.records.trajectory import DropReason, Kind, Prompt, Span
+from laminar_py.records.spans import Span, sampled_versions
+from laminar_py.records.trajectory import DropReason, Kind, Prompt
 
 
 class Recorder(Protocol):

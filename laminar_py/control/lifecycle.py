@@ -31,8 +31,8 @@ from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.replica import Assignment, Progress
 from laminar_py.records.returns import Earned, Returns, returns_of
 from laminar_py.records.scoring import Score
-from laminar_py.records.spans import clip_spans, covers, num_sampled, replace_spans, sampled_versions
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span, Status
+from laminar_py.records.spans import Span, clip_spans, covers, num_sampled, replace_spans, sampled_versions
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 from laminar_py.records.tree import context_tokens
 
 LIVE = frozenset(Status) - {Status.CONSUMED, Status.DROPPED}

@@ -26,7 +26,8 @@ from laminar_py.environment.writer import PlainWriter, turns_of
 from laminar_py.records.codec import IntArray
 from laminar_py.records.digests import DIGEST_BYTES
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
-from laminar_py.records.trajectory import ANEW, DropReason, Span
+from laminar_py.records.spans import ANEW, Span
+from laminar_py.records.trajectory import DropReason
 from laminar_py.records.tree import turn_ends
 
 log = logging.getLogger(__name__)

@@ -36,8 +36,8 @@ from laminar_py.records.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.records.spans import clip_spans, covers, encode_spans, merge_spans, sampled_versions
-from laminar_py.records.trajectory import DropReason, Kind, Span, Status
+from laminar_py.records.spans import Span, clip_spans, covers, encode_spans, merge_spans, sampled_versions
+from laminar_py.records.trajectory import DropReason, Kind, Status
 from laminar_py.records.weights import Published
 
 TrajectoryEvent = (

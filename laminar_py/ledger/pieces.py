@@ -20,8 +20,7 @@ from laminar_py.records.pieces import (
     PieceRef,
     TokensRef,
 )
-from laminar_py.records.spans import clip_spans, decode_spans, encode_spans, replace_spans
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span, clip_spans, decode_spans, encode_spans, replace_spans
 from laminar_py.segments.frames import AnyPiece, Buffer, arrays_of, describe, frame_digest, rebuild
 from laminar_py.segments.reader import ElsewhereError, PayloadReader
 from laminar_py.segments.writer import tokens_ref

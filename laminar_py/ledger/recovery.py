@@ -20,8 +20,8 @@ from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, RunSta
 from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.returns import Earned
-from laminar_py.records.spans import decode_spans, replace_spans
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span, Status
+from laminar_py.records.spans import Span, decode_spans, replace_spans
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 from laminar_py.records.weights import Published
 
 

@@ -6,7 +6,8 @@ import msgspec
 
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
-from laminar_py.records.trajectory import FinishReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason
 
 
 class PauseMode(StrEnum):

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from laminar_py.records.codec import IntArray
-from laminar_py.records.trajectory import DropReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,8 @@ from laminar_py.records.event import ReplicaLeft as ReplicaLeft
 from laminar_py.records.event import Scaled as Scaled
 from laminar_py.records.returns import Earned
 from laminar_py.records.scoring import TermValue, said_by
-from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind
 
 
 class RunStarted(Event, frozen=True, kw_only=True):

@@ -7,7 +7,8 @@ import msgspec
 from laminar_py.records.codec import IntArray
 from laminar_py.records.pieces import ColumnRef, PieceRef, TokensRef
 from laminar_py.records.returns import Earned
-from laminar_py.records.trajectory import FinishReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.records.tree import packed_tokens
 
 

@@ -7,7 +7,7 @@ controller and ledger know where each lies, how much it is, and its digest. L is
 import msgspec
 
 from laminar_py.records.columns import Dtype, TokenValues
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -8,7 +8,8 @@ from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import EngineStatus, SamplingParams
 from laminar_py.records.environment import Problem
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):

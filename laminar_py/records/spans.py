@@ -11,7 +11,29 @@ import msgspec
 import numpy as np
 
 from laminar_py.records.codec import BoolArray
-from laminar_py.records.trajectory import Span
+
+ANEW = -1  # as what a span `follows`: a context of its own, without the prompt
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Response tokens [start, end) and the weights that made them."""
+
+    version: int | None
+    start: int
+    end: int
+    kv_version: int | None = None
+
+
+class Span(VersionSpan, frozen=True, array_like=True, kw_only=True):
+    """Response tokens [start, end) were generated under `version`, e.g. `Span(7, 0, 41)`.
+
+    `kv_version` is set where they attended to a KV cache that older weights had made: the oldest of those.
+    Without a version nobody generated them: an environment wrote them, e.g. `Span(None, 41, 60)`. A response is a
+    tree where spans follow others than all before them (`records.tree`), e.g. `Span(None, 60, 75, follows=41)`.
+    """
+
+    follows: int | None = None  # leading tokens of the response that its first one is behind; None: all before it
+
 
 _decoder = msgspec.json.Decoder(tuple[Span, ...])
 _encoder = msgspec.json.Encoder()

@@ -14,6 +14,8 @@ from laminar_py.records.codec import BoolArray, FloatArray, IntArray
 from laminar_py.records.columns import TokenValues
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
 from laminar_py.records.returns import Earned, earned_by
+from laminar_py.records.spans import Span
+from laminar_py.records.tree import packed_tokens
 
 
 class Status(StrEnum):
@@ -75,34 +77,11 @@ class DropReason(StrEnum):
     RUN_ENDED = "run_ended"  # an evaluation that was under way when the run ended
 
 
-ANEW = -1  # as what a span `follows`: a context of its own, without the prompt
-
-
 class Kind(StrEnum):
     """Purpose of a trajectory. Evaluations are accounted for apart and never train."""
 
     TRAIN = "train"
     EVAL = "eval"
-
-
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Response tokens [start, end) and the weights that made them."""
-
-    version: int | None
-    start: int
-    end: int
-    kv_version: int | None = None
-
-
-class Span(VersionSpan, frozen=True, array_like=True, kw_only=True):
-    """Response tokens [start, end) were generated under `version`, e.g. `Span(7, 0, 41)`.
-
-    `kv_version` is set where they attended to a KV cache that older weights had made: the oldest of those.
-    Without a version nobody generated them: an environment wrote them, e.g. `Span(None, 41, 60)`. A response is a
-    tree where spans follow others than all before them (`records.tree`), e.g. `Span(None, 60, 75, follows=41)`.
-    """
-
-    follows: int | None = None  # leading tokens of the response that its first one is behind; None: all before it
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,8 +124,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_tokens(self) -> int:
         """Tokens of all its sequences: prompt and response, where that is one."""
-        from laminar_py.records.tree import packed_tokens
-
         return packed_tokens(len(self.prompt_ids), self.spans)
 
     @property

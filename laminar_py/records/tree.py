@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_py.records.codec import BoolArray, IntArray
-from laminar_py.records.trajectory import ANEW, Span
+from laminar_py.records.spans import ANEW, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ it draws the same wherever it is asked for once more.
 import msgspec
 
 from laminar_py.records.engine import GenerateRequest
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from laminar_py.records.tree import context_of, is_tree
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: it spreads small numbers over all bits

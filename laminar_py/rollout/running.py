@@ -25,8 +25,8 @@ from laminar_py.records.recordings import (
     pack_mask,
 )
 from laminar_py.records.replica import Assignment, Held, Progress
-from laminar_py.records.spans import add_span, clip_spans, covers, replace_spans, shift_spans
-from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Span
+from laminar_py.records.spans import Span, add_span, clip_spans, covers, replace_spans, shift_spans
+from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason
 from laminar_py.records.tree import context_tokens
 from laminar_py.rollout.branches import in_context
 

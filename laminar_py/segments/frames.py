@@ -16,7 +16,7 @@ from blake3 import blake3
 from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.digests import DIGEST_BYTES
 from laminar_py.records.pieces import ColumnPiece, PayloadLostError, Piece
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 
 Buffer: TypeAlias = bytes | memoryview
 AnyPiece: TypeAlias = Piece | ColumnPiece

@@ -15,8 +15,7 @@ from laminar_py.records.recordings import (
     unpack_experts,
     unpack_mask,
 )
-from laminar_py.records.spans import replace_spans
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span, replace_spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,7 @@ from laminar_py.records.recordings import (
     pack_mask,
     unpack_experts,
 )
-from laminar_py.records.spans import replace_spans
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span, replace_spans
 from laminar_py.segments.frames import whole_frames
 from laminar_py.segments.journal import JOURNAL
 from laminar_py.segments.payload import mask_of

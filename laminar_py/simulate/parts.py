@@ -13,7 +13,8 @@ from laminar_py.records.engine import GenerateRequest
 from laminar_py.records.events import AnyEvent
 from laminar_py.records.pieces import COUNTED, ColumnRef, Piece, TokensRef
 from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import Prompt, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Prompt
 from laminar_py.segments.payload import Payload
 from laminar_py.segments.salvage import Known, Salvaged, continuations, salvaged
 

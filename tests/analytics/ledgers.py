@@ -16,7 +16,8 @@ from laminar_py.records.events import (
     StepSkipped,
     Undone,
 )
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind
 from tests.builders import make_evaluated
 from tests.ledger.runs import begin, digest_of, issue, open_ledger, run_to, score
 

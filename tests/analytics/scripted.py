@@ -21,7 +21,8 @@ from laminar_py.records.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind
 from tests.builders import make_prompt
 from tests.ledger.runs import digest_of, payload_of, store
 

@@ -11,7 +11,8 @@ import numpy as np
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.records import events as e
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
 from tests.analytics.builders import make_fleet_row, make_step_row, write_rows
 from tests.builders import make_evaluated
 from tests.ledger.runs import payload_of, store

@@ -11,7 +11,8 @@ from laminar_py.audit.queries import select
 from laminar_py.audit.story import story
 from laminar_py.ledger.rows import COLUMNS
 from laminar_py.records.events import Dropped, Restamped
-from laminar_py.records.trajectory import DropReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason
 from tests.ledger.runs import (
     archive,
     begin,

@@ -4,7 +4,8 @@ import re
 
 from laminar_py.audit.story import Stretch, story, tell_response, tell_story
 from laminar_py.records.events import Cut, Dropped, Interrupted, Restamped, StreamCut
-from laminar_py.records.trajectory import DropReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason
 from tests.ledger.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to
 
 

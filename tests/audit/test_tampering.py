@@ -28,7 +28,8 @@ from laminar_py.records.events import (
     StreamCut,
     VersionLoaded,
 )
-from laminar_py.records.trajectory import DropReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, Kind
 from laminar_py.segments.folder import segments_in
 from laminar_py.segments.frames import frame_digest
 from tests.builders import make_evaluated

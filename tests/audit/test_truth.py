@@ -10,7 +10,7 @@ from laminar_py.audit.verify import verify
 from laminar_py.audit.violations import Rule
 from laminar_py.ledger.database import LEDGER_NAME
 from laminar_py.records.events import Assigned, Restamped
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from tests.builders import make_experts, make_mask
 from tests.ledger.runs import archive, begin, checkpoint, consume, finish, issue, open_ledger, store, tokens
 

@@ -20,7 +20,8 @@ from laminar_py.records.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.records.trajectory import DropReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, Kind
 from tests.builders import make_experts, make_mask
 from tests.ledger.runs import (
     begin,

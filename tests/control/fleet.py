@@ -19,7 +19,8 @@ from laminar_py.records.engine import EngineStatus, SamplingParams
 from laminar_py.records.pieces import ColumnRef, Piece, PieceRef, TokensRef
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import Break, DropReason, FinishReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Break, DropReason, FinishReason
 from laminar_py.segments.salvage import Salvaged
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.builders import make_prompt, make_ref

@@ -5,8 +5,8 @@ import numpy as np
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import Delta, EngineStatus
 from laminar_py.records.replica import Assignment, ReplicaReport
-from laminar_py.records.spans import merge_spans
-from laminar_py.records.trajectory import Break, FinishReason, Span
+from laminar_py.records.spans import Span, merge_spans
+from laminar_py.records.trajectory import Break, FinishReason
 from laminar_py.rollout.running import begin
 from laminar_py.segments.journal import Journal
 from laminar_py.segments.reader import PayloadReader

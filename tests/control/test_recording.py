@@ -12,7 +12,8 @@ from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.records.events import Finished, Interrupted, Restamped, StreamCut
 from laminar_py.records.replica import Progress
-from laminar_py.records.trajectory import Break, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Break
 from tests.builders import make_experts, make_mask
 from tests.control.streams import ID, PROMPT, Streams, token_ids
 from tests.ledger.runs import begin, open_ledger

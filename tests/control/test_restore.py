@@ -16,7 +16,8 @@ from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype
 from laminar_py.records.events import Interrupted
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Progress
-from laminar_py.records.trajectory import FinishReason, Kind, Span, Status
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason, Kind, Status
 from tests.builders import make_prompt, make_ref
 from tests.control.fleet import Fleet, ages_of, make_tokens
 

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from laminar_py.records.engine import Delta, GenerateRequest, PauseMode, SamplingParams
 from laminar_py.records.protocols import EngineLostError, InferenceEngine
-from laminar_py.records.trajectory import FinishReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason
 
 PATIENCE_S = 30.0
 

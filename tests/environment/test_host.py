@@ -10,8 +10,8 @@ import pytest
 from laminar_py.environment.protocol import End, Observation, Rewrite
 from laminar_py.environment.saved import SavedTurns
 from laminar_py.records.environment import ModelTurn
-from laminar_py.records.spans import add_span
-from laminar_py.records.trajectory import ANEW, DropReason, Span
+from laminar_py.records.spans import ANEW, Span, add_span
+from laminar_py.records.trajectory import DropReason
 from tests.environment.turns import END, Chatter, Diary, Forgetful, Wanderer, make_host, problem
 
 

@@ -22,8 +22,8 @@ from laminar_py.records.clock import SystemClock
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.replica import Assignment
-from laminar_py.records.spans import num_sampled, num_turns, replace_spans
-from laminar_py.records.trajectory import FinishReason, Kind, Span
+from laminar_py.records.spans import Span, num_sampled, num_turns, replace_spans
+from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.records.tree import is_tree
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore

@@ -8,7 +8,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder, TemplateError
 from laminar_py.environment.protocol import Observation, Rewrite, Role
 from laminar_py.environment.writer import ChatWriter, PlainWriter, open_writer, turns_of
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from tests.data.templates import TEMPLATES, make_chat_encoder
 from tests.environment.turns import END, greedy_tokenizer
 

@@ -13,8 +13,7 @@ from laminar_py.environment.host import EnvironmentHost
 from laminar_py.environment.saved import SavedTurns
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.environment import ModelTurn
-from laminar_py.records.spans import add_span
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span, add_span
 
 END = 0  # ends a turn
 

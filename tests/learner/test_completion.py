@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TOKEN_REWARDS, token_values
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from laminar_py.segments.completion import complete_all
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.writer import SEGMENT, SegmentWriter

@@ -12,7 +12,8 @@ from laminar_py.ledger.live import settle
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Interrupted, VersionPublished
-from laminar_py.records.trajectory import Span, Status
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Status
 from tests.ledger.runs import (
     archive,
     begin,

@@ -31,7 +31,8 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, Piece
 from laminar_py.records.recordings import pack_experts, pack_mask
-from laminar_py.records.trajectory import FinishReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.builders import make_experts, make_mask, make_prompt
 

@@ -29,7 +29,8 @@ from laminar_py.records.events import (
     Undone,
     VersionPublished,
 )
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
 from laminar_py.segments.reader import PayloadReader
 from tests.builders import make_experts
 from tests.ledger.runs import Ticks, begin, consume, finish, issue, make_ready, open_ledger, run_to, store

@@ -16,7 +16,8 @@ from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import read_rows
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped
-from laminar_py.records.trajectory import DropReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason
 from laminar_py.segments.folder import segments_in
 from laminar_py.segments.writer import SegmentWriter
 from tests.ledger.runs import (

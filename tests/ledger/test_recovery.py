@@ -20,7 +20,8 @@ from laminar_py.records.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.records.trajectory import DropReason, Kind, Span, Status
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, Kind, Status
 from laminar_py.records.weights import Published
 from laminar_py.segments.reader import PayloadReader
 from tests.builders import make_experts, make_mask

@@ -12,7 +12,7 @@ from laminar_py.packing.packer import Packed, StepTerms, assign, pack, step_term
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.recordings import RoutedExperts
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from tests.builders import make_ref, make_trajectory
 from tests.stored import at_ranks, by_reference
 

@@ -20,7 +20,7 @@ from laminar_py.records.recordings import (
     unpack_experts,
     unpack_mask,
 )
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from laminar_py.segments.frames import make_frame, read_frame
 from tests.builders import make_experts, make_mask
 

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.records.spans import (
+    Span,
     clip_spans,
     covers,
     decode_spans,
@@ -13,7 +14,6 @@ from laminar_py.records.spans import (
     shift_spans,
     versions_of,
 )
-from laminar_py.records.trajectory import Span
 
 LABELS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([None, 0])), max_size=12)
 

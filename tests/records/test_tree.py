@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.records.trajectory import ANEW, Span
+from laminar_py.records.spans import ANEW, Span
 from laminar_py.records.tree import (
     TokenPath,
     context_of,

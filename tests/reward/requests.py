@@ -5,7 +5,8 @@ import numpy as np
 
 from laminar_py.records.pieces import Piece, TokensRef
 from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, PartialResponse, ScoringRequest, Unfinished, Unscored
-from laminar_py.records.trajectory import FinishReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
 

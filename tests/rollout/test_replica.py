@@ -16,7 +16,8 @@ from laminar_py.records.engine import SamplingParams
 from laminar_py.records.pieces import Piece
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
 from laminar_py.segments.reader import PayloadReader

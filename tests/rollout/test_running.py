@@ -9,7 +9,8 @@ from laminar_py.records.environment import Problem
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.recordings import unpack_experts
 from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import FinishReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.rollout.running import begin
 from tests.builders import make_experts, make_mask, make_ref
 

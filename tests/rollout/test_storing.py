@@ -8,7 +8,8 @@ import pytest
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, TokensRef
 from laminar_py.records.protocols import EngineLostError, StoreFullError
-from laminar_py.records.trajectory import FinishReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason
 from laminar_py.rollout.storing import LEAST_FREE, SegmentStore
 from laminar_py.segments.journal import JOURNAL, Journal
 from laminar_py.segments.reader import PayloadReader

@@ -12,8 +12,8 @@ from laminar_py.records.clock import SystemClock
 from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.environment import EnvironmentTurn, Problem
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.spans import num_turns
-from laminar_py.records.trajectory import ANEW, Cap, DropReason, FinishReason
+from laminar_py.records.spans import ANEW, num_turns
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason
 from laminar_py.records.tree import sequences_of
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import StreamState

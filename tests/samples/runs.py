@@ -6,7 +6,8 @@ import yaml
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.events import Assigned, Consumed, Finished, Issued, Ready, Scored
 from laminar_py.records.scoring import TermValue
-from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason, Kind, Prompt
 from tests.data.templates import make_tokenizer_folder
 from tests.ledger.runs import digest_of, store, store_columns
 

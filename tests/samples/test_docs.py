@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from laminar_py.cli import app
 from laminar_py.records.events import Ready, Restamped
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from tests.ledger.runs import begin, consume, open_ledger
 from tests.samples.runs import (
     begin_sample,

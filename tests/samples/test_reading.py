@@ -14,7 +14,8 @@ from laminar_py.audit.queries import Filters, count, listing
 from laminar_py.config.section import ConfigError
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped, Ready, Restamped
-from laminar_py.records.trajectory import DropReason, Kind, Span, Status
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, Kind, Status
 from laminar_py.samples.reading import list_samples, read_sample, read_samples
 from laminar_py.samples.records import FullSample, SampleOrder, TokenSpan
 from tests.ledger.runs import archive, begin, checkpoint, consume, open_ledger, store

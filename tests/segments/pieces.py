@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from laminar_py.records.pieces import Piece
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from laminar_py.segments.store import PieceStore, StoreLimits, listen
 
 KEY = bytes(range(32))

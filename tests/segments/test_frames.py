@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.pieces import ColumnPiece, PayloadLostError, Piece
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from laminar_py.segments.frames import frame_digest, make_frame, read_frame, rebuild, whole_frames
 from tests.segments.pieces import make_piece
 

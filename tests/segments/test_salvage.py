@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.recordings import RoutedExperts, SamplingMask, pack_experts, pack_mask
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from laminar_py.segments.journal import Journal
 from laminar_py.segments.payload import join
 from laminar_py.segments.reader import PayloadReader

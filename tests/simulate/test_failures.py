@@ -6,7 +6,7 @@ import pytest
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.ledger.database import reading
 from laminar_py.records.pieces import Piece
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 from laminar_py.segments.salvage import Known
 from laminar_py.simulate.parts import CountedTokens
 from tests.simulate.small import FAILING, run, run_recorded

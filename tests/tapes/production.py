@@ -61,17 +61,8 @@ from laminar_py.records.recordings import pack_experts, pack_mask, unpack_expert
 from laminar_py.records.replica import Held, Move, Progress, ReplicaReport, Survey, WeightLoad
 from laminar_py.records.returns import earned_by
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import (
-    Break,
-    Cap,
-    DropReason,
-    FinishReason,
-    Kind,
-    Prompt,
-    Span,
-    Status,
-    Trajectory,
-)
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Prompt, Status, Trajectory
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.planner import PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens

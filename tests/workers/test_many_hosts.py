@@ -18,7 +18,8 @@ from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Consumed
-from laminar_py.records.trajectory import DropReason, FinishReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, FinishReason
 from laminar_py.segments.completion import complete_all
 from laminar_py.segments.journal import Journal
 from laminar_py.segments.reader import PayloadReader, StoreAwayError

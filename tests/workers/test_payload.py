@@ -10,7 +10,8 @@ from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Dropped, Interrupted
-from laminar_py.records.trajectory import DropReason, FinishReason, Span, Status
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, FinishReason, Status
 from laminar_py.segments.journal import JOURNAL, Journal
 from laminar_py.segments.writer import SegmentWriter
 from laminar_py.workers import payload as payload_module

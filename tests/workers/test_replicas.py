@@ -21,7 +21,8 @@ from laminar_py.records.engine import EngineStatus
 from laminar_py.records.events import Dropped, PartDied, ReplicaLeft
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.replica import ReplicaReport, WeightLoad
-from laminar_py.records.trajectory import DropReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason
 from laminar_py.relay.wire.post import Peer, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.segments.salvage import Salvaged

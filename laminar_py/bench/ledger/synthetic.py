@@ -19,7 +19,8 @@ from laminar_py.records.events import Checkpointed, RunStarted, Stepped, Version
 from laminar_py.records.pieces import Piece
 from laminar_py.records.replica import Progress
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
 GROUP = 8

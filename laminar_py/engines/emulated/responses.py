@@ -19,7 +19,8 @@ from laminar_py.engines.emulated.turns import OBSERVED, lay_out
 from laminar_py.engines.requests import response_limit
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest
-from laminar_py.records.trajectory import FinishReason, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason
 
 LOGPROB = -0.5  # of every token
 _OFFSETS = 1 << 16  # places in the table where a response may begin

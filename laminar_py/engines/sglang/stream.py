@@ -13,8 +13,8 @@ import msgspec
 from laminar_py.engines.sglang import wire
 from laminar_py.records.engine import Delta, GenerateRequest
 from laminar_py.records.recordings import Recording
-from laminar_py.records.spans import sampled_versions
-from laminar_py.records.trajectory import FinishReason, Span
+from laminar_py.records.spans import Span, sampled_versions
+from laminar_py.records.trajectory import FinishReason
 
 # said in every request, since a server may have been started with preferences of its own
 _NEUTRAL = {

@@ -13,7 +13,7 @@ import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
-from laminar_py.records.trajectory import Span
+from laminar_py.records.spans import Span
 
 MAX_EVENT_BYTES = 512 * 2**20  # routed experts of a long response come in one event
 MAX_EXPERTS = 2**16  # of a layer

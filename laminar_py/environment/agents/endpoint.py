@@ -24,7 +24,7 @@ MODEL = "policy"
 SPEAKERS = frozenset({"system", "developer", "assistant", *Role})
 
 
-class Called(msgspec.Struct):
+class CalledFunction(msgspec.Struct):
     """A function that a message calls."""
 
     name: str
@@ -34,7 +34,7 @@ class Called(msgspec.Struct):
 class CalledTool(msgspec.Struct):
     """A call of a tool."""
 
-    function: Called
+    function: CalledFunction
     id: str = ""
 
 

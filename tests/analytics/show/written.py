@@ -10,7 +10,8 @@ from laminar_py.analytics.triage.report import RunReport
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped, Interrupted, Ready
-from laminar_py.records.trajectory import DropReason, Kind, Span
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, Kind
 from tests.analytics.scripted import CONFIG
 from tests.ledger.runs import begin, consume, open_ledger
 from tests.samples.runs import (

@@ -22,8 +22,8 @@ from laminar_py.records.engine import SamplingParams
 from laminar_py.records.environment import ModelTurn, Problem
 from laminar_py.records.pieces import COUNTED, TokensRef
 from laminar_py.records.replica import Assignment
-from laminar_py.records.spans import num_sampled, num_turns
-from laminar_py.records.trajectory import FinishReason, Kind, Span
+from laminar_py.records.spans import Span, num_sampled, num_turns
+from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.rollout.replica import Replica
 from laminar_py.simulate.parts import CountedTokens
 from laminar_py.simulate.virtual_loop import LoopClock, virtually

@@ -16,8 +16,8 @@ from laminar_py.environment.host import EnvironmentHost
 from laminar_py.environment.saved import SavedTurns
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import ModelTurn, Problem
-from laminar_py.records.spans import add_span
-from laminar_py.records.trajectory import ANEW, DropReason, Span
+from laminar_py.records.spans import ANEW, Span, add_span
+from laminar_py.records.trajectory import DropReason
 from laminar_py.records.tree import sequences_of
 from tests.data.templates import TEMPLATES, make_chat_encoder
 
@@ -33,9 +33,7 @@ def ask(messages=None, **more):
         said.append(answer.model_dump(exclude_none=True))
     return answer.content
 def reward(value):
-    import httpx
-    httpx.post(f"{os.environ['OPENAI_BASE_URL']}/reward", json={"reward": value},
-               headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}).raise_for_status()
+    client.post("/reward", cast_to=object, body={"reward": value})
 """
 
 
@@ -75,8 +73,7 @@ class Story:
                 self.append(answer.ids, None, answer.follows)
                 self.append(self.codec.encode(f"{text}{self.end}"), 3)
             host.forget(["g0.0"])
-            while [task for task in asyncio.all_tasks() if task.get_name() == "close-environment"]:
-                await asyncio.sleep(0.02)
+            await asyncio.gather(*(one for one in asyncio.all_tasks() if one.get_name() == "close-environment"))
         return heard
 
     def append(self, ids, version, follows=None):
