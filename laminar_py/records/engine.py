@@ -70,7 +70,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Occupation of an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, ...)`; KV in tokens."""
+    """Occupation of an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, ...)`; KV in tokens.
+
+    What an engine keeps between turns, and would drop for whatever runs, counts nowhere.
+    """
 
     running: int
     waiting: int

@@ -179,7 +179,7 @@ def table(cases: Sequence[Case], found: Sequence[Sequence[TurnTimes]]) -> list[R
 
 
 def write_inputs(folder: Path) -> RunConfig:
-    """Write a model of 240,000 parameters; returns the config of a run on it."""
+    """Write a model of 230,000 parameters; returns the config of a run on it."""
     model = folder / "model"
     model.mkdir()
     files = tiny_model(LETTERS, pattern="[a-z]", context=MAX_LEN)
