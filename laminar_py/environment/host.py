@@ -21,7 +21,7 @@ from blake3 import blake3
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.environment.calls import CallFailedError, EnvironmentCalls
 from laminar_py.environment.protocol import Answer, End, Environment, Observation, Restorable, Rewrite
-from laminar_py.environment.saved import SavedTurn, SavedTurns
+from laminar_py.environment.saved import SavedTurn, SavedTurns, TurnsOnFile
 from laminar_py.environment.writer import PlainWriter, turns_of
 from laminar_py.records.codec import IntArray
 from laminar_py.records.digests import DIGEST_BYTES
@@ -113,12 +113,14 @@ class EnvironmentHost:
 
     async def _take(self, turn: ModelTurn, session: Session, before: Session | None) -> EnvironmentTurn:
         is_here = before is not None and before.environment is not None
-        saved = None if is_here else self._saved.load(turn.trajectory_id)
+        on_file = TurnsOnFile() if is_here else self._saved.load(turn.trajectory_id, session.told)
+        saved = on_file.saved
         if saved is not None and saved.told == session.told:
             return saved.answer
-        if self._saved.attempt(turn.trajectory_id, session.told) > MOST_ATTEMPTS:
+        if on_file.attempts >= MOST_ATTEMPTS:
             detail = f"its process died {MOST_ATTEMPTS} times over this turn"
             raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
+        self._saved.attempt(turn.trajectory_id, session.told)
         began = time.monotonic()
         session.environment = environment = await self._ready(turn, before, saved)
         turns = turns_of(turn.response_ids, turn.spans)
