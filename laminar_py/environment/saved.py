@@ -1,9 +1,9 @@
 """Files that environments are rebuilt from after a death: the last answer, and the state if that is saved.
 
 Written by `environment.host`, one for each trajectory, of frames that lie end to end: a turn that is about to be
-taken, and a turn that was. The controller deletes what is of trajectories that are on record as ended. Invariant: an
-answer is in the file before anybody hears of it, so whoever asks again hears the same, whatever died meanwhile, and
-no turn that was answered is taken twice.
+taken, and a turn that was. The controller deletes what is of trajectories that are on record as ended. Invariant:
+an answer is in the file before anybody hears of it, so whoever asks again hears the same, whatever died meanwhile,
+and no turn that was answered is taken twice.
 """
 
 import os
