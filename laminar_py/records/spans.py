@@ -41,8 +41,12 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tuple[Span, ...]:
     """Spans of tokens [start, end) alone."""
-    clipped = (Span(s.version, max(s.start, start), min(s.end, end), s.kv_version) for s in spans)
-    return merge_spans(span for span in clipped if span.start < span.end)
+    clipped: list[Span] = []
+    for span in spans:
+        first, last = max(span.start, start), min(span.end, end)
+        if first < last:
+            add_span(clipped, Span(span.version, first, last, span.kv_version))
+    return tuple(clipped)
 
 
 def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ...]:
