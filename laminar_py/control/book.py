@@ -214,11 +214,14 @@ class Book:
 
     def versions_alive(self) -> int:
         """Number of distinct weight versions among live training trajectories."""
-        training = [lifecycle for lifecycle in self.live.values() if lifecycle.kind is Kind.TRAIN]
-        told = {version for lifecycle in training for version in sampled_versions(lifecycle.spans)}
-        replicas = {lifecycle.replica for lifecycle in training if lifecycle.replica is not None}
-        served = {self.views.by_index[replica].serving for replica in replicas}
-        return len(told | {version for version in served if version >= 0})
+        versions, replicas = set[int](), set[int]()
+        for lifecycle in self.live.values():
+            if lifecycle.kind is Kind.TRAIN:
+                versions.update(sampled_versions(lifecycle.spans))
+                if lifecycle.replica is not None:
+                    replicas.add(lifecycle.replica)
+        versions.update(self.views.by_index[replica].serving for replica in replicas)
+        return len(versions - {-1})
 
 
 def trajectory_seed(seed: int, trajectory_id: str) -> int:

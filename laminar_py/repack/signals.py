@@ -154,9 +154,7 @@ class GroupForecast:
         """[n] tokens to come of their responses."""
         expected = self._remaining.expected(np.array([item.length for item in held], np.float64))
         average = self._remaining.of_new
-        for place, item in enumerate(held):
-            siblings = self._finished(item.trajectory_id)
-            if siblings:
-                prior = self.PRIOR * average
-                expected[place] *= (prior + sum(siblings)) / (prior + len(siblings) * average)
+        prior = self.PRIOR * average
+        siblings = map(self._finished, [item.trajectory_id for item in held])
+        expected *= [(prior + sum(them)) / (prior + len(them) * average) if them else 1.0 for them in siblings]
         return expected

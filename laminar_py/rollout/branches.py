@@ -8,18 +8,16 @@ import msgspec
 
 from laminar_py.records.engine import GenerateRequest
 from laminar_py.records.spans import Span
-from laminar_py.records.tree import context_of, is_tree
+from laminar_py.records.tree import context_of
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: it spreads small numbers over all bits
 
 
 def in_context(request: GenerateRequest, spans: tuple[Span, ...]) -> GenerateRequest:
-    """A request that goes on with the whole response, as one with its context alone.
+    """A request that goes on with the whole response, which is a tree, as one with its context alone.
 
     E.g. of a response of 60 tokens whose last 15 follow its first 41: these 56 behind the prompt.
     """
-    if not is_tree(spans):
-        return request
     context, sampling = context_of(spans), request.sampling
     root, branch = context.parts[0][0], context.parts[-1][0]
     ids = request.prefix_ids[context.places]

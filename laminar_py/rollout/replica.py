@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.records.engine import EngineStatus, SamplingParams
@@ -165,19 +165,27 @@ class Replica:
 
     # ---- called for repacking
 
-    async def survey(self) -> Survey:
-        """Everything it has now; nothing, if its engine is lost, so that its last report comes first."""
+    async def survey(self, lengths: Callable[[], Mapping[str, int]] = dict) -> Survey:
+        """Everything it has now; nothing, if its engine is lost, so that its last report comes first.
+
+        `lengths` has the responses of which the engine has more than it has delivered.
+        """
         status = self._look()
         await asyncio.sleep(0)  # what the engine has just delivered is taken first
         training = [] if self._admission.state is ReplicaState.LOST else self._streams.training
+        grown = lengths()
         return Survey(
             replica=self.index,
             version=self._loader.version,
             slots=self._max_batch,
             kv_used=status.kv_used,
             kv_capacity=status.kv_capacity,
-            running=tuple(running.held() for running in training if running.first_token_s is not None),
-            waiting=tuple(running.held() for running in training if running.first_token_s is None),
+            running=tuple(
+                running.held(grown.get(running.assignment.trajectory_id, running.length))
+                for running in training
+                if running.first_token_s is not None
+            ),
+            waiting=tuple(running.held(running.length) for running in training if running.first_token_s is None),
             settled=len(training) == len(self._running) and not self._pinned and self._keeps_version,
             held_s=self._streams.held_s,
         )

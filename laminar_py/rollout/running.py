@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-import msgspec
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
@@ -27,7 +26,7 @@ from laminar_py.records.recordings import (
 from laminar_py.records.replica import Assignment, Held, Progress
 from laminar_py.records.spans import Span, add_span, clip_spans, covers, replace_spans, shift_spans
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason
-from laminar_py.records.tree import context_tokens
+from laminar_py.records.tree import context_tokens, is_tree
 from laminar_py.rollout.branches import in_context
 
 _NO_IDS = np.empty(0, np.int32)
@@ -82,12 +81,18 @@ class Running:
             routed=self.routed,
             has_turns=item.problem is not None,
         )
-        return in_context(whole, self.all_spans)
+        return in_context(whole, self.all_spans) if self._is_tree else whole
 
-    def held(self) -> Held:
-        """Entry of a survey."""
-        context = context_tokens(len(self.assignment.prompt_ids), self.all_spans)
-        return Held(self.assignment.trajectory_id, context, self.length)
+    def held(self, length: int) -> Held:
+        """Entry of a survey, with so many tokens of response."""
+        context = len(self.assignment.prompt_ids) + length
+        if self._is_tree:
+            context = context_tokens(len(self.assignment.prompt_ids), self.all_spans) + length - self.length
+        return Held(self.assignment.trajectory_id, context, length)
+
+    @property
+    def _is_tree(self) -> bool:
+        return is_tree(self.told_spans) or is_tree(self.spans)
 
     def used_s(self, now: float) -> float:
         """Seconds of generation, those on earlier replicas included."""
@@ -174,34 +179,34 @@ class Running:
 
     def note(self, now: float) -> Piece | None:
         """Tokens that the journal has not got yet, which count as noted from here on; None if there are none."""
-        noted = self.told + sum(map(len, self.ids[: self.noted]))
-        if noted == self.length:
+        if self.noted == len(self.ids):
             return None
-        piece = self._piece(noted, self.ids[self.noted :], self.logprobs[self.noted :], now)
-        mask = _joined(self.masks[self.noted :])
+        piece = self._piece(self.noted, now)
         self.noted = len(self.ids)
-        return msgspec.structs.replace(piece, mask=None if mask is None else pack_mask(mask))
+        return piece
 
     def piece(self, now: float) -> Piece | None:
         """Everything that was not told yet, None if that is nothing; it counts as told with its `progress`."""
         if not self.ids and not self.experts and self.reward is None:
             return None
-        name, count = self.assignment.trajectory_id, self.length - self.told
-        mask = _joined(self.masks)
+        return self._piece(0, now, experts=pack_experts(join_experts(self.experts)) if self.experts else None)
+
+    def _piece(self, first: int, now: float, *, experts: bytes | None = None) -> Piece:
+        """Tokens of the deltas that were not told, without the first few."""
+        name, ids, mask = self.assignment.trajectory_id, self.ids[first:], _joined(self.masks[first:])
+        count = sum(map(len, ids))
         rows = count if mask is None else len(mask.counts)
         assert rows == count, f"{name}: {count} tokens with {rows} sampling masks"
-        piece = self._piece(self.told, self.ids, self.logprobs, now)
-        experts = pack_experts(join_experts(self.experts)) if self.experts else None
-        return msgspec.structs.replace(piece, mask=None if mask is None else pack_mask(mask), experts=experts)
-
-    def _piece(self, start: int, ids: list[IntArray], logprobs: list[FloatArray], now: float) -> Piece:
+        start = self.length - count
         return Piece(
-            trajectory_id=self.assignment.trajectory_id,
+            trajectory_id=name,
             epoch=self.assignment.epoch,
             start=start,
-            spans=tuple(self.spans) if start == self.told else clip_spans(self.spans, start),
-            ids=b"".join(array.tobytes() for array in ids),
-            logprobs=b"".join(array.tobytes() for array in logprobs),
+            spans=clip_spans(self.spans, start) if first else tuple(self.spans),
+            ids=b"".join([array.tobytes() for array in ids]),
+            logprobs=b"".join([array.tobytes() for array in self.logprobs[first:]]),
+            mask=None if mask is None else pack_mask(mask),
+            experts=experts,
             used_s=self.used_s(now),
             reward=self.reward,
         )

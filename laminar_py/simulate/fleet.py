@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import msgspec
-
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.run import RunConfig
 from laminar_py.control.reports import REPLICA_DIED
@@ -30,7 +28,7 @@ from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.turns import environments_of
 from laminar_py.records.events import PartDied, PartStarted
 from laminar_py.records.protocols import Clock
-from laminar_py.records.replica import Held, ReplicaReport, Survey
+from laminar_py.records.replica import ReplicaReport, Survey
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.replica import Replica
 from laminar_py.simulate.cores import SharedCores
@@ -341,11 +339,4 @@ class SimulatedFleet:
 
 
 async def _survey(life: ReplicaLife) -> Survey:
-    survey = await life.replica.survey()
-    lengths = life.engine.lengths()  # of which nothing was delivered after the first token
-    running = tuple(_grown(held, lengths.get(held.trajectory_id, held.length)) for held in survey.running)
-    return msgspec.structs.replace(survey, running=running)
-
-
-def _grown(held: Held, length: int) -> Held:
-    return Held(held.trajectory_id, held.context + length - held.length, length)
+    return await life.replica.survey(life.engine.lengths)  # nothing is delivered after the first token

@@ -30,6 +30,7 @@ class OneWay:
             self._any.clear()
             while self._sent:
                 due_s, arrive = self._sent.popleft()
-                if due_s > self._loop.time():
-                    await asyncio.sleep(due_s - self._loop.time())
+                ahead_s = due_s - self._loop.time()
+                if ahead_s > 0:
+                    await asyncio.sleep(ahead_s)
                 await arrive()

@@ -69,9 +69,9 @@ class SimulatedRewards:
     def see(self, event: AnyEvent) -> None:
         """Know when each training trajectory was issued, until it has ended."""
         self.num_events += 1
-        if isinstance(event, Issued):
+        if type(event) is Issued:  # no kind of event has others below it
             self._issued[event.trajectory_id] = self._loop.time()
-        elif isinstance(event, Dropped):
+        elif type(event) is Dropped:
             self._issued.pop(event.trajectory_id, None)
 
     def submit(self, trajectory: FinishedTrajectory, *, version: int) -> None:

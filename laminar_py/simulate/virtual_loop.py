@@ -8,9 +8,9 @@ import asyncio
 import math
 import selectors
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from contextvars import Context
+from contextvars import Context, copy_context
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -33,6 +33,28 @@ class LoopClock:
         return self._loop.time()
 
 
+class _Call(asyncio.Handle):
+    """asyncio's own handle, made in one go: it asks for no debug mode, of which a simulation has none."""
+
+    __slots__ = ()
+    _context: Context  # asyncio's own, as the next four
+    _loop: asyncio.AbstractEventLoop
+    _callback: Callable[..., object]
+    _repr: str | None
+    _source_traceback: None
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: Sequence[Any],
+        loop: asyncio.AbstractEventLoop,
+        context: Context | None,
+    ) -> None:
+        self._callback, self._args, self._loop = callback, args, loop
+        self._context = copy_context() if context is None else context
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Event loop on virtual time, which `skip` and idling move on."""
 
@@ -43,7 +65,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now_s = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # heap: time, place among all
-        self._num_timers = self._num_cancelled = self._num_rounds = 0
+        self._num_timers = self._num_cancelled = 0
         super().__init__()
 
     def time(self) -> float:
@@ -54,7 +76,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """Have that run in the next round."""
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Call(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
@@ -84,18 +106,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return done
 
     def _run_once(self) -> None:
-        """In the place of asyncio's: a round of what is ready, to which time passes where nothing is."""
-        self._num_rounds += 1
-        if not self._ready and not self._stopping:
-            self._idle()
-        elif self._num_rounds % LOOK_EVERY == 0:
-            self._look(0)
-        while self._timers and self._timers[0][0] <= self._now_s:
-            self._ready.append(heappop(self._timers)[2])
-        for _ in range(len(self._ready)):
-            handle = self._ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+        """In the place of asyncio's: rounds of what is ready, to which time passes where nothing is."""
+        ready, timers = self._ready, self._timers
+        for _ in range(LOOK_EVERY):
+            if not ready and not self._stopping:
+                self._idle()
+            while timers and timers[0][0] <= self._now_s:
+                ready.append(heappop(timers)[2])
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
+            if self._stopping:
+                return
+        self._look(0)
 
     def _idle(self) -> None:
         """Have it be the time of the next timer; with none to come, wait for a socket."""
@@ -114,7 +138,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Forget those that were cancelled once they may be more than others."""
         self._num_cancelled += 1
         if self._num_cancelled > MOST_CANCELLED + len(self._timers) // 2:
-            self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
+            self._timers[:] = [timer for timer in self._timers if not timer[2].cancelled()]
             heapify(self._timers)
             self._num_cancelled = 0
 

@@ -80,15 +80,14 @@ class Batch:
     @property
     def next_end(self) -> int:
         """Last step of the request that ends first; there is one."""
-        while self._ends[0][1] != self._ends[0][2].stay:
-            heappop(self._ends)
-        return self._ends[0][0]
+        ends = self._ends
+        while ends[0][1] != ends[0][2].stay:
+            heappop(ends)
+        return ends[0][0]
 
-    @property
-    def next_to_end(self) -> EmulatedJob:
-        """The request that ends first, of several the oldest admission."""
-        assert self.next_end >= 0, "looks past those that have left"
-        return self._ends[0][2]
+    def ends_at(self, step: int) -> EmulatedJob | None:
+        """A request that ends with that step, of several the oldest admission; None if all go on."""
+        return self._ends[0][2] if self.jobs and self.next_end == step else None
 
     def reserved(self, step: int) -> int:
         """Tokens that are kept free for growth after so many steps of the engine, as far as they are not used."""

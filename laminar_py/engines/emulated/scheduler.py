@@ -233,9 +233,8 @@ class EmulatedScheduler:
             if self._running.jobs.get(job.request.rid) is job:
                 self._send(job)
         self._newcomers = [job for job in self._newcomers if job.since == self._num_steps]
-        while self._running.jobs and self._running.next_end == self._num_steps:
-            job = self._running.next_to_end
-            self._end(job, job.response.reason)
+        while (ended := self._running.ends_at(self._num_steps)) is not None:
+            self._end(ended, ended.response.reason)
         while len(self._running.jobs) > 1 and self._kv_used + len(self._running.jobs) > self._kv_capacity:
             self._retract(self._running.youngest)
         self._admit()
