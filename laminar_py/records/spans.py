@@ -64,22 +64,13 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tuple[Span, ...]:
     """Spans of tokens [start, end) alone."""
-<<<<<<< HEAD
-    return merge_spans(_clipped(span, start, end) for span in spans if max(span.start, start) < min(span.end, end))
-
-
-def _clipped(span: Span, start: int, end: int) -> Span:
-    """Tokens [start, end) of a span, of which some are."""
-    follows = span.follows if span.start >= start else None
-    return Span(span.version, max(span.start, start), min(span.end, end), span.kv_version, follows=follows)
-=======
     clipped: list[Span] = []
     for span in spans:
         first, last = max(span.start, start), min(span.end, end)
         if first < last:
-            add_span(clipped, Span(span.version, first, last, span.kv_version))
+            follows = span.follows if span.start >= start else None
+            add_span(clipped, Span(span.version, first, last, span.kv_version, follows=follows))
     return tuple(clipped)
->>>>>>> speed
 
 
 def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ...]:
