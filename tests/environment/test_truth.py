@@ -108,7 +108,7 @@ class Story:
             for progress in report.progress:
                 assert progress.failure is None, progress.detail
                 self.told[progress.trajectory_id].take(progress)
-            if publishes and self.told:
+            if publishes and any(num_sampled(told.spans) for told in self.told.values()):
                 await self.weights.publish(1)
                 publishes = False
             if 1 in [one.version for one in report.loads]:
