@@ -24,7 +24,7 @@ class EnvironmentConfig(Section):
     """Counterpart of the model, which answers its turns, and the processes that it runs in."""
 
     kind: str = CLASS
-    """`class`, `tools`, `gymnasium`, `reasoning_gym`, `trl`, or one that an installed package announces as
+    """`class`, `tools`, `agent`, `gymnasium`, `reasoning_gym`, `trl`, or one that an installed package announces as
     `laminar_py.environments`."""
     workers: Count = 1
     """Processes that environments run in, each with many at a time."""

@@ -18,12 +18,19 @@ HEAD_DIM = 32
 
 
 def tiny_model(
-    words: Sequence[str], *, pattern: str, hidden: int = 96, layers: int = 2, context: int = 1024
+    words: Sequence[str],
+    *,
+    pattern: str,
+    hidden: int = 96,
+    layers: int = 2,
+    context: int = 1024,
+    template: str | None = None,
 ) -> dict[str, str]:
     """Files of a folder `model/`, by name: a Qwen3 without weights, and a tokenizer with one token for each word.
 
     `pattern` is the regular expression whose matches are the words of a text; one that is not among `words`
-    becomes `<unk>`. With 100 words, all else as given, it has 240,000 parameters.
+    becomes `<unk>`. `template` writes messages; `<eos>` is to end each. With 100 words, all else as given, it has
+    240,000 parameters.
     """
     tokens = (*SPECIAL, *words)
     ends = {"eos_token_id": tokens.index(EOS), "pad_token_id": tokens.index(PAD)}
@@ -55,6 +62,7 @@ def tiny_model(
         "eos_token": EOS,
         "pad_token": PAD,
         "unk_token": UNKNOWN,
+        **({} if template is None else {"chat_template": template}),
     }
     return {
         "model/config.json": json.dumps(config, indent=2) + "\n",

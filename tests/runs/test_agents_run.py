@@ -1,0 +1,99 @@
+"""A run whose trajectories are agents: processes that know an address and a key, and nothing of ours."""
+
+import json
+import random
+import sqlite3
+from contextlib import closing
+
+from laminar_py.audit.verify import verify
+from laminar_py.data.tiny_model import jsonl, tiny_model, write_data
+from laminar_py.records.spans import ANEW, decode_spans, num_turns
+from laminar_py.records.tree import sequences_of
+from tests.runs.runs import ALONE, TrainProcess
+
+WORDS = ["<user>", "<assistant>", *map(str, range(10)), "more", "less", "say"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+AGENT = """
+import json, os
+from urllib.request import Request, urlopen
+
+def post(path, body):
+    request = Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode())
+    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    with urlopen(request) as answer:
+        return json.load(answer)
+
+problem = json.load(open(os.environ["LAMINAR_PROBLEM"]))
+said = [{"role": "user", "content": "say"}]
+for turn in range(3):
+    found = post("/chat/completions", {"model": "policy", "messages": said})["choices"][0]["message"]
+    print(found["content"])
+    if turn == 0:
+        said += [found, {"role": "user", "content": "more"}]
+    else:
+        said = [{"role": "user", "content": "less"}]  # it forgets
+post("/reward", {"reward": float(found["content"] == problem["answer"])})
+"""
+
+
+def settings(folder):
+    rng = random.Random(0)
+    (folder / "agent.py").write_text(AGENT)
+
+    def told(text):
+        return {"role": "user", "content": text}
+
+    shown = [
+        {
+            "messages": [
+                told(rng.choice(["say", "more", "less"])),
+                {"role": "assistant", "content": str(rng.randrange(10))},
+            ]
+        }
+        for _ in range(400)
+    ]
+    problems = [{"messages": [told(f"{number} {number % 7}")], "answer": str(number % 10)} for number in range(64)]
+    write_data(
+        folder,
+        {
+            "train.jsonl": jsonl(problems[:48]),
+            "heldout.jsonl": jsonl(problems[48:52]),
+            "warm_start.jsonl": jsonl(shown),
+            **tiny_model(WORDS, pattern=r"<\w+>|\w+| ", template=TEMPLATE),
+        },
+    )
+    command = json.dumps(["python", str(folder / "agent.py")])
+    return (
+        f"model.path={folder / 'model'}",
+        f"data={{train: {folder / 'train.jsonl'}}}",
+        f"eval.sets.heldout={folder / 'heldout.jsonl'}",
+        f"warm_start.data={folder / 'warm_start.jsonl'}",
+        "warm_start.steps=60",
+        f"environment={{kind: agent, command: {command}}}",
+        "reward.use=environment",
+        "rollout.max_len=256",
+        "rollout.sampling.max_new_tokens=200",
+        "steps=3",
+        *ALONE,
+    )
+
+
+def test_agents_train_through_the_endpoint_and_each_token_counts_once(tmp_path):
+    with TrainProcess(tmp_path, *settings(tmp_path)) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert not verify(train.run)
+    with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
+        rows = ledger.execute("SELECT id, spans, reward FROM trajectory WHERE status = 'consumed'").fetchall()
+        dropped = ledger.execute("SELECT drop_reason, count(*) FROM trajectory GROUP BY drop_reason").fetchall()
+    assert not [reason for reason, _ in dropped if reason and reason.startswith("environment")], dropped
+    whole = {name: spans for name, text, _ in rows if num_turns(spans := decode_spans(text)) == 3}
+    assert len(whole) > len(rows) / 2
+    for name, spans in whole.items():
+        assert [span.follows for span in spans if span.version is None] == [ANEW, None, ANEW]
+        assert [path.has_prompt for path in sequences_of(spans)] == [False, False]
+        log = train.run / "environments" / "agents" / name / "agent.log"
+        assert len(log.read_text().split("\n")) >= 3
