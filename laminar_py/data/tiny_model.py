@@ -57,19 +57,23 @@ def tiny_model(
         "bos_token_id": None,
         **ends,
     }
-    classes = {  # without them AutoTokenizer takes the class of a real Qwen3, which splits text in another way
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "unk_token": UNKNOWN,
-        **({} if template is None else {"chat_template": template}),
-    }
     return {
         "model/config.json": json.dumps(config, indent=2) + "\n",
         "model/generation_config.json": json.dumps(ends, indent=2) + "\n",
         "model/tokenizer.json": _tokenizer(tokens, pattern).to_str(pretty=True) + "\n",
-        "model/tokenizer_config.json": json.dumps(classes, indent=2) + "\n",
+        "model/tokenizer_config.json": json.dumps(_tokenizer_config(template), indent=2) + "\n",
     }
+
+
+def _tokenizer_config(template: str | None) -> dict[str, str]:
+    """Classes, without which AutoTokenizer takes that of a real Qwen3, which splits text in another way."""
+    classes = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "unk_token": UNKNOWN,
+    }
+    return classes if template is None else {**classes, "chat_template": template}
 
 
 def _tokenizer(tokens: Sequence[str], pattern: str) -> Tokenizer:

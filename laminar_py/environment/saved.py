@@ -37,7 +37,7 @@ class SavedTurn(msgspec.Struct, frozen=True, kw_only=True):
     state: bytes | None = None  # after that turn; None where the environment cannot be restored
 
 
-class FileEntry(msgspec.Struct, frozen=True):
+class TurnEntry(msgspec.Struct, frozen=True):
     """Entry of a file: a turn that was answered, or else one that is about to be taken, by what was told."""
 
     saved: SavedTurn | None = None
@@ -60,7 +60,7 @@ class SavedTurns:
 
     def save(self, trajectory_id: str, saved: SavedTurn) -> None:
         """Write a turn that was answered."""
-        frame, path = _frame(FileEntry(saved)), self._path(trajectory_id)
+        frame, path = _frame(TurnEntry(saved)), self._path(trajectory_id)
         if _append(path, frame) > max(KEPT_BYTES, KEPT_FRAMES * len(frame)):
             partial = path.with_name(f"{path.name}.new")
             partial.write_bytes(frame)
@@ -68,7 +68,7 @@ class SavedTurns:
 
     def attempt(self, trajectory_id: str, told: bytes) -> None:
         """Note that a turn is about to be taken."""
-        _append(self._path(trajectory_id), _frame(FileEntry(attempted=told)))
+        _append(self._path(trajectory_id), _frame(TurnEntry(attempted=told)))
 
     def load(self, trajectory_id: str, told: bytes) -> TurnsOnFile:
         """Entries of a trajectory that came from a process before, and attempts at the turn of this digest.
@@ -104,7 +104,7 @@ class SavedTurns:
         return self._folder / f"{trajectory_id}{SUFFIX}"
 
 
-def _frame(entry: FileEntry) -> bytes:
+def _frame(entry: TurnEntry) -> bytes:
     body = encode(entry)
     return _HEAD.pack(len(body), blake3(body).digest(length=DIGEST_BYTES)) + body
 
@@ -116,7 +116,7 @@ def _append(path: Path, frame: bytes) -> int:
         return file.tell()
 
 
-def _entries(data: bytes) -> Iterator[tuple[FileEntry, int]]:
+def _entries(data: bytes) -> Iterator[tuple[TurnEntry, int]]:
     """Entries from the beginning on, as far as frames are whole, each with where it ends."""
     place = 0
     while place + _HEAD.size <= len(data):
@@ -125,4 +125,4 @@ def _entries(data: bytes) -> Iterator[tuple[FileEntry, int]]:
         if len(body) < size or blake3(body).digest(length=DIGEST_BYTES) != digest:
             return
         place += _HEAD.size + size
-        yield decode(FileEntry, body), place
+        yield decode(TurnEntry, body), place
