@@ -24,8 +24,8 @@ class EnvironmentConfig(Section):
     """Counterpart of the model, which answers its turns, and the processes that it runs in."""
 
     kind: str = CLASS
-    """`class`, `tools`, `agent`, `gymnasium`, `reasoning_gym`, `trl`, or one that an installed package announces as
-    `laminar_py.environments`."""
+    """`class`, `tools`, `agent`, `gymnasium`, `reasoning_gym`, `trl`, or one that an installed package announces
+    as `laminar_py.environments`."""
     workers: Count = 1
     """Processes that environments run in, each with many at a time."""
     at_once: Count = 64
