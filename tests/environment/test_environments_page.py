@@ -38,7 +38,7 @@ CONFIGS = [yaml.safe_load(text) for text in blocks("yaml")]
 def game(tmp_path, monkeypatch):
     """Maker of the example's environments, and a problem for it, as the page has them."""
     monkeypatch.chdir(tmp_path)
-    (text,) = blocks("python")
+    text, _ = blocks("python")
     (tmp_path / "guess.py").write_text(text)
     settings = READERS["environment"](CONFIGS[0]["environment"])
     (line,) = map(json.loads, blocks("json"))

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -40,16 +42,16 @@ def reward(value):
 class Story:
     """A model that says given texts, and the trajectory that comes of it."""
 
-    def __init__(self, folder, agent, *, name="chatml"):
-        template = TEMPLATES[name]
-        (folder / "agent.py").write_text(HEAD + agent)
+    def __init__(self, folder, agent, *, head=HEAD):
+        template = TEMPLATES["chatml"]
+        (folder / "agent.py").write_text(head + agent)
         made = make_chat_encoder(folder, template.text, arguments=template.arguments)
         self.settings = AgentConfig(command=["python", str(folder / "agent.py")], timeout_s=20.0)
         self.writer = open_writer(made._model_dir, made._settings, self.settings, messages=True)
         self.codec, self.end, self.folder = made.tokenizer, template.end, folder
         self.turn = ModelTurn(
             trajectory_id="g0.0",
-            problem=Problem(prompt="2+2=", trajectory_id="g0.0"),
+            problem=Problem(prompt="2+2=", answer="4", trajectory_id="g0.0"),
             response_ids=np.empty(0, np.int32),
             spans=(),
         )
@@ -95,6 +97,13 @@ async def test_an_agent_is_answered_and_its_next_request_is_joined_by_what_was_s
     assert heard[-1].reward == 1.0
     assert story.log().split() == ["4", "7"]
     assert [span.version for span in story.turn.spans] == [None, 3, None, 3]
+
+
+async def test_the_agent_of_the_page_says_its_reward(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/environments.md").read_text()
+    _, agent = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    heard = await Story(tmp_path, agent, head="").lead(["it is 4"])
+    assert heard[-1].reward == 1.0
 
 
 async def test_an_agent_that_rewrites_its_history_goes_back_to_what_it_repeats_or_begins_anew(tmp_path):
