@@ -14,10 +14,15 @@ from laminar_py.environment.agents.runner import AgentRunner, RunningAgent
 from laminar_py.environment.protocol import Answer, End, Observation, Problem, Rewrite
 
 KEY_BYTES = 24
+MOST_WAITING = 16  # requests of one agent, for those before them
 
 
 class TrajectoryEndedError(Exception):
     """A request of an agent whose trajectory has ended."""
+
+
+class TooManyWaitingError(Exception):
+    """A request of an agent of which as many wait as may."""
 
 
 class AgentFailedError(Exception):
@@ -65,8 +70,9 @@ class AgentEnvironment:
         self._keys = keys
         self._messages = messages
         self._conversation = Conversation()
-        # bounded by the connections of its agent
-        self._inbox: asyncio.Queue[AgentRequest | End | AgentFailedError] = asyncio.Queue()
+        # at most MOST_WAITING, and the end: what is more is refused, and its sender tries again
+        self._inbox: asyncio.Queue[AgentRequest | None] = asyncio.Queue()
+        self._last: End | AgentFailedError | None = None  # once there is one, nothing that waits is answered
         self._answers: dict[bytes, asyncio.Future[Message]] = {}
         self._digests: list[bytes] = []  # of the requests that have a turn, in order
         self._agent: RunningAgent | None = None
@@ -101,32 +107,40 @@ class AgentEnvironment:
     # ---- called by the endpoint
 
     async def ask(self, request: AgentRequest) -> Message:
-        """The model's answer to a request. Raises `TrajectoryEndedError`."""
+        """The model's answer to a request. Raises `TrajectoryEndedError`, `TooManyWaitingError`."""
         answer = self._answers.get(request.digest)
         if answer is None:
             if self._ended:
                 raise TrajectoryEndedError
+            if self._inbox.qsize() >= MOST_WAITING:
+                raise TooManyWaitingError
             answer = self._answers[request.digest] = asyncio.get_running_loop().create_future()
             self._inbox.put_nowait(request)
         return await asyncio.shield(answer)
 
     def reward(self, value: float) -> None:
         """End the trajectory with a reward. Raises `TrajectoryEndedError` where it has ended."""
-        if self._ended:
+        if self._ended or self._last is not None:
             raise TrajectoryEndedError
-        self._inbox.put_nowait(End(value))
+        self._end(End(value))
 
     def _left(self, fault: str) -> None:
         """Note that the agent has ended by itself: other terms judge the response, unless it said its reward."""
-        self._inbox.put_nowait(AgentFailedError(fault) if fault else End())
+        if self._last is None:
+            self._end(AgentFailedError(fault) if fault else End())
+
+    def _end(self, last: End | AgentFailedError) -> None:
+        self._last = last
+        self._inbox.put_nowait(None)  # for who waits for a request
 
     async def _next(self) -> Answer:
         given = await self._inbox.get()
-        if isinstance(given, AgentFailedError):
-            raise given
-        if isinstance(given, End):
+        if isinstance(self._last, AgentFailedError):
+            raise self._last
+        if self._last is not None:
             self._finish()
-            return given
+            return self._last
+        assert given is not None, "only the end wakes who waits for nothing"
         self._digests.append(given.digest)
         self._has_tools = bool(given.tools)
         return self._conversation.join(given.messages, given.tools)

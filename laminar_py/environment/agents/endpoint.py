@@ -15,7 +15,14 @@ import msgspec
 from aiohttp import web
 from blake3 import blake3
 
-from laminar_py.environment.agents.agent import AgentEnvironment, AgentRequest, Keys, TrajectoryEndedError
+from laminar_py.environment.agents.agent import (
+    MOST_WAITING,
+    AgentEnvironment,
+    AgentRequest,
+    Keys,
+    TooManyWaitingError,
+    TrajectoryEndedError,
+)
 from laminar_py.environment.agents.conversation import Message
 from laminar_py.environment.protocol import Role
 
@@ -106,6 +113,8 @@ class AgentEndpoint:
             return web.json_response(_completion(await answer, streams=False))
         except TrajectoryEndedError:
             raise _refused(web.HTTPConflict, "the trajectory has ended") from None
+        except TooManyWaitingError:
+            raise _refused(web.HTTPTooManyRequests, f"{MOST_WAITING} requests wait already; try again") from None
 
     def _agent(self, request: web.Request) -> AgentEnvironment:
         """The agent whose key the request has. Raises `HTTPUnauthorized`."""

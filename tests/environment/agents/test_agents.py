@@ -56,7 +56,7 @@ class Story:
             spans=(),
         )
 
-    async def lead(self, says):
+    async def lead(self, says, *, pause_s=0.0):
         """Let the model say these until the trajectory ends; all answers of the agent."""
         heard = []
         async with open_agents(self.settings, EnvironmentHome(SandboxConfig(), self.folder)) as make:
@@ -70,6 +70,7 @@ class Story:
             for text in (*says, None):
                 answer = await host.answer(self.turn)
                 heard.append(answer)
+                await asyncio.sleep(pause_s)
                 if answer.ids is None:
                     break
                 self.append(answer.ids, None, answer.follows)
@@ -140,6 +141,28 @@ with ThreadPoolExecutor(3) as pool:
     assert len(heard) == 3, "two turns for three requests"
     (same, _) = json.loads(story.log())
     assert len(same) == 1
+
+
+async def test_an_agent_that_asks_for_more_than_may_wait_is_told_to_try_again(tmp_path):
+    agent = """
+import openai
+from concurrent.futures import ThreadPoolExecutor
+def status(number):
+    try:
+        said = [{"role": "user", "content": str(number)}]
+        OpenAI(max_retries=0).chat.completions.create(model="policy", messages=said)
+    except openai.APIStatusError as error:
+        return error.status_code
+with ThreadPoolExecutor(40) as pool:
+    asked = [pool.submit(status, number) for number in range(40)]
+    while sum(one.done() for one in asked) < 22:
+        time.sleep(0.05)
+    reward(1.0)
+    print(sorted({one.result() for one in asked if one.result()}))
+"""
+    story = Story(tmp_path, agent.replace("import openai", "import openai, time"))
+    await story.lead(["4"] * 12, pause_s=0.3)
+    assert story.log().strip() == "[409, 429]"
 
 
 async def test_calls_of_tools_are_the_agents_to_make_and_its_results_go_on(tmp_path):
