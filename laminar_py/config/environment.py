@@ -18,6 +18,7 @@ from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 
 CLASS = "class"
+UNEVEN = 4  # deviations that a process may have above the mean: names choose it by a hash
 
 
 class EnvironmentConfig(Section):
@@ -137,7 +138,9 @@ def check_environment(
             " another term"
         )
     if environment is not None:
-        _check_room(environment, each=math.ceil(in_flight / environment.workers), sandbox=sandbox)
+        mean = in_flight / environment.workers
+        uneven = UNEVEN * math.sqrt(mean) if environment.workers > 1 else 0.0
+        _check_room(environment, each=math.ceil(mean + uneven), sandbox=sandbox)
     if environment is not None and emulated:
         raise ConfigError(
             f"environment.kind={environment.kind}: emulated engines generate no text; leave it out, or the section"
@@ -147,7 +150,7 @@ def check_environment(
 
 def _check_room(environment: EnvironmentConfig, *, each: int, sandbox: SandboxConfig) -> None:
     """Refuse processes with less room than the trajectories that `each` of them has at a time."""
-    has = f"{each} trajectories are in flight for each of environment.workers={environment.workers} processes"
+    has = f"up to {each} trajectories are in flight for each of environment.workers={environment.workers}"
     fewer = "raise environment.workers, or lower rollout.batch_per_replica"
     if environment.most_kept < each:
         raise ConfigError(f"environment.most_kept={environment.most_kept}: {has}; raise it to {each}, {fewer}")

@@ -43,6 +43,12 @@ class Tokenizer:
         """A tokenizer where the ids `first` end a response too, and come before the others."""
         return Tokenizer(self._backend, eos_ids=tuple(dict.fromkeys((*first, *self.eos_ids))))
 
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """Names of the special tokens, the longest first."""
+        found = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+        return tuple(sorted(found, key=len, reverse=True))
+
     def first_special(self, text: str) -> tuple[int, ...]:
         """The first special token in a text, if there is one."""
         special = {id for id, token in self._backend.get_added_tokens_decoder().items() if token.special}

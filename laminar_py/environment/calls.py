@@ -6,6 +6,7 @@ stopped: once half as many as may work at a time hang so, `watch` raises, and th
 
 import asyncio
 import inspect
+import json
 import logging
 import math
 import os
@@ -134,7 +135,7 @@ class EnvironmentCalls:
                 return ""
             return f"End with reward {str(reward)[:SHOWN_CHARS]!r}; give a finite number or None"
         if isinstance(returned, Rewrite):
-            return self._fault_of_rewrite(returned.messages)
+            return self._fault_of_rewrite(returned.messages, returned.tools)
         if not isinstance(returned, Observation):
             return f"a {type(returned).__name__}; return an Observation, a Rewrite or End"
         if returned.role not in tuple(Role):
@@ -143,7 +144,7 @@ class EnvironmentCalls:
             return f"an Observation after={str(returned.after)[:SHOWN_CHARS]}; give a turn of the model, from 1 on"
         return self._fault_of_texts(returned.texts)
 
-    def _fault_of_rewrite(self, messages: object) -> str:
+    def _fault_of_rewrite(self, messages: object, tools: object) -> str:
         if isinstance(messages, str):
             return self._fault_of_texts(messages)
         given = messages if isinstance(messages, tuple) else ()
@@ -152,7 +153,11 @@ class EnvironmentCalls:
         turns = Rewrite(given).turns
         if unknown := [turn.get("role") for turn in turns if turn.get("role") not in SPEAKERS]:
             return f"a Rewrite of role {str(unknown[0])[:SHOWN_CHARS]!r}; choose of {', '.join(SPEAKERS)}"
-        return self._fault_of_texts(tuple(turn.get("content") or "" for turn in turns))
+        fault = self._fault_of_texts(tuple(turn.get("content") or "" for turn in turns))
+        try:
+            return fault or self._fault_of_texts(json.dumps([turns, tools]))
+        except (TypeError, ValueError, RecursionError):
+            return "a Rewrite of messages or tools that are no JSON"
 
     def _fault_of_texts(self, texts: object) -> str:
         given = (texts,) if isinstance(texts, str) else texts

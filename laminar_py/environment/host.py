@@ -203,7 +203,7 @@ class EnvironmentHost:
             if isinstance(said, Rewrite):
                 return self._writer.anew(said)
             return self._writer.first(said) if is_first else self._writer.next(said)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, str(error)) from error
 
     async def _state(self, environment: Environment) -> bytes | None:

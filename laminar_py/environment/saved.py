@@ -6,6 +6,7 @@ an answer is in the file before anybody hears of it, so whoever asks again hears
 and no turn that was answered is taken twice.
 """
 
+import errno
 import os
 import struct
 from collections.abc import Iterable, Iterator
@@ -62,7 +63,7 @@ class SavedTurns:
         """Write a turn that was answered."""
         frame, path = _frame(TurnEntry(saved)), self._path(trajectory_id)
         if _append(path, frame) > max(KEPT_BYTES, KEPT_FRAMES * len(frame)):
-            partial = path.with_name(f"{path.name}.new")
+            partial = _partial(path)
             partial.write_bytes(frame)
             os.replace(partial, path)
 
@@ -98,10 +99,16 @@ class SavedTurns:
     def forget(self, trajectory_ids: Iterable[str]) -> None:
         """Delete what there is of these."""
         for name in trajectory_ids:
-            self._path(name).unlink(missing_ok=True)
+            for path in (self._path(name), _partial(self._path(name))):
+                path.unlink(missing_ok=True)
 
     def _path(self, trajectory_id: str) -> Path:
         return self._folder / f"{trajectory_id}{SUFFIX}"
+
+
+def _partial(path: Path) -> Path:
+    """File that is about to take the place of another."""
+    return path.with_name(f"{path.name}.new")
 
 
 def _frame(entry: TurnEntry) -> bytes:
@@ -110,9 +117,12 @@ def _frame(entry: TurnEntry) -> bytes:
 
 
 def _append(path: Path, frame: bytes) -> int:
-    """Write at the end of a file; its bytes then."""
+    """Write at the end of a file, whole or not at all; its bytes then. Raises `OSError`."""
     with path.open("ab", buffering=0) as file:
-        file.write(frame)
+        before = file.tell()
+        if file.write(frame) != len(frame):  # the disk is full
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return file.tell()
 
 

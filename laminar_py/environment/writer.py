@@ -5,7 +5,9 @@ encoded by itself and appended, so no earlier id depends on it. Special tokens i
 like any other: it cannot end or begin a turn.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +28,11 @@ REMEDY = "name a model whose chat template only appends, or write prompts as tex
 
 class TextCodec(Protocol):
     """Tokenizer as a writer needs it."""
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """Names of the special tokens, the longest first."""
+        ...
 
     def encode(self, text: str) -> IntArray:
         """[n] ids of a text, none added."""
@@ -119,15 +126,18 @@ class ChatWriter(PlainWriter):
 
     def anew(self, rewrite: Rewrite) -> IntArray:
         """[n] ids of a conversation up to the next turn of the model. Raises `TemplateError`."""
-        turns = [dict(turn) for turn in rewrite.turns]
-        if turns[-1]["role"] == "assistant":
+        if rewrite.turns[-1]["role"] == "assistant":
             raise TemplateError("a Rewrite ends before a turn of the assistant; let another speak last")
-        said = [turn for turn in turns if turn.get("content")]
-        texts = [str(turn["content"]) for turn in said]
-        for place, turn in enumerate(said):
-            turn["content"] = _mark(place)
-        text = self._template.conversation(self._template.begun(turns), answers=True, tools=rewrite.tools)
-        return self._filled(self._parted(text, len(texts)), texts)
+        hidden = HiddenWords(self._codec.special_texts)
+        turns: list[Turn] = [hidden.hide(dict(turn)) for turn in rewrite.turns]
+        tools = hidden.hide(list(rewrite.tools))
+        text = self._template.conversation(self._template.begun(turns), answers=True, tools=tools)
+        return np.concatenate(
+            [
+                self._codec.encode(piece) if word is None else self._codec.encode_literal(word)
+                for piece, word in hidden.parts(text)
+            ]
+        )
 
     def _filled(self, around: Sequence[IntArray], texts: Sequence[str]) -> IntArray:
         """Ids of texts, and of what is before, between and behind them."""
@@ -185,6 +195,37 @@ class ChatWriter(PlainWriter):
         except TemplateError as error:
             return str(error)
         return "" if same else "the chat template writes an answer in dependence of what came before"
+
+
+class HiddenWords:
+    """Names of special tokens in what is given to a template, hidden from it and from the tokenizer behind it.
+
+    E.g. `hidden.hide({"content": "a <s> b"})` has another word for `<s>`, which nobody can know before.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        nonce = secrets.token_hex(8)
+        self._names = {word: f"{nonce}x{place}x" for place, word in enumerate(words)}
+        self._words = {name: word for word, name in self._names.items()}
+
+    def hide(self, value: Any) -> Any:
+        """Value of JSON with these words hidden in all of its texts."""
+        if isinstance(value, str):
+            for word, name in self._names.items():
+                value = value.replace(word, name)
+            return value
+        if isinstance(value, Mapping):
+            return {self.hide(key): self.hide(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hide(one) for one in value]
+        return value
+
+    def parts(self, text: str) -> Iterator[tuple[str, str | None]]:
+        """Text in parts: what is as it was written, with None, and each hidden word."""
+        pattern = "|".join(map(re.escape, self._words)) or r"(?!)"
+        for piece in re.split(f"({pattern})", text):
+            if piece:
+                yield piece, self._words.get(piece)
 
 
 def _mark(place: int) -> str:

@@ -209,7 +209,7 @@ class Controller:
             finished=finished,
             restarts=dict(self._incarnation.supervisor.restarts),
             sets=config.eval.sets,
-            has_environment=config.environment is not None,
+            has_environment=config.has_environment,
         )
         if trainer.fault is not None and not finished:
             raise RunFailedError(trainer.fault)

@@ -183,9 +183,9 @@ class Replica:
             running=tuple(
                 running.held(grown.get(running.assignment.trajectory_id, running.length))
                 for running in training
-                if running.first_token_s is not None
+                if not running.queues
             ),
-            waiting=tuple(running.held(running.length) for running in training if running.first_token_s is None),
+            waiting=tuple(running.held(running.length) for running in training if running.queues),
             settled=len(training) == len(self._running) and not self._pinned and self._keeps_version,
             held_s=self._streams.held_s,
         )

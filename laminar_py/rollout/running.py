@@ -91,6 +91,11 @@ class Running:
         return Held(self.assignment.trajectory_id, context, length)
 
     @property
+    def queues(self) -> bool:
+        """True where it waits for its first token here, and not for its environment."""
+        return self.first_token_s is None and self.state is not StreamState.AWAY
+
+    @property
     def _is_tree(self) -> bool:
         return is_tree(self.told_spans) or is_tree(self.spans)
 

@@ -55,9 +55,12 @@ def children():
         ("environment=envs.py", "environment='envs.py': names no class; write path/to/file.py:Class"),
         (
             "environment={kind: tools, tools: {use: [python]}}",
-            "sandbox.slots=2: 512 trajectories are in flight for",
+            "sandbox.slots=2: up to 512 trajectories are in flight for",
         ),
-        ("environment={path: 'a.py:A', most_kept: 9}", "environment.most_kept=9: 512 trajectories are in flight"),
+        (
+            "environment={path: 'a.py:A', most_kept: 9}",
+            "environment.most_kept=9: up to 512 trajectories are in flight",
+        ),
         ("environment={kind: toolz}", "environment.kind=toolz: unknown; choose one of class,"),
         ("learner.lr=-1", "learner.lr=-1: input should be greater than 0"),
         ("model.path=/nowhere", "model.path=/nowhere: no config.json in it"),

@@ -100,7 +100,7 @@ def read_snapshot(run: Path) -> Snapshot:
 def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
     path = folder / "config.yaml"
     config = load_config(path, []) if path.is_file() else None
-    has_environment = config is not None and config.environment is not None
+    has_environment = config is not None and config.has_environment
     everyone = read_trajectories(connection, has_environment=has_environment)
     if not len(everyone):  # times count from the start then
         begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]

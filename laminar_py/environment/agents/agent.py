@@ -76,6 +76,7 @@ class AgentEnvironment:
         self._answers: dict[bytes, asyncio.Future[Message]] = {}
         self._digests: list[bytes] = []  # of the requests that have a turn, in order
         self._agent: RunningAgent | None = None
+        self._key = ""
         self._has_tools = False  # of the last request
         self._ended = False
 
@@ -100,8 +101,10 @@ class AgentEnvironment:
     async def close(self) -> None:
         """End the agent; its requests are refused from here on."""
         self._finish()
-        if self._agent is not None:
-            await self._agent.end()
+        try:
+            if self._agent is not None:
+                await self._agent.end()
+        finally:
             self._keys.remove(self._key)
 
     # ---- called by the endpoint

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
+from blake3 import blake3
 
 from laminar_py.environment.protocol import Observation, Rewrite, Role
+from laminar_py.records.digests import DIGEST_BYTES
 
 Message: TypeAlias = Mapping[str, Any]  # of a request, as the API has it
 
@@ -21,9 +23,9 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """A request that the model has answered, or is about to, by its turn number `turn`, 1 the first."""
 
     turn: int
-    said: list[str]  # its messages, each in one form
-    tools: str
-    answer: str = ""  # of the model, in the same form, once there is one
+    said: list[bytes]  # digests of its messages, each in one form
+    tools: bytes  # digest of those that it had
+    answer: bytes = b""  # of the model's, once there is one
 
 
 class Conversation:
@@ -34,7 +36,7 @@ class Conversation:
 
     def join(self, messages: Sequence[Message], tools: Sequence[Message]) -> Observation | Rewrite:
         """Words to the model for a request, which it answers next."""
-        said, known = [plain(message) for message in messages], json.dumps(list(tools), sort_keys=True)
+        said, known = [plain(message) for message in messages], _digest(list(tools))
         behind = max(
             (one for one in self.exchanges if one.tools == known and _repeats(said, one)),
             key=lambda one: len(one.said),
@@ -53,13 +55,17 @@ class Conversation:
         self.exchanges[-1] = msgspec.structs.replace(self.exchanges[-1], answer=plain(message))
 
 
-def plain(message: Message) -> str:
-    """A message in one form, whatever fields its writer leaves out or adds."""
+def plain(message: Message) -> bytes:
+    """Digest of a message in one form, whatever fields its writer leaves out or adds."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    return json.dumps([message["role"], _text(message), [[call["name"], _read(call)] for call in calls]])
+    return _digest([message["role"], _text(message), [[call["name"], _read(call)] for call in calls]])
 
 
-def _repeats(said: Sequence[str], one: Exchange) -> bool:
+def _digest(value: object) -> bytes:
+    return blake3(json.dumps(value, sort_keys=True).encode()).digest(length=DIGEST_BYTES)
+
+
+def _repeats(said: Sequence[bytes], one: Exchange) -> bool:
     """True where a request begins with another and the answer to it."""
     end = len(one.said)
     return bool(one.answer) and len(said) > end and said[end] == one.answer and list(said[:end]) == one.said
@@ -69,7 +75,7 @@ def _read(call: Mapping[str, Any]) -> Any:
     """Arguments of a call, which are JSON in a text."""
     try:
         return json.loads(call["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return call["arguments"]
 
 

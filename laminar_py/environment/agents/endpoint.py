@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -24,11 +24,11 @@ from laminar_py.environment.agents.agent import (
     TrajectoryEndedError,
 )
 from laminar_py.environment.agents.conversation import Message
-from laminar_py.environment.protocol import Role
+from laminar_py.environment.calls import LARGEST
 
 KEEP_ALIVE_S = 10.0
 MODEL = "policy"
-SPEAKERS = frozenset({"system", "developer", "assistant", *Role})
+ENDED = "the trajectory has ended"
 
 
 class CalledFunction(msgspec.Struct):
@@ -45,11 +45,17 @@ class CalledTool(msgspec.Struct):
     id: str = ""
 
 
+class TextOfMessage(msgspec.Struct, tag_field="type", tag="text"):
+    """A part of a message, which has no pictures."""
+
+    text: str
+
+
 class ChatMessage(msgspec.Struct):
     """Fields of a message that count; others are allowed."""
 
-    role: str
-    content: str | list[dict[str, Any]] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextOfMessage] | None = None
     tool_calls: list[CalledTool] | None = None
 
 
@@ -57,9 +63,9 @@ class ChatRequest(msgspec.Struct):
     """Fields of a request that count. How tokens are drawn is the run's own matter."""
 
     messages: list[ChatMessage]
-    tools: list[dict[str, Any]] = []
-    stream: bool = False
-    n: int = 1
+    tools: list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    n: int | None = None
 
 
 class RewardRequest(msgspec.Struct):
@@ -89,30 +95,33 @@ class AgentEndpoint:
     async def _reward(self, request: web.Request) -> web.Response:
         agent = self._agent(request)
         value = _decode(RewardRequest, await request.read()).reward
+        if abs(value) > LARGEST:
+            raise _refused(web.HTTPBadRequest, f"reward={value:g}: give a number up to {LARGEST:g}")
         try:
             agent.reward(value)
         except TrajectoryEndedError:
-            raise _refused(web.HTTPConflict, "the trajectory has ended") from None
+            raise _refused(web.HTTPGone, ENDED) from None
         return web.json_response({"reward": value})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         agent = self._agent(request)
         body = await request.read()
         asked = _decode(ChatRequest, body)
-        if asked.n != 1:
-            raise _refused(web.HTTPBadRequest, f"n={asked.n}: ask once for each answer")
-        if not asked.messages or (unknown := {one.role for one in asked.messages} - SPEAKERS):
-            raise _refused(
-                web.HTTPBadRequest, f"messages: {sorted(unknown) if asked.messages else 'there are none'}"
-            )
-        digest = blake3(request.headers.get("Idempotency-Key", "").encode() + body).digest()
-        answer = asyncio.ensure_future(agent.ask(AgentRequest(digest, _plain(asked.messages), asked.tools)))
+        if asked.n not in (None, 1):
+            remedy = "ask once for each answer, each time with another Idempotency-Key"
+            raise _refused(web.HTTPBadRequest, f"n={asked.n}: {remedy}")
+        if not asked.messages or asked.messages[-1].role == "assistant":
+            raise _refused(web.HTTPBadRequest, "messages: there are none, or the last is the assistant's")
+        key = request.headers.get("Idempotency-Key", "").encode(errors="surrogateescape")
+        digest = blake3(key + body).digest()
+        asks = agent.ask(AgentRequest(digest, _plain(asked.messages), asked.tools or []))
+        answer = asyncio.ensure_future(asks)
         try:
             if asked.stream:
-                return await _streamed(request, answer)
-            return web.json_response(_completion(await answer, streams=False))
+                return await _streamed(request, answer, name=digest.hex())
+            return web.json_response(_completion(await answer, name=digest.hex(), streams=False))
         except TrajectoryEndedError:
-            raise _refused(web.HTTPConflict, "the trajectory has ended") from None
+            raise _refused(web.HTTPGone, ENDED) from None
         except TooManyWaitingError:
             raise _refused(web.HTTPTooManyRequests, f"{MOST_WAITING} requests wait already; try again") from None
 
@@ -138,7 +147,7 @@ async def serve(keys: Keys, *, host: str, port: int, max_body_bytes: int) -> Asy
         await runner.cleanup()
 
 
-async def _streamed(request: web.Request, answer: "asyncio.Future[Message]") -> web.StreamResponse:
+async def _streamed(request: web.Request, answer: "asyncio.Future[Message]", *, name: str) -> web.StreamResponse:
     """The answer as events, once there is one; until then comments keep the connection alive."""
     done, _ = await asyncio.wait([answer], timeout=KEEP_ALIVE_S)
     if done:
@@ -147,19 +156,26 @@ async def _streamed(request: web.Request, answer: "asyncio.Future[Message]") -> 
     await response.prepare(request)
     while not (await asyncio.wait([answer], timeout=KEEP_ALIVE_S))[0]:
         await response.write(b": working\n\n")
-    for event in (json.dumps(_completion(answer.result(), streams=True)), "[DONE]"):
+    told = _error(ENDED, "gone") if answer.exception() else _completion(answer.result(), name=name, streams=True)
+    for event in (json.dumps(told), "[DONE]"):
         await response.write(f"data: {event}\n\n".encode())
     await response.write_eof()
     return response
 
 
-def _completion(message: Message, *, streams: bool) -> dict[str, Any]:
+def _completion(message: Message, *, name: str, streams: bool) -> dict[str, Any]:
     """Body of an answer, or the one event that has all of it."""
     called = bool(message.get("tool_calls"))
     said = {"delta": _delta(message)} if streams else {"message": message}
     choice = {"index": 0, **said, "finish_reason": "tool_calls" if called else "stop", "logprobs": None}
     kind = "chat.completion.chunk" if streams else "chat.completion"
-    return {"id": "chatcmpl", "object": kind, "created": int(time.time()), "model": MODEL, "choices": [choice]}
+    return {
+        "id": f"chatcmpl-{name[:24]}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+    }
 
 
 def _delta(message: Message) -> Message:
@@ -168,7 +184,8 @@ def _delta(message: Message) -> Message:
 
 
 def _plain(messages: list[ChatMessage]) -> list[Message]:
-    return [msgspec.to_builtins(message) for message in messages]
+    plain = [msgspec.to_builtins(message) for message in messages]
+    return [{**one, "role": "system"} if one["role"] == "developer" else one for one in plain]
 
 
 def _decode(kind: type[Any], body: bytes) -> Any:
@@ -180,5 +197,8 @@ def _decode(kind: type[Any], body: bytes) -> Any:
 
 def _refused(kind: type[web.HTTPException], reason: str) -> web.HTTPException:
     """Refusal in the form that clients of the API read."""
-    body = json.dumps({"error": {"message": reason, "type": kind.__name__, "code": None, "param": None}})
-    return kind(text=body, content_type="application/json")
+    return kind(text=json.dumps(_error(reason, kind.__name__)), content_type="application/json")
+
+
+def _error(reason: str, kind: str) -> dict[str, Any]:
+    return {"error": {"message": reason, "type": kind, "code": None, "param": None}}

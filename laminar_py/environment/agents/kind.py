@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
-from laminar_py.config.section import ConfigError, Count
+from laminar_py.config.section import ConfigError, Count, Seconds
 from laminar_py.environment.agents.agent import AgentEnvironment, Keys
 from laminar_py.environment.agents.endpoint import serve
 from laminar_py.environment.agents.messages import AssistantMessages
@@ -25,6 +25,13 @@ class AgentConfig(EnvironmentConfig):
     """An agent, a process for each trajectory, and the endpoint that answers it."""
 
     kind: str = "agent"
+    at_once: Count = 1024
+    """Agents of a process that work between two requests at the same time; others wait."""
+    timeout_s: Seconds = 120.0
+    """Longest time between an answer and the next request; what takes longer is dropped as
+    `environment_timeout`."""
+    max_observation_bytes: Count = 2**20
+    """Longest request with its tools, as text; a longer one drops the trajectory as `environment_failed`."""
     command: Annotated[list[str], Field(min_length=1)]
     """Command of the agent, e.g. `[python, agent.py]`, or `[agent.py:run]` for a function without arguments. It
     finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`."""

@@ -50,7 +50,9 @@ class RunningAgent:
         self._ended("" if code == 0 else f"the agent ended with code {code}: {self._last_line()}")
 
     def _last_line(self) -> str:
-        lines = self._log.read_bytes()[-TAIL_BYTES:].decode(errors="replace").split("\n")
+        with self._log.open("rb") as file:
+            file.seek(-min(TAIL_BYTES, self._log.stat().st_size), os.SEEK_END)
+            lines = file.read(TAIL_BYTES).decode(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
 
 
@@ -77,9 +79,10 @@ class AgentRunner:
         with (folder / LOG).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # nothing that an agent wrote into its folder is imported
                 "-m",
                 "laminar_py.environment.agents.launch",
-                json.dumps(self._command),
+                json.dumps([os.getpid(), self._command]),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -162,7 +162,7 @@ with ThreadPoolExecutor(40) as pool:
 """
     story = Story(tmp_path, agent.replace("import openai", "import openai, time"))
     await story.lead(["4"] * 12, pause_s=0.3)
-    assert story.log().strip() == "[409, 429]"
+    assert story.log().strip() == "[410, 429]"
 
 
 async def test_calls_of_tools_are_the_agents_to_make_and_its_results_go_on(tmp_path):
@@ -198,8 +198,11 @@ print("".join(event.choices[0].delta.content or "" for event in events))
         ("client.chat.completions.create(model='policy', messages=[])", 400),
         ("client.chat.completions.create(model='policy', messages=said, n=2)", 400),
         ("client.chat.completions.create(model='policy', messages=[{'role': 'poet', 'content': '?'}])", 400),
+        ("ask([{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'x'}}]}])", 400),
+        ("ask([{'role': 'user', 'content': '?'}, {'role': 'assistant', 'content': '4'}])", 400),
+        ("reward(1e300)", 400),
         ("ask([{'role': 'user', 'content': 'a' * 100_000_000}])", 413),
-        ("reward(1); OpenAI(max_retries=0).chat.completions.create(model='policy', messages=[said[0]] * 2)", 409),
+        ("reward(1); OpenAI(max_retries=0).chat.completions.create(model='policy', messages=[said[0]] * 2)", 410),
     ],
 )
 async def test_what_cannot_be_answered_is_refused_by_a_status(tmp_path, asks, status):
