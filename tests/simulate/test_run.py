@@ -133,7 +133,7 @@ def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
         (["rollout.max_seconds=4"], "rollout.max_seconds=4: a cap on time is not simulated; leave it out"),
         (
             ["emulation.median_tokens=50000"],
-            "emulation.median_tokens=50000: above rollout.sampling.max_new_tokens=",
+            "emulation.median_tokens=50000: above the 16384 tokens that the model has of rollout.sampling",
         ),
         (["simulation.prompt_tokens=20000"], "simulation.prompt_tokens=20000: .* above rollout.max_len=16784"),
         (["simulation.publish_s=1e9"], "simulation.publish_s=1000000000.0: .* less than or equal to 86400"),

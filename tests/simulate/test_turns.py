@@ -61,7 +61,10 @@ def test_schedules_of_others_lead_turns_too(baseline):
     config = small(*TURNS, "buffer.capacity=2000")
     profile = read_profile(config.emulation.profile)
     done = simulate_baseline(config, baseline, profile=profile, sync_s=1.0, updates=4, max_staleness=2)
-    assert [row.trajectories for row in done.rows] == [384] * 6
+    trained = [row.trajectories for row in done.rows]
+    assert len(trained) == 6
+    # `partial` drops what its bound calls stale, which one may be that was away as weights came
+    assert all(384 - (baseline is Baseline.PARTIAL) * 3 <= count <= 384 for count in trained)
     assert done.figures.slots_held_waiting == 0 < done.figures.away
 
 
