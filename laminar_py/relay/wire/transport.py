@@ -9,6 +9,7 @@ Sends never wait: what has nowhere to go is dropped, and states are said anew on
 import asyncio
 import errno
 import logging
+import weakref
 from collections.abc import Awaitable
 from enum import Enum
 from typing import TypeVar
@@ -282,6 +283,8 @@ class Notifier:
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket, keys, server=False, max_frame_bytes=CONTROL_BYTES, heartbeat_s=heartbeat_s)
         self._endpoint: str | None = None
+        # one that nobody closes would hang the collector: a context waits for its sockets
+        self._end = weakref.finalize(self, _end, self._context, self._socket)
 
     def send(self, message: Upward, to: str) -> None:
         """Queue a record for the root at this endpoint; never waits. What another has not taken is dropped."""
@@ -295,7 +298,12 @@ class Notifier:
     def close(self, *, linger_s: float) -> None:
         """End the connection; waits up to `linger_s` for the last record to leave."""
         self._socket.close(linger=int(linger_s * 1000))
-        self._context.term()
+        self._end()
+
+
+def _end(context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:
+    socket.close(linger=0)
+    context.term()
 
 
 def is_local(host: str) -> bool:
