@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -62,18 +63,27 @@ def busy_server(run: TrainProcess) -> psutil.Process:
     """A server that is in the midst of several responses, as the ledger has it."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        with reading(run.run) as connection:
-            query = "SELECT replica FROM trajectory WHERE status = 'running' GROUP BY replica HAVING count(*) >= 4"
-            busy = connection.execute(query).fetchall()
+        before = running(run)
+        time.sleep(0.5)  # what runs has tokens, and its journals have them
+        still = running(run)
         pids = {event.part: event.pid for event in events_of(run, "partstarted")}
-        replicas = {pids[f"replica-{replica}"] for (replica,) in busy}
+        replicas = {
+            pids[f"replica-{replica}"] for replica, names in still.items() if len(names & before[replica]) >= 4
+        }
         with contextlib.suppress(psutil.NoSuchProcess):  # or one that has just ended
             for server in servers(run):
                 if any(parent.pid in replicas for parent in server.parents()):
-                    time.sleep(0.5)  # what runs has tokens, and its journals have them
                     return server
-        time.sleep(0.05)
     raise AssertionError("no server was ever busy")
+
+
+def running(run: TrainProcess) -> dict[int, set[str]]:
+    """Trajectories that each replica has."""
+    found: dict[int, set[str]] = defaultdict(set)
+    with reading(run.run) as connection:
+        for replica, name in connection.execute("SELECT replica, id FROM trajectory WHERE status = 'running'"):
+            found[replica].add(name)
+    return found
 
 
 @pytest.mark.parametrize("policy", ["resume", "drain"])

@@ -115,20 +115,21 @@ def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 def _environment(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     """Room for turns where that is taken, else others in the slots meanwhile; then the turns themselves."""
-    environment = config.environment
-    assert environment is not None, "turns of environments are on record"
-    workers, at_once = environment.workers, environment.at_once
+    environment = config.environment  # emulated ones have no room of their own
+    room = math.inf if environment is None else environment.workers * environment.at_once
     told = f"about {step.away:.0f} are away at a time"
-    more_workers = Remedy("environment.workers", f"{workers} -> {2 * workers}", f"{told}, which processes share")
-    is_full, has_cores = step.away > FULL * workers * at_once, _idle_cores(config, step) > 0
-    if is_full:  # more in flight would only wait longer
-        why = f"{told}, and {workers * at_once} may work"
-        yield Remedy("environment.at_once", f"{at_once} -> {2 * at_once}", why)
+    is_full = step.away > FULL * room
+    if environment is not None and is_full:  # more in flight would only wait longer
+        at_once = environment.at_once
+        yield Remedy("environment.at_once", f"{at_once} -> {2 * at_once}", f"{told}, and {room} may work")
     else:
         yield from _more_in_flight(config)
         yield from _wider_bound(config, step, more=2, why="more may be under way while environments work")
-    if has_cores and (is_full or step.away > SHARED * workers):
-        yield more_workers
+    if environment is not None and _idle_cores(config, step) > 0:
+        workers = environment.workers
+        if is_full or step.away > SHARED * workers:
+            why = f"{told}, which processes share"
+            yield Remedy("environment.workers", f"{workers} -> {2 * workers}", why)
     why = f"p95 of a turn is {step.turn_p95_s:.2f} s"
     yield Remedy("environment", "faster turns, e.g. a cache of what is asked again", why)
 

@@ -11,11 +11,13 @@ from laminar_py.analytics.show.gauges import expose
 from laminar_py.analytics.show.page import make_page, write_page
 from laminar_py.analytics.show.run_tables import run_tables
 from laminar_py.analytics.show.trace import write_trace
-from laminar_py.analytics.triage.remedies import Wall
+from laminar_py.analytics.triage.remedies import Wall, remedies
 from laminar_py.analytics.triage.report import RunReport
+from laminar_py.config.loading import load_config
 from laminar_py.plan.selector import choices, command
 from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 from tests.analytics.show.browser import browsing, needs_browser
+from tests.runs.runs import REPO
 
 OPTIONS = "JSON.stringify([...document.getElementById('{}').options].map((one) => one.value))"
 AREAS = """(() => {
@@ -131,3 +133,12 @@ async def test_a_browser_offers_no_turns_where_there_are_none(tmp_path):
         assert await tab.look("document.getElementById('length-measure').parentElement.hidden")
         assert "environments" not in await tab.look("document.getElementById('timeline-legend').textContent")
         assert tab.errors == []
+
+
+async def test_emulated_environments_have_no_room_that_could_be_raised(tmp_path):
+    found = (await write_turns(tmp_path, WITH_ENVIRONMENT)).diagnosis
+    turns = "emulation.turns={count: 8, median_s: 2.0, p95_s: 10.0}"
+    config = load_config(REPO / "configs/emulation/paper_7b.yaml", [turns])
+    told = [remedy.key for remedy in remedies(Wall.ENVIRONMENT, config, found.mean_step)]
+    assert told[0] == "rollout.batch_per_replica"
+    assert not {"environment.at_once", "environment.workers"} & set(told)
