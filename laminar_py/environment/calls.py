@@ -123,7 +123,7 @@ class EnvironmentCalls:
         if isinstance(returned, End):
             return End(None if returned.reward is None else float(returned.reward))
         if isinstance(returned, Rewrite):
-            return Rewrite(returned.messages, tuple(returned.tools))
+            return Rewrite(returned.messages, returned.tools)
         assert isinstance(returned, Observation), "what has no fault is an answer"
         return Observation(returned.texts, role=Role(returned.role), after=returned.after)
 
@@ -145,9 +145,9 @@ class EnvironmentCalls:
         return self._fault_of_texts(returned.texts)
 
     def _fault_of_rewrite(self, messages: object, tools: object) -> str:
-        if isinstance(messages, str):
-            return self._fault_of_texts(messages)
-        given = messages if isinstance(messages, tuple) else ()
+        given = ((Role.USER, messages),) if isinstance(messages, str) else messages
+        if not isinstance(given, tuple) or not isinstance(tools, tuple):
+            return "a Rewrite whose messages or tools are no tuple; give a text, or a tuple of (role, text)"
         if not given or not all(isinstance(one, Mapping) or _is_pair(one) for one in given):
             return "a Rewrite without messages; give a text, or a tuple of (role, text)"
         turns = Rewrite(given).turns

@@ -207,13 +207,12 @@ class HiddenWords:
         nonce = secrets.token_hex(8)
         self._names = {word: f"{nonce}x{place}x" for place, word in enumerate(words)}
         self._words = {name: word for word, name in self._names.items()}
+        self._special = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
 
     def hide(self, value: Any) -> Any:
         """Value of JSON with these words hidden in all of its texts."""
         if isinstance(value, str):
-            for word, name in self._names.items():
-                value = value.replace(word, name)
-            return value
+            return self._special.sub(lambda found: self._names[found[0]], value)
         if isinstance(value, Mapping):
             return {self.hide(key): self.hide(one) for key, one in value.items()}
         if isinstance(value, list | tuple):

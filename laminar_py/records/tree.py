@@ -105,7 +105,7 @@ def turn_ends(spans: Sequence[Span]) -> list[int]:
 
 
 def _runs(spans: Iterable[Span]) -> list[TokenRun]:
-    """Runes of a response, in order."""
+    """Runs of a response, in order."""
     found: list[TokenRun] = []
     for span in spans:
         if span.follows is None and found:

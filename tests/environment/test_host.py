@@ -188,6 +188,7 @@ BAD = {
     "behind no turn": (Observation("4", after=0), "after=0; give a turn of the model, from 1 on"),
     "behind a turn to come": (Observation("b", after=2), "after=2 of 1 turns; go back to one of these"),
     "no messages": (Rewrite(()), "a Rewrite without messages; give a text, or a tuple of (role, text)"),
+    "tools that are none": (Rewrite("b", tools=5), "whose messages or tools are no tuple"),
     "words of nobody": (Rewrite((("poet", "4"),)), "a Rewrite of role 'poet'; choose of system, assistant, user"),
     "messages for a text": (Rewrite((("user", "4"),)), "a Rewrite has messages where prompts are text"),
     "an empty rewrite": (Rewrite(""), "an empty text; return End to end"),

@@ -62,7 +62,7 @@ class Keys:
 class AgentEnvironment:
     """Environment whose words are the requests of an agent.
 
-    `admitted` is told of it, and gives the key that its requests are to have; `runner` starts the agent.
+    `keys` gives the key that its requests are to have; `runner` starts the agent.
     """
 
     def __init__(self, runner: AgentRunner, messages: AssistantMessages, *, keys: "Keys") -> None:

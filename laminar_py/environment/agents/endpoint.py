@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 from blake3 import blake3
 
+from laminar_py.config.section import ConfigError
 from laminar_py.environment.agents.agent import (
     MOST_WAITING,
     AgentEnvironment,
@@ -136,12 +137,16 @@ class AgentEndpoint:
 
 @asynccontextmanager
 async def serve(keys: Keys, *, host: str, port: int, max_body_bytes: int) -> AsyncIterator[str]:
-    """Serve agents while it is open; gives the address, whose port is chosen where it is 0. Raises `OSError`."""
+    """Serve agents while it is open; gives the address, with a free port where it is 0. Raises `ConfigError`."""
     runner = web.AppRunner(AgentEndpoint(keys).app(max_body_bytes=max_body_bytes), access_log=None)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            remedy = "choose another, or 0"
+            raise ConfigError(f"environment.port={port}: cannot be served ({error.strerror}); {remedy}") from None
         yield f"http://{host}:{runner.addresses[0][1]}/v1"
     finally:
         await runner.cleanup()

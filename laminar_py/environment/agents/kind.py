@@ -55,14 +55,9 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
         else AssistantMessages(LlamaCalls(), mark="<|python_tag|>")
     )
     keys = Keys()
-    try:
-        async with serve(keys, host=LOOPBACK, port=settings.port, max_body_bytes=settings.max_body_bytes) as url:
-            runner = AgentRunner(_resolved(settings.command), url=url, folder=home.folder / "agents")
-            yield lambda: AgentEnvironment(runner, messages, keys=keys)
-    except OSError as error:
-        raise ConfigError(
-            f"environment.port={settings.port}: cannot be served ({error.strerror}); choose another, or 0"
-        ) from None
+    async with serve(keys, host=LOOPBACK, port=settings.port, max_body_bytes=settings.max_body_bytes) as url:
+        runner = AgentRunner(_resolved(settings.command), url=url, folder=home.folder / "agents")
+        yield lambda: AgentEnvironment(runner, messages, keys=keys)
 
 
 def _resolved(command: list[str]) -> list[str]:

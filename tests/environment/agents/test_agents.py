@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 
 from laminar_py.config.environment import EnvironmentHome
 from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.environment.agents.kind import AgentConfig, open_agents
 from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost
@@ -231,6 +233,15 @@ async def test_an_agent_that_fails_drops_its_trajectory_with_its_last_words(tmp_
     heard = await Story(tmp_path, agent).lead(["4"])
     assert heard[-1].failure is DropReason.ENVIRONMENT_FAILED
     assert words in heard[-1].detail
+
+
+async def test_a_port_that_another_has_is_one_line(tmp_path):
+    home = EnvironmentHome(SandboxConfig(), tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"environment.port={port}: cannot be served .*choose another, or 0"):
+            async with open_agents(AgentConfig(command=["true"], port=port), home):
+                raise AssertionError("it is served")
 
 
 async def test_an_agent_ends_with_its_trajectory_and_all_that_it_started(tmp_path):
