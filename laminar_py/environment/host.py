@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import msgspec
 from blake3 import blake3
 
 from laminar_py.config.environment import EnvironmentConfig
@@ -125,8 +124,7 @@ class EnvironmentHost:
         session.environment = environment = await self._ready(turn, before, saved)
         turns = turns_of(turn.response_ids, turn.spans)
         returned = await self._step(environment, turn, turns[-1] if turns else None)
-        answer = self._told(returned, is_first=not turns, elapsed_s=time.monotonic() - began)
-        answer = msgspec.structs.replace(answer, follows=_follows(returned, turn.spans))
+        answer = self._told(returned, turn.spans, elapsed_s=time.monotonic() - began)
         if answer.ids is not None and len(turns) >= self._limits.max_turns:
             answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
         state = await self._state(environment) if answer.ids is not None else None
@@ -144,18 +142,25 @@ class EnvironmentHost:
         if before is not None:
             self._end(before)
         environment = await self._begin()
+        try:
+            await self._bring_back(environment, turn, saved if saved is not None and saved.told == told else None)
+        except BaseException:
+            self._calls.end(environment)
+            raise
+        return environment
+
+    async def _bring_back(self, environment: Environment, turn: ModelTurn, saved: SavedTurn | None) -> None:
+        """Have a new environment as it was before a turn. Raises `CallFailedError` where there is no way."""
         if not len(turn.response_ids):
-            return environment
-        if saved is not None and saved.told == told and saved.state is not None:
+            return
+        if saved is not None and saved.state is not None:
             assert isinstance(environment, Restorable), "it saved a state"
             await self._calls.of(environment.restore, saved.state)
-            return environment
-        if not getattr(environment, "deterministic", False):
-            raise CallFailedError(
-                DropReason.ENVIRONMENT_LOST, "its process died, and it can neither be restored nor repeated"
-            )
-        await self._repeat(environment, turn)
-        return environment
+        elif getattr(environment, "deterministic", False):
+            await self._repeat(environment, turn)
+        else:
+            detail = "its process died, and it can neither be restored nor repeated"
+            raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
 
     async def _begin(self) -> Environment:
         await self._calls.may_begin()
@@ -164,15 +169,11 @@ class EnvironmentHost:
 
     async def _repeat(self, environment: Environment, turn: ModelTurn) -> None:
         """Take all turns but the last again, with the same answers. Raises `CallFailedError` where one differs."""
-        ids, written = turn.response_ids, [span for span in turn.spans if span.version is None]
-        given: list[IntArray | None] = [None, *turns_of(ids, turn.spans)[:-1]]
-        heard = [ids[span.start : span.end] for span in written]
-        for place, said in enumerate(given):
-            returned = await self._step(environment, turn, said)
-            answer = self._told(returned, is_first=said is None, elapsed_s=0.0)
-            if said is None and answer.ids is not None and not len(answer.ids):
-                heard.insert(0, answer.ids)  # it said nothing before the first turn
-            if place >= len(heard) or answer.ids is None or answer.ids.tolist() != heard[place].tolist():
+        places = [0, *turn_ends(turn.spans)]
+        for place, said in enumerate([None, *turns_of(turn.response_ids, turn.spans)[:-1]]):
+            before = tuple(span for span in turn.spans if span.end <= places[place])
+            answer = self._told(await self._step(environment, turn, said), before, elapsed_s=0.0)
+            if not _repeats(answer, turn, place=places[place]):
                 raise CallFailedError(
                     DropReason.ENVIRONMENT_LOST, f"its process died, and turn {place} was answered otherwise again"
                 )
@@ -183,8 +184,9 @@ class EnvironmentHost:
             return await self._calls.answer(environment.reset, turn.problem)
         return await self._calls.answer(environment.step, self._writer.said(said))
 
-    def _told(self, returned: Answer, *, is_first: bool, elapsed_s: float) -> EnvironmentTurn:
-        """An answer as it goes back. Raises `CallFailedError` where it is none at this place."""
+    def _told(self, returned: Answer, spans: tuple[Span, ...], *, elapsed_s: float) -> EnvironmentTurn:
+        """An answer to the turns of `spans`, as it goes back. Raises `CallFailedError` where it is none."""
+        is_first = not turn_ends(spans)
         if isinstance(returned, End):
             if is_first:
                 raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "reset returned End; return an Observation")
@@ -196,7 +198,7 @@ class EnvironmentHost:
         ids = self._ids(returned, is_first=is_first)
         if not len(ids) and (isinstance(returned, Rewrite) or not is_first):
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "step returned an empty text; return End to end")
-        return EnvironmentTurn(ids=ids, elapsed_s=elapsed_s)
+        return EnvironmentTurn(ids=ids, follows=_follows(returned, spans), elapsed_s=elapsed_s)
 
     def _ids(self, said: Observation | Rewrite, *, is_first: bool) -> IntArray:
         try:
@@ -246,6 +248,14 @@ def _follows(returned: Answer, spans: tuple[Span, ...]) -> int | None:
         raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail)
     place = ends[returned.after - 1]
     return None if place == spans[-1].end else place
+
+
+def _repeats(answer: EnvironmentTurn, turn: ModelTurn, *, place: int) -> bool:
+    """True where an answer is what is written at this place of the response."""
+    spans = [span for span in turn.spans if span.start == place and span.version is None]
+    end, follows = (spans[0].end, spans[0].follows) if spans else (place, None)
+    ids = turn.response_ids[place:end].tolist()
+    return answer.ids is not None and answer.ids.tolist() == ids and answer.follows == follows
 
 
 def _digest(ids: IntArray) -> bytes:

@@ -65,7 +65,10 @@ class AgentEnvironment:
     `keys` gives the key that its requests are to have; `runner` starts the agent.
     """
 
-    def __init__(self, runner: AgentRunner, messages: AssistantMessages, *, keys: "Keys") -> None:
+    def __init__(
+        self, runner: AgentRunner, messages: AssistantMessages, *, keys: "Keys", deterministic: bool
+    ) -> None:
+        self.deterministic = deterministic
         self._runner = runner
         self._keys = keys
         self._messages = messages

@@ -28,6 +28,7 @@ from laminar_py.environment.agents.conversation import Message
 from laminar_py.environment.calls import LARGEST
 
 KEEP_ALIVE_S = 10.0
+SHUTDOWN_S = 1.0  # for requests that are being answered
 MODEL = "policy"
 ENDED = "the trajectory has ended"
 
@@ -138,7 +139,8 @@ class AgentEndpoint:
 @asynccontextmanager
 async def serve(keys: Keys, *, host: str, port: int, max_body_bytes: int) -> AsyncIterator[str]:
     """Serve agents while it is open; gives the address, with a free port where it is 0. Raises `ConfigError`."""
-    runner = web.AppRunner(AgentEndpoint(keys).app(max_body_bytes=max_body_bytes), access_log=None)
+    app = AgentEndpoint(keys).app(max_body_bytes=max_body_bytes)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

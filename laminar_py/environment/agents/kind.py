@@ -2,18 +2,19 @@
 
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError, Count, Seconds
 from laminar_py.environment.agents.agent import AgentEnvironment, Keys
 from laminar_py.environment.agents.endpoint import serve
+from laminar_py.environment.agents.launcher import Program
 from laminar_py.environment.agents.messages import AssistantMessages
-from laminar_py.environment.agents.runner import AgentRunner
+from laminar_py.environment.agents.runner import LauncherError, open_runner
 from laminar_py.environment.protocol import Environment
 from laminar_py.environment.tools.calls import HermesCalls, LlamaCalls
 from laminar_py.environment.tools.settings import CallFamily
@@ -32,15 +33,35 @@ class AgentConfig(EnvironmentConfig):
     `environment_timeout`."""
     max_observation_bytes: Count = 2**20
     """Longest request with its tools, as text; a longer one drops the trajectory as `environment_failed`."""
-    command: Annotated[list[str], Field(min_length=1)]
-    """Command of the agent, e.g. `[python, agent.py]`, or `[agent.py:run]` for a function without arguments. It
-    finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """Command of the agent, e.g. `[python, agent.py]`. It finds the endpoint in `OPENAI_BASE_URL` and
+    `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`."""
+    function: str | None = None
+    """In place of a command `path/to/file.py:function`, called with the problem; what it returns is the reward,
+    unless it is None. The file is imported once, and each agent is a fork of that process."""
+    memory_mib: Count | None = None
+    """Memory of an agent's own data, MiB, of each process of it. Default: no limit of its own."""
+    cpu_s: Seconds | None = None
+    """CPU time of each process of an agent, seconds. Default: no limit of its own."""
+    keep_folders: bool = False
+    """Keep the working folder of an agent that has ended; else its log alone."""
     family: CallFamily = CallFamily.HERMES
     """How the model writes calls of the agent's tools: `hermes` or `llama`."""
+    deterministic: bool = True
+    """Start an agent over whose process died, as long as it asks its model the same again; what it does elsewhere
+    it does twice. Else its trajectory is dropped as `environment_lost`."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port of the endpoint, on loopback; 0: one that is free."""
     max_body_bytes: Count = 4 * 2**20
     """Longest request; a longer one is refused by status 413."""
+
+    @model_validator(mode="after")
+    def _check_agent(self) -> Self:
+        if (self.command is None) == (self.function is None):
+            raise ConfigError("environment.command and environment.function: give one of them")
+        if self.function is not None and ".py:" not in self.function:
+            raise ConfigError(f"environment.function={self.function}: write path/to/file.py:function")
+        return self
 
 
 @asynccontextmanager
@@ -55,15 +76,28 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
         else AssistantMessages(LlamaCalls(), mark="<|python_tag|>")
     )
     keys = Keys()
-    async with serve(keys, host=LOOPBACK, port=settings.port, max_body_bytes=settings.max_body_bytes) as url:
-        runner = AgentRunner(_resolved(settings.command), url=url, folder=home.folder / "agents")
-        yield lambda: AgentEnvironment(runner, messages, keys=keys)
+    program = Program(
+        command=_resolved(settings.command or []),
+        function=_absolute(settings.function or ""),
+        memory_mib=settings.memory_mib,
+        cpu_s=settings.cpu_s,
+    )
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(
+            serve(keys, host=LOOPBACK, port=settings.port, max_body_bytes=settings.max_body_bytes)
+        )
+        try:
+            opened = open_runner(program, url=url, folder=home.folder / "agents", keeps=settings.keep_folders)
+            runner = await stack.enter_async_context(opened)
+        except LauncherError as error:
+            raise ConfigError(f"environment.function={settings.function}: {error}; mend the file") from None
+        yield lambda: AgentEnvironment(runner, messages, keys=keys, deterministic=settings.deterministic)
 
 
-def _resolved(command: list[str]) -> list[str]:
+def _resolved(command: list[str]) -> tuple[str, ...]:
     """A command that means the same from any folder: files by their whole path, `python` this one."""
-    first = sys.executable if command[0] in ("python", "python3") else command[0]
-    return [_absolute(word) for word in (first, *command[1:])]
+    first = sys.executable if command[:1] in (["python"], ["python3"]) else "".join(command[:1])
+    return tuple(_absolute(word) for word in (first, *command[1:]))
 
 
 def _absolute(word: str) -> str:

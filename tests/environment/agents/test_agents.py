@@ -3,7 +3,11 @@
 import asyncio
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -14,9 +18,11 @@ import pytest
 from laminar_py.config.environment import EnvironmentHome
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.environment.agents.agent import AgentFailedError
 from laminar_py.environment.agents.kind import AgentConfig, open_agents
 from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost
+from laminar_py.environment.protocol import Observation
 from laminar_py.environment.saved import SavedTurns
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import ModelTurn, Problem
@@ -41,14 +47,20 @@ def reward(value):
 """
 
 
+def command(folder):
+    return ["python", str(folder / "agent.py")]
+
+
 class Story:
     """A model that says given texts, and the trajectory that comes of it."""
 
-    def __init__(self, folder, agent, *, head=HEAD):
+    def __init__(self, folder, agent, *, head=HEAD, **settings):
         template = TEMPLATES["chatml"]
+        folder.mkdir(exist_ok=True)
         (folder / "agent.py").write_text(head + agent)
         made = make_chat_encoder(folder, template.text, arguments=template.arguments)
-        self.settings = AgentConfig(command=["python", str(folder / "agent.py")], timeout_s=20.0)
+        runs = {"function": f"{folder / 'agent.py'}:run"} if "def run(" in agent else {"command": command(folder)}
+        self.settings = AgentConfig(**runs, timeout_s=20.0, **settings)
         self.writer = open_writer(made._model_dir, made._settings, self.settings, messages=True)
         self.codec, self.end, self.folder = made.tokenizer, template.end, folder
         self.turn = ModelTurn(
@@ -58,8 +70,8 @@ class Story:
             spans=(),
         )
 
-    async def lead(self, says, *, pause_s=0.0):
-        """Let the model say these until the trajectory ends; all answers of the agent."""
+    async def lead(self, says, *, pause_s=0.0, to_the_end=True):
+        """Let the model say these, in a new process of environments; all answers of the agent."""
         heard = []
         async with open_agents(self.settings, EnvironmentHome(SandboxConfig(), self.folder)) as make:
             host = EnvironmentHost(
@@ -69,7 +81,7 @@ class Story:
                 saved=SavedTurns(self.folder / "saved"),
                 limits=self.settings,
             )
-            for text in (*says, None):
+            for text in (*says, *([None] if to_the_end else [])):
                 answer = await host.answer(self.turn)
                 heard.append(answer)
                 await asyncio.sleep(pause_s)
@@ -77,6 +89,8 @@ class Story:
                     break
                 self.append(answer.ids, None, answer.follows)
                 self.append(self.codec.encode(f"{text}{self.end}"), 3)
+            if not to_the_end:
+                return heard  # and its process ends here
             host.forget(["g0.0"])
             await asyncio.gather(*(one for one in asyncio.all_tasks() if one.get_name() == "close-environment"))
         return heard
@@ -259,3 +273,139 @@ child.wait()
     pids = [int(pid) for pid in story.log().split()]
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+async def test_a_function_is_imported_once_and_what_it_returns_is_the_reward(tmp_path):
+    agent = """
+import os, random
+from openai import AsyncOpenAI
+print("imported", flush=True)
+async def run(problem):
+    said = [{"role": "user", "content": problem["prompt"]}]
+    answer = await AsyncOpenAI().chat.completions.create(model="policy", messages=said)
+    print(answer.choices[0].message.content, os.getcwd(), random.random())
+    return 0.25
+"""
+    story = Story(tmp_path, agent, head="", keep_folders=True)
+    story_log = []
+    for _ in range(2):
+        heard = await story.lead(["4"])
+        assert heard[-1].reward == 0.25, heard
+        story_log.append(story.log())
+        story.turn = msgspec.structs.replace(story.turn, response_ids=story.turn.response_ids[:0], spans=())
+        (tmp_path / "saved").rename(tmp_path / f"saved-{len(story_log)}")
+    said, where, drawn = story_log[0].split()
+    assert (said, where) == ("4", str(tmp_path / "agents/g0.0"))
+    assert story_log[1].split() == [said, where, drawn] * 2, "the same agent draws the same"
+    assert (tmp_path / "agents/launcher.log").read_text().split() == ["imported"] * 2
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        ("def run(problem):\n    raise ValueError('no way')", "the agent ended with code 1: ValueError: no way"),
+        ("def run(problem):\n    sys.exit('no more')", "the agent ended with code 1: no more"),
+        ("def run(problem):\n    bytearray(2**28)", "the agent ended with code 1: MemoryError"),
+        ("def run(problem):\n    while True: pass", "the agent ended with code -24"),  # SIGXCPU
+    ],
+)
+async def test_a_function_that_fails_drops_its_trajectory_with_its_last_words(tmp_path, agent, words):
+    story = Story(tmp_path, agent, head="import sys\n", memory_mib=128, cpu_s=1.0)
+    heard = await story.lead(["4"])
+    assert heard[-1].failure is DropReason.ENVIRONMENT_FAILED
+    assert words in heard[-1].detail
+
+
+async def test_a_file_without_the_function_is_one_line(tmp_path):
+    (tmp_path / "agent.py").write_text("def other(): ...")
+    settings = AgentConfig(function=f"{tmp_path}/agent.py:run")
+    with pytest.raises(ConfigError, match=r"environment.function=.*/agent.py has no function run; mend the file"):
+        async with open_agents(settings, EnvironmentHome(SandboxConfig(), tmp_path)):
+            raise AssertionError("it is open")
+
+
+REWRITES = """
+ask()
+said.append({"role": "user", "content": "and 3?"})
+ask()
+said[2:] = [{"role": "user", "content": "no, and 5?"}]
+ask()
+said[:] = [{"role": "user", "content": WORDS}]
+print(ask())
+reward(1)
+"""
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+async def test_an_agent_whose_process_died_is_started_over_and_asks_the_same(tmp_path, turns):
+    says = ["4", "7", "9", "10"]
+    whole = Story(tmp_path / "whole", REWRITES.replace("WORDS", "'in short: 9'"))
+    await whole.lead(says)
+    story = Story(tmp_path / "parts", REWRITES.replace("WORDS", "'in short: 9'"))
+    await story.lead(says[:turns], to_the_end=False)
+    heard = await story.lead(says[turns:])
+    assert heard[-1].reward == 1.0, heard[-1]
+    assert story.turn.spans == whole.turn.spans
+    assert story.turn.response_ids.tolist() == whole.turn.response_ids.tolist()
+    assert story.log() == "10\n"
+
+
+async def test_an_agent_that_asks_otherwise_over_again_is_dropped(tmp_path):
+    story = Story(tmp_path, REWRITES.replace("WORDS", "'in short: 9'").replace('"and 3?"', "str(os.getpid())"))
+    await story.lead(["4", "7", "9"], to_the_end=False)
+    heard = await story.lead(["10"])
+    assert heard[-1].failure is DropReason.ENVIRONMENT_LOST
+    assert "turn 1 was answered otherwise again" in heard[-1].detail
+
+
+async def test_agents_of_a_launcher_that_is_killed_fail_and_others_begin(tmp_path):
+    agent = """
+import signal
+ask()
+os.kill(os.getppid(), signal.SIGKILL) if problem["prompt"] == "2+2=" else None
+said.append({"role": "user", "content": "and 3?"})
+ask()
+"""
+    story = Story(tmp_path, agent)
+    async with open_agents(story.settings, EnvironmentHome(SandboxConfig(), tmp_path)) as make:
+        for prompt, fault in (("2+2=", "the process that starts agents has died"), ("3+3=", "")):
+            environment = make()
+            await environment.reset(msgspec.structs.replace(story.turn.problem, prompt=prompt))
+            if fault:
+                with pytest.raises(AgentFailedError, match=fault):
+                    await environment.step("4")
+            else:
+                assert isinstance(await environment.step("4"), Observation)
+            await environment.close()
+
+
+def test_agents_and_what_they_start_end_with_whoever_had_them_started(tmp_path):
+    (tmp_path / "agent.py").write_text(
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        "open('pids', 'w').write(f'{os.getpid()} {child.pid}')\n"
+        "time.sleep(1000)\n"
+    )
+    parent = f"""
+import asyncio, os, signal
+from pathlib import Path
+from laminar_py.environment.agents.launcher import Program
+from laminar_py.environment.agents.runner import open_runner
+from laminar_py.environment.protocol import Problem
+async def main():
+    folder = Path({str(tmp_path)!r})
+    program = Program(command=({sys.executable!r}, str(folder / "agent.py")))
+    async with open_runner(program, url="", folder=folder / "agents", keeps=True) as runner:
+        await runner.start(Problem(prompt="", answer="", trajectory_id="t"), key="", ended=print)
+        while not (folder / "agents/t/pids").exists() or not (folder / "agents/t/pids").read_text():
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    assert subprocess.run([sys.executable, "-c", parent], check=False, timeout=60).returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in (tmp_path / "agents/t/pids").read_text().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < deadline, "they go on"
+        time.sleep(0.01)
