@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 from pydantic import JsonValue, PlainValidator, SerializeAsAny, WithJsonSchema
 
@@ -68,12 +68,25 @@ class ClassEnvironment(EnvironmentConfig):
     """Arguments of the class."""
 
 
-@dataclass(frozen=True, slots=True)
+class Words(Protocol):
+    """Texts of the run's model, as an environment may need them; `environment.writer` has them."""
+
+    def said(self, ids: Any) -> str:
+        """Text of [n] tokens of a turn, without what ended it."""
+        ...
+
+    def encoded(self, text: str, *, begins: bool) -> Any:
+        """[n] ids of a text as it stands; if it `begins` a conversation, behind those that a text begins with."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentHome:
-    """Process that environments run in: the sandbox that it may use, and its folder of the run."""
+    """Process that environments run in: the sandbox that it may use, its folder of the run, words of the model."""
 
     sandbox: SandboxConfig
     folder: Path
+    words: Words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
 from laminar_py.control.evaluation import Evaluations
+from laminar_py.control.failing import Failing
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.losses import Losses
 from laminar_py.control.waiting import WaitingQueue
@@ -32,8 +33,10 @@ class Reports:
         evaluations: Evaluations,
         closing: Closing,
         losses: Losses,
+        failing: Failing,
     ) -> None:
         self._book = book
+        self._failing = failing
         self._losses = losses
         self._waiting = waiting
         self._evaluations = evaluations
@@ -150,6 +153,7 @@ class Reports:
         self._book.views.returned(replica, lifecycle.id)
         self._book.moves.ends(lifecycle.id)
         self._book.drop([lifecycle], reason, detail)
+        self._failing.failed(reason, detail)
         await self._closing.settled(lifecycle)
 
     def _on_end(self, replica: int, lifecycle: Lifecycle, progress: Progress) -> None:
@@ -179,6 +183,7 @@ class Reports:
         elif progress.finish_reason is FinishReason.LENGTH:
             self._book.record_of(lifecycle, Cut(lifecycle.id, Cap.TOKENS, lifecycle.sampling.max_new_tokens))
         self._book.record_of(lifecycle, lifecycle.finish(progress))
+        self._failing.finished()
         self._closing.finished(lifecycle)
 
     async def _lose_version(self, lifecycle: Lifecycle) -> None:

@@ -20,6 +20,7 @@ from laminar_py.control.consumption import Consumption, StepBatch
 from laminar_py.control.deadlines import Deadlines
 from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.evaluation import Evaluations
+from laminar_py.control.failing import Failing
 from laminar_py.control.losses import Losses
 from laminar_py.control.recovery import restore
 from laminar_py.control.reports import Reports
@@ -41,6 +42,7 @@ class TrajectoryScheduler:
         *,
         prompt_at: Callable[[int], Prompt],
         tell: Callable[[GroupRewards], None] = lambda group: None,
+        fail: Callable[[str], None] = lambda fault: None,
         recorder: Recorder,
         stages: Stages,
         credit: Credit,
@@ -64,7 +66,15 @@ class TrajectoryScheduler:
         self.losses = losses = Losses(
             book, waiting=waiting, evaluations=evaluations, consumption=self.consumption, closing=closing
         )
-        self.reports = Reports(book, waiting=waiting, evaluations=evaluations, closing=closing, losses=losses)
+        step = settings.admission.batch * settings.group_size
+        self.reports = Reports(
+            book,
+            waiting=waiting,
+            evaluations=evaluations,
+            closing=closing,
+            losses=losses,
+            failing=Failing(step=step, clock=clock, end=fail),
+        )
         self.deadlines = Deadlines(book, waiting=waiting, closing=closing, clock=clock)
         self.dispatcher = Dispatcher(
             book, router=router, waiting=waiting, evaluations=evaluations, prompt_at=prompt_at

@@ -100,8 +100,11 @@ class PromptEncoder:
         self._model_dir = model_dir
         self._settings = settings
 
-    def write(self, prompt: str | Sequence[Turn]) -> str:
-        """The text of a prompt, as the model gets it. Raises `TemplateError`."""
+    def write(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> str:
+        """The text of a prompt, as the model gets it; of one that is `answered`, up to where the answer begins.
+
+        Raises `TemplateError`.
+        """
         if isinstance(prompt, str) and (self._stays(prompt) or not prompt):
             return prompt
         messages: list[Turn] = [_asks(prompt)] if isinstance(prompt, str) else list(prompt)
@@ -110,11 +113,11 @@ class PromptEncoder:
         if not self.uses_template:
             self.tokenizer = self.tokenizer.ending(self._turn_ends(messages))
             self.uses_template = True
-        return self.conversation(messages, answers=self._answers)
+        return self.conversation(messages, answers=self._answers or answered)
 
-    def encode(self, prompt: str | Sequence[Turn]) -> tuple[str, IntArray]:
+    def encode(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> tuple[str, IntArray]:
         """The text of a prompt and its [P] ids. Raises `TemplateError`."""
-        text = self.write(prompt)
+        text = self.write(prompt, answered=answered)
         return text, self.tokenizer.encode_prompt(text) if self._stays(prompt) else self.tokenizer.encode(text)
 
     def count(self, prompts: Sequence[str | Sequence[Turn]], texts: Sequence[str]) -> list[int]:

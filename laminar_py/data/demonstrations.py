@@ -55,7 +55,7 @@ def read_demonstrations(
     for row, line, given in read_records(source, _DemonstrationRow):
         try:
             asked, answer = _parts(source, row, line, given)
-            _, prompt = encoder.encode(asked)
+            _, prompt = encoder.encode(asked, answered=True)
         except TemplateError as error:
             raise source.error(row, str(error), value=given, remedy=REMEDY) from None
         end = np.array([encoder.end_after(asked)], dtype=np.int32)
@@ -75,7 +75,7 @@ def read_texts(source: DataSource, *, encoder: PromptEncoder, every: int = 1) ->
     """Row, prompt as the model gets it, and response of every so many-th demonstration; they have no fault."""
     for row, line, given in islice(read_records(source, _DemonstrationRow), 0, None, every):
         asked, answer = _parts(source, row, line, given)
-        yield row, encoder.write(asked), answer
+        yield row, encoder.write(asked, answered=True), answer
 
 
 def _parts(source: DataSource, row: int, line: _DemonstrationRow, given: bytes) -> tuple[str | list[Turn], str]:

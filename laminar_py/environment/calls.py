@@ -16,8 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from laminar_py.config.environment import EnvironmentConfig
-from laminar_py.environment.protocol import Answer, End, Observation, Rewrite, Role
+from laminar_py.environment.protocol import Answer, End, Observation, Rewrite, Role, Tokens
 from laminar_py.records.trajectory import DropReason
 
 log = logging.getLogger(__name__)
@@ -124,6 +126,8 @@ class EnvironmentCalls:
             return End(None if returned.reward is None else float(returned.reward))
         if isinstance(returned, Rewrite):
             return Rewrite(returned.messages, returned.tools)
+        if isinstance(returned, Tokens):
+            return Tokens(returned.ids.astype(np.int32), returned.after)
         assert isinstance(returned, Observation), "what has no fault is an answer"
         return Observation(returned.texts, role=Role(returned.role), after=returned.after)
 
@@ -136,6 +140,8 @@ class EnvironmentCalls:
             return f"End with reward {str(reward)[:SHOWN_CHARS]!r}; give a finite number or None"
         if isinstance(returned, Rewrite):
             return self._fault_of_rewrite(returned.messages, returned.tools)
+        if isinstance(returned, Tokens):
+            return _fault_of_tokens(returned.ids, returned.after)
         if not isinstance(returned, Observation):
             return f"a {type(returned).__name__}; return an Observation, a Rewrite or End"
         if returned.role not in tuple(Role):
@@ -178,6 +184,14 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except StopIteration as error:  # no future can carry it, and the call would seem to take for ever
         raise RuntimeError(f"StopIteration: {error}") from error
+
+
+def _fault_of_tokens(ids: object, after: object) -> str:
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind != "i" or not ids.size:
+        return "Tokens without ids; give an array of one dimension"
+    if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
+        return "Tokens with an id that is none"
+    return "" if after == 0 or _is_turn(after) else f"Tokens after={after!r}; give a turn of the model, or 0"
 
 
 def _is_pair(value: object) -> bool:

@@ -10,27 +10,41 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import msgspec
+import numpy as np
 from blake3 import blake3
 
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.environment.calls import CallFailedError, EnvironmentCalls
-from laminar_py.environment.protocol import Answer, End, Environment, Observation, Restorable, Rewrite
+from laminar_py.environment.protocol import (
+    Answer,
+    Begin,
+    End,
+    Environment,
+    Listener,
+    Observation,
+    Restorable,
+    Rewrite,
+    SampledTurn,
+    Tokens,
+)
 from laminar_py.environment.saved import SavedTurn, SavedTurns, TurnsOnFile
-from laminar_py.environment.writer import PlainWriter, turns_of
+from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import IntArray
 from laminar_py.records.digests import DIGEST_BYTES
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.records.spans import ANEW, Span
 from laminar_py.records.trajectory import DropReason
-from laminar_py.records.tree import turn_ends
+from laminar_py.records.tree import context_of, turn_ends
 
 log = logging.getLogger(__name__)
 
+_NO_LOGPROBS = np.empty(0, np.float32)
 MOST_ATTEMPTS = 3  # of a turn over which the process dies each time
 
 
@@ -80,6 +94,13 @@ class EnvironmentHost:
             self._sessions.move_to_end(name)
         return await asyncio.shield(session.answer)
 
+    def hear(self, parts: Sequence[TurnPart]) -> None:
+        """Tell environments that listen what is sampled of turns that they have not got yet."""
+        for part in parts:
+            session = self._sessions.get(part.trajectory_id)
+            if session is not None and session.answer.done() and isinstance(session.environment, Listener):
+                session.environment.hear(part.place, part.ids, part.logprobs)
+
     def forget(self, trajectory_ids: list[str]) -> None:
         """End the environments of trajectories of which no turn is to come.
 
@@ -122,10 +143,12 @@ class EnvironmentHost:
         self._saved.attempt(turn.trajectory_id, session.told)
         began = time.monotonic()
         session.environment = environment = await self._ready(turn, before, saved)
-        turns = turns_of(turn.response_ids, turn.spans)
-        returned = await self._step(environment, turn, turns[-1] if turns else None)
+        taken = len(turn_ends(turn.spans))
+        returned = await self._step(environment, turn, taken)
         answer = self._told(returned, turn.spans, elapsed_s=time.monotonic() - began)
-        if answer.ids is not None and len(turns) >= self._limits.max_turns:
+        if isinstance(environment, Listener):
+            answer = msgspec.structs.replace(answer, listens=environment.listens)
+        if answer.ids is not None and taken >= self._limits.max_turns:
             answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
         state = await self._state(environment) if answer.ids is not None else None
         self._saved.save(turn.trajectory_id, SavedTurn(told=session.told, answer=answer, state=state))
@@ -169,20 +192,24 @@ class EnvironmentHost:
 
     async def _repeat(self, environment: Environment, turn: ModelTurn) -> None:
         """Take all turns but the last again, with the same answers. Raises `CallFailedError` where one differs."""
-        places = [0, *turn_ends(turn.spans)]
-        for place, said in enumerate([None, *turns_of(turn.response_ids, turn.spans)[:-1]]):
-            before = tuple(span for span in turn.spans if span.end <= places[place])
-            answer = self._told(await self._step(environment, turn, said), before, elapsed_s=0.0)
-            if not _repeats(answer, turn, place=places[place]):
-                raise CallFailedError(
-                    DropReason.ENVIRONMENT_LOST, f"its process died, and turn {place} was answered otherwise again"
-                )
+        for number, end in enumerate([0, *turn_ends(turn.spans)[:-1]]):
+            before = tuple(span for span in turn.spans if span.end <= end)
+            answer = self._told(await self._step(environment, turn, number), before, elapsed_s=0.0)
+            if not _repeats(answer, turn, place=end):
+                detail = f"its process died, and turn {number} was answered otherwise again"
+                raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
 
-    async def _step(self, environment: Environment, turn: ModelTurn, said: IntArray | None) -> Answer:
-        """Give an environment a turn, or the problem before the first."""
-        if said is None:
+    async def _step(self, environment: Environment, turn: ModelTurn, number: int) -> Answer:
+        """Give an environment a turn by its number, 1 the first, or the problem before that."""
+        if not number:
             return await self._calls.answer(environment.reset, turn.problem)
-        return await self._calls.answer(environment.step, self._writer.said(said))
+        start, end = _place_of(turn, number)
+        ids = turn.response_ids[start:end]
+        if isinstance(environment, Listener):
+            is_last = end == len(turn.response_ids)
+            logprobs = turn.logprobs if is_last else _NO_LOGPROBS
+            environment.take(SampledTurn(context=_context(turn, start, end), ids=ids, logprobs=logprobs))
+        return await self._calls.answer(environment.step, self._writer.said(ids))
 
     def _told(self, returned: Answer, spans: tuple[Span, ...], *, elapsed_s: float) -> EnvironmentTurn:
         """An answer to the turns of `spans`, as it goes back. Raises `CallFailedError` where it is none."""
@@ -196,12 +223,15 @@ class EnvironmentHost:
                 DropReason.ENVIRONMENT_FAILED, "step returned an Observation without a text; return End to end"
             )
         ids = self._ids(returned, is_first=is_first)
-        if not len(ids) and (isinstance(returned, Rewrite) or not is_first):
+        if not len(ids) and (not isinstance(returned, Observation) or not is_first):
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "step returned an empty text; return End to end")
         return EnvironmentTurn(ids=ids, follows=_follows(returned, spans), elapsed_s=elapsed_s)
 
-    def _ids(self, said: Observation | Rewrite, *, is_first: bool) -> IntArray:
+    def _ids(self, said: Begin, *, is_first: bool) -> IntArray:
         try:
+            if isinstance(said, Tokens):
+                self._writer.check(said.ids)
+                return said.ids
             if isinstance(said, Rewrite):
                 return self._writer.anew(said)
             return self._writer.first(said) if is_first else self._writer.next(said)
@@ -236,15 +266,14 @@ def _follows(returned: Answer, spans: tuple[Span, ...]) -> int | None:
 
     Raises `CallFailedError` where the conversation has not so many turns.
     """
-    if isinstance(returned, Rewrite):
+    if isinstance(returned, Rewrite) or (isinstance(returned, Tokens) and not returned.after):
         return ANEW
-    if not isinstance(returned, Observation) or returned.after is None:
+    if isinstance(returned, End) or returned.after is None:
         return None
     ends = turn_ends(spans)
     if returned.after > len(ends):
-        detail = (
-            f"step returned an Observation after={returned.after} of {len(ends)} turns; go back to one of these"
-        )
+        said = f"{type(returned).__name__} after={returned.after}"
+        detail = f"step returned {said} of {len(ends)} turns; go back to one of these"
         raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail)
     place = ends[returned.after - 1]
     return None if place == spans[-1].end else place
@@ -256,6 +285,18 @@ def _repeats(answer: EnvironmentTurn, turn: ModelTurn, *, place: int) -> bool:
     end, follows = (spans[0].end, spans[0].follows) if spans else (place, None)
     ids = turn.response_ids[place:end].tolist()
     return answer.ids is not None and answer.ids.tolist() == ids and answer.follows == follows
+
+
+def _place_of(turn: ModelTurn, number: int) -> tuple[int, int]:
+    """Place [start, end) in the response of a turn of the model by its number, 1 the first."""
+    end = turn_ends(turn.spans)[number - 1]
+    return max((span.end for span in turn.spans if span.version is None and span.end <= end), default=0), end
+
+
+def _context(turn: ModelTurn, start: int, end: int) -> IntArray:
+    """Ids of the response that a turn of the model at [start, end) was sampled behind."""
+    places = context_of([span for span in turn.spans if span.end <= end]).places
+    return turn.response_ids[places[places < start]]
 
 
 def _digest(ids: IntArray) -> bytes:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.environment import Problem as Problem
 
 
@@ -68,13 +69,35 @@ class Rewrite:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """Conversation in ids of the model, up to its next turn, written as they are.
+
+    They stand behind the model's turn `after`, 1 the first that it took, and what that was behind; 0: behind
+    nothing.
+    """
+
+    ids: IntArray  # [n]
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """End of a trajectory, e.g. `End(1.0)`; without a reward the other terms of the task judge the response."""
 
     reward: float | None = None
 
 
-Answer: TypeAlias = Observation | Rewrite | End
+Begin: TypeAlias = Observation | Rewrite | Tokens
+Answer: TypeAlias = Begin | End
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTurn:
+    """Tokens of a turn of the model."""
+
+    context: IntArray  # [c] of the conversation that it was sampled behind, without the prompt of the data set
+    ids: IntArray  # [n] with what ended it
+    logprobs: FloatArray  # [n] or, of a turn that is taken over again, [0]
 
 
 class Environment(Protocol):
@@ -84,7 +107,7 @@ class Environment(Protocol):
     is rebuilt by repeating them. One that is `Restorable` is rebuilt from its last snapshot.
     """
 
-    def reset(self, problem: Problem) -> Observation | Rewrite | Awaitable[Observation | Rewrite]:
+    def reset(self, problem: Problem) -> Begin | Awaitable[Begin]:
         """Begin; what it says precedes the model's first turn."""
         ...
 
@@ -103,4 +126,22 @@ class Restorable(Protocol):
 
     def restore(self, state: bytes) -> None:
         """Go on from such a state, in place of `reset`."""
+        ...
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """An environment that is told the tokens of the model's turns."""
+
+    @property
+    def listens(self) -> bool:
+        """True where it is to `hear` the next turn as that is sampled."""
+        ...
+
+    def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
+        """[n] tokens of a turn that goes on, from its token `place` on; some may be missing, or come twice."""
+        ...
+
+    def take(self, turn: SampledTurn) -> None:
+        """All of a turn, before `step` has its text."""
         ...

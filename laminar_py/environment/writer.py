@@ -34,6 +34,11 @@ class TextCodec(Protocol):
         """Names of the special tokens, the longest first."""
         ...
 
+    @property
+    def num_ids(self) -> int:
+        """Ids of the model."""
+        ...
+
     def encode(self, text: str) -> IntArray:
         """[n] ids of a text, none added."""
         ...
@@ -89,8 +94,21 @@ class PlainWriter:
         """[n] ids of a conversation up to the next turn of the model. Raises `TemplateError`."""
         if not isinstance(rewrite.messages, str):
             raise TemplateError("a Rewrite has messages where prompts are text; give it a text")
+        return self.encoded(rewrite.messages, begins=True)
+
+    def encoded(self, text: str, *, begins: bool) -> IntArray:
+        """[n] ids of a text as it stands; if it `begins` a conversation, behind those that a text begins with."""
+        ids = self._codec.encode_literal(text)
+        if not begins:
+            return ids
         whole, alone = self._codec.encode_prompt(MARK), self._codec.encode(MARK)
-        return np.concatenate([whole[: len(whole) - len(alone)], self._codec.encode_literal(rewrite.messages)])
+        return np.concatenate([whole[: len(whole) - len(alone)], ids])
+
+    def check(self, ids: IntArray) -> None:
+        """Raise `TemplateError` where there is no such token."""
+        outside = (ids < 0) | (ids >= self._codec.num_ids)
+        if outside.any():
+            raise TemplateError(f"token {ids[outside][0]} is none of the {self._codec.num_ids} of the model")
 
 
 class ChatWriter(PlainWriter):

@@ -27,7 +27,7 @@ from laminar_py.learner.model import check_model_folder, load_policy, policy_log
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import IntArray
 
-RECIPE_VERSION = 1  # raise it with every change here that changes the resulting weights
+RECIPE_VERSION = 2  # raise it with every change here that changes the resulting weights
 
 TEMPLATES = ("tokenizer_config.json", "chat_template.jinja")  # files of a model folder that may have one
 BETAS = (0.9, 0.95)  # AdamW's decay rates

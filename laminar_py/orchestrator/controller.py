@@ -63,7 +63,7 @@ class Controller:
         self._payload = payload = PayloadHosts(incarnation)
         self._reference = ReferenceStage.of(incarnation, payload=payload)
         self._scheduler = scheduler = policies.make_scheduler(
-            incarnation, submit_score=self._finished, reference=self._reference
+            incarnation, submit_score=self._finished, reference=self._reference, fail=self._fail
         )
         self._relays = relays = Relays(incarnation)
         self._learner = learner = LearnerLink(incarnation, relays=relays, payload=payload, show=view.progress)

@@ -71,7 +71,7 @@ class EvalController:
         self._fault: str | None = None
         self._done, self._answers = self._on_record(list(opened.inputs.sets)) if goes_on else ([], {})
         self._scheduler = policies.make_scheduler(
-            incarnation, submit_score=self._finished, reference=None, versions_return=True
+            incarnation, submit_score=self._finished, reference=None, versions_return=True, fail=self._fail
         )
         self._payload = payload = PayloadHosts(incarnation)
         self._relays = Relays(incarnation)

@@ -24,8 +24,12 @@ def make_scheduler(
     submit_score: Callable[[FinishedTrajectory, Prompt], None],
     reference: ReferenceStage | None,
     versions_return: bool = False,
+    fail: Callable[[str], None],
 ) -> TrajectoryScheduler:
-    """Scheduler of trajectories, with the packing of its batches; that of a run that goes on awaits `restore`."""
+    """Scheduler of trajectories, with the packing of its batches; that of a run that goes on awaits `restore`.
+
+    `fail` is told why the run has to end, where all trajectories fail.
+    """
     config = incarnation.config
     algorithm, sampling = config.algorithm, config.rollout.sampling
     scheduler = TrajectoryScheduler(
@@ -35,6 +39,7 @@ def make_scheduler(
         ),
         prompt_at=incarnation.inputs.stream.prompt,
         tell=incarnation.inputs.stream.tell,
+        fail=fail,
         recorder=incarnation.ledger,
         stages=Stages(submit_score=submit_score, submit_reference=None if reference is None else reference.submit),
         credit=Credit(

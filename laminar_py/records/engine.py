@@ -49,6 +49,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     routed: int = 0  # leading positions whose experts are recorded already
     has_turns: bool = False
+    one_by_one: bool = False  # somebody waits for each token: an engine that gathers them does not here
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,8 +3,9 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from laminar_py.records.codec import IntArray
+from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 
@@ -30,6 +31,16 @@ class ModelTurn(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem
     response_ids: IntArray  # [L] so far
     spans: tuple[Span, ...]  # cover [0, L)
+    logprobs: FloatArray = np.empty(0, np.float32)  # [n] of the last turn of the model
+
+
+class TurnPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a turn that the model is in the midst of, from its token `place` on."""
+
+    trajectory_id: str
+    place: int
+    ids: IntArray  # [n]
+    logprobs: FloatArray  # [n]
 
 
 class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +51,7 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
 
     ids: IntArray | None = None  # [n] tokens to append as they are
     follows: int | None = None  # leading tokens of the response that they are behind, see `Span`; None: all
+    listens: bool = False  # it is to be told the next turn as that is sampled
     ends: bool = False
     is_cut: bool = False  # by the cap on turns
     reward: float | None = None  # where it ends; None: the terms of the task judge it

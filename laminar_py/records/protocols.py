@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.records.scoring import Score, Unfinished, Unscored
 
 
@@ -88,6 +88,10 @@ class Environments(Protocol):
 
         A turn that was answered before has the same answer again, and is not taken twice.
         """
+        ...
+
+    async def hear(self, parts: Sequence[TurnPart]) -> None:
+        """Tell environments that listen what is sampled; one that is not told hears the whole turn in the end."""
         ...
 
     async def forget(self, trajectory_id: str) -> None:

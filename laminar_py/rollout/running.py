@@ -8,12 +8,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.engine import Delta, GenerateRequest
-from laminar_py.records.environment import ModelTurn
+from laminar_py.records.environment import ModelTurn, TurnPart
 from laminar_py.records.pieces import Piece, TokensRef
 from laminar_py.records.recordings import (
     RoutedExperts,
@@ -29,7 +30,8 @@ from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason
 from laminar_py.records.tree import context_tokens, is_tree
 from laminar_py.rollout.branches import in_context
 
-_NO_IDS = np.empty(0, np.int32)
+AnyArray = TypeVar("AnyArray", IntArray, FloatArray)
+_NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 class StreamState(Enum):
@@ -53,6 +55,7 @@ class Running:
     routed: int  # leading positions whose experts are recorded
     prefix: IntArray | None = None  # [length told], once it is read
     told_spans: tuple[Span, ...] = ()  # of the prefix
+    told_logprobs: FloatArray = field(default_factory=lambda: _NO_LOGPROBS)  # of the prefix
     ids: list[IntArray] = field(default_factory=list)  # not told yet
     logprobs: list[FloatArray] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)  # reach back where the engine corrected itself
@@ -66,6 +69,9 @@ class Running:
     away_since_s: float = 0.0  # its environment works since then, while it is `AWAY`
     environment_s: float = 0.0  # that its environment worked, not told yet
     reward: float | None = None  # of its environment
+    listens: bool = False  # its environment is told the turn in hand as it is sampled
+    turn_start: int = 0  # response tokens before that turn
+    heard: int = 0  # leading response tokens that it was told
     task: "asyncio.Task[None] | None" = None
 
     def request(self) -> GenerateRequest:
@@ -80,6 +86,7 @@ class Running:
             sampling=item.sampling,
             routed=self.routed,
             has_turns=item.problem is not None,
+            one_by_one=self.listens,
         )
         return in_context(whole, self.all_spans) if self._is_tree else whole
 
@@ -175,7 +182,31 @@ class Running:
             problem=problem,
             response_ids=self.response_ids,
             spans=self.all_spans,
+            logprobs=_last(self.logprobs, self.length - self._turn_start, self.told_logprobs),
         )
+
+    def listen(self) -> None:
+        """Have `part` give what is sampled from here on, where a turn begins."""
+        self.turn_start = self.heard = self.length
+
+    def part(self) -> TurnPart | None:
+        """What its environment was not told yet of the turn in hand; None if nothing."""
+        count = self.length - self.heard
+        if not count:
+            return None
+        place, self.heard = self.heard - self.turn_start, self.length
+        prefix = _NO_IDS if self.prefix is None else self.prefix
+        return TurnPart(
+            trajectory_id=self.assignment.trajectory_id,
+            place=place,
+            ids=_last(self.ids, count, prefix),
+            logprobs=_last(self.logprobs, count, self.told_logprobs),
+        )
+
+    @property
+    def _turn_start(self) -> int:
+        """Response tokens before the last turn of the model."""
+        return next((span.end for span in reversed(self.all_spans) if span.version is None), 0)
 
     @property
     def told(self) -> int:
@@ -232,6 +263,8 @@ class Running:
             if reason is None:  # else nobody asks the engine to go on from it
                 self.prefix = np.concatenate([_NO_IDS if self.prefix is None else self.prefix, *self.ids])
                 self.told_spans = self.all_spans
+                if self.assignment.problem is not None:
+                    self.told_logprobs = np.concatenate([self.told_logprobs, *self.logprobs])
             self.ids, self.logprobs, self.masks, self.experts, self.noted = [], [], [], [], 0
         spans, self.spans = tuple(self.spans), []
         environment_s, self.environment_s = self.environment_s, 0.0
@@ -282,3 +315,13 @@ def _joined(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
     """Mask of all these tokens, None where the whole vocabulary was open to each, or none are recorded."""
     recorded = [mask for mask in masks if mask is not None]
     return join_masks(recorded) if any(mask.counts.any() for mask in recorded) else None
+
+
+def _last(arrays: Sequence[AnyArray], count: int, told: AnyArray) -> AnyArray:
+    """[count] The last values of what was `told` and of the arrays since then."""
+    found, place = 0, len(arrays)
+    while found < count and place:
+        place -= 1
+        found += len(arrays[place])
+    joined = np.concatenate(arrays[place:] if 0 < count <= found else [told, *arrays])
+    return joined[len(joined) - count :]

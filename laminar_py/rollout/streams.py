@@ -56,6 +56,8 @@ class Streams:
         self._left = ended
         self._lost = lost
         self._environments = environments
+        self._heard: dict[str, Running] = {}  # that have got more of a turn to which their environment listens
+        self._telling: asyncio.Task[None] | None = None
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
         """Let the tasks of the streams run there."""
@@ -212,6 +214,22 @@ class Streams:
         running.state = StreamState.OUTSIDE
         return self._heed(running, answer)
 
+    async def _tell_listeners(self) -> None:
+        """Tell environments that listen what was sampled, once it is in the journal."""
+        assert self._environments is not None, "one of them listens"
+        while self._heard:
+            heard, self._heard = self._heard, {}
+            inside = [running for running in heard.values() if running.state is StreamState.IN_ENGINE]
+            pieces = [running.note(self._out.clock.now()) for running in inside]
+            try:
+                self._store.note([piece for piece in pieces if piece is not None])
+            except EngineLostError as error:
+                self._lost(error)
+                return
+            parts = [part for running in inside if (part := running.part()) is not None]
+            if parts:
+                await self._environments.hear(parts)
+
     def _heed(self, running: Running, answer: EnvironmentTurn) -> bool:
         """Take in what an environment did with a turn; True where the model has the next one."""
         if answer.failure is not None:
@@ -229,6 +247,8 @@ class Streams:
                 self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
                 return False
             running.observe(answer.ids[: running.room], follows=answer.follows)
+            running.listens = answer.listens
+            running.listen()
             if running.room:
                 return True
             self._end_full(running)
@@ -263,6 +283,7 @@ class Streams:
         try:
             response = await self._store.read(running.assignment)
             running.prefix, running.told_spans = response.ids, response.spans
+            running.told_logprobs = response.logprobs
         except PayloadLostError as error:
             log.error("replica %d: %s: %s", self._out.index, running.assignment.trajectory_id, error)
             self._out.progress.append(handed_back(running.assignment, lost=str(error)))
@@ -275,6 +296,10 @@ class Streams:
         self._out.generated += len(delta.ids) if item.kind is Kind.TRAIN else 0
         if is_first and item.kind is Kind.EVAL and len(delta.ids) and item.version is None:
             self._out.begin(item, delta.version)  # the rest of its pass may follow to other replicas
+        if running.listens:
+            self._heard[running.assignment.trajectory_id] = running
+            if self._telling is None or self._telling.done():
+                self._telling = self._tasks.create_task(self._tell_listeners(), name="listeners")
 
     def _stream_ended(self, running: Running, reason: FinishReason) -> None:
         """Take in the engine's last word, after which a trajectory that new weights interrupted goes on."""

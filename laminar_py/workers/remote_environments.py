@@ -4,6 +4,7 @@ Invariant: whoever asks for a trajectory asks the same process, so that a turn w
 whose replica died, meets the environment that has it.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from blake3 import blake3
 
 from laminar_py.cluster.named import NamedActor
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 
 
 class RemoteEnvironments:
@@ -26,6 +27,13 @@ class RemoteEnvironments:
         actor, began = self._of(turn.trajectory_id), time.monotonic()
         answer = decode(EnvironmentTurn, await actor.ask("answer", encode(turn)))
         return msgspec.structs.replace(answer, elapsed_s=time.monotonic() - began)
+
+    async def hear(self, parts: Sequence[TurnPart]) -> None:
+        """Tell environments that listen what is sampled, those of a process at a time."""
+        by_actor: dict[NamedActor, list[TurnPart]] = {}
+        for part in parts:
+            by_actor.setdefault(self._of(part.trajectory_id), []).append(part)
+        await asyncio.gather(*(actor.ask("hear", encode(told)) for actor, told in by_actor.items()))
 
     async def forget(self, trajectory_id: str) -> None:
         """Let go of a trajectory that has ended, and is stored."""

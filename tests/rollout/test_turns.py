@@ -40,9 +40,18 @@ class Scripted:
         self.script, self.holds_at = script, holds_at
         self.asked, self.forgotten = [], []
         self.go, self.held = asyncio.Event(), asyncio.Event()
+        self.heard, self.turns = {}, []
+
+    async def hear(self, parts):
+        for part in parts:
+            self.heard.setdefault((part.trajectory_id, self.taken(part.trajectory_id)), []).append(part)
+
+    def taken(self, trajectory_id):
+        return max(turns for name, turns, _ in self.asked if name == trajectory_id)
 
     async def answer(self, turn):
         turns = num_turns(turn.spans)
+        self.turns.append(turn)
         self.asked.append((turn.trajectory_id, turns, len(turn.response_ids)))
         if turns == self.holds_at:
             self.held.set()
@@ -64,9 +73,9 @@ def ends_after(most):
     return script
 
 
-def with_problem(name, *, length=200, **options):
+def with_problem(name, *, length=200, stop_ids=STOP_IDS, **options):
     item = assignment(name, **options)
-    sampling = SamplingParams(max_new_tokens=length, stop_ids=STOP_IDS, seed=7)
+    sampling = SamplingParams(max_new_tokens=length, stop_ids=stop_ids, seed=7)
     return msgspec.structs.replace(item, sampling=sampling, problem=Problem(prompt="?"))
 
 
@@ -90,6 +99,31 @@ async def test_an_environment_has_the_first_word_and_one_after_each_turn_until_i
         assert story.ended["a"].finish_reason is FinishReason.STOP
         await asyncio.sleep(0)
         assert environments.forgotten == ["a"]
+
+
+async def test_one_that_listens_hears_a_turn_in_parts_and_the_same_whole(folders):
+    def script(turns):
+        return msgspec.structs.replace(ends_after(3)(turns), listens=turns != 1)
+
+    environments = Scripted(script)
+    items = [with_problem(name, stop_ids=STOP_IDS[:4]) for name in "abc"]
+    async with begun(folders, environments, *items, partial_interval_s=60.0) as (story, _):
+        await story.until(lambda s: set("abc") <= set(s.ended))
+    assert not [key for key in environments.heard if key[1] == 1], "nobody listened to the second"
+    assert {name for name, _ in environments.heard} == set("abc")
+    for (name, taken), parts in environments.heard.items():
+        [whole] = [
+            turn
+            for turn in environments.turns
+            if turn.trajectory_id == name and num_turns(turn.spans) == taken + 1
+        ]
+        heard = np.concatenate([part.ids for part in parts])
+        assert [part.place for part in parts] == np.cumsum([0, *(len(part.ids) for part in parts[:-1])]).tolist()
+        own = whole.response_ids[len(whole.response_ids) - len(whole.logprobs) :]
+        assert heard.tolist() == own[: len(heard)].tolist()
+        assert 0 < len(heard) < len(own), "the end comes with the whole"
+        values = np.concatenate([part.logprobs for part in parts])
+        assert values.tolist() == whole.logprobs[: len(heard)].tolist()
 
 
 async def test_a_reward_lies_with_the_tokens(folders):

@@ -97,7 +97,7 @@ def diagnose(step: MeanStep, config: RunConfig) -> Diagnosis:
 
 def fit_bound(step: MeanStep, max_staleness: int | None, gain: float) -> BoundFit:
     """Side on which the bound costs more; `gain` is what goodput would be without it, over what it is."""
-    idle, lost = 0.0 if max_staleness is None else max(0.0, 1 - 1 / gain), step.age.lost
+    idle, lost = 0.0 if max_staleness is None else 1 - 1 / max(gain, 1.0), step.age.lost
     if max(idle, lost) < WORTH_A_WORD:
         return BoundFit(BoundSide.NEITHER, max_staleness, idle, lost)
     return BoundFit(BoundSide.TIGHT if idle >= lost else BoundSide.LOOSE, max_staleness, idle, lost)

@@ -7,6 +7,7 @@ a trajectory is the same wherever it runs and however often it is interrupted.
 
 import asyncio
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from laminar_py.config.emulation import TurnsConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.emulated.draws import bits_of, normal, splitmix, uniform
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.records.spans import num_turns
 
 OBSERVED = 0  # the id of all that an environment writes
@@ -78,6 +79,9 @@ class EmulatedEnvironments:
                 del self._due[next(iter(self._due))]
         await asyncio.sleep(self._due[name][1] - now_s)
         return EnvironmentTurn(ids=self._answer, elapsed_s=takes_s)
+
+    async def hear(self, parts: Sequence[TurnPart]) -> None:
+        """Nobody listens."""
 
     async def forget(self, trajectory_id: str) -> None:
         """Let go of a trajectory that has ended."""

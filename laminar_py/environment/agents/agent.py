@@ -6,12 +6,16 @@ order in which they came, each by one turn of the model; a request that is repea
 
 import asyncio
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from laminar_py.config.environment import Words
 from laminar_py.environment.agents.conversation import Conversation, Message
 from laminar_py.environment.agents.messages import AssistantMessages
+from laminar_py.environment.agents.requests import Asked, Asks, Chat
 from laminar_py.environment.agents.runner import AgentRunner, RunningAgent
-from laminar_py.environment.protocol import Answer, End, Observation, Problem, Rewrite
+from laminar_py.environment.agents.token_paths import TokenPaths
+from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
+from laminar_py.records.codec import FloatArray, IntArray
 
 KEY_BYTES = 24
 MOST_WAITING = 16  # requests of one agent, for those before them
@@ -30,12 +34,33 @@ class AgentFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class AgentAnswer:
+    """A turn of the model: as a message of the assistant, and as it was sampled."""
+
+    message: Message
+    turn: SampledTurn
+
+
+@dataclass(slots=True, kw_only=True)
 class AgentRequest:
-    """A request for a turn, by the digest of what was sent."""
+    """A request for a turn, by the digest of what was sent; `ids` grow as its turn is sampled, if it listens."""
 
     digest: bytes
-    messages: list[Message]
-    tools: list[Message]
+    asks: Asks
+    listens: bool
+    answer: "asyncio.Future[AgentAnswer]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # more was sampled, or all
+
+    def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
+        """Take in tokens from `place` on; what does not follow what is here comes with the whole turn."""
+        if self.listens and place == len(self.ids):
+            self.ids.extend(ids.tolist())
+            self.logprobs.extend(logprobs.tolist())
+            self.news.set()
 
 
 class Keys:
@@ -66,27 +91,36 @@ class AgentEnvironment:
     """
 
     def __init__(
-        self, runner: AgentRunner, messages: AssistantMessages, *, keys: "Keys", deterministic: bool
+        self,
+        runner: AgentRunner,
+        messages: AssistantMessages,
+        words: Words,
+        *,
+        keys: "Keys",
+        deterministic: bool,
     ) -> None:
         self.deterministic = deterministic
+        self.trajectory_id = ""
         self._runner = runner
         self._keys = keys
         self._messages = messages
-        self._conversation = Conversation()
+        self._asked = Asked(Conversation(), TokenPaths(words))
         # at most MOST_WAITING, and the end: what is more is refused, and its sender tries again
         self._inbox: asyncio.Queue[AgentRequest | None] = asyncio.Queue()
         self._last: End | AgentFailedError | None = None  # once there is one, nothing that waits is answered
-        self._answers: dict[bytes, asyncio.Future[Message]] = {}
-        self._digests: list[bytes] = []  # of the requests that have a turn, in order
+        self._requests: dict[bytes, AgentRequest] = {}  # all, by digest
+        self._present: AgentRequest | None = None  # that the model answers next
+        self._turn = 0  # of the model, by number
+        self._sampled: SampledTurn | None = None
         self._agent: RunningAgent | None = None
         self._key = ""
-        self._has_tools = False  # of the last request
         self._ended = False
 
     # ---- called by the host
 
-    async def reset(self, problem: Problem) -> Observation | Rewrite:
+    async def reset(self, problem: Problem) -> Begin:
         """Start the agent; its first request begins the conversation."""
+        self.trajectory_id = problem.trajectory_id
         self._key = self._keys.admit(self)
         self._agent = await self._runner.start(problem, key=self._key, ended=self._left)
         first = await self._next()
@@ -94,11 +128,33 @@ class AgentEnvironment:
             raise AgentFailedError("the agent ended before it asked its model anything")
         return first
 
+    @property
+    def listens(self) -> bool:
+        """True where somebody waits for the next turn token by token."""
+        return self._present is not None and self._present.listens
+
+    def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
+        """Pass tokens of the present turn on to whoever waits for them."""
+        if self._present is not None:
+            self._present.hear(place, ids, logprobs)
+
+    def take(self, turn: SampledTurn) -> None:
+        """Note a turn as it was sampled."""
+        self._sampled = turn
+
     async def step(self, action: str) -> Answer:
         """Answer the request with a turn of the model; the next request is what is said to that."""
-        message = self._messages.read(action, turn=len(self._digests), has_tools=self._has_tools)
-        self._conversation.answered(message)
-        self._answers[self._digests[-1]].set_result(message)
+        present, turn = self._present, self._sampled
+        assert present is not None, "a turn of the model answers a request"
+        assert turn is not None, "its tokens come before its text"
+        self._present = None
+        message = self._messages.read(action, turn=self._turn, has_tools=present.asks.has_tools)
+        if isinstance(present.asks, Chat):
+            self._asked.conversation.answered(message)
+        else:
+            self._asked.paths.answered(turn, number=self._turn)
+        present.answer.set_result(AgentAnswer(message, turn))
+        present.news.set()
         return await self._next()
 
     async def close(self) -> None:
@@ -112,17 +168,18 @@ class AgentEnvironment:
 
     # ---- called by the endpoint
 
-    async def ask(self, request: AgentRequest) -> Message:
-        """The model's answer to a request. Raises `TrajectoryEndedError`, `TooManyWaitingError`."""
-        answer = self._answers.get(request.digest)
-        if answer is None:
-            if self._ended:
-                raise TrajectoryEndedError
-            if self._inbox.qsize() >= MOST_WAITING:
-                raise TooManyWaitingError
-            answer = self._answers[request.digest] = asyncio.get_running_loop().create_future()
-            self._inbox.put_nowait(request)
-        return await asyncio.shield(answer)
+    def ask(self, digest: bytes, asks: Asks, *, listens: bool) -> AgentRequest:
+        """A request, or the same that was sent before. Raises `TrajectoryEndedError`, `TooManyWaitingError`."""
+        request = self._requests.get(digest)
+        if request is not None:
+            return request
+        if self._ended:
+            raise TrajectoryEndedError
+        if self._inbox.qsize() >= MOST_WAITING:
+            raise TooManyWaitingError
+        request = self._requests[digest] = AgentRequest(digest=digest, asks=asks, listens=listens)
+        self._inbox.put_nowait(request)
+        return request
 
     def reward(self, value: float) -> None:
         """End the trajectory with a reward. Raises `TrajectoryEndedError` where it has ended."""
@@ -147,13 +204,14 @@ class AgentEnvironment:
             self._finish()
             return self._last
         assert given is not None, "only the end wakes who waits for nothing"
-        self._digests.append(given.digest)
-        self._has_tools = bool(given.tools)
-        return self._conversation.join(given.messages, given.tools)
+        self._turn += 1
+        self._present = given
+        return given.asks.join(self._asked, turn=self._turn)
 
     def _finish(self) -> None:
         self._ended = True
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(TrajectoryEndedError())
-                answer.exception()  # nobody may wait for it
+        for request in self._requests.values():
+            if not request.answer.done():
+                request.answer.set_exception(TrajectoryEndedError())
+                request.answer.exception()  # nobody may wait for it
+            request.news.set()

@@ -29,25 +29,25 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation:
-    """Requests of one agent in the order in which the model answers them."""
+    """Requests of one agent in messages, in the order in which the model answers them."""
 
     def __init__(self, exchanges: Sequence[Exchange] = ()) -> None:
         self.exchanges = list(exchanges)
 
-    def join(self, messages: Sequence[Message], tools: Sequence[Message]) -> Observation | Rewrite:
-        """Words to the model for a request, which it answers next."""
+    def join(self, messages: Sequence[Message], tools: Sequence[Message], *, turn: int) -> Observation | Rewrite:
+        """Words to the model for a request, which it answers by its turn of that number, 1 the first."""
         said, known = [plain(message) for message in messages], _digest(list(tools))
         behind = max(
             (one for one in self.exchanges if one.tools == known and _repeats(said, one)),
             key=lambda one: len(one.said),
             default=None,
         )
-        self.exchanges.append(Exchange(turn=len(self.exchanges) + 1, said=said, tools=known))
+        self.exchanges.append(Exchange(turn=turn, said=said, tools=known))
         rest = messages if behind is None else messages[len(behind.said) + 1 :]
         roles = {message["role"] for message in rest}
         if behind is None or len(roles) != 1 or not roles <= set(Role) or not all(map(_text, rest)):
             return Rewrite(tuple(_turn(message) for message in messages), tuple(tools))
-        after = None if behind.turn == len(self.exchanges) - 1 else behind.turn
+        after = None if behind.turn == turn - 1 else behind.turn
         return Observation(tuple(map(_text, rest)), role=Role(roles.pop()), after=after)
 
     def answered(self, message: Message) -> None:

@@ -1,101 +1,119 @@
-"""The endpoint of agents: the chat completions API of OpenAI, as far as agents need it.
+"""The endpoint of agents: the API of OpenAI as far as agents need it, and a form of it in tokens.
 
 Served by each process of environments, for the agents of its trajectories. A key names a trajectory. Invariants:
 a request is answered by one whole turn of the model, or refused by a status; what is read of one is bounded.
 """
 
 import asyncio
-import json
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from aiohttp import web
 from blake3 import blake3
 
+from laminar_py.config.environment import Words
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.agents.agent import (
     MOST_WAITING,
+    AgentAnswer,
     AgentEnvironment,
-    AgentRequest,
     Keys,
     TooManyWaitingError,
     TrajectoryEndedError,
 )
-from laminar_py.environment.agents.conversation import Message
+from laminar_py.environment.agents.bodies import (
+    MODEL,
+    MOST_CHOICES,
+    AnyRequest,
+    Bodies,
+    ChatRequest,
+    CompletionRequest,
+    GenerateBody,
+    RewardRequest,
+    encoded,
+    error_body,
+)
+from laminar_py.environment.agents.requests import Asks, Chat, TextPrompt, TokenPrompt
+from laminar_py.environment.agents.streamed import Stream
 from laminar_py.environment.calls import LARGEST
 
-KEEP_ALIVE_S = 10.0
 SHUTDOWN_S = 1.0  # for requests that are being answered
-MODEL = "policy"
 ENDED = "the trajectory has ended"
-
-
-class CalledFunction(msgspec.Struct):
-    """A function that a message calls."""
-
-    name: str
-    arguments: str = "{}"
-
-
-class CalledTool(msgspec.Struct):
-    """A call of a tool."""
-
-    function: CalledFunction
-    id: str = ""
-
-
-class TextOfMessage(msgspec.Struct, tag_field="type", tag="text"):
-    """A part of a message, which has no pictures."""
-
-    text: str
-
-
-class ChatMessage(msgspec.Struct):
-    """Fields of a message that count; others are allowed."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextOfMessage] | None = None
-    tool_calls: list[CalledTool] | None = None
-
-
-class ChatRequest(msgspec.Struct):
-    """Fields of a request that count. How tokens are drawn is the run's own matter."""
-
-    messages: list[ChatMessage]
-    tools: list[dict[str, Any]] | None = None
-    stream: bool | None = None
-    n: int | None = None
-
-
-class RewardRequest(msgspec.Struct):
-    """Reward of a trajectory, e.g. `{"reward": 1.0}`, which ends it."""
-
-    reward: float
+RequestT = TypeVar("RequestT", bound=AnyRequest)
 
 
 class AgentEndpoint:
     """Handlers of the endpoint."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, words: Words) -> None:
         self._keys = keys
+        self._words = words
+        self._bodies = Bodies(words)
 
     def app(self, *, max_body_bytes: int) -> web.Application:
         """The application, which reads no longer body."""
         app = web.Application(client_max_size=max_body_bytes)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/reward", self._reward)
+        app.router.add_post("/v1/trajectories/{trajectory}/reward", self._reward)
         app.router.add_get("/v1/models", self._models)
         return app
 
+    # ---- turns
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request, ChatRequest)
+        return await self._answer(request, body, Chat(body.plain(), body.tools or []), self._bodies.chat)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request, CompletionRequest)
+        prompt = body.prompt
+        asks = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(_ids(prompt))
+        return await self._answer(request, body, asks, self._bodies.completion)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request, GenerateBody)
+        if body.stream:
+            raise _refused(web.HTTPBadRequest, "stream: is not done here; leave it out")
+        return await self._answer(request, body, TokenPrompt(_ids(body.token_ids)), self._bodies.generated)
+
+    async def _answer(
+        self, request: web.Request, body: RequestT, asks: Asks, form: Callable[..., dict[str, Any]]
+    ) -> web.StreamResponse:
+        """Have a request answered, in a form, or refused."""
+        agent, choices = self._agent(request), 1 if body.n is None else body.n
+        if not 1 <= choices <= MOST_CHOICES or (choices > 1 and body.stream):
+            raise _refused(web.HTTPBadRequest, f"n={choices}: give 1 to {MOST_CHOICES}, and 1 for a stream")
+        digest = _digest(request, await request.read())
+        try:
+            if body.stream:
+                asked = agent.ask(digest, asks, listens=not asks.has_tools)
+                return await Stream(asked, body, self._words).serve(request)
+            answers = await _answers(agent, digest, asks, choices=choices)
+        except TrajectoryEndedError:
+            raise _refused(web.HTTPGone, ENDED) from None
+        except TooManyWaitingError:
+            raise _refused(web.HTTPTooManyRequests, f"{MOST_WAITING} requests wait already; try again") from None
+        return _json(form(answers, name=digest.hex(), asked=body))
+
+    # ---- all else
+
     async def _models(self, request: web.Request) -> web.Response:
         self._agent(request)
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        return _json(
+            {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "run", "created": 0}]}
+        )
 
     async def _reward(self, request: web.Request) -> web.Response:
         agent = self._agent(request)
+        named = request.match_info.get("trajectory")
+        if named is not None and named != agent.trajectory_id:
+            raise _refused(web.HTTPForbidden, f"the key is not that of {named}")
         value = _decode(RewardRequest, await request.read()).reward
         if abs(value) > LARGEST:
             raise _refused(web.HTTPBadRequest, f"reward={value:g}: give a number up to {LARGEST:g}")
@@ -103,29 +121,7 @@ class AgentEndpoint:
             agent.reward(value)
         except TrajectoryEndedError:
             raise _refused(web.HTTPGone, ENDED) from None
-        return web.json_response({"reward": value})
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        agent = self._agent(request)
-        body = await request.read()
-        asked = _decode(ChatRequest, body)
-        if asked.n not in (None, 1):
-            remedy = "ask once for each answer, each time with another Idempotency-Key"
-            raise _refused(web.HTTPBadRequest, f"n={asked.n}: {remedy}")
-        if not asked.messages or asked.messages[-1].role == "assistant":
-            raise _refused(web.HTTPBadRequest, "messages: there are none, or the last is the assistant's")
-        key = request.headers.get("Idempotency-Key", "").encode(errors="surrogateescape")
-        digest = blake3(key + body).digest()
-        asks = agent.ask(AgentRequest(digest, _plain(asked.messages), asked.tools or []))
-        answer = asyncio.ensure_future(asks)
-        try:
-            if asked.stream:
-                return await _streamed(request, answer, name=digest.hex())
-            return web.json_response(_completion(await answer, name=digest.hex(), streams=False))
-        except TrajectoryEndedError:
-            raise _refused(web.HTTPGone, ENDED) from None
-        except TooManyWaitingError:
-            raise _refused(web.HTTPTooManyRequests, f"{MOST_WAITING} requests wait already; try again") from None
+        return _json({"reward": value})
 
     def _agent(self, request: web.Request) -> AgentEnvironment:
         """The agent whose key the request has. Raises `HTTPUnauthorized`."""
@@ -137,9 +133,9 @@ class AgentEndpoint:
 
 
 @asynccontextmanager
-async def serve(keys: Keys, *, host: str, port: int, max_body_bytes: int) -> AsyncIterator[str]:
+async def serve(keys: Keys, words: Words, *, host: str, port: int, max_body_bytes: int) -> AsyncIterator[str]:
     """Serve agents while it is open; gives the address, with a free port where it is 0. Raises `ConfigError`."""
-    app = AgentEndpoint(keys).app(max_body_bytes=max_body_bytes)
+    app = AgentEndpoint(keys, words).app(max_body_bytes=max_body_bytes)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
@@ -154,45 +150,34 @@ async def serve(keys: Keys, *, host: str, port: int, max_body_bytes: int) -> Asy
         await runner.cleanup()
 
 
-async def _streamed(request: web.Request, answer: "asyncio.Future[Message]", *, name: str) -> web.StreamResponse:
-    """The answer as events, once there is one; until then comments keep the connection alive."""
-    done, _ = await asyncio.wait([answer], timeout=KEEP_ALIVE_S)
-    if done:
-        answer.result()  # else a status can still say it
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    while not (await asyncio.wait([answer], timeout=KEEP_ALIVE_S))[0]:
-        await response.write(b": working\n\n")
-    told = _error(ENDED, "gone") if answer.exception() else _completion(answer.result(), name=name, streams=True)
-    for event in (json.dumps(told), "[DONE]"):
-        await response.write(f"data: {event}\n\n".encode())
-    await response.write_eof()
-    return response
+async def _answers(agent: AgentEnvironment, digest: bytes, asks: Asks, *, choices: int) -> Sequence[AgentAnswer]:
+    """Turns that answer a request, each of them asked for by itself."""
+    digests = [digest, *(blake3(digest + bytes([place])).digest() for place in range(1, choices))]
+    asked = [agent.ask(one, asks, listens=False) for one in digests]
+    return await asyncio.gather(*(asyncio.shield(one.answer) for one in asked))
 
 
-def _completion(message: Message, *, name: str, streams: bool) -> dict[str, Any]:
-    """Body of an answer, or the one event that has all of it."""
-    called = bool(message.get("tool_calls"))
-    said = {"delta": _delta(message)} if streams else {"message": message}
-    choice = {"index": 0, **said, "finish_reason": "tool_calls" if called else "stop", "logprobs": None}
-    kind = "chat.completion.chunk" if streams else "chat.completion"
-    return {
-        "id": f"chatcmpl-{name[:24]}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [choice],
-    }
+async def _body(request: web.Request, kind: type[RequestT]) -> RequestT:
+    body: RequestT = _decode(kind, await request.read())
+    if fault := body.fault():
+        raise _refused(web.HTTPBadRequest, fault)
+    return body
 
 
-def _delta(message: Message) -> Message:
-    calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls") or ())]
-    return {**message, "tool_calls": calls} if calls else message
+def _digest(request: web.Request, body: bytes) -> bytes:
+    """Name of a request: the same for the same body under the same key of the client's."""
+    key = request.headers.get("Idempotency-Key", "").encode(errors="surrogateescape")
+    return blake3(b"\0".join((request.path.encode(), key, body))).digest()
 
 
-def _plain(messages: list[ChatMessage]) -> list[Message]:
-    plain = [msgspec.to_builtins(message) for message in messages]
-    return [{**one, "role": "system"} if one["role"] == "developer" else one for one in plain]
+def _ids(given: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    if min(given) < 0 or max(given) > np.iinfo(np.int32).max:
+        raise _refused(web.HTTPBadRequest, "tokens: one of them is no id of the model")
+    return np.array(given, np.int32)
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(text=encoded(body), content_type="application/json")
 
 
 def _decode(kind: type[Any], body: bytes) -> Any:
@@ -204,8 +189,4 @@ def _decode(kind: type[Any], body: bytes) -> Any:
 
 def _refused(kind: type[web.HTTPException], reason: str) -> web.HTTPException:
     """Refusal in the form that clients of the API read."""
-    return kind(text=json.dumps(_error(reason, kind.__name__)), content_type="application/json")
-
-
-def _error(reason: str, kind: str) -> dict[str, Any]:
-    return {"error": {"message": reason, "type": kind, "code": None, "param": None}}
+    return kind(text=encoded(error_body(reason, kind.__name__)), content_type="application/json")

@@ -84,14 +84,16 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
     )
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(
-            serve(keys, host=LOOPBACK, port=settings.port, max_body_bytes=settings.max_body_bytes)
+            serve(keys, home.words, host=LOOPBACK, port=settings.port, max_body_bytes=settings.max_body_bytes)
         )
         try:
             opened = open_runner(program, url=url, folder=home.folder / "agents", keeps=settings.keep_folders)
             runner = await stack.enter_async_context(opened)
         except LauncherError as error:
             raise ConfigError(f"environment.function={settings.function}: {error}; mend the file") from None
-        yield lambda: AgentEnvironment(runner, messages, keys=keys, deterministic=settings.deterministic)
+        yield lambda: AgentEnvironment(
+            runner, messages, home.words, keys=keys, deterministic=settings.deterministic
+        )
 
 
 def _resolved(command: list[str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ process behind in its group, and none outlives whoever gives the orders, however
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import json
 import math
@@ -39,7 +40,7 @@ CHUNK = 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What agents are, and what each may use, e.g. `Program(function="agent.py:run")`; see `AgentConfig`."""
+    """What agents are, and what each may use, e.g. `Program(function="agent.py:run", cpu_s=60.0)`."""
 
     command: tuple[str, ...] = ()
     function: str = ""
@@ -61,6 +62,7 @@ class Launcher:
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        gc.freeze()  # what was imported is never copied for a look at it
         self._tell({"ready": True})
         rest = b""
         while True:

@@ -76,7 +76,7 @@ class AgentRunner:
         self._program = program
         self._url = url
         self._keeps = keeps
-        self._folder = folder
+        self._folder = folder.absolute()  # each agent has a folder of its own to be in
         self._launcher: asyncio.subprocess.Process | None = None
         self._beginning = asyncio.Lock()
         self._agents: dict[int, RunningAgent] = {}  # of this launcher

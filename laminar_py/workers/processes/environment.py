@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.environment import ModelTurn
+from laminar_py.records.environment import ModelTurn, TurnPart
 from laminar_py.workers.processes.setup import PartActor, open_part
 from laminar_py.workers.specs import EnvironmentSpec
 
@@ -30,15 +30,18 @@ class EnvironmentActor(PartActor):
         config = open_part(spec, f"environment-{spec.index}")
         settings = config.environment
         assert settings is not None, "a run without environments has no process for them"
+        writer = open_writer(config.model.path, config.data.chat, settings, messages=spec.messages)
         with ENVIRONMENTS.blaming(settings.kind):
-            home = EnvironmentHome(config.sandbox, environments_path(Path(spec.run_dir)))
+            home = EnvironmentHome(
+                sandbox=config.sandbox, folder=environments_path(Path(spec.run_dir)), words=writer
+            )
             opened = ENVIRONMENTS.get(settings.kind).open(settings, home)
             make = await self._open.enter_async_context(opened)  # what it holds ends with the process
         self._calls = EnvironmentCalls(settings)
         self._host = EnvironmentHost(
             make,
             calls=self._calls,
-            writer=open_writer(config.model.path, config.data.chat, settings, messages=spec.messages),
+            writer=writer,
             saved=SavedTurns(environments_path(Path(spec.run_dir))),
             limits=settings,
         )
@@ -49,6 +52,12 @@ class EnvironmentActor(PartActor):
         """`EnvironmentTurn` for a `ModelTurn`."""
         await self._ready.wait()
         return encode(await self._host.answer(decode(ModelTurn, data)))
+
+    async def hear(self, data: bytes) -> bytes:
+        """Tell environments what is sampled, a list of `TurnPart`."""
+        await self._ready.wait()
+        self._host.hear(decode(list[TurnPart], data))
+        return b""
 
     async def forget(self, data: bytes) -> bytes:
         """Let go of trajectories, a list of names."""

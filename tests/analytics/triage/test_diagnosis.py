@@ -197,6 +197,7 @@ def test_groups_without_any_success_are_a_wall_once_they_are_most():
     step = mean_step_of(generation_s=9.8, learner_s=9.0)
     assert diagnosis(replace(step, hopeless_share=0.8)).binding.wall is Wall.SPARSE_REWARD
     assert diagnosis(replace(step, hopeless_share=0.4)).binding.wall is Wall.GENERATION
+    assert diagnosis(replace(step, hopeless_share=1.0)).binding.wall is Wall.SPARSE_REWARD
 
 
 def test_a_reference_pass_inside_the_learner_is_moved_out_of_it():

@@ -22,15 +22,16 @@ from laminar_py.environment.agents.agent import AgentFailedError
 from laminar_py.environment.agents.kind import AgentConfig, open_agents
 from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost
-from laminar_py.environment.protocol import Observation
+from laminar_py.environment.protocol import Observation, SampledTurn
 from laminar_py.environment.saved import SavedTurns
 from laminar_py.environment.writer import open_writer
-from laminar_py.records.environment import ModelTurn, Problem
+from laminar_py.records.environment import ModelTurn, Problem, TurnPart
 from laminar_py.records.spans import ANEW, Span, add_span
 from laminar_py.records.trajectory import DropReason
 from laminar_py.records.tree import sequences_of
 from tests.data.templates import TEMPLATES, make_chat_encoder
 
+NONE = np.empty(0, np.int32)
 HEAD = """
 import json, os, sys
 from openai import OpenAI
@@ -49,6 +50,10 @@ def reward(value):
 
 def command(folder):
     return ["python", str(folder / "agent.py")]
+
+
+def home(folder, words=None):
+    return EnvironmentHome(sandbox=SandboxConfig(), folder=folder, words=words)
 
 
 class Story:
@@ -73,7 +78,7 @@ class Story:
     async def lead(self, says, *, pause_s=0.0, to_the_end=True):
         """Let the model say these, in a new process of environments; all answers of the agent."""
         heard = []
-        async with open_agents(self.settings, EnvironmentHome(SandboxConfig(), self.folder)) as make:
+        async with open_agents(self.settings, home(self.folder, self.writer)) as make:
             host = EnvironmentHost(
                 make,
                 calls=EnvironmentCalls(self.settings),
@@ -88,12 +93,22 @@ class Story:
                 if answer.ids is None:
                     break
                 self.append(answer.ids, None, answer.follows)
-                self.append(self.codec.encode(f"{text}{self.end}"), 3)
+                await self.say(host, self.codec.encode(f"{text}{self.end}"), listens=answer.listens)
             if not to_the_end:
                 return heard  # and its process ends here
             host.forget(["g0.0"])
             await asyncio.gather(*(one for one in asyncio.all_tasks() if one.get_name() == "close-environment"))
         return heard
+
+    async def say(self, host, ids, *, listens):
+        """A turn of the model, which who listens hears token by token."""
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        for place in range(len(ids) - 1 if listens else 0):
+            part = slice(place, place + 1)
+            host.hear([TurnPart(trajectory_id="g0.0", place=place, ids=ids[part], logprobs=logprobs[part])])
+            await asyncio.sleep(0.05)
+        self.append(ids, 3)
+        self.turn = msgspec.structs.replace(self.turn, logprobs=logprobs)
 
     def append(self, ids, version, follows=None):
         spans, length = list(self.turn.spans), len(self.turn.response_ids)
@@ -197,14 +212,108 @@ print(ask(tools=tools, stream=False))
     assert story.log().split("\n")[:2] == ["add 2", "it is 4"]
 
 
-async def test_a_stream_has_the_answer_in_its_events(tmp_path):
+async def test_a_stream_has_the_answer_token_by_token(tmp_path):
     agent = """
-events = client.chat.completions.create(model="policy", messages=said, stream=True)
-print("".join(event.choices[0].delta.content or "" for event in events))
+def stream(**more):
+    return list(client.chat.completions.create(model="policy", messages=said, stream=True, **more))
+events = stream(stream_options={"include_usage": True}, logprobs=True)
+parts = [event for event in events if event.choices]
+print(json.dumps([event.choices[0].delta.content for event in parts]))
+print("".join(token.token for event in parts for token in event.choices[0].logprobs.content))
+print([token.logprob for event in parts for token in event.choices[0].logprobs.content][:3])
+print(events[-1].usage.completion_tokens, parts[-1].choices[0].finish_reason)
+said += [{"role": "assistant", "content": "".join(event.choices[0].delta.content for event in parts)},
+         {"role": "user", "content": "and 3?"}]
+print("".join(event.choices[0].delta.content for event in stream()))
 """
     story = Story(tmp_path, agent)
-    await story.lead(["4"])
-    assert story.log() == "4\n"
+    text = "thirty-seven \u20ac and \U0001f600"
+    heard = await story.lead([text, "7"])
+    assert [answer.listens for answer in heard] == [True, True, False]
+    assert heard[1].follows is None, "what was streamed is what was said"
+    parts, whole, values, usage, again = story.log().split("\n")[:5]
+    assert "".join(json.loads(parts)) == text
+    assert len(json.loads(parts)) > 5
+    assert all("\ufffd" not in part for part in json.loads(parts))
+    assert whole.startswith("thirty-seven")
+    assert json.loads(values) == [-1.0, -2.0, -3.0]
+    assert usage.split() == [str(len(story.codec.encode(text)) + 1), "stop"]
+    assert again == "7"
+
+
+async def test_an_answer_has_its_tokens_and_their_log_probabilities(tmp_path):
+    agent = """
+first = client.chat.completions.create(
+    model="policy", messages=said, logprobs=True, extra_body={"return_token_ids": True})
+print(json.dumps([one.logprob for one in first.choices[0].logprobs.content]))
+print(json.dumps([first.prompt_token_ids, first.choices[0].token_ids]))
+print(first.usage.prompt_tokens, first.usage.completion_tokens)
+both = client.chat.completions.create(model="policy", messages=said + said, n=2)
+print([choice.message.content for choice in both.choices])
+"""
+    story = Story(tmp_path, agent)
+    heard = await story.lead(["4", "5", "6"])
+    logprobs, ids, usage, both = story.log().split("\n")[:4]
+    prompt, sampled = json.loads(ids)
+    assert prompt == heard[0].ids.tolist()
+    assert sampled == story.codec.encode(f"4{story.end}").tolist()
+    assert json.loads(logprobs) == [-1.0, -2.0]
+    assert usage.split() == [str(len(prompt)), "2"]
+    assert both == "['5', '6']"
+    assert [answer.follows for answer in heard] == [ANEW, ANEW, ANEW, None], (
+        "each choice is sampled from the start"
+    )
+
+
+async def test_a_request_in_tokens_goes_on_behind_the_longest_turn_that_it_repeats(tmp_path):
+    agent = """
+def generate(ids):
+    url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
+    body = {"model": "policy", "token_ids": ids, "sampling_params": {}}
+    found = client.with_options(base_url=url).post("/inference/v1/generate", cast_to=object, body=body)
+    print(json.dumps(found))
+    return found["prompt_token_ids"] + found["choices"][0]["token_ids"]
+one = generate([5, 6, 7])
+two = generate([*one, 8, 9])
+generate([*one, 10])
+generate([*two, 11])
+generate([5, 6, 8])
+client.post("/trajectories/g0.0/reward", cast_to=object, body={"reward": 0.5})
+"""
+    story = Story(tmp_path, agent)
+    heard = await story.lead(["4", "7", "9", "10", "11"])
+    assert heard[-1].reward == 0.5, heard[-1]
+    answers = [json.loads(line) for line in story.log().split("\n")[:5]]
+    four = story.codec.encode(f"4{story.end}").tolist()
+    assert [answer["prompt_token_ids"] for answer in answers[:3]] == [
+        [5, 6, 7],
+        [5, 6, 7, *four, 8, 9],
+        [5, 6, 7, *four, 10],
+    ]
+    assert [answer["choices"][0]["logprobs"]["content"][0] for answer in answers[:1]] == [
+        {"token": f"token_id:{four[0]}", "logprob": -1.0}
+    ]
+    ends = [span.end for span in story.turn.spans if span.version is not None]
+    assert [answer.follows for answer in heard[:5]] == [ANEW, None, ends[0], ends[1], ANEW]
+    assert [answer.ids.tolist() for answer in heard[:5]] == [[5, 6, 7], [8, 9], [10], [11], [5, 6, 8]]
+
+
+async def test_a_completion_goes_on_behind_a_text_or_tokens(tmp_path):
+    agent = """
+def complete(prompt, **more):
+    return client.completions.create(model="policy", prompt=prompt, **more).choices[0]
+first = complete("2+2=", logprobs=0)
+print(first.text, first.logprobs.token_logprobs)
+print(complete("2+2=" + first.text + " and 3+3=").text)
+print(complete([5, 6]).text)
+print("".join(event.choices[0].text for event in client.completions.create(
+    model="policy", prompt=[7], stream=True)))
+"""
+    story = Story(tmp_path, agent)
+    heard = await story.lead(["4", "6", "8", "9"])
+    assert story.log().split("\n")[:4] == ["4 [-1.0, -2.0]", "6", "8", "9"]
+    assert [answer.follows for answer in heard] == [ANEW, None, ANEW, ANEW, None]
+    assert story.codec.decode(heard[1].ids) == " and 3+3="
 
 
 @pytest.mark.parametrize(
@@ -212,7 +321,12 @@ print("".join(event.choices[0].delta.content or "" for event in events))
     [
         ("OpenAI(api_key='sk-other').models.list()", 401),
         ("client.chat.completions.create(model='policy', messages=[])", 400),
-        ("client.chat.completions.create(model='policy', messages=said, n=2)", 400),
+        ("client.chat.completions.create(model='policy', messages=said, n=0)", 400),
+        ("client.chat.completions.create(model='policy', messages=said, n=2, stream=True)", 400),
+        ("client.completions.create(model='policy', prompt='')", 400),
+        ("client.completions.create(model='policy', prompt=[-1])", 400),
+        ("client.completions.create(model='policy', prompt='a', echo=True)", 400),
+        ("client.post('/trajectories/g0.1/reward', cast_to=object, body={'reward': 1.0})", 403),
         ("client.chat.completions.create(model='policy', messages=[{'role': 'poet', 'content': '?'}])", 400),
         ("ask([{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'x'}}]}])", 400),
         ("ask([{'role': 'user', 'content': '?'}, {'role': 'assistant', 'content': '4'}])", 400),
@@ -250,11 +364,10 @@ async def test_an_agent_that_fails_drops_its_trajectory_with_its_last_words(tmp_
 
 
 async def test_a_port_that_another_has_is_one_line(tmp_path):
-    home = EnvironmentHome(SandboxConfig(), tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"environment.port={port}: cannot be served .*choose another, or 0"):
-            async with open_agents(AgentConfig(command=["true"], port=port), home):
+            async with open_agents(AgentConfig(command=["true"], port=port), home(tmp_path)):
                 raise AssertionError("it is served")
 
 
@@ -320,7 +433,7 @@ async def test_a_file_without_the_function_is_one_line(tmp_path):
     (tmp_path / "agent.py").write_text("def other(): ...")
     settings = AgentConfig(function=f"{tmp_path}/agent.py:run")
     with pytest.raises(ConfigError, match=r"environment.function=.*/agent.py has no function run; mend the file"):
-        async with open_agents(settings, EnvironmentHome(SandboxConfig(), tmp_path)):
+        async with open_agents(settings, home(tmp_path)):
             raise AssertionError("it is open")
 
 
@@ -360,17 +473,20 @@ async def test_an_agent_that_asks_otherwise_over_again_is_dropped(tmp_path):
 
 async def test_agents_of_a_launcher_that_is_killed_fail_and_others_begin(tmp_path):
     agent = """
-import signal
+import signal, time
 ask()
-os.kill(os.getppid(), signal.SIGKILL) if problem["prompt"] == "2+2=" else None
+if problem["prompt"] == "2+2=":
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
 said.append({"role": "user", "content": "and 3?"})
 ask()
 """
     story = Story(tmp_path, agent)
-    async with open_agents(story.settings, EnvironmentHome(SandboxConfig(), tmp_path)) as make:
+    async with open_agents(story.settings, home(tmp_path, story.writer)) as make:
         for prompt, fault in (("2+2=", "the process that starts agents has died"), ("3+3=", "")):
             environment = make()
             await environment.reset(msgspec.structs.replace(story.turn.problem, prompt=prompt))
+            environment.take(SampledTurn(context=NONE, ids=NONE, logprobs=NONE))
             if fault:
                 with pytest.raises(AgentFailedError, match=fault):
                     await environment.step("4")

@@ -1,0 +1,10 @@
+"""The game: find a number from 1 to 7 in three guesses, each answered by `more` or `less`."""
+
+HIGHEST = 7
+GUESSES = 3
+QUESTION = f"guess 1 to {HIGHEST}"
+
+
+def hint(guess: str, secret: int) -> str:
+    """What is said after a wrong guess; what is no number is too high."""
+    return "more" if guess.isdecimal() and int(guess) < secret else "less"

@@ -1,0 +1,237 @@
+"""Bodies of the endpoint: what is read of a request, and answers as clients of the API know them. Pure.
+
+Fields that are not named here are allowed and not heeded: how tokens are drawn is the run's own matter.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from laminar_py.config.environment import Words
+from laminar_py.environment.agents.agent import AgentAnswer
+from laminar_py.environment.agents.conversation import Message
+from laminar_py.environment.protocol import SampledTurn
+
+MODEL = "policy"
+MOST_CHOICES = 16
+
+
+class CalledFunction(msgspec.Struct):
+    """A function that a message calls."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class CalledTool(msgspec.Struct):
+    """A call of a tool."""
+
+    function: CalledFunction
+    id: str = ""
+
+
+class TextOfMessage(msgspec.Struct, tag_field="type", tag="text"):
+    """A part of a message, which has no pictures."""
+
+    text: str
+
+
+class ChatMessage(msgspec.Struct):
+    """Fields of a message that count."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextOfMessage] | None = None
+    tool_calls: list[CalledTool] | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream has besides."""
+
+    include_usage: bool | None = None
+
+
+class AnyRequest(msgspec.Struct, kw_only=True):
+    """Fields that requests for a turn have in common; `return_token_ids` asks for tokens in numbers, too."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    return_token_ids: bool | None = None
+
+    def fault(self) -> str:
+        """Why it cannot be answered; "" where it can."""
+        return ""
+
+
+class ChatRequest(AnyRequest):
+    """A conversation of messages."""
+
+    messages: list[ChatMessage]
+    tools: list[dict[str, Any]] | None = None
+    logprobs: bool | None = None
+
+    def fault(self) -> str:
+        """Why it cannot be answered; "" where it can."""
+        if not self.messages or self.messages[-1].role == "assistant":
+            return "messages: there are none, or the last is the assistant's"
+        return ""
+
+    def plain(self) -> list[Message]:
+        """Messages as chat templates know them."""
+        plain = [msgspec.to_builtins(message) for message in self.messages]
+        return [{**one, "role": "system"} if one["role"] == "developer" else one for one in plain]
+
+
+class CompletionRequest(AnyRequest):
+    """A text, or ids of the model, to go on behind."""
+
+    prompt: str | list[int]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def fault(self) -> str:
+        """Why it cannot be answered; "" where it can."""
+        return "prompt: is empty" if not self.prompt else "echo: is not done here" if self.echo else ""
+
+
+class GenerateBody(AnyRequest):
+    """Ids of the model to go on behind."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] | None = None
+
+    def fault(self) -> str:
+        """Why it cannot be answered; "" where it can."""
+        return "" if self.token_ids else "token_ids: there are none"
+
+
+class RewardRequest(msgspec.Struct):
+    """Reward of a trajectory, e.g. `{"reward": 1.0}`, which ends it."""
+
+    reward: float
+
+
+class Bodies:
+    """Answers in the forms of the API, e.g. `Bodies(words).chat(answers, name="1f", asked=request)`."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+
+    def chat(self, answers: Sequence[AgentAnswer], *, name: str, asked: ChatRequest) -> dict[str, Any]:
+        """A chat completion."""
+        choices = [
+            {
+                "index": place,
+                "message": answer.message,
+                "finish_reason": finish_of(answer.message),
+                "logprobs": self.logprobs(answer.turn) if asked.logprobs else None,
+                **_ids_of(answer.turn, asked),
+            }
+            for place, answer in enumerate(answers)
+        ]
+        return {**head(name, "chat.completion"), "choices": choices, **_ends(answers, asked)}
+
+    def completion(self, answers: Sequence[AgentAnswer], *, name: str, asked: CompletionRequest) -> dict[str, Any]:
+        """A completion of a text."""
+        choices = [
+            {
+                "index": place,
+                "text": answer.message["content"],
+                "finish_reason": "stop",
+                "logprobs": None if asked.logprobs is None else self._flat_logprobs(answer.turn),
+                **_ids_of(answer.turn, asked),
+            }
+            for place, answer in enumerate(answers)
+        ]
+        return {**head(name, "text_completion"), "choices": choices, **_ends(answers, asked)}
+
+    def generated(self, answers: Sequence[AgentAnswer], *, name: str, asked: GenerateBody) -> dict[str, Any]:
+        """An answer in tokens."""
+        choices = [
+            {
+                "index": place,
+                "token_ids": answer.turn.ids.tolist(),
+                "finish_reason": "stop",
+                "logprobs": _numbered_logprobs(answer.turn),
+            }
+            for place, answer in enumerate(answers)
+        ]
+        prompt = answers[0].turn.context.tolist()
+        return {
+            "request_id": name[:24],
+            "choices": choices,
+            "prompt_token_ids": prompt,
+            "usage": usage_of(answers),
+        }
+
+    def logprobs(self, turn: SampledTurn) -> dict[str, Any] | None:
+        """Log-probabilities of a turn's tokens; None of a turn that was answered in an earlier life."""
+        if len(turn.logprobs) != len(turn.ids):
+            return None
+        return {"content": self.token_logprobs(turn.ids.tolist(), turn.logprobs.tolist()), "refusal": None}
+
+    def token_logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
+        """Entries of tokens."""
+        texts = self._texts(ids)
+        return [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, logprobs, strict=True)
+        ]
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        """Text of each token by itself; what ends a turn has none."""
+        return [self._words.said(np.array([id], np.int32)) for id in ids]
+
+    def _flat_logprobs(self, turn: SampledTurn) -> dict[str, Any] | None:
+        if len(turn.logprobs) != len(turn.ids):
+            return None
+        tokens = self._texts(turn.ids.tolist())
+        offsets = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        values = turn.logprobs.tolist()
+        return {"tokens": tokens, "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
+
+
+def head(name: str, kind: str) -> dict[str, Any]:
+    """Fields that every answer begins with."""
+    return {"id": f"cmpl-{name[:24]}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def usage_of(answers: Sequence[AgentAnswer]) -> dict[str, int]:
+    """Tokens of a request and of its answers."""
+    prompt, sampled = len(answers[0].turn.context), sum(len(answer.turn.ids) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def finish_of(message: Message) -> str:
+    """Why a turn ended."""
+    return "tool_calls" if message.get("tool_calls") else "stop"
+
+
+def error_body(reason: str, kind: str) -> dict[str, Any]:
+    """A fault in the form that clients of the API read."""
+    return {"error": {"message": reason, "type": kind, "code": None, "param": None}}
+
+
+def encoded(value: object) -> str:
+    """Text of a body."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _ids_of(turn: SampledTurn, asked: AnyRequest) -> dict[str, Any]:
+    return {"token_ids": turn.ids.tolist()} if asked.return_token_ids else {}
+
+
+def _ends(answers: Sequence[AgentAnswer], asked: AnyRequest) -> dict[str, Any]:
+    ids = {"prompt_token_ids": answers[0].turn.context.tolist()} if asked.return_token_ids else {}
+    return {"usage": usage_of(answers), **ids}
+
+
+def _numbered_logprobs(turn: SampledTurn) -> dict[str, Any] | None:
+    if len(turn.logprobs) != len(turn.ids):
+        return None
+    pairs = zip(turn.ids.tolist(), turn.logprobs.tolist(), strict=True)
+    return {"content": [{"token": f"token_id:{id}", "logprob": value} for id, value in pairs]}

@@ -1,0 +1,61 @@
+"""What agents ask their model: a conversation of messages, or of tokens. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from laminar_py.environment.agents.conversation import Conversation, Message
+from laminar_py.environment.agents.token_paths import TokenPaths
+from laminar_py.environment.protocol import Observation, Rewrite, Tokens
+from laminar_py.records.codec import IntArray
+
+
+@dataclass(slots=True)
+class Asked:
+    """All that an agent has asked, by the turns that answer it."""
+
+    conversation: Conversation
+    paths: TokenPaths
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages, the last of which the model answers, and tools that it may call."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Message]
+
+    @property
+    def has_tools(self) -> bool:
+        """True where a turn may call tools."""
+        return bool(self.tools)
+
+    def join(self, asked: Asked, *, turn: int) -> Observation | Rewrite:
+        """Words to the model, whose turn answers them."""
+        return asked.conversation.join(self.messages, self.tools, turn=turn)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Tokens that the model goes on behind."""
+
+    ids: IntArray  # [n]
+    has_tools: bool = False
+
+    def join(self, asked: Asked, *, turn: int) -> Tokens:
+        """Words to the model, whose turn answers them."""
+        return asked.paths.join(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text that the model goes on behind, as it stands."""
+
+    text: str
+    has_tools: bool = False
+
+    def join(self, asked: Asked, *, turn: int) -> Tokens:
+        """Words to the model, whose turn answers them."""
+        return asked.paths.join_text(self.text)
+
+
+Asks = Chat | TokenPrompt | TextPrompt

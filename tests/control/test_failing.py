@@ -1,0 +1,54 @@
+"""When trajectories that fail one after another end a run."""
+
+import pytest
+
+from laminar_py.control.failing import FEWEST, OUTAGE_S, Failing
+from laminar_py.records.trajectory import DropReason
+from tests.control.fleet import ManualClock
+
+
+class Told:
+    def __init__(self, step=4):
+        self.clock, self.faults = ManualClock(), []
+        self.failing = Failing(step=step, clock=self.clock, end=self.faults.append)
+
+    def fail(self, times, *, apart_s=0.0):
+        for _ in range(times):
+            self.failing.failed(DropReason.ENVIRONMENT_FAILED, "no such file")
+            self.clock.time += apart_s
+
+
+def test_a_run_in_which_all_fail_ends_with_the_last_fault():
+    told = Told()
+    told.fail(FEWEST - 1)
+    assert not told.faults
+    told.fail(1)
+    (fault,) = told.faults
+    assert fault == (
+        f"{FEWEST} trajectories in a row failed (environment_failed), the last: no such file; mend it and go on"
+        " with --resume"
+    )
+
+
+@pytest.mark.parametrize("step", [4, 512])
+def test_no_fewer_than_a_step_end_it(step):
+    told = Told(step)
+    told.fail(max(FEWEST, step) - 1)
+    assert not told.faults
+
+
+def test_one_that_finishes_now_and_then_keeps_it_alive():
+    told = Told()
+    for _ in range(20):
+        told.fail(FEWEST - 1)
+        told.failing.finished()
+    assert not told.faults
+
+
+def test_where_some_had_finished_what_they_need_may_come_back():
+    told = Told()
+    told.failing.finished()
+    told.fail(2 * FEWEST, apart_s=OUTAGE_S / (2 * FEWEST))
+    assert not told.faults
+    told.fail(1)
+    assert len(told.faults) == 1
