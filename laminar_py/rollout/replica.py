@@ -30,7 +30,7 @@ from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed
 from laminar_py.rollout.loading import WeightLoader
 from laminar_py.rollout.outbox import GATHER_S, Outbox
-from laminar_py.rollout.running import Running, StreamState
+from laminar_py.rollout.running import Running
 from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
 
@@ -161,7 +161,7 @@ class Replica:
     @property
     def away(self) -> frozenset[str]:
         """Trajectories whose environment works on a turn."""
-        return frozenset(name for name, one in self._running.items() if one.state is StreamState.AWAY)
+        return self._streams.away
 
     # ---- called for repacking
 

@@ -97,6 +97,8 @@ class Running:
 
     @property
     def _is_tree(self) -> bool:
+        if self.assignment.problem is None:  # nobody but an environment begins a branch
+            return False
         return is_tree(self.told_spans) or is_tree(self.spans)
 
     def used_s(self, now: float) -> float:

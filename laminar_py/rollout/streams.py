@@ -67,6 +67,13 @@ class Streams:
         return [running for running in self.running.values() if running.assignment.kind is Kind.TRAIN]
 
     @property
+    def away(self) -> frozenset[str]:
+        """Trajectories whose environment works on a turn."""
+        if self._environments is None:
+            return frozenset()
+        return frozenset(name for name, one in self.running.items() if one.state is StreamState.AWAY)
+
+    @property
     def held_s(self) -> float:
         """Seconds for which all that is here has been away."""
         if not all(running.state is StreamState.AWAY for running in self.running.values()):
