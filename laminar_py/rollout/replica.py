@@ -219,14 +219,17 @@ class Replica:
 
     async def run(self) -> None:
         """Take up what it was started for, then follow the relay until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            self._streams.open(tasks)
-            self.submit(self._initial)
-            tasks.create_task(self._watch_engine(), name="watch-engine")
-            tasks.create_task(self._follow_relay(), name="follow-relay")
-            tasks.create_task(self._refresh_weights(), name="refresh-weights")
-            tasks.create_task(self._watch_partials(), name="watch-partials")
-            tasks.create_task(self._keep_synced(), name="keep-synced")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._streams.open(tasks)
+                self.submit(self._initial)
+                tasks.create_task(self._watch_engine(), name="watch-engine")
+                tasks.create_task(self._follow_relay(), name="follow-relay")
+                tasks.create_task(self._refresh_weights(), name="refresh-weights")
+                tasks.create_task(self._watch_partials(), name="watch-partials")
+                tasks.create_task(self._keep_synced(), name="keep-synced")
+        finally:
+            self._streams.close()
 
     async def _watch_engine(self) -> None:
         with self._watching_for_loss():

@@ -66,7 +66,9 @@ class Running:
     away_since_s: float = 0.0  # its environment works since then, while it is `AWAY`
     environment_s: float = 0.0  # that its environment worked, not told yet
     reward: float | None = None  # of its environment
-    task: "asyncio.Task[None] | None" = None
+    task: "asyncio.Task[None] | None" = None  # that brings it into the engine, and may read its stream
+    is_open: bool = False  # a stream of the engine has not had its last word
+    over: "asyncio.Future[None] | None" = None  # while somebody waits for the end of that stream
 
     def request(self) -> GenerateRequest:
         """Ask the engine, now or again: a new stream begins where the response stands."""

@@ -1,6 +1,6 @@
 """The trajectories that a replica runs in its engine. Owned by `replica`, which says when weights change.
 
-Each is a task that follows one stream of the engine, a task for each turn:
+Each follows one stream of the engine for each turn, of which an engine tells, or which a task reads:
 
     OUTSIDE -> AWAY            its environment has the next word
     AWAY -> OUTSIDE            that was appended
@@ -20,11 +20,18 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from laminar_py.records.engine import Delta, PauseMode
 from laminar_py.records.environment import EnvironmentTurn
 from laminar_py.records.pieces import PayloadLostError
-from laminar_py.records.protocols import EngineLostError, Environments, InferenceEngine, RefusedError
+from laminar_py.records.protocols import (
+    EngineLostError,
+    Environments,
+    InferenceEngine,
+    RefusedError,
+    TellingEngine,
+)
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
@@ -51,15 +58,21 @@ class Streams:
         self.running: dict[str, Running] = {}
         self.serving = asyncio.Event()  # cleared while weights are loaded: nothing enters the engine
         self._engine = engine
+        self._telling = engine if isinstance(engine, TellingEngine) else None
         self._out = out
         self._store = store
         self._left = ended
         self._lost = lost
         self._environments = environments
+        self._is_closed = False
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
         """Let the tasks of the streams run there."""
         self._tasks = tasks
+
+    def close(self) -> None:
+        """Hear nothing more of the engine."""
+        self._is_closed = True
 
     @property
     def training(self) -> list[Running]:
@@ -102,8 +115,7 @@ class Streams:
     async def give_up(self, trajectory_ids: Iterable[str]) -> None:
         """`abort`, and their last words are here."""
         wanted = [running for name in trajectory_ids if (running := self.running.get(name)) is not None]
-        inside = (StreamState.IN_ENGINE, StreamState.INTERRUPTED)
-        streams = [running.task for running in wanted if running.state in inside and running.task is not None]
+        streams = [self._end_of(running) for running in wanted if running.is_open]
         await self.abort(running.assignment.trajectory_id for running in wanted)
         if streams:
             await asyncio.wait(streams)
@@ -111,8 +123,8 @@ class Streams:
     async def interrupt(self) -> list[Running]:
         """Abort everything in the engine; returns what is to be submitted again."""
         interrupted = [one for one in self.running.values() if one.state is StreamState.IN_ENGINE]
-        # of this moment: one whose turn ends meanwhile goes on in another task, which waits for the weights
-        streams = [running.task for running in interrupted if running.task is not None]
+        # of this moment: one whose turn ends meanwhile goes on in another stream, which waits for the weights
+        streams = [self._end_of(running) for running in interrupted if running.is_open]
         for running in interrupted:
             running.state = StreamState.INTERRUPTED
         await self._engine.pause(PauseMode.ABORT)
@@ -133,6 +145,11 @@ class Streams:
             if running.first_token_s is not None and running.used_s(now) > max_seconds:
                 running.cut = Cap.SECONDS
                 await self._abort(running)
+
+    def _end_of(self, running: Running) -> asyncio.Future[None]:
+        """The end of the stream that it follows now."""
+        running.over = running.over or asyncio.get_running_loop().create_future()
+        return running.over
 
     async def _abort(self, running: Running) -> None:
         if running.state is StreamState.ENDED:
@@ -169,38 +186,92 @@ class Streams:
     # ---- one stream
 
     def _spawn(self, running: Running) -> None:
-        name = running.assignment.trajectory_id
-        running.state = StreamState.OUTSIDE
-        running.task = self._tasks.create_task(self._generate(running), name=name)
+        """Bring it into the engine, at once where an engine tells of streams and nothing stands before that."""
+        item, running.state = running.assignment, StreamState.OUTSIDE
+        is_free = running.prefix is not None and item.problem is None and self.serving.is_set()
+        if self._telling is None or not is_free:
+            running.task = self._tasks.create_task(self._generate(running), name=item.trajectory_id)
+            return
+        try:
+            self._follow(running, self._telling)
+        except (EngineLostError, RefusedError) as error:
+            self._break_off(running, error)
 
     async def _generate(self, running: Running) -> None:
+        """Bring it into the engine once nothing stands before that, and read its stream if nobody tells of it."""
         if running.prefix is None and not await self._read_prefix(running):
             return
         try:
             if running.awaits_environment and not await self._ask_environment(running):
                 return
             await self.serving.wait()
-            running.state = StreamState.IN_ENGINE
-            await self._stream(running)
-            if running.state is StreamState.OUTSIDE:  # a turn has ended; who waits for its stream waits no longer
-                self._spawn(running)
+            if self._telling is not None:
+                self._follow(running, self._telling)
+                return
+            await self._read(running)
+            self._go_on(running)
+        except (EngineLostError, RefusedError) as error:
+            self._break_off(running, error)
+
+    def _follow(self, running: Running, engine: TellingEngine) -> None:
+        running.state, running.is_open = StreamState.IN_ENGINE, True
+        engine.follow(running.request(), partial(self._hear, running))
+
+    def _hear(self, running: Running, news: Delta | EngineLostError) -> None:
+        """Take in what an engine tells of a stream. A mistake in that ends the replica, as in a task of it."""
+        if self._is_closed:
+            return
+        try:
+            if isinstance(news, EngineLostError):
+                raise news
+            self._receive(running, news)
+            if news.finish_reason is not None:
+                self._close_stream(running)
+                self._go_on(running)
         except EngineLostError as error:
+            self._break_off(running, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
+            self._tasks.create_task(_fail_with(error), name=f"failed-{running.assignment.trajectory_id}")
+
+    async def _read(self, running: Running) -> None:
+        """Read a stream of the engine to its end."""
+        running.state, running.is_open = StreamState.IN_ENGINE, True
+        try:
+            async for delta in self._engine.generate(running.request()):
+                self._receive(running, delta)
+        finally:
+            self._close_stream(running)
+
+    def _receive(self, running: Running, delta: Delta) -> None:
+        if self._has(running):  # else it was ended outside the engine
+            self._take(running, delta)
+            if delta.finish_reason is not None:
+                self._stream_ended(running, delta.finish_reason)
+
+    def _close_stream(self, running: Running) -> None:
+        """Let those go on who wait for the end of its stream."""
+        running.is_open = False
+        over, running.over = running.over, None
+        if over is not None and not over.done():
+            over.set_result(None)
+
+    def _go_on(self, running: Running) -> None:
+        """Have its environment asked where a turn has ended; who waits for its stream waits no longer."""
+        if running.state is StreamState.OUTSIDE:
+            self._spawn(running)
+
+    def _break_off(self, running: Running, error: EngineLostError | RefusedError) -> None:
+        """Tell what there is of one whose engine is lost, or drop one that the engine refuses."""
+        if isinstance(error, EngineLostError):
             if self._has(running):
                 with contextlib.suppress(EngineLostError):  # nothing can be stored either
                     self._tell(running, None, broken=Break.CUT)
             self._lost(error)
-        except RefusedError as error:  # the request's fault, not the engine's
+        else:  # the request's fault, not the engine's
             log.error("replica %d: %s", self._out.index, error)
             if self._has(running):
                 self._fail(running, DropReason.REFUSED, str(error))
-
-    async def _stream(self, running: Running) -> None:
-        """Follow a stream of the engine to its end."""
-        async for delta in self._engine.generate(running.request()):
-            if self._has(running):  # else it was ended outside the engine
-                self._take(running, delta)
-                if delta.finish_reason is not None:
-                    self._stream_ended(running, delta.finish_reason)
+        self._close_stream(running)
 
     def _has(self, running: Running) -> bool:
         """True where it was not ended meanwhile."""
@@ -329,3 +400,7 @@ class Streams:
         self._out.progress.append(
             running.progress(tokens, reason, now, broken=broken, failure=failure, detail=detail)
         )
+
+
+async def _fail_with(error: Exception) -> None:
+    raise error
