@@ -26,7 +26,8 @@ class EmulatedScheduler:
     """Continuous batching of at most `max_batch` requests in `kv_capacity` tokens of KV cache, from time 0 on."""
 
     def __init__(self, times: EngineTimes, *, max_batch: int, max_len: int, kv_capacity: int) -> None:
-        self._times = times
+        self._steps, self._prefill_tokens_per_s = times.steps, times.prefill_tokens_per_s
+        self._reserve_tokens = times.reserve_tokens
         self._max_batch = max_batch
         self._kv_capacity = kv_capacity
         self._running = Batch(reserve=times.reserve_tokens)
@@ -68,7 +69,7 @@ class EmulatedScheduler:
             self._begin_at(max(self._boundary_s, now))
         elif now > self._boundary_s:
             past = now - self._boundary_s
-            done = self._times.steps_within(past, running=len(self._running.jobs), kv_used=self._kv_used)
+            done = self._steps.within(past, running=len(self._running.jobs), kv_used=self._kv_used)
             self._step(min(done, event[1] - 1))  # the event itself is ahead
 
     def status(self) -> EngineStatus:
@@ -208,7 +209,7 @@ class EmulatedScheduler:
         )
 
     def _duration(self, steps: int) -> float:
-        return self._times.steps_s(steps, running=len(self._running.jobs), kv_used=self._kv_used)
+        return self._steps.seconds(steps, running=len(self._running.jobs), kv_used=self._kv_used)
 
     def _step(self, steps: int) -> None:
         if not steps:
@@ -249,7 +250,7 @@ class EmulatedScheduler:
             self._running.add(job, step=self._num_steps, version=self._version)
             self._newcomers.append(job)
             self._kv_used += job.context
-        self._compute(num_tokens / self._times.prefill_tokens_per_s)
+        self._compute(num_tokens / self._prefill_tokens_per_s)
 
     def _has_room(self) -> bool:
         """True where the next waiting request may run; a request that is alone always fits."""
@@ -258,7 +259,7 @@ class EmulatedScheduler:
             return False
         if not num_running:
             return True
-        growth = max(self._times.reserve_tokens, num_running + 1)
+        growth = max(self._reserve_tokens, num_running + 1)
         reserved = self._running.reserved(self._num_steps)
         return self._kv_used + reserved + queue[0].context + growth <= self._kv_capacity
 
