@@ -47,6 +47,7 @@ class EmulatedScheduler:
         self._kv_used = 0
         self._paused = self._loading = False
         self._version = -1
+        self._held = True  # it is paused, loads, or has no weights yet
         self._event: tuple[float, int] | None = None  # the next one, unless something has changed since
         self._is_known = False
 
@@ -164,14 +165,11 @@ class EmulatedScheduler:
 
     # ---- between two steps
 
-    @property
-    def _held(self) -> bool:
-        return self._paused or self._loading or self._version < 0
-
     def _hold(self, now: float, *, paused: bool, loading: bool) -> None:
         if not self._held:
             self._owed_s = max(0.0, self._boundary_s - now)
         self._paused, self._loading, self._is_known = paused, loading, False
+        self._held = paused or loading or self._version < 0
         if not self._held:
             self._begin_at(now + (self._owed_s if self._running.jobs else 0.0))
             self._owed_s = 0.0
