@@ -70,6 +70,18 @@ class Running:
     is_open: bool = False  # a stream of the engine has not had its last word
     over: "asyncio.Future[None] | None" = None  # while somebody waits for the end of that stream
 
+    def stream_end(self) -> "asyncio.Future[None]":
+        """The end of the stream that is open."""
+        self.over = self.over or asyncio.get_running_loop().create_future()
+        return self.over
+
+    def close_stream(self) -> None:
+        """Let those go on who wait for the end of the stream."""
+        self.is_open = False
+        over, self.over = self.over, None
+        if over is not None and not over.done():
+            over.set_result(None)
+
     def request(self) -> GenerateRequest:
         """Ask the engine, now or again: a new stream begins where the response stands."""
         item = self.assignment

@@ -115,7 +115,7 @@ class Streams:
     async def give_up(self, trajectory_ids: Iterable[str]) -> None:
         """`abort`, and their last words are here."""
         wanted = [running for name in trajectory_ids if (running := self.running.get(name)) is not None]
-        streams = [self._end_of(running) for running in wanted if running.is_open]
+        streams = [running.stream_end() for running in wanted if running.is_open]
         await self.abort(running.assignment.trajectory_id for running in wanted)
         if streams:
             await asyncio.wait(streams)
@@ -124,7 +124,7 @@ class Streams:
         """Abort everything in the engine; returns what is to be submitted again."""
         interrupted = [one for one in self.running.values() if one.state is StreamState.IN_ENGINE]
         # of this moment: one whose turn ends meanwhile goes on in another stream, which waits for the weights
-        streams = [self._end_of(running) for running in interrupted if running.is_open]
+        streams = [running.stream_end() for running in interrupted if running.is_open]
         for running in interrupted:
             running.state = StreamState.INTERRUPTED
         await self._engine.pause(PauseMode.ABORT)
@@ -145,11 +145,6 @@ class Streams:
             if running.first_token_s is not None and running.used_s(now) > max_seconds:
                 running.cut = Cap.SECONDS
                 await self._abort(running)
-
-    def _end_of(self, running: Running) -> asyncio.Future[None]:
-        """The end of the stream that it follows now."""
-        running.over = running.over or asyncio.get_running_loop().create_future()
-        return running.over
 
     async def _abort(self, running: Running) -> None:
         if running.state is StreamState.ENDED:
@@ -226,7 +221,7 @@ class Streams:
                 raise news
             self._receive(running, news)
             if news.finish_reason is not None:
-                self._close_stream(running)
+                running.close_stream()
                 self._go_on(running)
         except EngineLostError as error:
             self._break_off(running, error)
@@ -240,20 +235,13 @@ class Streams:
             async for delta in self._engine.generate(running.request()):
                 self._receive(running, delta)
         finally:
-            self._close_stream(running)
+            running.close_stream()
 
     def _receive(self, running: Running, delta: Delta) -> None:
         if self._has(running):  # else it was ended outside the engine
             self._take(running, delta)
             if delta.finish_reason is not None:
                 self._stream_ended(running, delta.finish_reason)
-
-    def _close_stream(self, running: Running) -> None:
-        """Let those go on who wait for the end of its stream."""
-        running.is_open = False
-        over, running.over = running.over, None
-        if over is not None and not over.done():
-            over.set_result(None)
 
     def _go_on(self, running: Running) -> None:
         """Have its environment asked where a turn has ended; who waits for its stream waits no longer."""
@@ -271,7 +259,7 @@ class Streams:
             log.error("replica %d: %s", self._out.index, error)
             if self._has(running):
                 self._fail(running, DropReason.REFUSED, str(error))
-        self._close_stream(running)
+        running.close_stream()
 
     def _has(self, running: Running) -> bool:
         """True where it was not ended meanwhile."""
