@@ -66,6 +66,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     "aiohttp": (
         "engines/sglang/",
         "environment/agents/endpoint.py",
+        "environment/agents/streamed.py",
         "reward/servers.py",
         "segments/store.py",
         "bench/",

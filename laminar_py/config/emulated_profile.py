@@ -1,10 +1,11 @@
 """Times of an emulated GPU and model: the figures of a profile in YAML, and their arithmetic.
 
 Read before a run, and in each emulated process. Pure, all in emulated seconds.
-Invariant: `steps_within` is the inverse of `steps_s`.
+Invariant: `StepTimes.within` is the inverse of `StepTimes.seconds`.
 """
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,35 @@ from laminar_py.config.section import ConfigError, Section
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Extra = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Size = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Times of decoding steps, as in `EngineTimes`, in plain numbers: an engine asks at every event."""
+
+    step_s: float
+    sequence_s: float
+    kv_token_s: float
+
+    def seconds(self, steps: int, *, running: int, kv_used: int) -> float:
+        """Seconds of `steps` steps that begin with `kv_used` tokens and add one for each of `running`."""
+        first_s = self.step_s + self.sequence_s * running + self.kv_token_s * kv_used
+        grown = running * steps * (steps - 1) / 2
+        return steps * first_s + self.kv_token_s * grown
+
+    def within(self, seconds: float, *, running: int, kv_used: int) -> int:
+        """The most steps that take at most `seconds`."""
+        first_s, half = self.seconds(1, running=running, kv_used=kv_used), self.kv_token_s * running / 2
+        if first_s > seconds:
+            return 0
+        slope = first_s - half
+        divisor = slope + math.sqrt(slope * slope + 4 * half * seconds)
+        steps = int(2 * seconds / divisor) if divisor > 0 else 0
+        while self.seconds(steps + 1, running=running, kv_used=kv_used) <= seconds:
+            steps += 1
+        while steps and self.seconds(steps, running=running, kv_used=kv_used) > seconds:
+            steps -= 1
+        return steps
 
 
 class EngineTimes(Section):
@@ -37,25 +67,10 @@ class EngineTimes(Section):
     gpus: Size = 1
     """GPUs of the one replica that these times are of; only `laminar plan` reads it."""
 
-    def steps_s(self, steps: int, *, running: int, kv_used: int) -> float:
-        """Seconds of `steps` steps that begin with `kv_used` tokens and add one for each of `running`."""
-        first_s = self.step_s + self.sequence_s * running + self.kv_token_s * kv_used
-        grown = running * steps * (steps - 1) / 2
-        return steps * first_s + self.kv_token_s * grown
-
-    def steps_within(self, seconds: float, *, running: int, kv_used: int) -> int:
-        """The most steps that take at most `seconds`."""
-        first_s, half = self.steps_s(1, running=running, kv_used=kv_used), self.kv_token_s * running / 2
-        if first_s > seconds:
-            return 0
-        slope = first_s - half
-        divisor = slope + math.sqrt(slope * slope + 4 * half * seconds)
-        steps = int(2 * seconds / divisor) if divisor > 0 else 0
-        while self.steps_s(steps + 1, running=running, kv_used=kv_used) <= seconds:
-            steps += 1
-        while steps and self.steps_s(steps, running=running, kv_used=kv_used) > seconds:
-            steps -= 1
-        return steps
+    @property
+    def steps(self) -> "StepTimes":
+        """Arithmetic of its decoding steps."""
+        return StepTimes(self.step_s, self.sequence_s, self.kv_token_s)
 
     def slower(self, times: float) -> "EngineTimes":
         """Times of an engine that computes for so many times as long, e.g. 1.5; loads are as fast."""

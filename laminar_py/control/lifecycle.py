@@ -92,7 +92,10 @@ class Lifecycle:
     @property
     def version(self) -> int | None:
         """The newest version in it, None before its first token."""
-        return next((span.version for span in reversed(self.spans) if span.version is not None), None)
+        for span in reversed(self.spans):
+            if span.version is not None:
+                return span.version
+        return None
 
     @property
     def oldest_version(self) -> int:

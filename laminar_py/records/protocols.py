@@ -1,8 +1,8 @@
 """Protocols between the parts; each has at least two implementations (the simulator's and tests' count)."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -77,6 +77,18 @@ class InferenceEngine(Protocol):
 
     def status(self) -> EngineStatus:
         """Requests, KV cache and version: at this moment, or as last heard."""
+        ...
+
+
+@runtime_checkable
+class TellingEngine(InferenceEngine, Protocol):
+    """Engine of this event loop that tells of a stream, so that nobody needs a task to read it."""
+
+    def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
+        """`generate`, but that `hear` is told of each delta, or of the engine's loss in place of the last.
+
+        Raises what `generate` raises before the first. `hear` raises nothing, and is called after this returns.
+        """
         ...
 
 

@@ -71,6 +71,8 @@ class Returns:
 
     def less(self, cost: float) -> "Returns":
         """Returns of a response that loses `cost` at its end."""
+        if not cost:
+            return self
         return Returns(total=self.total - cost, mean=self.mean - cost, variance=self.variance, noise=self.noise)
 
 

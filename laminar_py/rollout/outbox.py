@@ -38,8 +38,10 @@ class Outbox:
 
         Never so soon that short trajectories do not share one, unless it is awaited.
         """
-        await _set_within(self.urgent, timeout_s)
-        await _set_within(self._awaited, self._last_s + self.gather_s - self.clock.now())
+        if not self.urgent.is_set():
+            await _set_within(self.urgent, timeout_s)
+        if not self._awaited.is_set():
+            await _set_within(self._awaited, self._last_s + self.gather_s - self.clock.now())
         self.urgent.clear()
         self._awaited.clear()
 
@@ -74,7 +76,7 @@ class Outbox:
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
     """Return once an event is set, which the end of so many seconds does itself; at once where there are none."""
-    if event.is_set() or seconds <= 0:
+    if seconds <= 0:
         return
     if seconds == math.inf:
         await event.wait()

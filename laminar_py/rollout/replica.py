@@ -30,7 +30,7 @@ from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed
 from laminar_py.rollout.loading import WeightLoader
 from laminar_py.rollout.outbox import GATHER_S, Outbox
-from laminar_py.rollout.running import Running, StreamState
+from laminar_py.rollout.running import Running
 from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
 
@@ -161,7 +161,7 @@ class Replica:
     @property
     def away(self) -> frozenset[str]:
         """Trajectories whose environment works on a turn."""
-        return frozenset(name for name, one in self._running.items() if one.state is StreamState.AWAY)
+        return self._streams.away
 
     # ---- called for repacking
 
@@ -219,14 +219,17 @@ class Replica:
 
     async def run(self) -> None:
         """Take up what it was started for, then follow the relay until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            self._streams.open(tasks)
-            self.submit(self._initial)
-            tasks.create_task(self._watch_engine(), name="watch-engine")
-            tasks.create_task(self._follow_relay(), name="follow-relay")
-            tasks.create_task(self._refresh_weights(), name="refresh-weights")
-            tasks.create_task(self._watch_partials(), name="watch-partials")
-            tasks.create_task(self._keep_synced(), name="keep-synced")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._streams.open(tasks)
+                self.submit(self._initial)
+                tasks.create_task(self._watch_engine(), name="watch-engine")
+                tasks.create_task(self._follow_relay(), name="follow-relay")
+                tasks.create_task(self._refresh_weights(), name="refresh-weights")
+                tasks.create_task(self._watch_partials(), name="watch-partials")
+                tasks.create_task(self._keep_synced(), name="keep-synced")
+        finally:
+            self._streams.close()
 
     async def _watch_engine(self) -> None:
         with self._watching_for_loss():

@@ -72,7 +72,21 @@ class Running:
     listens: bool = False  # its environment is told the turn in hand as it is sampled
     turn_start: int = 0  # response tokens before that turn
     heard: int = 0  # leading response tokens that it was told
-    task: "asyncio.Task[None] | None" = None
+    task: "asyncio.Task[None] | None" = None  # that brings it into the engine, and may read its stream
+    is_open: bool = False  # a stream of the engine has not had its last word
+    over: "asyncio.Future[None] | None" = None  # while somebody waits for the end of that stream
+
+    def stream_end(self) -> "asyncio.Future[None]":
+        """The end of the stream that is open."""
+        self.over = self.over or asyncio.get_running_loop().create_future()
+        return self.over
+
+    def close_stream(self) -> None:
+        """Let those go on who wait for the end of the stream."""
+        self.is_open = False
+        over, self.over = self.over, None
+        if over is not None and not over.done():
+            over.set_result(None)
 
     def request(self) -> GenerateRequest:
         """Ask the engine, now or again: a new stream begins where the response stands."""
@@ -104,6 +118,8 @@ class Running:
 
     @property
     def _is_tree(self) -> bool:
+        if self.assignment.problem is None:  # nobody but an environment begins a branch
+            return False
         return is_tree(self.told_spans) or is_tree(self.spans)
 
     def used_s(self, now: float) -> float:
@@ -185,9 +201,9 @@ class Running:
             logprobs=_last(self.logprobs, self.length - self._turn_start, self.told_logprobs),
         )
 
-    def listen(self) -> None:
-        """Have `part` give what is sampled from here on, where a turn begins."""
-        self.turn_start = self.heard = self.length
+    def begin_turn(self, *, listens: bool) -> None:
+        """Have `part` give what is sampled from here on, to an environment that `listens`."""
+        self.listens, self.turn_start, self.heard = listens, self.length, self.length
 
     def part(self) -> TurnPart | None:
         """What its environment was not told yet of the turn in hand; None if nothing."""

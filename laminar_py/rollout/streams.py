@@ -1,6 +1,6 @@
 """The trajectories that a replica runs in its engine. Owned by `replica`, which says when weights change.
 
-Each is a task that follows one stream of the engine, a task for each turn:
+Each follows one stream of the engine for each turn, of which an engine tells, or which a task reads:
 
     OUTSIDE -> AWAY            its environment has the next word
     AWAY -> OUTSIDE            that was appended
@@ -20,14 +20,22 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from laminar_py.records.engine import Delta, PauseMode
 from laminar_py.records.environment import EnvironmentTurn
 from laminar_py.records.pieces import PayloadLostError
-from laminar_py.records.protocols import EngineLostError, Environments, InferenceEngine, RefusedError
+from laminar_py.records.protocols import (
+    EngineLostError,
+    Environments,
+    InferenceEngine,
+    RefusedError,
+    TellingEngine,
+)
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
+from laminar_py.rollout.listeners import Listeners
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running, StreamState, begin, handed_back
 from laminar_py.rollout.storing import ResponseStore
@@ -51,22 +59,34 @@ class Streams:
         self.running: dict[str, Running] = {}
         self.serving = asyncio.Event()  # cleared while weights are loaded: nothing enters the engine
         self._engine = engine
+        self._telling = engine if isinstance(engine, TellingEngine) else None
         self._out = out
         self._store = store
         self._left = ended
         self._lost = lost
         self._environments = environments
-        self._heard: dict[str, Running] = {}  # that have got more of a turn to which their environment listens
-        self._telling: asyncio.Task[None] | None = None
+        self._listeners = Listeners(environments, store, out.clock, lost=lost)
+        self._is_closed = False
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
         """Let the tasks of the streams run there."""
         self._tasks = tasks
 
+    def close(self) -> None:
+        """Hear nothing more of the engine."""
+        self._is_closed = True
+
     @property
     def training(self) -> list[Running]:
         """Trajectories that are not of an evaluation."""
         return [running for running in self.running.values() if running.assignment.kind is Kind.TRAIN]
+
+    @property
+    def away(self) -> frozenset[str]:
+        """Trajectories whose environment works on a turn."""
+        if self._environments is None:
+            return frozenset()
+        return frozenset(name for name, one in self.running.items() if one.state is StreamState.AWAY)
 
     @property
     def held_s(self) -> float:
@@ -97,8 +117,7 @@ class Streams:
     async def give_up(self, trajectory_ids: Iterable[str]) -> None:
         """`abort`, and their last words are here."""
         wanted = [running for name in trajectory_ids if (running := self.running.get(name)) is not None]
-        inside = (StreamState.IN_ENGINE, StreamState.INTERRUPTED)
-        streams = [running.task for running in wanted if running.state in inside and running.task is not None]
+        streams = [running.stream_end() for running in wanted if running.is_open]
         await self.abort(running.assignment.trajectory_id for running in wanted)
         if streams:
             await asyncio.wait(streams)
@@ -106,8 +125,8 @@ class Streams:
     async def interrupt(self) -> list[Running]:
         """Abort everything in the engine; returns what is to be submitted again."""
         interrupted = [one for one in self.running.values() if one.state is StreamState.IN_ENGINE]
-        # of this moment: one whose turn ends meanwhile goes on in another task, which waits for the weights
-        streams = [running.task for running in interrupted if running.task is not None]
+        # of this moment: one whose turn ends meanwhile goes on in another stream, which waits for the weights
+        streams = [running.stream_end() for running in interrupted if running.is_open]
         for running in interrupted:
             running.state = StreamState.INTERRUPTED
         await self._engine.pause(PauseMode.ABORT)
@@ -164,38 +183,85 @@ class Streams:
     # ---- one stream
 
     def _spawn(self, running: Running) -> None:
-        name = running.assignment.trajectory_id
-        running.state = StreamState.OUTSIDE
-        running.task = self._tasks.create_task(self._generate(running), name=name)
+        """Bring it into the engine, at once where an engine tells of streams and nothing stands before that."""
+        item, running.state = running.assignment, StreamState.OUTSIDE
+        is_free = running.prefix is not None and item.problem is None and self.serving.is_set()
+        if self._telling is None or not is_free:
+            running.task = self._tasks.create_task(self._generate(running), name=item.trajectory_id)
+            return
+        try:
+            self._follow(running, self._telling)
+        except (EngineLostError, RefusedError) as error:
+            self._break_off(running, error)
 
     async def _generate(self, running: Running) -> None:
+        """Bring it into the engine once nothing stands before that, and read its stream if nobody tells of it."""
         if running.prefix is None and not await self._read_prefix(running):
             return
         try:
             if running.awaits_environment and not await self._ask_environment(running):
                 return
             await self.serving.wait()
-            running.state = StreamState.IN_ENGINE
-            await self._stream(running)
-            if running.state is StreamState.OUTSIDE:  # a turn has ended; who waits for its stream waits no longer
-                self._spawn(running)
+            if self._telling is not None:
+                self._follow(running, self._telling)
+                return
+            await self._read(running)
+            self._go_on(running)
+        except (EngineLostError, RefusedError) as error:
+            self._break_off(running, error)
+
+    def _follow(self, running: Running, engine: TellingEngine) -> None:
+        running.state, running.is_open = StreamState.IN_ENGINE, True
+        engine.follow(running.request(), partial(self._hear, running))
+
+    def _hear(self, running: Running, news: Delta | EngineLostError) -> None:
+        """Take in what an engine tells of a stream. A mistake in that ends the replica, as in a task of it."""
+        if self._is_closed:
+            return
+        try:
+            if isinstance(news, EngineLostError):
+                raise news
+            self._receive(running, news)
+            if news.finish_reason is not None:
+                running.close_stream()
+                self._go_on(running)
         except EngineLostError as error:
+            self._break_off(running, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
+            self._tasks.create_task(_fail_with(error), name=f"failed-{running.assignment.trajectory_id}")
+
+    async def _read(self, running: Running) -> None:
+        """Read a stream of the engine to its end."""
+        running.state, running.is_open = StreamState.IN_ENGINE, True
+        try:
+            async for delta in self._engine.generate(running.request()):
+                self._receive(running, delta)
+        finally:
+            running.close_stream()
+
+    def _receive(self, running: Running, delta: Delta) -> None:
+        if self._has(running):  # else it was ended outside the engine
+            self._take(running, delta)
+            if delta.finish_reason is not None:
+                self._stream_ended(running, delta.finish_reason)
+
+    def _go_on(self, running: Running) -> None:
+        """Have its environment asked where a turn has ended; who waits for its stream waits no longer."""
+        if running.state is StreamState.OUTSIDE:
+            self._spawn(running)
+
+    def _break_off(self, running: Running, error: EngineLostError | RefusedError) -> None:
+        """Tell what there is of one whose engine is lost, or drop one that the engine refuses."""
+        if isinstance(error, EngineLostError):
             if self._has(running):
                 with contextlib.suppress(EngineLostError):  # nothing can be stored either
                     self._tell(running, None, broken=Break.CUT)
             self._lost(error)
-        except RefusedError as error:  # the request's fault, not the engine's
+        else:  # the request's fault, not the engine's
             log.error("replica %d: %s", self._out.index, error)
             if self._has(running):
                 self._fail(running, DropReason.REFUSED, str(error))
-
-    async def _stream(self, running: Running) -> None:
-        """Follow a stream of the engine to its end."""
-        async for delta in self._engine.generate(running.request()):
-            if self._has(running):  # else it was ended outside the engine
-                self._take(running, delta)
-                if delta.finish_reason is not None:
-                    self._stream_ended(running, delta.finish_reason)
+        running.close_stream()
 
     def _has(self, running: Running) -> bool:
         """True where it was not ended meanwhile."""
@@ -214,22 +280,6 @@ class Streams:
         running.state = StreamState.OUTSIDE
         return self._heed(running, answer)
 
-    async def _tell_listeners(self) -> None:
-        """Tell environments that listen what was sampled, once it is in the journal."""
-        assert self._environments is not None, "one of them listens"
-        while self._heard:
-            heard, self._heard = self._heard, {}
-            inside = [running for running in heard.values() if running.state is StreamState.IN_ENGINE]
-            pieces = [running.note(self._out.clock.now()) for running in inside]
-            try:
-                self._store.note([piece for piece in pieces if piece is not None])
-            except EngineLostError as error:
-                self._lost(error)
-                return
-            parts = [part for running in inside if (part := running.part()) is not None]
-            if parts:
-                await self._environments.hear(parts)
-
     def _heed(self, running: Running, answer: EnvironmentTurn) -> bool:
         """Take in what an environment did with a turn; True where the model has the next one."""
         if answer.failure is not None:
@@ -247,8 +297,7 @@ class Streams:
                 self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
                 return False
             running.observe(answer.ids[: running.room], follows=answer.follows)
-            running.listens = answer.listens
-            running.listen()
+            running.begin_turn(listens=answer.listens)
             if running.room:
                 return True
             self._end_full(running)
@@ -297,9 +346,7 @@ class Streams:
         if is_first and item.kind is Kind.EVAL and len(delta.ids) and item.version is None:
             self._out.begin(item, delta.version)  # the rest of its pass may follow to other replicas
         if running.listens:
-            self._heard[running.assignment.trajectory_id] = running
-            if self._telling is None or self._telling.done():
-                self._telling = self._tasks.create_task(self._tell_listeners(), name="listeners")
+            self._listeners.heard(running, self._tasks)
 
     def _stream_ended(self, running: Running, reason: FinishReason) -> None:
         """Take in the engine's last word, after which a trajectory that new weights interrupted goes on."""
@@ -347,3 +394,7 @@ class Streams:
         self._out.progress.append(
             running.progress(tokens, reason, now, broken=broken, failure=failure, detail=detail)
         )
+
+
+async def _fail_with(error: Exception) -> None:
+    raise error

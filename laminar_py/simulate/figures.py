@@ -24,9 +24,8 @@ class FleetSample:
     slots_held: int = 0  # of engines, by those
 
 
-@dataclass(frozen=True, slots=True)
-class EndedResponse:
-    """End of a training response."""
+class EndedResponse(msgspec.Struct, frozen=True, gc=False):
+    """End of a training response, of which a simulation keeps a million."""
 
     at_s: float  # of RL
     latency_s: float  # since it was issued

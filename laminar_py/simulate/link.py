@@ -30,7 +30,14 @@ class OneWay:
             self._any.clear()
             while self._sent:
                 due_s, arrive = self._sent.popleft()
-                ahead_s = due_s - self._loop.time()
-                if ahead_s > 0:
-                    await asyncio.sleep(ahead_s)
+                if due_s > self._loop.time():
+                    due = self._loop.create_future()
+                    self._loop.call_at(due_s, _end, due)
+                    await due
                 await arrive()
+
+
+def _end(wait: asyncio.Future[None]) -> None:
+    """End a wait, unless who waits was cancelled."""
+    if not wait.done():
+        wait.set_result(None)

@@ -8,7 +8,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from laminar_py.config.run import RunConfig
 from laminar_py.control.scheduler import TrajectoryScheduler
@@ -19,8 +19,7 @@ from laminar_py.simulate.figures import EndedResponse
 from laminar_py.telemetry.stats import Stats
 
 
-@dataclass(frozen=True, slots=True)
-class _Scoring:
+class _Scoring(NamedTuple):
     """Score of a response of so many tokens, once a scorer has worked on it."""
 
     score: Score

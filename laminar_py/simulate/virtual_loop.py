@@ -10,7 +10,7 @@ import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from contextvars import Context, copy_context
+from contextvars import Context
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -25,20 +25,19 @@ MOST_CANCELLED = 100  # timers, besides half of all, that stay after they were c
 class LoopClock:
     """Time of the event loop that runs where it is made, see `records.protocols.Clock`."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    now: Callable[[], float]
+    """Seconds of the loop's own clock; only differences mean anything."""
 
-    def now(self) -> float:
-        """Seconds of the loop's own clock; only differences mean anything."""
-        return self._loop.time()
+    def __init__(self) -> None:
+        self.now = asyncio.get_running_loop().time
 
 
 class _Call(asyncio.Handle):
     """asyncio's own handle, made in one go: it asks for no debug mode, of which a simulation has none."""
 
     __slots__ = ()
-    _context: Context  # asyncio's own, as the next four
-    _loop: asyncio.AbstractEventLoop
+    _context: Context | None  # asyncio's own, as the next four
+    _loop: "VirtualLoop"
     _callback: Callable[..., object]
     _repr: str | None
     _source_traceback: None
@@ -47,24 +46,61 @@ class _Call(asyncio.Handle):
         self,
         callback: Callable[..., object],
         args: Sequence[Any],
-        loop: asyncio.AbstractEventLoop,
+        loop: "VirtualLoop",
         context: Context | None,
     ) -> None:
-        self._callback, self._args, self._loop = callback, args, loop
-        self._context = copy_context() if context is None else context
+        self._callback, self._args, self._loop, self._context = callback, args, loop, context
         self._cancelled, self._repr, self._source_traceback = False, None, None
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop on virtual time, which `skip` and idling move on."""
+class _Timer(asyncio.TimerHandle):
+    """asyncio's own timer, made in one go too; the loop hears of its cancellation before it has fired alone."""
 
-    _ready: deque[asyncio.Handle]  # asyncio's own, as the next two: what the next round runs
+    __slots__ = ()
+    _context: Context | None  # asyncio's own, as the next six
+    _loop: "VirtualLoop"
+    _callback: Callable[..., object]
+    _repr: str | None
+    _source_traceback: None
+    _when: float
+    _scheduled: bool  # it has not fired
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: Sequence[Any],
+        loop: "VirtualLoop",
+        context: Context | None,
+    ) -> None:
+        self._when, self._callback, self._args, self._loop, self._context = when, callback, args, loop, context
+        self._cancelled, self._repr, self._source_traceback, self._scheduled = False, None, None, True
+
+    def cancel(self) -> None:
+        """Have it not fire, if it has not."""
+        if not self._cancelled:
+            self._cancelled, self._callback, self._args = True, _nothing, ()
+            if self._scheduled:
+                self._loop.forget_one()
+
+
+def _nothing() -> None:
+    """In the place of what was cancelled, of which nothing is to live on."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Event loop on virtual time, which `skip` and idling move on.
+
+    All of a simulation runs in one context, for nothing there has variables of its own.
+    """
+
+    _ready: deque["_Call | _Timer"]  # asyncio's own, as the next two: what the next round runs
     _stopping: bool
     _selector: selectors.BaseSelector
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # heap: time, place among all
+        self._timers: list[tuple[float, int, _Timer]] = []  # heap: time, place among all
         self._num_timers = self._num_cancelled = 0
         super().__init__()
 
@@ -85,7 +121,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         """Set a timer, at the next tick."""
         at_s = _next_tick(when)
-        timer = asyncio.TimerHandle(at_s, callback, args, self, context)
+        timer = _Timer(at_s, callback, args, self, context)
         self._num_timers += 1
         heappush(self._timers, (at_s, self._num_timers, timer))
         return timer
@@ -112,11 +148,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             if not ready and not self._stopping:
                 self._idle()
             while timers and timers[0][0] <= self._now_s:
-                ready.append(heappop(timers)[2])
+                timer = heappop(timers)[2]
+                timer._scheduled = False
+                ready.append(timer)
             for _ in range(len(ready)):
                 handle = ready.popleft()
                 if not handle._cancelled:
-                    handle._run()
+                    try:
+                        handle._callback(*handle._args)
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as error:  # noqa: BLE001 - as asyncio's handles do
+                        self.call_exception_handler({"message": f"{handle} failed", "exception": error})
             if self._stopping:
                 return
         self._look(0)
@@ -134,8 +177,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Have what came on sockets be ready."""
         self._process_events(self._selector.select(timeout_s))  # type: ignore[attr-defined]  # asyncio's own
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Forget those that were cancelled once they may be more than others."""
+    def forget_one(self) -> None:
+        """Count a timer that was cancelled; once these may be more than others, let go of them."""
         self._num_cancelled += 1
         if self._num_cancelled > MOST_CANCELLED + len(self._timers) // 2:
             self._timers[:] = [timer for timer in self._timers if not timer[2].cancelled()]

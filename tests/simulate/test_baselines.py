@@ -73,7 +73,7 @@ def test_a_colocated_step_is_generation_and_training_and_refresh_one_after_anoth
         sync_s=7.0,
     )
     engine, group_prompts = PROFILE.engine, 16 // 4 * prompt
-    generation_s = group_prompts / engine.prefill_tokens_per_s + engine.steps_s(
+    generation_s = group_prompts / engine.prefill_tokens_per_s + engine.steps.seconds(
         tokens, running=per_replica, kv_used=per_replica * prompt
     )
     packed = [[tokens + prompt] * 23] * 5 + [[tokens + prompt] * 13]  # 23 fit into 32,768 tokens

@@ -43,6 +43,38 @@ def test_timers_of_a_moment_fire_as_they_were_set_and_on_time_whatever_others_th
     assert one == 1.0
 
 
+def test_a_callback_that_fails_is_told_and_others_go_on():
+    told, done = [], []
+
+    async def lead():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: told.append(type(context["exception"])))
+        loop.call_soon(lambda: 1 / 0)
+        loop.call_later(1.0, lambda: done.append("a") or [][0])
+        loop.call_later(1.0, done.append, "b")
+        await asyncio.sleep(2.0)
+
+    virtually(lead())
+    assert (told, done) == ([ZeroDivisionError, IndexError], ["a", "b"])
+
+
+def test_timers_that_were_cancelled_do_not_fire_however_many_and_others_do():
+    fired = []
+
+    async def lead():
+        loop = asyncio.get_running_loop()
+        timers = [loop.call_later(1.0 + place / 1000, fired.append, place) for place in range(1000)]
+        for timer in timers[::2]:
+            timer.cancel()
+        await asyncio.sleep(1.5)
+        for timer in timers:
+            timer.cancel()  # again, or after it has fired
+        await asyncio.sleep(1.5)
+
+    virtually(lead())
+    assert fired == list(range(1, 500, 2))
+
+
 def test_work_for_a_thread_is_done_on_the_spot_with_its_error():
     async def lead():
         answer = await asyncio.to_thread(sum, [1, 2])

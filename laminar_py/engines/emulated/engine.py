@@ -18,7 +18,7 @@ from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.scheduler import EmulatedScheduler
-from laminar_py.engines.emulated.stream import DeltaStream
+from laminar_py.engines.emulated.stream import DeltaStream, ToldStream
 from laminar_py.engines.requests import check_request
 from laminar_py.engines.weight_folder import weights_layout
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
@@ -79,7 +79,7 @@ class EmulatedEngine:
         self._pace = 1.0
         self.busy = False  # True while there are steps to make
         self._scheduler = EmulatedScheduler(times, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity)
-        self._streams: dict[str, DeltaStream] = {}
+        self._streams: dict[str, ToldStream | DeltaStream] = {}
         self._checksum = "unloaded"
         self._lost = asyncio.Event()
         self._loss: EngineLostError | None = None
@@ -100,25 +100,25 @@ class EmulatedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """See `InferenceEngine.generate`. `RefusedError` names what cannot be served."""
-        rid = request.rid
-        self._raise_if_lost()
-        if rid in self._streams:
-            raise ValueError(f"rid={rid}: is being generated already; abort it first")
-        check_request(request, max_len=self._max_len, vocab=self._vocab)
-        stream = self._streams[rid] = DeltaStream(self._loop)
-        self._scheduler.submit(self._now(), request, self._responses.respond(request))
-        self._deliver()
+        rid, stream = request.rid, DeltaStream(self._loop)
+        self._open(request, stream)
         try:
             while True:
-                for delta in await stream.take():
-                    yield delta
-                    if delta.finish_reason is not None:
+                for news in await stream.take():
+                    if isinstance(news, EngineLostError):
+                        raise news
+                    yield news
+                    if news.finish_reason is not None:
                         return
         finally:
             if self._loss is None and self._streams.get(rid) is stream:
                 del self._streams[rid]
                 self._scheduler.abort(self._now(), rid)
                 self._deliver()
+
+    def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
+        """See `TellingEngine.follow`. `RefusedError` names what cannot be served."""
+        self._open(request, ToldStream(self._loop, hear))
 
     async def abort(self, rid: str) -> None:
         """See `InferenceEngine.abort`. An unknown `rid` is fine."""
@@ -204,6 +204,15 @@ class EmulatedEngine:
         """Emulated seconds since the start."""
         return self._passed_s + (self._loop.time() - self._began_s) * self._compression * self._pace
 
+    def _open(self, request: GenerateRequest, stream: ToldStream | DeltaStream) -> None:
+        self._raise_if_lost()
+        if request.rid in self._streams:
+            raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
+        check_request(request, max_len=self._max_len, vocab=self._vocab)
+        self._streams[request.rid] = stream
+        self._scheduler.submit(self._now(), request, self._responses.respond(request))
+        self._deliver()
+
     def _deliver(self) -> None:
         """Hand over what has left, and set the timers anew."""
         for delta in self._scheduler.take_deltas():
@@ -258,7 +267,7 @@ class EmulatedEngine:
             if timer is not None:
                 timer.cancel()
         for stream in self._streams.values():
-            stream.lose(self._loss)
+            stream.put(self._loss)
 
     def _raise_if_lost(self) -> None:
         if self._loss is not None:

@@ -9,7 +9,7 @@ runs, in which batch, or how often it was interrupted.
 
 import math
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ LOGPROB = -0.5  # of every token
 _OFFSETS = 1 << 16  # places in the table where a response may begin
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedResponse:
+class PlannedResponse(NamedTuple):
     """A response as it will be, e.g. `PlannedResponse(1530, FinishReason.STOP, table[17:], stop_id=1)`.
 
     With turns, up to the end of the turn that is to be generated.

@@ -26,7 +26,8 @@ class EmulatedScheduler:
     """Continuous batching of at most `max_batch` requests in `kv_capacity` tokens of KV cache, from time 0 on."""
 
     def __init__(self, times: EngineTimes, *, max_batch: int, max_len: int, kv_capacity: int) -> None:
-        self._times = times
+        self._steps, self._prefill_tokens_per_s = times.steps, times.prefill_tokens_per_s
+        self._reserve_tokens = times.reserve_tokens
         self._max_batch = max_batch
         self._kv_capacity = kv_capacity
         self._running = Batch(reserve=times.reserve_tokens)
@@ -46,6 +47,7 @@ class EmulatedScheduler:
         self._kv_used = 0
         self._paused = self._loading = False
         self._version = -1
+        self._held = True  # it is paused, loads, or has no weights yet
         self._event: tuple[float, int] | None = None  # the next one, unless something has changed since
         self._is_known = False
 
@@ -68,7 +70,7 @@ class EmulatedScheduler:
             self._begin_at(max(self._boundary_s, now))
         elif now > self._boundary_s:
             past = now - self._boundary_s
-            done = self._times.steps_within(past, running=len(self._running.jobs), kv_used=self._kv_used)
+            done = self._steps.within(past, running=len(self._running.jobs), kv_used=self._kv_used)
             self._step(min(done, event[1] - 1))  # the event itself is ahead
 
     def status(self) -> EngineStatus:
@@ -163,14 +165,11 @@ class EmulatedScheduler:
 
     # ---- between two steps
 
-    @property
-    def _held(self) -> bool:
-        return self._paused or self._loading or self._version < 0
-
     def _hold(self, now: float, *, paused: bool, loading: bool) -> None:
         if not self._held:
             self._owed_s = max(0.0, self._boundary_s - now)
         self._paused, self._loading, self._is_known = paused, loading, False
+        self._held = paused or loading or self._version < 0
         if not self._held:
             self._begin_at(now + (self._owed_s if self._running.jobs else 0.0))
             self._owed_s = 0.0
@@ -208,7 +207,7 @@ class EmulatedScheduler:
         )
 
     def _duration(self, steps: int) -> float:
-        return self._times.steps_s(steps, running=len(self._running.jobs), kv_used=self._kv_used)
+        return self._steps.seconds(steps, running=len(self._running.jobs), kv_used=self._kv_used)
 
     def _step(self, steps: int) -> None:
         if not steps:
@@ -249,7 +248,7 @@ class EmulatedScheduler:
             self._running.add(job, step=self._num_steps, version=self._version)
             self._newcomers.append(job)
             self._kv_used += job.context
-        self._compute(num_tokens / self._times.prefill_tokens_per_s)
+        self._compute(num_tokens / self._prefill_tokens_per_s)
 
     def _has_room(self) -> bool:
         """True where the next waiting request may run; a request that is alone always fits."""
@@ -258,7 +257,7 @@ class EmulatedScheduler:
             return False
         if not num_running:
             return True
-        growth = max(self._times.reserve_tokens, num_running + 1)
+        growth = max(self._reserve_tokens, num_running + 1)
         reserved = self._running.reserved(self._num_steps)
         return self._kv_used + reserved + queue[0].context + growth <= self._kv_capacity
 

@@ -170,11 +170,11 @@ def test_the_formula_is_the_sum_of_its_steps_and_its_inverse_agrees(
     times = TIMES.model_copy(update={"kv_token_s": kv_token_s, "sequence_s": sequence_s})
     first_s = times.step_s + sequence_s * running
     each = [first_s + kv_token_s * (kv_used + running * step) for step in range(steps + 1)]
-    total = times.steps_s(steps, running=running, kv_used=kv_used)
+    total = times.steps.seconds(steps, running=running, kv_used=kv_used)
     assert total == pytest.approx(math.fsum(each[:steps]), rel=1e-9)
-    assert times.steps_within(total, running=running, kv_used=kv_used) == steps
+    assert times.steps.within(total, running=running, kv_used=kv_used) == steps
     almost = total + 0.999 * each[steps]
-    assert times.steps_within(almost, running=running, kv_used=kv_used) == steps
+    assert times.steps.within(almost, running=running, kv_used=kv_used) == steps
 
 
 @given(
@@ -458,7 +458,7 @@ def test_a_bad_profile_is_refused_in_one_line(text, line, tmp_path):
 def test_profiles_of_published_tables_decode_at_their_speed(name, gpus, batch, tokens_per_s):
     """Tokens/s of a GPU at contexts of 4,096 tokens, from the tables that the profiles were fitted to."""
     times = read_profile(Path(f"configs/emulation/h100_{name}.yaml")).engine
-    step_s = times.steps_s(1, running=batch, kv_used=4096 * batch)
+    step_s = times.steps.seconds(1, running=batch, kv_used=4096 * batch)
     assert batch / step_s / gpus == pytest.approx(tokens_per_s, rel=0.05)
 
 
