@@ -7,7 +7,7 @@ SGLANG := .venv-sglang/installed
 # one worker more than there are cores, since whole runs mostly wait; each takes 1.6 GiB
 WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
 
-.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns tiny-code tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl docs clean
+.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns tiny-code tiny-agent tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -46,6 +46,9 @@ kill-test-turns: $(INSTALLED)
 
 tool-calculator: $(INSTALLED)
 	$(BIN)/python experiments/tool_calculator/run.py $(ARGS)
+
+tiny-agent: $(INSTALLED)
+	$(BIN)/python experiments/tiny_agent/run.py $(ARGS)
 
 tiny-code: $(INSTALLED)
 	$(BIN)/python experiments/tiny_code/run.py $(ARGS)

@@ -132,8 +132,8 @@ async def test_an_agent_is_answered_and_its_next_request_is_joined_by_what_was_s
 
 
 async def test_the_agent_of_the_page_says_its_reward(tmp_path):
-    page = (Path(__file__).parents[3] / "docs/environments.md").read_text()
-    _, agent = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
+    (agent,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     heard = await Story(tmp_path, agent, head="").lead(["it is 4"])
     assert heard[-1].reward == 1.0
 
