@@ -66,14 +66,9 @@ class TrajectoryScheduler:
         self.losses = losses = Losses(
             book, waiting=waiting, evaluations=evaluations, consumption=self.consumption, closing=closing
         )
-        step = settings.admission.batch * settings.group_size
+        failing = Failing(step=settings.admission.batch * settings.group_size, clock=clock, end=fail)
         self.reports = Reports(
-            book,
-            waiting=waiting,
-            evaluations=evaluations,
-            closing=closing,
-            losses=losses,
-            failing=Failing(step=step, clock=clock, end=fail),
+            book, waiting=waiting, evaluations=evaluations, closing=closing, losses=losses, failing=failing
         )
         self.deadlines = Deadlines(book, waiting=waiting, closing=closing, clock=clock)
         self.dispatcher = Dispatcher(

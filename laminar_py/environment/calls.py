@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from laminar_py.config.environment import EnvironmentConfig
-from laminar_py.environment.protocol import Answer, End, Observation, Rewrite, Role, Tokens
+from laminar_py.environment.protocol import Answer, End, Observation, Rewrite, Role, TokenWords
 from laminar_py.records.trajectory import DropReason
 
 log = logging.getLogger(__name__)
@@ -126,8 +126,8 @@ class EnvironmentCalls:
             return End(None if returned.reward is None else float(returned.reward))
         if isinstance(returned, Rewrite):
             return Rewrite(returned.messages, returned.tools)
-        if isinstance(returned, Tokens):
-            return Tokens(returned.ids.astype(np.int32), returned.after)
+        if isinstance(returned, TokenWords):
+            return TokenWords(returned.ids.astype(np.int32), returned.after)
         assert isinstance(returned, Observation), "what has no fault is an answer"
         return Observation(returned.texts, role=Role(returned.role), after=returned.after)
 
@@ -140,7 +140,7 @@ class EnvironmentCalls:
             return f"End with reward {str(reward)[:SHOWN_CHARS]!r}; give a finite number or None"
         if isinstance(returned, Rewrite):
             return self._fault_of_rewrite(returned.messages, returned.tools)
-        if isinstance(returned, Tokens):
+        if isinstance(returned, TokenWords):
             return _fault_of_tokens(returned.ids, returned.after)
         if not isinstance(returned, Observation):
             return f"a {type(returned).__name__}; return an Observation, a Rewrite or End"
@@ -188,10 +188,10 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _fault_of_tokens(ids: object, after: object) -> str:
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind != "i" or not ids.size:
-        return "Tokens without ids; give an array of one dimension"
+        return "TokenWords without ids; give an array of one dimension"
     if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
-        return "Tokens with an id that is none"
-    return "" if after == 0 or _is_turn(after) else f"Tokens after={after!r}; give a turn of the model, or 0"
+        return "TokenWords with an id that is none"
+    return "" if after == 0 or _is_turn(after) else f"TokenWords after={after!r}; give a turn of the model, or 0"
 
 
 def _is_pair(value: object) -> bool:

@@ -26,12 +26,12 @@ from laminar_py.environment.protocol import (
     Begin,
     End,
     Environment,
-    Listener,
+    HearsTokens,
     Observation,
     Restorable,
     Rewrite,
     SampledTurn,
-    Tokens,
+    TokenWords,
 )
 from laminar_py.environment.saved import SavedTurn, SavedTurns, TurnsOnFile
 from laminar_py.environment.writer import PlainWriter
@@ -98,7 +98,7 @@ class EnvironmentHost:
         """Tell environments that listen what is sampled of turns that they have not got yet."""
         for part in parts:
             session = self._sessions.get(part.trajectory_id)
-            if session is not None and session.answer.done() and isinstance(session.environment, Listener):
+            if session is not None and session.answer.done() and isinstance(session.environment, HearsTokens):
                 session.environment.hear(part.place, part.ids, part.logprobs)
 
     def forget(self, trajectory_ids: list[str]) -> None:
@@ -146,7 +146,7 @@ class EnvironmentHost:
         taken = len(turn_ends(turn.spans))
         returned = await self._step(environment, turn, taken)
         answer = self._told(returned, turn.spans, elapsed_s=time.monotonic() - began)
-        if isinstance(environment, Listener):
+        if isinstance(environment, HearsTokens):
             answer = msgspec.structs.replace(answer, listens=environment.listens)
         if answer.ids is not None and taken >= self._limits.max_turns:
             answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
@@ -205,7 +205,7 @@ class EnvironmentHost:
             return await self._calls.answer(environment.reset, turn.problem)
         start, end = _place_of(turn, number)
         ids = turn.response_ids[start:end]
-        if isinstance(environment, Listener):
+        if isinstance(environment, HearsTokens):
             is_last = end == len(turn.response_ids)
             logprobs = turn.logprobs if is_last else _NO_LOGPROBS
             environment.take(SampledTurn(context=_context(turn, start, end), ids=ids, logprobs=logprobs))
@@ -229,7 +229,7 @@ class EnvironmentHost:
 
     def _ids(self, said: Begin, *, is_first: bool) -> IntArray:
         try:
-            if isinstance(said, Tokens):
+            if isinstance(said, TokenWords):
                 self._writer.check(said.ids)
                 return said.ids
             if isinstance(said, Rewrite):
@@ -266,7 +266,7 @@ def _follows(returned: Answer, spans: tuple[Span, ...]) -> int | None:
 
     Raises `CallFailedError` where the conversation has not so many turns.
     """
-    if isinstance(returned, Rewrite) or (isinstance(returned, Tokens) and not returned.after):
+    if isinstance(returned, Rewrite) or (isinstance(returned, TokenWords) and not returned.after):
         return ANEW
     if isinstance(returned, End) or returned.after is None:
         return None

@@ -69,7 +69,7 @@ class Rewrite:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenWords:
     """Conversation in ids of the model, up to its next turn, written as they are.
 
     They stand behind the model's turn `after`, 1 the first that it took, and what that was behind; 0: behind
@@ -87,7 +87,7 @@ class End:
     reward: float | None = None
 
 
-Begin: TypeAlias = Observation | Rewrite | Tokens
+Begin: TypeAlias = Observation | Rewrite | TokenWords
 Answer: TypeAlias = Begin | End
 
 
@@ -130,7 +130,7 @@ class Restorable(Protocol):
 
 
 @runtime_checkable
-class Listener(Protocol):
+class HearsTokens(Protocol):
     """An environment that is told the tokens of the model's turns."""
 
     @property
@@ -143,5 +143,5 @@ class Listener(Protocol):
         ...
 
     def take(self, turn: SampledTurn) -> None:
-        """All of a turn, before `step` has its text."""
+        """Take a whole turn as it was sampled, before `step` has its text."""
         ...

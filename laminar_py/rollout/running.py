@@ -206,7 +206,7 @@ class Running:
         self.listens, self.turn_start, self.heard = listens, self.length, self.length
 
     def part(self) -> TurnPart | None:
-        """What its environment was not told yet of the turn in hand; None if nothing."""
+        """Tokens of the turn in hand that its environment was not told yet; None if there are none."""
         count = self.length - self.heard
         if not count:
             return None

@@ -24,12 +24,22 @@ def post(path, body):
     request = Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode())
     request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
     with urlopen(request) as answer:
+        if body.get("stream"):
+            return [line[6:].strip() for line in answer.read().decode().splitlines() if line.startswith("data: ")]
         return json.load(answer)
+
+def ask(said, **more):
+    return post("/chat/completions", {"model": "policy", "messages": said, **more})
+
+def streamed(said):
+    events = [json.loads(line) for line in ask(said, stream=True) if line != "[DONE]"]
+    deltas = [event["choices"][0]["delta"]["content"] for event in events]
+    return {"role": "assistant", "content": "".join(deltas)}
 
 problem = json.load(open(os.environ["LAMINAR_PROBLEM"]))
 said = [{"role": "user", "content": "say"}]
 for turn in range(3):
-    found = post("/chat/completions", {"model": "policy", "messages": said})["choices"][0]["message"]
+    found = streamed(said) if turn == 0 else ask(said)["choices"][0]["message"]
     print(found["content"])
     if turn == 0:
         said += [found, {"role": "user", "content": "more"}]
@@ -79,6 +89,16 @@ def settings(folder):
         "steps=3",
         *ALONE,
     )
+
+
+def test_a_run_whose_agents_all_fail_ends_and_says_why(tmp_path):
+    given = settings(tmp_path)
+    (tmp_path / "agent.py").write_text("raise SystemExit('no such tool')")
+    with TrainProcess(tmp_path, *given) as train:
+        code, output = train.finish()
+    assert code == 1, output
+    assert "32 trajectories in a row failed (environment_failed), the last: " in output.replace("\n", " ")
+    assert "no such tool" in output
 
 
 def test_agents_train_through_the_endpoint_and_each_token_counts_once(tmp_path):

@@ -49,7 +49,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream has besides."""
+    """Options of a stream, e.g. whether it ends with the usage of tokens."""
 
     include_usage: bool | None = None
 

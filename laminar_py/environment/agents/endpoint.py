@@ -37,7 +37,7 @@ from laminar_py.environment.agents.bodies import (
     error_body,
 )
 from laminar_py.environment.agents.requests import Asks, Chat, TextPrompt, TokenPrompt
-from laminar_py.environment.agents.streamed import Stream
+from laminar_py.environment.agents.streamed import EventStream
 from laminar_py.environment.calls import LARGEST
 
 SHUTDOWN_S = 1.0  # for requests that are being answered
@@ -93,7 +93,7 @@ class AgentEndpoint:
         try:
             if body.stream:
                 asked = agent.ask(digest, asks, listens=not asks.has_tools)
-                return await Stream(asked, body, self._words).serve(request)
+                return await EventStream(asked, body, self._words).serve(request)
             answers = await _answers(agent, digest, asks, choices=choices)
         except TrajectoryEndedError:
             raise _refused(web.HTTPGone, ENDED) from None

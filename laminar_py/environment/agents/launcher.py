@@ -40,7 +40,7 @@ CHUNK = 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What agents are, and what each may use, e.g. `Program(function="agent.py:run", cpu_s=60.0)`."""
+    """Program of agents, and bounds of each of its processes, e.g. `Program(function="a.py:run", cpu_s=60.0)`."""
 
     command: tuple[str, ...] = ()
     function: str = ""

@@ -1,17 +1,17 @@
-"""What agents ask their model: a conversation of messages, or of tokens. Pure."""
+"""Requests of agents to their model: a conversation of messages, or of tokens. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laminar_py.environment.agents.conversation import Conversation, Message
 from laminar_py.environment.agents.token_paths import TokenPaths
-from laminar_py.environment.protocol import Observation, Rewrite, Tokens
+from laminar_py.environment.protocol import Observation, Rewrite, TokenWords
 from laminar_py.records.codec import IntArray
 
 
 @dataclass(slots=True)
 class Asked:
-    """All that an agent has asked, by the turns that answer it."""
+    """Requests of an agent so far, by the turns that answer them."""
 
     conversation: Conversation
     paths: TokenPaths
@@ -41,7 +41,7 @@ class TokenPrompt:
     ids: IntArray  # [n]
     has_tools: bool = False
 
-    def join(self, asked: Asked, *, turn: int) -> Tokens:
+    def join(self, asked: Asked, *, turn: int) -> TokenWords:
         """Words to the model, whose turn answers them."""
         return asked.paths.join(self.ids)
 
@@ -53,7 +53,7 @@ class TextPrompt:
     text: str
     has_tools: bool = False
 
-    def join(self, asked: Asked, *, turn: int) -> Tokens:
+    def join(self, asked: Asked, *, turn: int) -> TokenWords:
         """Words to the model, whose turn answers them."""
         return asked.paths.join_text(self.text)
 

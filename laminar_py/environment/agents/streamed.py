@@ -50,7 +50,7 @@ class TextParts:
         return self._words.said(np.array(ids, np.int32)) if ids else ""
 
 
-class Stream:
+class EventStream:
     """The events of one request's answer."""
 
     def __init__(self, asked: AgentRequest, body: AnyRequest, words: Words) -> None:

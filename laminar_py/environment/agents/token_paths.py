@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_py.config.environment import Words
-from laminar_py.environment.protocol import SampledTurn, Tokens
+from laminar_py.environment.protocol import SampledTurn, TokenWords
 from laminar_py.records.codec import IntArray
 
 
@@ -29,12 +29,12 @@ class TokenPaths:
         self._paths: list[_Path] = []
         self._asked = ""
 
-    def join(self, ids: IntArray) -> Tokens:
+    def join(self, ids: IntArray) -> TokenWords:
         """Words to the model for tokens that it goes on behind."""
         self._asked = ""
         return self._behind(ids)
 
-    def join_text(self, text: str) -> Tokens:
+    def join_text(self, text: str) -> TokenWords:
         """Words to the model for a text that it goes on behind."""
         self._asked = text
         known = self._longest(lambda path: bool(path.text) and text.startswith(path.text))
@@ -48,12 +48,12 @@ class TokenPaths:
         text = f"{self._asked}{self._words.said(turn.ids)}" if self._asked else ""
         self._paths.append(_Path(number, np.concatenate([turn.context, turn.ids]), text))
 
-    def _behind(self, ids: IntArray) -> Tokens:
+    def _behind(self, ids: IntArray) -> TokenWords:
         def begins(path: _Path) -> bool:
             return len(ids) > len(path.ids) and bool((ids[: len(path.ids)] == path.ids).all())
 
         known = self._longest(begins)
-        return Tokens(ids, 0) if known is None else Tokens(ids[len(known.ids) :], known.turn)
+        return TokenWords(ids, 0) if known is None else TokenWords(ids[len(known.ids) :], known.turn)
 
     def _longest(self, fits: Callable[[_Path], bool]) -> _Path | None:
         return max((path for path in self._paths if fits(path)), key=lambda path: len(path.ids), default=None)
