@@ -1,9 +1,12 @@
 """A run whose trajectories are agents: processes that know an address and a key, and nothing of ours."""
 
+import importlib.util
 import json
 import random
 import sqlite3
 from contextlib import closing
+
+import pytest
 
 from laminar_py.audit.verify import verify
 from laminar_py.data.tiny_model import jsonl, tiny_model, write_data
@@ -11,7 +14,7 @@ from laminar_py.records.spans import ANEW, decode_spans, num_turns
 from laminar_py.records.tree import sequences_of
 from tests.runs.runs import ALONE, TrainProcess
 
-WORDS = ["<user>", "<assistant>", *map(str, range(10)), "more", "less", "say"]
+WORDS = ["<system>", "<user>", "<assistant>", *map(str, range(10)), "more", "less", "say"]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -49,9 +52,28 @@ post("/reward", {"reward": float(found["content"] == problem["answer"])})
 """
 
 
-def settings(folder):
+OF_THE_SDK = """
+import os
+from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+async def run(problem):
+    client = AsyncOpenAI(api_key=os.environ["OPENAI_API_KEY"])
+    model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
+    agent = Agent(name="teller", instructions="say", model=model)
+    first = await Runner.run(agent, "more")
+    again = await Runner.run(agent, [*first.to_input_list(), {"role": "user", "content": "less"}])
+    print(first.final_output, again.final_output)
+    return float(again.final_output == problem["answer"])
+"""
+
+
+def settings(folder, *, agent=AGENT, environment="", steps=3):
+    """Overrides of a run whose trajectories are agents."""
     rng = random.Random(0)
-    (folder / "agent.py").write_text(AGENT)
+    (folder / "agent.py").write_text(agent)
 
     def told(text):
         return {"role": "user", "content": text}
@@ -75,18 +97,18 @@ def settings(folder):
             **tiny_model(WORDS, pattern=r"<\w+>|\w+| ", template=TEMPLATE),
         },
     )
-    command = json.dumps(["python", str(folder / "agent.py")])
+    environment = environment or f"command: {json.dumps(['python', str(folder / 'agent.py')])}"
     return (
         f"model.path={folder / 'model'}",
         f"data={{train: {folder / 'train.jsonl'}}}",
         f"eval.sets.heldout={folder / 'heldout.jsonl'}",
         f"warm_start.data={folder / 'warm_start.jsonl'}",
         "warm_start.steps=60",
-        f"environment={{kind: agent, command: {command}}}",
+        f"environment={{kind: agent, {environment}}}",
         "reward.use=environment",
         "rollout.max_len=256",
         "rollout.sampling.max_new_tokens=200",
-        "steps=3",
+        f"steps={steps}",
         *ALONE,
     )
 
@@ -117,3 +139,20 @@ def test_agents_train_through_the_endpoint_and_each_token_counts_once(tmp_path):
         assert [path.has_prompt for path in sequences_of(spans)] == [False, False]
         log = train.run / "environments" / "agents" / name / "agent.log"
         assert len(log.read_text().split("\n")) >= 3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("agents") is None, reason="the OpenAI Agents SDK is not installed")
+def test_an_agent_of_a_public_framework_trains_as_it_is(tmp_path):
+    function = f"function: '{tmp_path / 'agent.py'}:run'"
+    with TrainProcess(tmp_path, *settings(tmp_path, agent=OF_THE_SDK, environment=function, steps=10)) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert not verify(train.run)
+    with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
+        rows = ledger.execute("SELECT spans, reward FROM trajectory WHERE status = 'consumed'").fetchall()
+        (steps,) = ledger.execute("SELECT count(DISTINCT step) FROM trajectory WHERE kind = 'train'").fetchone()
+    assert steps == 10
+    told = [decode_spans(spans) for spans, _ in rows]
+    assert {num_turns(spans) for spans in told} == {2}
+    assert all(spans[2].follows is None for spans in told), "the second request goes on behind the first answer"
+    assert {reward for _, reward in rows} == {0.0, 1.0}
