@@ -210,7 +210,8 @@ def tokens_of(run: TrainProcess, replica: int) -> int:
         return connection.execute(found, (replica,)).fetchone()[0]
 
 
-def test_ten_steps_of_turns_with_a_calculator(tmp_path):
+def ten_steps(folder, name):
+    """Turns of each response that ten steps of an experiment trained on; the run is over, and all laws hold."""
     engine = f"rollout.engine={{kind: sglang, python: {sglang_python()}, device: cpu}}"
     small = (
         "steps=10",
@@ -220,9 +221,9 @@ def test_ten_steps_of_turns_with_a_calculator(tmp_path):
         "rollout.group_size=4",
     )
     batches = ("rollout.batch_per_replica=32", "rollout.max_batch=32", "rollout.without_signal=train")
-    warm = f"warm_start.cache={tmp_path / 'warm'}"
-    config = REPO / "experiments/tool_calculator/tool_calculator.yaml"
-    with TrainProcess(tmp_path, engine, *ALONE, config=config, small=(*small, *batches, warm)) as run:
+    warm = f"warm_start.cache={folder / 'warm'}"
+    config = REPO / f"experiments/{name}/{name}.yaml"
+    with TrainProcess(folder, engine, *ALONE, config=config, small=(*small, *batches, warm)) as run:
         code, output = run.finish()
     assert code == 0, output
     assert not verify(run.run)
@@ -230,7 +231,17 @@ def test_ten_steps_of_turns_with_a_calculator(tmp_path):
         rows = connection.execute(
             "SELECT spans FROM trajectory WHERE status = 'consumed' AND kind = 'train'"
         ).fetchall()
+    forget_versions(run.run)
     turns = [num_turns(decode_spans(spans)) for (spans,) in rows]
     assert len(turns) == 160
+    return turns
+
+
+def test_ten_steps_of_turns_with_a_calculator(tmp_path):
+    turns = ten_steps(tmp_path, "tool_calculator")
     assert sum(count == 2 for count in turns) > 20, "it asks, and goes on with the result"
-    forget_versions(run.run)
+
+
+def test_ten_steps_of_an_agent_that_knows_the_openai_package(tmp_path):
+    turns = ten_steps(tmp_path, "tiny_agent")
+    assert sum(count == 3 for count in turns) > 60, "most games take all guesses"
