@@ -229,7 +229,7 @@ def train_run(config: Path, chosen: list[str], size: Size, policy: str, limit_s:
 
     try:
         return rows(train(config, chosen, limit_s=limit_s), size, policy)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+    except (subprocess.SubprocessError, ValueError, IndexError) as error:  # the last two where it made no step
         return [Row(f"{policy}_rl", None, "s", f"failed: {error}")]
 
 

@@ -16,11 +16,14 @@ OUTAGE_S = 600.0  # that a service which environments need may be down
 class Failing:
     """Failures since the last trajectory that finished; `end` is told why the run has to end.
 
-    `step` trajectories make a learner step.
+    `step` trajectories make a learner step, and as many as `in_flight` says may still finish.
     """
 
-    def __init__(self, *, step: int, clock: Clock, end: Callable[[str], None]) -> None:
+    def __init__(
+        self, *, step: int, in_flight: Callable[[], int], clock: Clock, end: Callable[[str], None]
+    ) -> None:
         self._most = max(FEWEST, step)
+        self._in_flight = in_flight
         self._clock = clock
         self._end = end
         self._count = 0
@@ -38,7 +41,7 @@ class Failing:
             self._since_s = now_s
         self._count += 1
         waits = self._any_finished and now_s - self._since_s < OUTAGE_S
-        if self._count >= self._most and not waits:
+        if self._count >= max(self._most, self._in_flight()) and not waits:
             self._end(
                 f"{self._count} trajectories in a row failed ({reason}), the last: {detail}; mend it and go on"
                 " with --resume"

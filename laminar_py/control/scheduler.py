@@ -66,7 +66,8 @@ class TrajectoryScheduler:
         self.losses = losses = Losses(
             book, waiting=waiting, evaluations=evaluations, consumption=self.consumption, closing=closing
         )
-        failing = Failing(step=settings.admission.batch * settings.group_size, clock=clock, end=fail)
+        step = settings.admission.batch * settings.group_size
+        failing = Failing(step=step, in_flight=lambda: len(book.live), clock=clock, end=fail)
         self.reports = Reports(
             book, waiting=waiting, evaluations=evaluations, closing=closing, losses=losses, failing=failing
         )

@@ -48,13 +48,14 @@ _NO_LOGPROBS = np.empty(0, np.float32)
 MOST_ATTEMPTS = 3  # of a turn over which the process dies each time
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Session:
     """An environment, as far as it has come: the last turn that it was given, and its answer."""
 
     environment: Environment | None  # None once nothing is to come of it
     told: bytes  # digest of the response with that turn
     answer: asyncio.Future[EnvironmentTurn]
+    turn_start: int = -1  # response tokens before the turn that follows the answer
     is_forgotten: bool = False  # while the answer was on its way
 
 
@@ -86,7 +87,7 @@ class EnvironmentHost:
         session = self._sessions.get(name)
         if session is None or session.told != told:
             before = self._sessions.pop(name, None)
-            session = Session(None, told, asyncio.get_running_loop().create_future())
+            session = Session(environment=None, told=told, answer=asyncio.get_running_loop().create_future())
             self._sessions[name] = session
             await self._settle(session, self._take(turn, session, before))
             self._make_room(name)
@@ -98,8 +99,13 @@ class EnvironmentHost:
         """Tell environments that listen what is sampled of turns that they have not got yet."""
         for part in parts:
             session = self._sessions.get(part.trajectory_id)
-            if session is not None and session.answer.done() and isinstance(session.environment, HearsTokens):
-                session.environment.hear(part.place, part.ids, part.logprobs)
+            environment = None if session is None else session.environment
+            if (
+                session is not None
+                and session.turn_start == part.turn_start
+                and isinstance(environment, HearsTokens)
+            ):
+                environment.hear(part.place, part.ids, part.logprobs)
 
     def forget(self, trajectory_ids: list[str]) -> None:
         """End the environments of trajectories of which no turn is to come.
@@ -154,6 +160,8 @@ class EnvironmentHost:
         self._saved.save(turn.trajectory_id, SavedTurn(told=session.told, answer=answer, state=state))
         if answer.ids is None:
             self._end(session)
+        else:
+            session.turn_start = len(turn.response_ids) + len(answer.ids)
         return answer
 
     async def _ready(self, turn: ModelTurn, before: Session | None, saved: SavedTurn | None) -> Environment:

@@ -2,7 +2,7 @@
 
 Owned by `environment.host`. Invariant: what a model sampled is decoded and never encoded again; an answer is
 encoded by itself and appended, so no earlier id depends on it. Special tokens in what an environment says are text
-like any other: it cannot end or begin a turn.
+like any other: it cannot end or begin a turn. Who speaks in ids (`TokenWords`) has them taken as they are.
 """
 
 import re

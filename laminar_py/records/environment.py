@@ -38,6 +38,7 @@ class TurnPart(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a turn that the model is in the midst of, from its token `place` on."""
 
     trajectory_id: str
+    turn_start: int  # response tokens before that turn
     place: int
     ids: IntArray  # [n]
     logprobs: FloatArray  # [n]

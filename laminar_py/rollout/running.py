@@ -70,7 +70,7 @@ class Running:
     environment_s: float = 0.0  # that its environment worked, not told yet
     reward: float | None = None  # of its environment
     listens: bool = False  # its environment is told the turn in hand as it is sampled
-    turn_start: int = 0  # response tokens before that turn
+    listened_from: int = 0  # response tokens before that turn
     heard: int = 0  # leading response tokens that it was told
     task: "asyncio.Task[None] | None" = None  # that brings it into the engine, and may read its stream
     is_open: bool = False  # a stream of the engine has not had its last word
@@ -203,17 +203,18 @@ class Running:
 
     def begin_turn(self, *, listens: bool) -> None:
         """Have `part` give what is sampled from here on, to an environment that `listens`."""
-        self.listens, self.turn_start, self.heard = listens, self.length, self.length
+        self.listens, self.listened_from, self.heard = listens, self.length, self.length
 
     def part(self) -> TurnPart | None:
         """Tokens of the turn in hand that its environment was not told yet; None if there are none."""
         count = self.length - self.heard
         if not count:
             return None
-        place, self.heard = self.heard - self.turn_start, self.length
+        place, self.heard = self.heard - self.listened_from, self.length
         prefix = _NO_IDS if self.prefix is None else self.prefix
         return TurnPart(
             trajectory_id=self.assignment.trajectory_id,
+            turn_start=self.listened_from,
             place=place,
             ids=_last(self.ids, count, prefix),
             logprobs=_last(self.logprobs, count, self.told_logprobs),

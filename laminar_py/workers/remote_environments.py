@@ -5,6 +5,7 @@ whose replica died, meets the environment that has it.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 
@@ -14,6 +15,10 @@ from blake3 import blake3
 from laminar_py.cluster.named import NamedActor
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
+
+log = logging.getLogger(__name__)
+
+HEAR_S = 5.0  # for a process that is away
 
 
 class RemoteEnvironments:
@@ -33,7 +38,7 @@ class RemoteEnvironments:
         by_actor: dict[NamedActor, list[TurnPart]] = {}
         for part in parts:
             by_actor.setdefault(self._of(part.trajectory_id), []).append(part)
-        await asyncio.gather(*(actor.ask("hear", encode(told)) for actor, told in by_actor.items()))
+        await asyncio.gather(*(_hear(actor, told) for actor, told in by_actor.items()))
 
     async def forget(self, trajectory_id: str) -> None:
         """Let go of a trajectory that has ended, and is stored."""
@@ -42,3 +47,12 @@ class RemoteEnvironments:
     def _of(self, trajectory_id: str) -> NamedActor:
         number = int.from_bytes(blake3(trajectory_id.encode()).digest(length=8), "little")
         return self._actors[number % len(self._actors)]
+
+
+async def _hear(actor: NamedActor, told: list[TurnPart]) -> None:
+    """Tell a process; one that is away, or fails, hears of whole turns alone."""
+    try:
+        async with asyncio.timeout(HEAR_S):
+            await actor.ask("hear", encode(told))
+    except Exception as error:  # noqa: BLE001 - whatever it is, no turn depends on it
+        log.info("what is sampled was not heard: %s", str(error) or type(error).__name__)

@@ -8,9 +8,9 @@ from tests.control.fleet import ManualClock
 
 
 class Told:
-    def __init__(self, step=4):
+    def __init__(self, step=4, in_flight=0):
         self.clock, self.faults = ManualClock(), []
-        self.failing = Failing(step=step, clock=self.clock, end=self.faults.append)
+        self.failing = Failing(step=step, in_flight=lambda: in_flight, clock=self.clock, end=self.faults.append)
 
     def fail(self, times, *, apart_s=0.0):
         for _ in range(times):
@@ -30,11 +30,13 @@ def test_a_run_in_which_all_fail_ends_with_the_last_fault():
     )
 
 
-@pytest.mark.parametrize("step", [4, 512])
-def test_no_fewer_than_a_step_end_it(step):
-    told = Told(step)
-    told.fail(max(FEWEST, step) - 1)
+@pytest.mark.parametrize(("step", "in_flight"), [(4, 0), (512, 0), (4, 600)])
+def test_no_fewer_than_a_step_or_than_may_still_finish_end_it(step, in_flight):
+    told = Told(step, in_flight)
+    told.fail(max(FEWEST, step, in_flight) - 1)
     assert not told.faults
+    told.fail(1)
+    assert told.faults
 
 
 def test_one_that_finishes_now_and_then_keeps_it_alive():

@@ -6,12 +6,13 @@ order in which they came, each by one turn of the model; a request that is repea
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from laminar_py.config.environment import Words
 from laminar_py.environment.agents.conversation import Conversation, Message
 from laminar_py.environment.agents.messages import AssistantMessages
-from laminar_py.environment.agents.requests import Asked, Asks, Chat
+from laminar_py.environment.agents.requests import AgentHistory, Chat, Prompt
 from laminar_py.environment.agents.runner import AgentRunner, RunningAgent
 from laminar_py.environment.agents.token_paths import TokenPaths
 from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
@@ -33,12 +34,15 @@ class AgentFailedError(Exception):
     """An agent that ended with an error."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class AgentAnswer:
     """A turn of the model: as a message of the assistant, and as it was sampled."""
 
     message: Message
-    turn: SampledTurn
+    ids: IntArray  # [n]
+    logprobs: FloatArray  # [n], or [0]
+    num_context: int  # tokens that it was sampled behind
+    context: IntArray | None  # these tokens, while it is the newest answer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +50,7 @@ class AgentRequest:
     """A request for a turn, by the digest of what was sent; `ids` grow as its turn is sampled, if it listens."""
 
     digest: bytes
-    asks: Asks
+    prompt: Prompt | None  # until it is answered
     listens: bool
     answer: "asyncio.Future[AgentAnswer]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -61,6 +65,12 @@ class AgentRequest:
             self.ids.extend(ids.tolist())
             self.logprobs.extend(logprobs.tolist())
             self.news.set()
+
+    def end(self, answer: AgentAnswer) -> None:
+        """Have its answer; all else that was kept for it goes."""
+        self.prompt, self.ids, self.logprobs = None, [], []
+        self.answer.set_result(answer)
+        self.news.set()
 
 
 class Keys:
@@ -104,7 +114,7 @@ class AgentEnvironment:
         self._runner = runner
         self._keys = keys
         self._messages = messages
-        self._asked = Asked(Conversation(), TokenPaths(words))
+        self._history = AgentHistory(Conversation(), TokenPaths(words))
         # at most MOST_WAITING, and the end: what is more is refused, and its sender tries again
         self._inbox: asyncio.Queue[AgentRequest | None] = asyncio.Queue()
         self._last: End | AgentFailedError | None = None  # once there is one, nothing that waits is answered
@@ -112,6 +122,7 @@ class AgentEnvironment:
         self._present: AgentRequest | None = None  # that the model answers next
         self._turn = 0  # of the model, by number
         self._sampled: SampledTurn | None = None
+        self._newest: AgentAnswer | None = None
         self._agent: RunningAgent | None = None
         self._key = ""
         self._ended = False
@@ -148,13 +159,22 @@ class AgentEnvironment:
         assert present is not None, "a turn of the model answers a request"
         assert turn is not None, "its tokens come before its text"
         self._present = None
-        message = self._messages.read(action, turn=self._turn, has_tools=present.asks.has_tools)
-        if isinstance(present.asks, Chat):
-            self._asked.conversation.answered(message)
+        assert present.prompt is not None, "it is answered once"
+        message = self._messages.read(action, turn=self._turn, has_tools=present.prompt.has_tools)
+        if isinstance(present.prompt, Chat):
+            self._history.conversation.answered(message)
         else:
-            self._asked.paths.answered(turn, number=self._turn)
-        present.answer.set_result(AgentAnswer(message, turn))
-        present.news.set()
+            self._history.paths.answered(turn, number=self._turn)
+        if self._newest is not None:
+            self._newest.context = None
+        self._newest = AgentAnswer(
+            message=message,
+            ids=turn.ids,
+            logprobs=turn.logprobs,
+            num_context=len(turn.context),
+            context=turn.context,
+        )
+        present.end(self._newest)
         return await self._next()
 
     async def close(self) -> None:
@@ -168,18 +188,22 @@ class AgentEnvironment:
 
     # ---- called by the endpoint
 
-    def ask(self, digest: bytes, asks: Asks, *, listens: bool) -> AgentRequest:
+    def ask(self, digest: bytes, prompt: Prompt, *, listens: bool) -> AgentRequest:
         """A request, or the same that was sent before. Raises `TrajectoryEndedError`, `TooManyWaitingError`."""
-        request = self._requests.get(digest)
-        if request is not None:
-            return request
-        if self._ended:
-            raise TrajectoryEndedError
-        if self._inbox.qsize() >= MOST_WAITING:
-            raise TooManyWaitingError
-        request = self._requests[digest] = AgentRequest(digest=digest, asks=asks, listens=listens)
-        self._inbox.put_nowait(request)
+        (request,) = self.ask_all([digest], prompt, listens=listens)
         return request
+
+    def ask_all(self, digests: Sequence[bytes], prompt: Prompt, *, listens: bool = False) -> list[AgentRequest]:
+        """Requests for as many answers to the same, or none. Raises as `ask` does."""
+        new = [digest for digest in digests if digest not in self._requests]
+        if new and self._ended:
+            raise TrajectoryEndedError
+        if self._inbox.qsize() + len(new) > MOST_WAITING:
+            raise TooManyWaitingError
+        for digest in new:
+            request = self._requests[digest] = AgentRequest(digest=digest, prompt=prompt, listens=listens)
+            self._inbox.put_nowait(request)
+        return [self._requests[digest] for digest in digests]
 
     def reward(self, value: float) -> None:
         """End the trajectory with a reward. Raises `TrajectoryEndedError` where it has ended."""
@@ -206,7 +230,8 @@ class AgentEnvironment:
         assert given is not None, "only the end wakes who waits for nothing"
         self._turn += 1
         self._present = given
-        return given.asks.join(self._asked, turn=self._turn)
+        assert given.prompt is not None, "it was not answered yet"
+        return given.prompt.join(self._history, turn=self._turn)
 
     def _finish(self) -> None:
         self._ended = True

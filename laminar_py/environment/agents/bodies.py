@@ -6,6 +6,7 @@ Fields that are not named here are allowed and not heeded: how tokens are drawn 
 import json
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +15,6 @@ import numpy as np
 from laminar_py.config.environment import Words
 from laminar_py.environment.agents.agent import AgentAnswer
 from laminar_py.environment.agents.conversation import Message
-from laminar_py.environment.protocol import SampledTurn
 
 MODEL = "policy"
 MOST_CHOICES = 16
@@ -98,7 +98,7 @@ class CompletionRequest(AnyRequest):
         return "prompt: is empty" if not self.prompt else "echo: is not done here" if self.echo else ""
 
 
-class GenerateBody(AnyRequest):
+class TokensRequest(AnyRequest):
     """Ids of the model to go on behind."""
 
     token_ids: list[int]
@@ -116,51 +116,51 @@ class RewardRequest(msgspec.Struct):
 
 
 class Bodies:
-    """Answers in the forms of the API, e.g. `Bodies(words).chat(answers, name="1f", asked=request)`."""
+    """Answers in the forms of the API, e.g. `Bodies(words).chat(answers, name="1f", body=request)`."""
 
     def __init__(self, words: Words) -> None:
         self._words = words
 
-    def chat(self, answers: Sequence[AgentAnswer], *, name: str, asked: ChatRequest) -> dict[str, Any]:
+    def chat(self, answers: Sequence[AgentAnswer], *, name: str, body: ChatRequest) -> dict[str, Any]:
         """A chat completion."""
         choices = [
             {
                 "index": place,
                 "message": answer.message,
                 "finish_reason": finish_of(answer.message),
-                "logprobs": self.logprobs(answer.turn) if asked.logprobs else None,
-                **_ids_of(answer.turn, asked),
+                "logprobs": self.logprobs(answer) if body.logprobs else None,
+                **_ids_of(answer, body),
             }
             for place, answer in enumerate(answers)
         ]
-        return {**head(name, "chat.completion"), "choices": choices, **_ends(answers, asked)}
+        return {**head(name, "chat.completion"), "choices": choices, **_ends(answers, body)}
 
-    def completion(self, answers: Sequence[AgentAnswer], *, name: str, asked: CompletionRequest) -> dict[str, Any]:
+    def completion(self, answers: Sequence[AgentAnswer], *, name: str, body: CompletionRequest) -> dict[str, Any]:
         """A completion of a text."""
         choices = [
             {
                 "index": place,
                 "text": answer.message["content"],
                 "finish_reason": "stop",
-                "logprobs": None if asked.logprobs is None else self._flat_logprobs(answer.turn),
-                **_ids_of(answer.turn, asked),
+                "logprobs": None if body.logprobs is None else self._flat_logprobs(answer),
+                **_ids_of(answer, body),
             }
             for place, answer in enumerate(answers)
         ]
-        return {**head(name, "text_completion"), "choices": choices, **_ends(answers, asked)}
+        return {**head(name, "text_completion"), "choices": choices, **_ends(answers, body)}
 
-    def generated(self, answers: Sequence[AgentAnswer], *, name: str, asked: GenerateBody) -> dict[str, Any]:
+    def generated(self, answers: Sequence[AgentAnswer], *, name: str, body: TokensRequest) -> dict[str, Any]:
         """An answer in tokens."""
         choices = [
             {
                 "index": place,
-                "token_ids": answer.turn.ids.tolist(),
+                "token_ids": answer.ids.tolist(),
                 "finish_reason": "stop",
-                "logprobs": _numbered_logprobs(answer.turn),
+                "logprobs": _numbered_logprobs(answer),
             }
             for place, answer in enumerate(answers)
         ]
-        prompt = answers[0].turn.context.tolist()
+        prompt = _context_of(answers[0])
         return {
             "request_id": name[:24],
             "choices": choices,
@@ -168,11 +168,11 @@ class Bodies:
             "usage": usage_of(answers),
         }
 
-    def logprobs(self, turn: SampledTurn) -> dict[str, Any] | None:
+    def logprobs(self, answer: AgentAnswer) -> dict[str, Any] | None:
         """Log-probabilities of a turn's tokens; None of a turn that was answered in an earlier life."""
-        if len(turn.logprobs) != len(turn.ids):
+        if len(answer.logprobs) != len(answer.ids):
             return None
-        return {"content": self.token_logprobs(turn.ids.tolist(), turn.logprobs.tolist()), "refusal": None}
+        return {"content": self.token_logprobs(answer.ids.tolist(), answer.logprobs.tolist()), "refusal": None}
 
     def token_logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
         """Entries of tokens."""
@@ -186,12 +186,12 @@ class Bodies:
         """Text of each token by itself; what ends a turn has none."""
         return [self._words.said(np.array([id], np.int32)) for id in ids]
 
-    def _flat_logprobs(self, turn: SampledTurn) -> dict[str, Any] | None:
-        if len(turn.logprobs) != len(turn.ids):
+    def _flat_logprobs(self, answer: AgentAnswer) -> dict[str, Any] | None:
+        if len(answer.logprobs) != len(answer.ids):
             return None
-        tokens = self._texts(turn.ids.tolist())
-        offsets = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
-        values = turn.logprobs.tolist()
+        tokens = self._texts(answer.ids.tolist())
+        offsets = [0, *accumulate(map(len, tokens[:-1]))]
+        values = answer.logprobs.tolist()
         return {"tokens": tokens, "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
 
 
@@ -202,7 +202,7 @@ def head(name: str, kind: str) -> dict[str, Any]:
 
 def usage_of(answers: Sequence[AgentAnswer]) -> dict[str, int]:
     """Tokens of a request and of its answers."""
-    prompt, sampled = len(answers[0].turn.context), sum(len(answer.turn.ids) for answer in answers)
+    prompt, sampled = answers[0].num_context, sum(len(answer.ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
@@ -221,17 +221,22 @@ def encoded(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _ids_of(turn: SampledTurn, asked: AnyRequest) -> dict[str, Any]:
-    return {"token_ids": turn.ids.tolist()} if asked.return_token_ids else {}
+def _context_of(answer: AgentAnswer) -> list[int] | None:
+    """Tokens that an answer was sampled behind; None once there are newer ones."""
+    return None if answer.context is None else answer.context.tolist()
 
 
-def _ends(answers: Sequence[AgentAnswer], asked: AnyRequest) -> dict[str, Any]:
-    ids = {"prompt_token_ids": answers[0].turn.context.tolist()} if asked.return_token_ids else {}
+def _ids_of(answer: AgentAnswer, body: AnyRequest) -> dict[str, Any]:
+    return {"token_ids": answer.ids.tolist()} if body.return_token_ids else {}
+
+
+def _ends(answers: Sequence[AgentAnswer], body: AnyRequest) -> dict[str, Any]:
+    ids = {"prompt_token_ids": _context_of(answers[0])} if body.return_token_ids else {}
     return {"usage": usage_of(answers), **ids}
 
 
-def _numbered_logprobs(turn: SampledTurn) -> dict[str, Any] | None:
-    if len(turn.logprobs) != len(turn.ids):
+def _numbered_logprobs(answer: AgentAnswer) -> dict[str, Any] | None:
+    if len(answer.logprobs) != len(answer.ids):
         return None
-    pairs = zip(turn.ids.tolist(), turn.logprobs.tolist(), strict=True)
+    pairs = zip(answer.ids.tolist(), answer.logprobs.tolist(), strict=True)
     return {"content": [{"token": f"token_id:{id}", "logprob": value} for id, value in pairs]}

@@ -23,9 +23,10 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """A request that the model has answered, or is about to, by its turn number `turn`, 1 the first."""
 
     turn: int
-    said: list[bytes]  # digests of its messages, each in one form
+    num_said: int  # messages
+    said: bytes  # digest of these, each in one form
     tools: bytes  # digest of those that it had
-    answer: bytes = b""  # of the model's, once there is one
+    answered: bytes = b""  # digest of the messages and the answer, once there is one
 
 
 class Conversation:
@@ -36,23 +37,24 @@ class Conversation:
 
     def join(self, messages: Sequence[Message], tools: Sequence[Message], *, turn: int) -> Observation | Rewrite:
         """Words to the model for a request, which it answers by its turn of that number, 1 the first."""
-        said, known = [plain(message) for message in messages], _digest(list(tools))
+        said, known = _chain(messages), _digest(list(tools))
         behind = max(
             (one for one in self.exchanges if one.tools == known and _repeats(said, one)),
-            key=lambda one: len(one.said),
+            key=lambda one: one.num_said,
             default=None,
         )
-        self.exchanges.append(Exchange(turn=turn, said=said, tools=known))
-        rest = messages if behind is None else messages[len(behind.said) + 1 :]
+        self.exchanges.append(Exchange(turn=turn, num_said=len(said), said=said[-1], tools=known))
+        rest = messages if behind is None else messages[behind.num_said + 1 :]
         roles = {message["role"] for message in rest}
-        if behind is None or len(roles) != 1 or not roles <= set(Role) or not all(map(_text, rest)):
+        if behind is None or len(roles) != 1 or not roles <= set(Role):
             return Rewrite(tuple(_turn(message) for message in messages), tuple(tools))
         after = None if behind.turn == turn - 1 else behind.turn
         return Observation(tuple(map(_text, rest)), role=Role(roles.pop()), after=after)
 
     def answered(self, message: Message) -> None:
         """Note the answer to the last request."""
-        self.exchanges[-1] = msgspec.structs.replace(self.exchanges[-1], answer=plain(message))
+        last = self.exchanges[-1]
+        self.exchanges[-1] = msgspec.structs.replace(last, answered=_link(last.said, message))
 
 
 def plain(message: Message) -> bytes:
@@ -65,10 +67,21 @@ def _digest(value: object) -> bytes:
     return blake3(json.dumps(value, sort_keys=True).encode()).digest(length=DIGEST_BYTES)
 
 
+def _chain(messages: Sequence[Message]) -> list[bytes]:
+    """Digests of the messages up to each of them."""
+    found = [b""]
+    for message in messages:
+        found.append(_link(found[-1], message))
+    return found[1:]
+
+
+def _link(before: bytes, message: Message) -> bytes:
+    return blake3(before + plain(message)).digest(length=DIGEST_BYTES)
+
+
 def _repeats(said: Sequence[bytes], one: Exchange) -> bool:
-    """True where a request begins with another and the answer to it."""
-    end = len(one.said)
-    return bool(one.answer) and len(said) > end and said[end] == one.answer and list(said[:end]) == one.said
+    """True where a request, as `_chain` has it, begins with another and the answer to it, and goes on."""
+    return bool(one.answered) and len(said) > one.num_said + 1 and said[one.num_said] == one.answered
 
 
 def _read(call: Mapping[str, Any]) -> Any:

@@ -31,12 +31,12 @@ from laminar_py.environment.agents.bodies import (
     Bodies,
     ChatRequest,
     CompletionRequest,
-    GenerateBody,
     RewardRequest,
+    TokensRequest,
     encoded,
     error_body,
 )
-from laminar_py.environment.agents.requests import Asks, Chat, TextPrompt, TokenPrompt
+from laminar_py.environment.agents.requests import Chat, Prompt, TextPrompt, TokenPrompt
 from laminar_py.environment.agents.streamed import EventStream
 from laminar_py.environment.calls import LARGEST
 
@@ -67,23 +67,23 @@ class AgentEndpoint:
     # ---- turns
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request, ChatRequest)
+        body = await self._body(request, ChatRequest)
         return await self._answer(request, body, Chat(body.plain(), body.tools or []), self._bodies.chat)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request, CompletionRequest)
-        prompt = body.prompt
-        asks = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(_ids(prompt))
-        return await self._answer(request, body, asks, self._bodies.completion)
+        body = await self._body(request, CompletionRequest)
+        given = body.prompt
+        prompt = TextPrompt(given) if isinstance(given, str) else TokenPrompt(_ids(given))
+        return await self._answer(request, body, prompt, self._bodies.completion)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request, GenerateBody)
+        body = await self._body(request, TokensRequest)
         if body.stream:
             raise _refused(web.HTTPBadRequest, "stream: is not done here; leave it out")
         return await self._answer(request, body, TokenPrompt(_ids(body.token_ids)), self._bodies.generated)
 
     async def _answer(
-        self, request: web.Request, body: RequestT, asks: Asks, form: Callable[..., dict[str, Any]]
+        self, request: web.Request, body: RequestT, prompt: Prompt, form: Callable[..., dict[str, Any]]
     ) -> web.StreamResponse:
         """Have a request answered, in a form, or refused."""
         agent, choices = self._agent(request), 1 if body.n is None else body.n
@@ -92,14 +92,22 @@ class AgentEndpoint:
         digest = _digest(request, await request.read())
         try:
             if body.stream:
-                asked = agent.ask(digest, asks, listens=not asks.has_tools)
-                return await EventStream(asked, body, self._words).serve(request)
-            answers = await _answers(agent, digest, asks, choices=choices)
+                waiting = agent.ask(digest, prompt, listens=not prompt.has_tools)
+                return await EventStream(waiting, body, self._words).serve(request)
+            answers = await _answers(agent, digest, prompt, choices=choices)
         except TrajectoryEndedError:
             raise _refused(web.HTTPGone, ENDED) from None
         except TooManyWaitingError:
             raise _refused(web.HTTPTooManyRequests, f"{MOST_WAITING} requests wait already; try again") from None
-        return _json(form(answers, name=digest.hex(), asked=body))
+        return _json(form(answers, name=digest.hex(), body=body))
+
+    async def _body(self, request: web.Request, kind: type[RequestT]) -> RequestT:
+        """Body of a request, whose key is one."""
+        self._agent(request)
+        body: RequestT = _decode(kind, await request.read())
+        if fault := body.fault():
+            raise _refused(web.HTTPBadRequest, fault)
+        return body
 
     # ---- all else
 
@@ -150,18 +158,13 @@ async def serve(keys: Keys, words: Words, *, host: str, port: int, max_body_byte
         await runner.cleanup()
 
 
-async def _answers(agent: AgentEnvironment, digest: bytes, asks: Asks, *, choices: int) -> Sequence[AgentAnswer]:
+async def _answers(
+    agent: AgentEnvironment, digest: bytes, prompt: Prompt, *, choices: int
+) -> Sequence[AgentAnswer]:
     """Turns that answer a request, each of them asked for by itself."""
     digests = [digest, *(blake3(digest + bytes([place])).digest() for place in range(1, choices))]
-    asked = [agent.ask(one, asks, listens=False) for one in digests]
-    return await asyncio.gather(*(asyncio.shield(one.answer) for one in asked))
-
-
-async def _body(request: web.Request, kind: type[RequestT]) -> RequestT:
-    body: RequestT = _decode(kind, await request.read())
-    if fault := body.fault():
-        raise _refused(web.HTTPBadRequest, fault)
-    return body
+    requests = agent.ask_all(digests, prompt)
+    return await asyncio.gather(*(asyncio.shield(one.answer) for one in requests))
 
 
 def _digest(request: web.Request, body: bytes) -> bytes:
@@ -183,7 +186,7 @@ def _json(body: object) -> web.Response:
 def _decode(kind: type[Any], body: bytes) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _refused(web.HTTPBadRequest, str(error)) from None
 
 

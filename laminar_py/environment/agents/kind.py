@@ -59,6 +59,10 @@ class AgentConfig(EnvironmentConfig):
     def _check_agent(self) -> Self:
         if (self.command is None) == (self.function is None):
             raise ConfigError("environment.command and environment.function: give one of them")
+        if self.port and self.workers > 1:
+            raise ConfigError(
+                f"environment.port={self.port}: one process can have it; set environment.workers=1, or 0"
+            )
         if self.function is not None and ".py:" not in self.function:
             raise ConfigError(f"environment.function={self.function}: write path/to/file.py:function")
         return self
@@ -90,7 +94,8 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
             opened = open_runner(program, url=url, folder=home.folder / "agents", keeps=settings.keep_folders)
             runner = await stack.enter_async_context(opened)
         except LauncherError as error:
-            raise ConfigError(f"environment.function={settings.function}: {error}; mend the file") from None
+            program_of = "command" if settings.function is None else f"function={settings.function}"
+            raise ConfigError(f"environment.{program_of}: {error}; mend it") from None
         yield lambda: AgentEnvironment(
             runner, messages, home.words, keys=keys, deterministic=settings.deterministic
         )

@@ -54,21 +54,21 @@ class Launcher:
     def __init__(self, program: Program, *, orders: int, news: int) -> None:
         self._program = program
         self._orders, self._news = orders, news
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._numbers: dict[int, int] = {}  # of agents, by process
         self._function = _imported(program.function) if program.function else None
 
     def run(self) -> None:
         """Follow orders until there is nobody to give them."""
-        woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         gc.freeze()  # what was imported is never copied for a look at it
         self._tell({"ready": True})
         rest = b""
         while True:
-            ready, _, _ = select.select([self._orders, woken], [], [])
-            if woken in ready:
-                os.read(woken, CHUNK)
+            ready, _, _ = select.select([self._orders, self._woken], [], [])
+            if self._woken in ready:
+                os.read(self._woken, CHUNK)
                 self._reap()
             if self._orders in ready:
                 read = os.read(self._orders, CHUNK)
@@ -88,9 +88,15 @@ class Launcher:
             for pid in [pid for pid, number in self._numbers.items() if number == order["end"]]:
                 _kill(pid)
             return
-        pid = os.fork()
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:  # of memory or processes there are too few, and the others go on
+            Path(order["log"]).write_text(f"it could not be started ({error.strerror})\n")
+            self._tell({"left": order["start"], "code": 1})
+            return
         if not pid:
-            self._become(order)
+            self._become(order, parent)
         self._numbers[pid] = order["start"]
 
     def _reap(self) -> None:
@@ -113,12 +119,14 @@ class Launcher:
 
     # ---- in the process of an agent
 
-    def _become(self, order: dict[str, Any]) -> None:
+    def _become(self, order: dict[str, Any], parent: int) -> None:
         """Be the agent; does not return."""
         code = 1
         try:
-            self._prepare(order)
+            self._prepare(order, parent)
             if self._function is None:
+                for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+                    signal.signal(ignored, signal.SIG_DFL)  # Python's own doing, which a command would keep
                 os.execvp(self._program.command[0], self._program.command)
             _call(self._function)
             code = 0
@@ -134,8 +142,7 @@ class Launcher:
                 sys.stderr.flush()
             os._exit(code & 0xFF)
 
-    def _prepare(self, order: dict[str, Any]) -> None:
-        parent = os.getppid()
+    def _prepare(self, order: dict[str, Any], parent: int) -> None:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -146,7 +153,8 @@ class Launcher:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for descriptor, place in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(descriptor, place)
-        os.closerange(3, max(self._orders, self._news, log, nothing) + 1)
+        for descriptor in (self._orders, self._news, self._woken, self._wake, log, nothing):
+            os.close(descriptor)  # what the imported file has opened stays open
         os.chdir(order["folder"])
         os.environ.update(order["variables"])
         _limit(resource.RLIMIT_FSIZE, FILE_BYTES)
@@ -161,9 +169,11 @@ class Launcher:
 def main() -> None:
     """Be the launcher, whose own output is the news."""
     given = json.loads(sys.argv[1])
-    orders, news = os.dup(0), os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    orders, news, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     os.dup2(2, 1)  # what the imported file prints
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     launcher = Launcher(Program(**{**given, "command": tuple(given["command"])}), orders=orders, news=news)
     try:
         launcher.run()
@@ -184,7 +194,7 @@ def _imported(function: str) -> Callable[[Any], Any]:
 def _call(function: Callable[[Any], Any]) -> None:
     """Call an agent that is a function; what it returns is its reward, unless it is None."""
     problem = json.loads(Path(os.environ["LAMINAR_PROBLEM"]).read_bytes())
-    random.seed(problem["trajectory_id"])  # else all agents would draw what this process would have
+    _seed(problem["trajectory_id"])
     value = function(problem)
     if inspect.iscoroutine(value):
         value = asyncio.run(value)
@@ -196,6 +206,15 @@ def _call(function: Callable[[Any], Any]) -> None:
         pass
 
 
+def _seed(name: str) -> None:
+    """Seed what draws numbers, else all agents would draw what this process would have."""
+    random.seed(name)
+    seed = random.getrandbits(32)
+    for library, function in (("numpy.random", "seed"), ("torch", "manual_seed")):
+        if library in sys.modules:
+            getattr(sys.modules[library], function)(seed)
+
+
 def _kill(pid: int) -> None:
     """End a child that was not waited for, and its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -205,7 +224,9 @@ def _kill(pid: int) -> None:
 
 
 def _limit(kind: int, most: int) -> None:
-    resource.setrlimit(kind, (most, most))
+    _, hard = resource.getrlimit(kind)
+    least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (least, least))
 
 
 if __name__ == "__main__":

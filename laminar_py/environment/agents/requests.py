@@ -10,7 +10,7 @@ from laminar_py.records.codec import IntArray
 
 
 @dataclass(slots=True)
-class Asked:
+class AgentHistory:
     """Requests of an agent so far, by the turns that answer them."""
 
     conversation: Conversation
@@ -29,9 +29,9 @@ class Chat:
         """True where a turn may call tools."""
         return bool(self.tools)
 
-    def join(self, asked: Asked, *, turn: int) -> Observation | Rewrite:
+    def join(self, history: AgentHistory, *, turn: int) -> Observation | Rewrite:
         """Words to the model, whose turn answers them."""
-        return asked.conversation.join(self.messages, self.tools, turn=turn)
+        return history.conversation.join(self.messages, self.tools, turn=turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class TokenPrompt:
     ids: IntArray  # [n]
     has_tools: bool = False
 
-    def join(self, asked: Asked, *, turn: int) -> TokenWords:
+    def join(self, history: AgentHistory, *, turn: int) -> TokenWords:
         """Words to the model, whose turn answers them."""
-        return asked.paths.join(self.ids)
+        return history.paths.join(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class TextPrompt:
     text: str
     has_tools: bool = False
 
-    def join(self, asked: Asked, *, turn: int) -> TokenWords:
+    def join(self, history: AgentHistory, *, turn: int) -> TokenWords:
         """Words to the model, whose turn answers them."""
-        return asked.paths.join_text(self.text)
+        return history.paths.join_text(self.text)
 
 
-Asks = Chat | TokenPrompt | TextPrompt
+Prompt = Chat | TokenPrompt | TextPrompt

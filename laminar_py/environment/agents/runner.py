@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -47,9 +48,14 @@ class RunningAgent:
         self._ended: Callable[[str], None] | None = ended
         self._kill = kill
         self._left = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None
 
     async def end(self) -> None:
         """End it and all that it started, once it has had a moment to end by itself."""
+        self._ending = self._ending or asyncio.get_running_loop().create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
         self._ended = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
@@ -80,12 +86,15 @@ class AgentRunner:
         self._launcher: asyncio.subprocess.Process | None = None
         self._beginning = asyncio.Lock()
         self._agents: dict[int, RunningAgent] = {}  # of this launcher
+        self._in_folder: WeakValueDictionary[Path, RunningAgent] = WeakValueDictionary()
         self._last = 0
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, problem: Problem, *, key: str, ended: Callable[[str], None]) -> RunningAgent:
         """The agent of a trajectory, whose requests have `key`. Raises `LauncherError`."""
         folder = self._folder / problem.trajectory_id
+        if (before := self._in_folder.get(folder)) is not None:
+            await before.end()
         await asyncio.to_thread(_make, folder, msgspec.json.encode(problem))
         await self.begin()
         self._last += 1
@@ -93,7 +102,7 @@ class AgentRunner:
         variables = {"OPENAI_API_KEY": key, "LAMINAR_PROBLEM": str(folder / PROBLEM), "PWD": str(folder)}
         kill = partial(self._order, {"end": number})
         agent = RunningAgent(folder, keeps=self._keeps, ended=ended, kill=kill)
-        self._agents[number] = agent
+        self._agents[number] = self._in_folder[folder] = agent
         self._order({"start": number, "folder": str(folder), "log": str(folder / LOG), "variables": variables})
         return agent
 
@@ -105,7 +114,7 @@ class AgentRunner:
             self._folder.mkdir(parents=True, exist_ok=True)
             log = self._folder / LAUNCHER_LOG
             variables = {name: os.environ[name] for name in KEPT if name in os.environ}
-            variables |= {"OPENAI_BASE_URL": self._url, "OPENAI_API_KEY": NO_KEY}
+            variables |= {"OPENAI_BASE_URL": self._url, "OPENAI_API_KEY": NO_KEY, "PYTHONHASHSEED": "0"}
             with log.open("ab") as file:
                 launcher = await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -160,7 +169,7 @@ async def open_runner(program: Program, *, url: str, folder: Path, keeps: bool) 
 
 def _make(folder: Path, problem: bytes) -> None:
     """A folder with nothing but the problem, and the log of an agent that was here before."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _empty(folder)
     (folder / PROBLEM).write_bytes(problem)
 

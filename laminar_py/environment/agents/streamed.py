@@ -53,24 +53,25 @@ class TextParts:
 class EventStream:
     """The events of one request's answer."""
 
-    def __init__(self, asked: AgentRequest, body: AnyRequest, words: Words) -> None:
-        self._asked = asked
+    def __init__(self, waiting: AgentRequest, body: AnyRequest, words: Words) -> None:
+        self._waiting = waiting
         self._body = body
         self._bodies = Bodies(words)
         self._parts = TextParts(words)
         self._is_chat = isinstance(body, ChatRequest)
-        self._name = asked.digest.hex()
+        self._name = waiting.digest.hex()
+        self._has_begun = False
         self._sent = ""
         self._place = 0  # tokens that were sent
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Send all of it. Raises what the answer does where nothing was sent yet, so that a status says it."""
         await self._news()
-        if self._asked.answer.done():
-            self._asked.answer.result()
+        if self._waiting.answer.done():
+            self._waiting.answer.result()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        while not self._asked.answer.done():
+        while not self._waiting.answer.done():
             await response.write(self._part() or b": working\n\n")
             await self._news()
         await response.write(self._end() + b"data: [DONE]\n\n")
@@ -79,16 +80,16 @@ class EventStream:
 
     async def _news(self) -> None:
         """Until more was sampled than was sent, or a while has passed."""
-        if len(self._asked.ids) > self._place or self._asked.answer.done():
+        if len(self._waiting.ids) > self._place or self._waiting.answer.done():
             return
-        self._asked.news.clear()
+        self._waiting.news.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KEEP_ALIVE_S):
-                await self._asked.news.wait()
+                await self._waiting.news.wait()
 
     def _part(self) -> bytes:
         """Event with what was sampled since the last; nothing where that has no text yet."""
-        ids, values = self._asked.ids[self._place :], self._asked.logprobs[self._place :]
+        ids, values = self._waiting.ids[self._place :], self._waiting.logprobs[self._place :]
         self._place += len(ids)
         text = self._parts.push(ids)
         self._sent += text
@@ -96,10 +97,10 @@ class EventStream:
 
     def _end(self) -> bytes:
         """Events with all that is left."""
-        if self._asked.answer.exception():
+        if self._waiting.answer.exception():
             return _event(error_body("the trajectory has ended", "gone"))
-        answer = self._asked.answer.result()
-        ids, values = answer.turn.ids.tolist()[self._place :], answer.turn.logprobs.tolist()[self._place :]
+        answer = self._waiting.answer.result()
+        ids, values = answer.ids.tolist()[self._place :], answer.logprobs.tolist()[self._place :]
         whole = answer.message["content"] or ""
         rest = whole.removeprefix(self._sent) if whole.startswith(self._sent) else ""
         finish = finish_of(answer.message)
@@ -119,7 +120,9 @@ class EventStream:
     ) -> bytes:
         wants = isinstance(self._body, ChatRequest) and bool(self._body.logprobs) and len(values) == len(ids)
         logprobs = {"content": self._bodies.token_logprobs(ids, values), "refusal": None} if wants else None
-        delta: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text}
+        delta: dict[str, Any] = {"content": text or None if calls else text}
+        if not self._has_begun:
+            delta["role"], self._has_begun = "assistant", True
         if calls:
             delta["tool_calls"] = calls
         said = {"delta": delta} if self._is_chat else {"text": text}

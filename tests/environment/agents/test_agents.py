@@ -103,9 +103,16 @@ class Story:
     async def say(self, host, ids, *, listens):
         """A turn of the model, which who listens hears token by token."""
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        start = len(self.turn.response_ids)
         for place in range(len(ids) - 1 if listens else 0):
             part = slice(place, place + 1)
-            host.hear([TurnPart(trajectory_id="g0.0", place=place, ids=ids[part], logprobs=logprobs[part])])
+            host.hear(
+                [
+                    TurnPart(
+                        trajectory_id="g0.0", turn_start=start, place=place, ids=ids[part], logprobs=logprobs[part]
+                    )
+                ]
+            )
             await asyncio.sleep(0.05)
         self.append(ids, 3)
         self.turn = msgspec.structs.replace(self.turn, logprobs=logprobs)
@@ -222,6 +229,7 @@ print(json.dumps([event.choices[0].delta.content for event in parts]))
 print("".join(token.token for event in parts for token in event.choices[0].logprobs.content))
 print([token.logprob for event in parts for token in event.choices[0].logprobs.content][:3])
 print(events[-1].usage.completion_tokens, parts[-1].choices[0].finish_reason)
+print([event.choices[0].delta.role for event in parts][:3])
 said += [{"role": "assistant", "content": "".join(event.choices[0].delta.content for event in parts)},
          {"role": "user", "content": "and 3?"}]
 print("".join(event.choices[0].delta.content for event in stream()))
@@ -231,13 +239,14 @@ print("".join(event.choices[0].delta.content for event in stream()))
     heard = await story.lead([text, "7"])
     assert [answer.listens for answer in heard] == [True, True, False]
     assert heard[1].follows is None, "what was streamed is what was said"
-    parts, whole, values, usage, again = story.log().split("\n")[:5]
+    parts, whole, values, usage, roles, again = story.log().split("\n")[:6]
     assert "".join(json.loads(parts)) == text
     assert len(json.loads(parts)) > 5
     assert all("\ufffd" not in part for part in json.loads(parts))
     assert whole.startswith("thirty-seven")
     assert json.loads(values) == [-1.0, -2.0, -3.0]
     assert usage.split() == [str(len(story.codec.encode(text)) + 1), "stop"]
+    assert roles == "['assistant', None, None]", "clients add what deltas have"
     assert again == "7"
 
 
@@ -371,6 +380,65 @@ async def test_a_port_that_another_has_is_one_line(tmp_path):
                 raise AssertionError("it is served")
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"command": ["true"], "port": 4711, "workers": 2}, "environment.port=4711: one process can have it"),
+        ({}, "environment.command and environment.function: give one of them"),
+        ({"function": "agent.py"}, "environment.function=agent.py: write path/to/file.py:function"),
+    ],
+)
+def test_settings_that_cannot_be_are_one_line(settings, words):
+    with pytest.raises(ValueError, match=words):
+        AgentConfig(**settings)
+
+
+async def test_commands_have_the_signals_that_shells_expect(tmp_path):
+    agent = """
+import subprocess
+print(subprocess.run("exec 2>&1; yes | head -1", shell=True, stdout=subprocess.PIPE, text=True).stdout)
+ask()
+"""
+    story = Story(tmp_path, agent)
+    await story.lead(["4"])
+    assert story.log().split() == ["y"]
+
+
+async def test_tokens_of_a_turn_that_is_over_are_not_those_of_the_next(tmp_path):
+    story = Story(tmp_path, "ask(); said.append({'role': 'user', 'content': '?'}); print(ask(stream=True))")
+    host = EnvironmentHost(
+        lambda: heard,
+        calls=EnvironmentCalls(story.settings),
+        writer=story.writer,
+        saved=SavedTurns(tmp_path / "saved"),
+        limits=story.settings,
+    )
+
+    class Hears:
+        listens = True
+
+        def __init__(self):
+            self.places = []
+
+        def reset(self, problem):
+            return Observation("?")
+
+        def step(self, action):
+            return Observation("and?")
+
+        def hear(self, place, ids, logprobs):
+            self.places.append(place)
+
+        def take(self, turn):
+            pass
+
+    heard, ids = Hears(), np.array([5], np.int32)
+    answer = await host.answer(story.turn)
+    for start in (len(answer.ids), 0, len(answer.ids) + 1):
+        host.hear([TurnPart(trajectory_id="g0.0", turn_start=start, place=7, ids=ids, logprobs=-ids / 1.0)])
+    assert heard.places == [7]
+
+
 async def test_an_agent_ends_with_its_trajectory_and_all_that_it_started(tmp_path):
     agent = """
 import subprocess
@@ -392,8 +460,11 @@ async def test_a_function_is_imported_once_and_what_it_returns_is_the_reward(tmp
     agent = """
 import os, random
 from openai import AsyncOpenAI
-print("imported", flush=True)
+print("imported")
+kept = open(os.devnull, "w")
 async def run(problem):
+    kept.write("open still")
+    kept.flush()
     said = [{"role": "user", "content": problem["prompt"]}]
     answer = await AsyncOpenAI().chat.completions.create(model="policy", messages=said)
     print(answer.choices[0].message.content, os.getcwd(), random.random())
@@ -432,7 +503,7 @@ async def test_a_function_that_fails_drops_its_trajectory_with_its_last_words(tm
 async def test_a_file_without_the_function_is_one_line(tmp_path):
     (tmp_path / "agent.py").write_text("def other(): ...")
     settings = AgentConfig(function=f"{tmp_path}/agent.py:run")
-    with pytest.raises(ConfigError, match=r"environment.function=.*/agent.py has no function run; mend the file"):
+    with pytest.raises(ConfigError, match=r"environment.function=.*/agent.py has no function run; mend it"):
         async with open_agents(settings, home(tmp_path)):
             raise AssertionError("it is open")
 

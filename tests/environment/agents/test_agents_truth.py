@@ -180,9 +180,20 @@ async def lead(host, model, name, seed):
         sampled, logprobs = model.sample(rng), -np.arange(1.0, 100.0, dtype=np.float32)
         logprobs = logprobs[: len(sampled)]
         log.append((turn.response_ids[context_of(turn.spans).places], sampled))
+        start = len(turn.response_ids)
         for place in range(len(sampled) - 1 if answer.listens else 0):
             part = slice(place, place + 1)
-            host.hear([TurnPart(trajectory_id=name, place=place, ids=sampled[part], logprobs=logprobs[part])])
+            host.hear(
+                [
+                    TurnPart(
+                        trajectory_id=name,
+                        turn_start=start,
+                        place=place,
+                        ids=sampled[part],
+                        logprobs=logprobs[part],
+                    )
+                ]
+            )
             await asyncio.sleep(0)
         turn = msgspec.structs.replace(appended(turn, sampled, 3), logprobs=logprobs)
 
