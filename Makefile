@@ -7,7 +7,7 @@ SGLANG := .venv-sglang/installed
 # one worker more than there are cores, since whole runs mostly wait; each takes 1.6 GiB
 WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
 
-.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns tiny-code tiny-agent tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl docs clean
+.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -43,6 +43,9 @@ kill-test-rewards: $(INSTALLED)
 
 kill-test-turns: $(INSTALLED)
 	$(BIN)/python experiments/kill_test/turns.py $(ARGS)
+
+kill-test-agents: $(INSTALLED)
+	$(BIN)/python experiments/kill_test/agents.py $(ARGS)
 
 tool-calculator: $(INSTALLED)
 	$(BIN)/python experiments/tool_calculator/run.py $(ARGS)

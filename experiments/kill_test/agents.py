@@ -1,0 +1,85 @@
+"""The kill test with agents: they die, and who starts them, their endpoint, replicas, the learner, the controller.
+
+`python experiments/kill_test/agents.py [--kills 40] [--seed 0] [--only VICTIM ...] [--json] [key=value ...]`
+trains what agents.yaml says. At the end every law holds, and no answer that an agent had heard was ever another.
+Exit code 1 if it is not so.
+"""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import psutil
+from noted import LOG
+from run import CONTROLLER, EVERYTHING, Run, campaign, check, end, make_parser, proof
+
+from laminar_py.audit.queries import accounting
+from laminar_py.bench.report import Row, show
+
+AGENT, LAUNCHER = "agent", "launcher"
+PARTS = ("environment-0", "environment-1", "replica-0", "replica-1", "learner-0")
+VICTIMS = (AGENT, LAUNCHER, *PARTS, CONTROLLER, EVERYTHING)
+
+
+class AgentRun(Run):
+    """A run whose agents can be killed, too."""
+
+    def kill(self, victim: str) -> bool:
+        """Kill it now; False if it is not there at this moment."""
+        if victim not in (AGENT, LAUNCHER):
+            return super().kill(victim)
+        try:
+            launcher = next(
+                one
+                for one in psutil.Process(self._pid("environment-0")).children()
+                if "laminar_py.environment.agents.launcher" in one.cmdline()
+            )
+            chosen = launcher if victim == LAUNCHER else random.choice(launcher.children())
+        except (psutil.NoSuchProcess, StopIteration, IndexError):
+            return False
+        return end(chosen.pid)
+
+
+def agent_rows(run: Run) -> tuple[list[Row], bool]:
+    """Rows on what agents heard, and whether all is as it should be."""
+    lines = [line.split("\t") for line in LOG.read_text().splitlines()]
+    heard: dict[tuple[str, str], set[str]] = {}
+    for name, turn, answer in lines:
+        if turn != "error":
+            heard.setdefault((name, turn), set()).add(answer)
+    errors = Counter(value for _, what, value in lines if what == "error")
+    changed = sum(len(answers) > 1 for answers in heard.values())
+    dropped = accounting(run.folder).train.dropped
+    told = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) or "none"
+    rows = [
+        Row(
+            "answers",
+            len(heard),
+            "turns that agents heard",
+            f"{len(lines)} times, with those that were started over",
+        ),
+        Row("answers_changed", changed, "turns heard with two answers", "by the agents' own file"),
+        Row("agent_errors", errors.total(), "errors that reached agents", str(dict(errors))),
+        Row("trajectories_dropped", sum(dropped.values()), "trajectories", told),
+    ]
+    return rows, not changed
+
+
+def main() -> None:
+    """Kill, resume, prove."""
+    args = make_parser(__doc__, victims=VICTIMS, steps=400).parse_args()
+    LOG.parent.mkdir(exist_ok=True)
+    LOG.write_text("")
+    run = AgentRun(
+        Path(__file__).with_name("agents.yaml"), [f"seed={args.seed}", f"steps={args.steps}", *args.settings]
+    )
+    done = campaign(run, args.only, args.kills, args.pause, random.Random(args.seed))
+    check(run.finish() == 0, "the last incarnation did not finish")
+    rows, holds = proof(run, done)
+    more, right = agent_rows(run)
+    show("kill_test", [*rows, *more], as_json=args.json)
+    check(holds and right, "see the table")
+
+
+if __name__ == "__main__":
+    main()
