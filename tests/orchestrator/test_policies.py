@@ -23,5 +23,7 @@ def test_nothing_is_handed_out_before_what_a_dead_controller_left_is_taken_up(nu
         clock=ManualClock(),
         number=number,
     )
-    scheduler = make_scheduler(incarnation, submit_score=lambda trajectory, prompt: None, reference=None)
+    scheduler = make_scheduler(
+        incarnation, submit_score=lambda trajectory, prompt: None, reference=None, fail=print
+    )
     assert scheduler.book.phase is phase

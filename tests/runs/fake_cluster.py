@@ -68,6 +68,7 @@ class FakeCluster:
 
     def parts(self, node: int) -> dict[int, str]:
         """Actor processes on a node, none on a dead one: process id and title, e.g. `ray::RelayActor`."""
+        psutil.process_iter.cache_clear()  # whose process may be gone, and its number another's
         raylets = [
             process
             for process in psutil.process_iter(["name", "cmdline"], ad_value=())  # nothing is read of a zombie
