@@ -163,7 +163,7 @@ class Launcher:
             _limit(resource.RLIMIT_DATA, self._program.memory_mib * 2**20)
         if self._program.cpu_s is not None:
             seconds = math.ceil(self._program.cpu_s)
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # a signal with a name comes first
+            _limit(resource.RLIMIT_CPU, seconds, most=seconds + 1)  # a signal with a name comes first
 
 
 def main() -> None:
@@ -223,10 +223,13 @@ def _kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _limit(kind: int, most: int) -> None:
+def _limit(kind: int, bound: int, *, most: int | None = None) -> None:
+    """Bound what may be used, and what that may be raised to, unless both are lower already."""
     _, hard = resource.getrlimit(kind)
-    least = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(kind, (least, least))
+    highest = bound if most is None else most
+    if hard != resource.RLIM_INFINITY:
+        highest = min(highest, hard)
+    resource.setrlimit(kind, (min(bound, highest), highest))
 
 
 if __name__ == "__main__":

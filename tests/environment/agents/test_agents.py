@@ -203,16 +203,17 @@ with ThreadPoolExecutor(40) as pool:
     assert story.log().strip() == "[410, 429]"
 
 
-async def test_calls_of_tools_are_the_agents_to_make_and_its_results_go_on(tmp_path):
+@pytest.mark.parametrize("result", ["4", ""])
+async def test_calls_of_tools_are_the_agents_to_make_and_its_results_go_on(tmp_path, result):
     agent = """
 tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 ask(tools=tools)
 call = said[-1]["tool_calls"][0]
 print(call["function"]["name"], json.loads(call["function"]["arguments"])["a"])
-said.append({"role": "tool", "tool_call_id": call["id"], "content": "4"})
+said.append({"role": "tool", "tool_call_id": call["id"], "content": RESULT})
 print(ask(tools=tools, stream=False))
 """
-    story = Story(tmp_path, agent)
+    story = Story(tmp_path, agent.replace("RESULT", repr(result)))
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
     heard = await story.lead([call, "it is 4"])
     assert [answer.follows for answer in heard] == [ANEW, None, None]
