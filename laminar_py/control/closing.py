@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.book import Book
 from laminar_py.control.consumption import Consumption
+from laminar_py.control.credit import Credit, teaches
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
-from laminar_py.records.codec import FloatArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.protocols import Clock
-from laminar_py.records.returns import Returns, differ
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 
@@ -45,23 +44,6 @@ class Stages:
     def awaits_reference(self, members: Iterable[Lifecycle]) -> bool:
         """True where the reference model still has to answer for one of them."""
         return self.submit_reference is not None and any(REFERENCE_LOGPROBS not in m.columns for m in members)
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """Advantages of a group's returns; `advantages(returns)` gives their scale too: what a unit of reward is.
-
-    `length_cost` is taken from the reward of a response of such a length.
-    """
-
-    advantages: Callable[[Sequence[Returns]], tuple[FloatArray, float]]
-    length_cost: Callable[[int], float] = lambda length: 0.0
-
-    def of(self, members: Sequence[Lifecycle]) -> tuple[list[float], float]:
-        """Advantages of scored members, in their order, and the scale."""
-        returns = [member.returns().less(self.length_cost(member.length)) for member in members]
-        advantages, scale = self.advantages(returns)
-        return advantages.tolist(), scale
 
 
 class Closing:
@@ -143,18 +125,17 @@ class Closing:
             await self._consumption.buffer.wake()  # perhaps it was the last that a step waits for
             return
         self._note_rewards(survivors)
-        teaches = settings.without_signal is WithoutSignal.TRAIN or differ([m.returns() for m in survivors])
-        if teaches and self._stages.awaits_reference(survivors):
+        is_taught = settings.without_signal is WithoutSignal.TRAIN or teaches(survivors)
+        if is_taught and self._stages.awaits_reference(survivors):
             return
         self._book.num_generating -= 1
         rewards = tuple(member.reward or 0.0 for member in survivors)
         self._tell(GroupRewards(group.prompt.index, group.prompt.id, rewards))
-        if not teaches:
+        if not is_taught:
             await self._close_without_signal(group, survivors, f"reward {survivors[0].reward:g}")
             return
-        advantages, scale = self._credit.of(survivors)
-        for member, advantage in zip(survivors, advantages, strict=True):
-            self._book.record(member.make_ready(advantage, scale))
+        for member, credit in zip(survivors, self._credit.of(survivors), strict=True):
+            self._book.record(member.make_ready(credit.advantage, credit.scale, credit.roles))
         await self._consumption.put(group)
 
     async def _close_without_signal(self, group: Group, survivors: Sequence[Lifecycle], detail: str) -> None:

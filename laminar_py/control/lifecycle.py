@@ -30,6 +30,7 @@ from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.replica import Assignment, Progress
 from laminar_py.records.returns import Earned, Returns, returns_of
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import Span, clip_spans, covers, num_sampled, replace_spans, sampled_versions
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
@@ -65,6 +66,7 @@ class Lifecycle:
     environment_s: float = 0.0  # that its environment worked, as far as it was told
     columns: dict[str, ColumnRef] = field(default_factory=dict)  # those of a reference are on no record
     earned: Earned | None = None  # where its tokens have rewards of their own
+    roles: tuple[RoleCredit, ...] = ()  # where these have rewards of their own
     counterfactual: bool = False  # goes on for the record alone; see `go_on_counterfactually`
 
     def issued(self) -> Issued:
@@ -204,7 +206,7 @@ class Lifecycle:
         assert score.value is not None, f"{self.id}: what has no value is dropped"
         self._move({Status.FINISHED}, Status.SCORED)
         self.reward, self.said, self.columns = score.value, score.said, self.columns | score.columns
-        self.earned = score.earned
+        self.earned, self.roles = score.earned, score.roles
         return Scored(
             trajectory_id=self.id,
             reward=score.value,
@@ -212,17 +214,20 @@ class Lifecycle:
             at_once=score.at_once,
             terms=score.terms,
             earned=score.earned,
+            roles=score.roles,
         )
 
-    def returns(self) -> Returns:
-        """Returns of its tokens, once it is scored."""
-        return returns_of(self.reward or 0.0, self.earned)
+    def returns_by_role(self) -> dict[str, Returns]:
+        """Returns of its tokens, once it is scored: by role, or all as of one without a name."""
+        if not self.roles:
+            return {"": returns_of(self.reward or 0.0, self.earned)}
+        return {credit.role: returns_of(credit.reward) for credit in self.roles}
 
-    def make_ready(self, advantage: float, scale: float = 1.0) -> Ready:
+    def make_ready(self, advantage: float, scale: float = 1.0, roles: tuple[RoleCredit, ...] = ()) -> Ready:
         """SCORED -> READY."""
         self._move({Status.SCORED}, Status.READY)
-        self.advantage, self.advantage_scale = advantage, scale
-        return Ready(self.id, advantage, scale)
+        self.advantage, self.advantage_scale, self.roles = advantage, scale, roles
+        return Ready(self.id, advantage, scale, roles)
 
     def consume(self, *, step: int, version: int, staleness: int, weight: float) -> Consumed:
         """READY -> CONSUMED by learner step `step` at learner version `version`."""
@@ -274,6 +279,7 @@ class Lifecycle:
             advantage=self.advantage,
             advantage_scale=self.advantage_scale,
             earned=self.earned,
+            roles=self.roles,
             columns=self.columns,
         )
 

@@ -90,6 +90,7 @@ def _revive(entry: LiveTrajectory, book: Book) -> Lifecycle:
         reward=entry.reward,
         columns=entry.columns,
         earned=entry.earned,
+        roles=entry.roles,
         used_s=entry.used_s,
         advantage=entry.advantage or 0.0,
         advantage_scale=1.0 if entry.advantage_scale is None else entry.advantage_scale,

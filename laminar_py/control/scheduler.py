@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from laminar_py.control.book import Book, ControlSettings, Phase, Recorder
-from laminar_py.control.closing import Closing, Credit, Stages
+from laminar_py.control.closing import Closing, Stages
 from laminar_py.control.consumption import Consumption, StepBatch
+from laminar_py.control.credit import Credit
 from laminar_py.control.deadlines import Deadlines
 from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.evaluation import Evaluations

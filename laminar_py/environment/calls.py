@@ -123,7 +123,7 @@ class EnvironmentCalls:
         if fault:
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, f"{name} returned {fault}")
         if isinstance(returned, End):
-            return End(None if returned.reward is None else float(returned.reward))
+            return _plain_end(returned)
         if isinstance(returned, Rewrite):
             return Rewrite(returned.messages, returned.tools)
         if isinstance(returned, TokenWords):
@@ -134,10 +134,7 @@ class EnvironmentCalls:
     def _fault(self, returned: object) -> str:
         """Fault of an answer, and what would be right; "" where there is none."""
         if isinstance(returned, End):
-            reward = returned.reward
-            if reward is None or (_is_number(reward) and abs(reward) <= LARGEST):
-                return ""
-            return f"End with reward {str(reward)[:SHOWN_CHARS]!r}; give a finite number or None"
+            return _fault_of_end(returned)
         if isinstance(returned, Rewrite):
             return self._fault_of_rewrite(returned.messages, returned.tools)
         if isinstance(returned, TokenWords):
@@ -184,6 +181,28 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except StopIteration as error:  # no future can carry it, and the call would seem to take for ever
         raise RuntimeError(f"StopIteration: {error}") from error
+
+
+def _fault_of_end(end: End) -> str:
+    """Fault of an end, whose reward is a number, none, or one number for each role."""
+    if not isinstance(end.reward, Mapping):
+        return "" if end.reward is None else _fault_of_reward(end.reward)
+    if not end.reward or not all(isinstance(role, str) for role in (*end.reward, *end.roles)):
+        return "End with rewards by role; give at least one, name each by a text"
+    return next(filter(None, map(_fault_of_reward, end.reward.values())), "")
+
+
+def _fault_of_reward(reward: Any) -> str:
+    if _is_number(reward) and abs(reward) <= LARGEST:
+        return ""
+    return f"End with reward {str(reward)[:SHOWN_CHARS]!r}; give a finite number or None"
+
+
+def _plain_end(end: End) -> End:
+    """An end without a fault, as plain numbers and texts."""
+    if isinstance(end.reward, Mapping):
+        return End({role: float(one) for role, one in end.reward.items()}, roles=tuple(end.roles))
+    return End(None if end.reward is None else float(end.reward))
 
 
 def _fault_of_tokens(ids: object, after: object) -> str:

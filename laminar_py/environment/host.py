@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -38,6 +38,7 @@ from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import IntArray
 from laminar_py.records.digests import DIGEST_BYTES
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
+from laminar_py.records.roles import credits_of
 from laminar_py.records.spans import ANEW, Span
 from laminar_py.records.trajectory import DropReason
 from laminar_py.records.tree import context_of, turn_ends
@@ -225,7 +226,7 @@ class EnvironmentHost:
         if isinstance(returned, End):
             if is_first:
                 raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "reset returned End; return an Observation")
-            return EnvironmentTurn(ends=True, reward=returned.reward, elapsed_s=elapsed_s)
+            return _ended(returned, num_turns=len(turn_ends(spans)), elapsed_s=elapsed_s)
         if isinstance(returned, Observation) and not is_first and not returned.messages:
             raise CallFailedError(
                 DropReason.ENVIRONMENT_FAILED, "step returned an Observation without a text; return End to end"
@@ -267,6 +268,21 @@ class EnvironmentHost:
         environment, session.environment = session.environment, None
         if environment is not None:
             self._calls.end(environment)
+
+
+def _ended(end: End, *, num_turns: int, elapsed_s: float) -> EnvironmentTurn:
+    """End of a trajectory of so many turns. Raises `CallFailedError` where its roles have not their rewards."""
+    if not isinstance(end.reward, Mapping):
+        return EnvironmentTurn(ends=True, reward=end.reward, elapsed_s=elapsed_s)
+    if len(end.roles) != num_turns:
+        detail = f"End has roles of {len(end.roles)} turns, the model took {num_turns}; give one for each"
+        raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail)
+    try:
+        roles = credits_of(end.reward, end.roles)
+    except ValueError as error:
+        raise CallFailedError(DropReason.ENVIRONMENT_FAILED, str(error)) from None
+    reward = sum(credit.reward for credit in roles)
+    return EnvironmentTurn(ends=True, reward=reward, roles=roles, elapsed_s=elapsed_s)
 
 
 def _follows(returned: Answer, spans: tuple[Span, ...]) -> int | None:

@@ -82,9 +82,14 @@ class TokenWords:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of a trajectory, e.g. `End(1.0)`; without a reward the other terms of the task judge the response."""
+    """End of a trajectory, e.g. `End(1.0)`; without a reward the other terms of the task judge the response.
 
-    reward: float | None = None
+    Where the model has played several roles, each has its own: `End({"first": 1.0, "second": 0.0}, roles=("first",
+    "second", "first"))`, with the role of each of its turns.
+    """
+
+    reward: float | Mapping[str, float] | None = None
+    roles: tuple[str, ...] = ()
 
 
 Begin: TypeAlias = Observation | Rewrite | TokenWords

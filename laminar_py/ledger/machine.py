@@ -260,14 +260,14 @@ class Machine:
 
     def _scored(self, event: Scored) -> TrajectoryRow:
         row = self._find(event, Status.FINISHED)
-        _finite(event, event.reward)
+        _finite(event, event.reward, *(credit.reward for credit in event.roles))
         row.status, row.reward, row.score_s = Status.SCORED, event.reward, event.elapsed_s
         row.scorer_s, row.scored_s = event.elapsed_s / event.at_once, self._now
         return row
 
     def _ready(self, event: Ready) -> TrajectoryRow:
         row = self._find(event, Status.SCORED)
-        _finite(event, event.advantage, event.advantage_scale)
+        _finite(event, event.advantage, event.advantage_scale, *(credit.advantage for credit in event.roles))
         row.status, row.ready_s = Status.READY, self._now
         row.advantage, row.advantage_scale = event.advantage, event.advantage_scale
         return row

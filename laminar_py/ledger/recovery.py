@@ -16,10 +16,11 @@ from laminar_py.ledger.database import LedgerError, reading
 from laminar_py.ledger.pieces import PieceRow, columns_of, piece_rows, spans_of, tokens_of
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, read_rows, sample_prompts
 from laminar_py.records.ages import WeightAges
-from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, RunStarted, Scored, Undone
+from laminar_py.records.events import AnyEvent, Checkpointed, Ready, RolledBack, RunStarted, Scored, Undone
 from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.returns import Earned
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span, decode_spans, replace_spans
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 from laminar_py.records.weights import Published
@@ -43,6 +44,7 @@ class LiveTrajectory:
     reward: float | None
     columns: dict[str, ColumnRef]  # that it was scored with
     earned: Earned | None  # where its tokens have rewards of their own
+    roles: tuple[RoleCredit, ...]  # where these have rewards of their own
     advantage: float | None
     advantage_scale: float | None
     used_s: float = 0.0  # of generation, at its last interruption
@@ -239,7 +241,7 @@ def _used_s(connection: sqlite3.Connection) -> dict[str, float]:
 
 def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
     where = f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}"
-    used_s, earned = _used_s(connection), _earned(connection, where, step)
+    used_s, credits = _used_s(connection), _credits(connection, where, step)
     pieces: dict[int, list[PieceRow]] = {}
     for piece in piece_rows(connection, where, (step,)):
         pieces.setdefault(piece.trajectory, []).append(piece)
@@ -251,6 +253,7 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
                 " was kept; resume from a later one"
             )
         spans = spans_of(own) if row.spans is None else replace_spans(spans_of(own), decode_spans(row.spans))
+        credit = credits.get(row.id)
         yield LiveTrajectory(
             id=row.id,
             group_id=row.group_id,
@@ -265,23 +268,27 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
             finish_reason=row.finish_reason,
             reward=row.reward,
             columns=columns_of(own),
-            earned=earned.get(row.id),
+            earned=credit.earned if isinstance(credit, Scored) else None,
+            roles=() if credit is None else credit.roles,
             advantage=row.advantage,
             advantage_scale=row.advantage_scale,
             used_s=used_s.get(row.id, 0.0),
         )
 
 
-def _earned(connection: sqlite3.Connection, where: str, step: int) -> dict[str, Earned]:
-    """Process rewards in short, of trajectories that meet the condition, from the events of their scores."""
+def _credits(connection: sqlite3.Connection, where: str, step: int) -> dict[str, Scored | Ready]:
+    """Last event with credit of its tokens or roles, of trajectories that meet the condition."""
     rows = connection.execute(
         f"WITH wanted AS MATERIALIZED (SELECT id, first_seq FROM trajectory WHERE {where})"
-        " SELECT CAST(body AS BLOB) FROM event WHERE seq > (SELECT min(first_seq) FROM wanted) AND kind = 'scored'"
-        " AND subject IN (SELECT id FROM wanted) AND json_extract(body, '$.earned') IS NOT NULL",
+        " SELECT CAST(body AS BLOB) FROM event"
+        " WHERE seq > (SELECT min(first_seq) FROM wanted) AND kind IN ('scored', 'ready')"
+        " AND subject IN (SELECT id FROM wanted)"
+        " AND (json_extract(body, '$.earned') IS NOT NULL OR json_extract(body, '$.roles') IS NOT NULL)"
+        " ORDER BY seq",
         (step,),
     )
-    scored = (decode_event(body) for (body,) in rows)
-    return {one.trajectory_id: one.earned for one in scored if isinstance(one, Scored) and one.earned is not None}
+    events = (decode_event(body) for (body,) in rows)
+    return {event.trajectory_id: event for event in events if isinstance(event, Scored | Ready)}
 
 
 def _prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt:

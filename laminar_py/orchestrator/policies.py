@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from laminar_py.config.run import RunConfig
-from laminar_py.control.closing import Credit, Stages
+from laminar_py.control.closing import Stages
+from laminar_py.control.credit import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import control_settings, max_counterfactual, packing
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost

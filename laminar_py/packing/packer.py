@@ -22,8 +22,10 @@ from laminar_py.packing.layout import Layout, lay_out, next_ids, positions
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
+from laminar_py.records.finished import Packable
 from laminar_py.records.recordings import SamplingMask
-from laminar_py.records.returns import earlier_rewards, returns_of
+from laminar_py.records.returns import Returns, earlier_rewards, returns_of
+from laminar_py.records.roles import role_advantages, role_returns
 from laminar_py.records.spans import versions_of
 from laminar_py.records.trajectory import Trajectory
 
@@ -68,6 +70,9 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
 
     def advantages(self, trajectory: Trajectory) -> float | FloatArray:
         """[L] advantage of each response token, or one number for every token."""
+        if trajectory.roles:
+            by_token = role_advantages(trajectory.roles, trajectory.spans) - np.float32(self.advantage_mean)
+            return by_token * np.float32(self.advantage_scale)
         advantage = (trajectory.advantage - self.advantage_mean) * self.advantage_scale
         earlier = earlier_rewards(trajectory.columns)
         if earlier is None:
@@ -182,13 +187,20 @@ def _normalisation(entries: Sequence[Entry[PackedT]]) -> tuple[float, float]:
     trained = [entry for entry in entries if entry.num_trained]
     if not trained:
         return 0.0, 1.0
-    found = [returns_of(entry.trajectory.advantage, entry.trajectory.earned) for entry in trained]
+    found = [_returns(entry.trajectory) for entry in trained]
     counts = np.array([entry.num_trained for entry in trained], np.float64)
     means = np.array([item.mean for item in found])
     mean = float(np.average(means, weights=counts))
     variance = np.average(np.array([item.variance for item in found]) + (means - mean) ** 2, weights=counts)
     deviation, noise = float(np.sqrt(variance)), max(item.noise for item in found)
     return mean, 1.0 / (deviation + STD_FLOOR) if deviation >= noise else 0.0
+
+
+def _returns(trajectory: Packable) -> Returns:
+    """Advantages of a trajectory's trained tokens in short."""
+    if trajectory.roles:
+        return role_returns(trajectory.roles, trajectory.spans)
+    return returns_of(trajectory.advantage, trajectory.earned)
 
 
 def assign(

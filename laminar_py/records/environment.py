@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 
@@ -56,6 +57,7 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
     ends: bool = False
     is_cut: bool = False  # by the cap on turns
     reward: float | None = None  # where it ends; None: the terms of the task judge it
+    roles: tuple[RoleCredit, ...] = ()  # of whose rewards that is the sum
     failure: DropReason | None = None  # the trajectory cannot go on
     detail: str = ""
     elapsed_s: float = 0.0  # until it was there: the environment worked, was waited for or rebuilt

@@ -12,6 +12,7 @@ from laminar_py.records.event import PartStarted as PartStarted
 from laminar_py.records.event import ReplicaLeft as ReplicaLeft
 from laminar_py.records.event import Scaled as Scaled
 from laminar_py.records.returns import Earned
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.scoring import TermValue, said_by
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind
@@ -129,6 +130,7 @@ class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
     at_once: float = 1.0  # responses like this one that its scorer works on at the same time
     terms: list[TermValue] = field(default_factory=list)
     earned: Earned | None = None  # where its tokens have rewards of their own
+    roles: tuple[RoleCredit, ...] = ()  # where these have rewards of their own
 
     @property
     def said(self) -> str:
@@ -136,12 +138,13 @@ class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
         return said_by(self.terms)
 
 
-class Ready(Event, frozen=True):
+class Ready(Event, frozen=True, omit_defaults=True):
     """A group is complete, and its trajectory may be trained on."""
 
     trajectory_id: str
-    advantage: float
+    advantage: float  # the mean of those of its roles, where it has several
     advantage_scale: float = 1.0  # what a unit of reward is in it
+    roles: tuple[RoleCredit, ...] = ()  # with their advantages
 
 
 class Consumed(Event, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import msgspec
 from laminar_py.records.codec import IntArray
 from laminar_py.records.pieces import ColumnRef, PieceRef, TokensRef
 from laminar_py.records.returns import Earned
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.records.tree import packed_tokens
@@ -33,6 +34,7 @@ class FinishedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     advantage_scale: float = 1.0  # what a unit of reward is in it
     weight: float = 1.0  # factor on its loss (staleness reweighting)
     earned: Earned | None = None  # where its tokens have rewards of their own
+    roles: tuple[RoleCredit, ...] = ()  # where these have rewards, and so advantages, of their own
     columns: dict[str, ColumnRef] = {}  # by name
 
     @property
@@ -87,4 +89,14 @@ class Packable(Protocol):
     @property
     def earned(self) -> Earned | None:
         """Process rewards in short, where there are some."""
+        ...
+
+    @property
+    def roles(self) -> tuple[RoleCredit, ...]:
+        """Credit by role, where there are several."""
+        ...
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Spans that cover the response."""
         ...

@@ -7,6 +7,7 @@ controller and ledger know where each lies, how much it is, and its digest. L is
 import msgspec
 
 from laminar_py.records.columns import Dtype, TokenValues
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span
 
 
@@ -28,6 +29,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     experts: bytes | None = None  # as `recordings.pack_experts` has them, of positions of their own; n may be 0
     used_s: float = 0.0  # of generation until its end, on all replicas
     reward: float | None = None  # of the environment, where that ended the trajectory with one
+    roles: tuple[RoleCredit, ...] = ()  # of whose rewards that is the sum
 
     @property
     def end(self) -> int:

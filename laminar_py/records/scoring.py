@@ -10,6 +10,7 @@ import numpy as np
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.returns import Earned
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.trajectory import DropReason, FinishReason
 
 NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)  # of a response that is given by reference
@@ -33,6 +34,7 @@ class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: FloatArray  # [L] of the policy that sampled them
     fields_json: bytes = b"{}"
     environment_reward: float | None = None  # of the environment, where that ended the trajectory with one
+    roles: tuple[RoleCredit, ...] = ()  # that the environment gave rewards of their own
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -125,6 +127,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     terms: list[TermValue] = []
     columns: dict[str, ColumnRef] = {}
     earned: Earned | None = None  # in short, where its tokens have rewards of their own
+    roles: tuple[RoleCredit, ...] = ()  # where these have rewards of their own
     elapsed_s: float = 0.0
     at_once: float = 1.0  # responses like this one that the scorer works on at the same time
     failure: DropReason | None = None

@@ -14,6 +14,7 @@ from laminar_py.records.codec import BoolArray, FloatArray, IntArray
 from laminar_py.records.columns import TokenValues
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
 from laminar_py.records.returns import Earned, earned_by
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span
 from laminar_py.records.tree import packed_tokens
 
@@ -117,6 +118,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float = 0.0
     advantage_scale: float = 1.0  # what a unit of reward is in it
     weight: float = 1.0  # factor on its loss (staleness reweighting)
+    roles: tuple[RoleCredit, ...] = ()  # where these have rewards, and so advantages, of their own
     sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
     routed_experts: RoutedExperts | None = None
     columns: dict[str, TokenValues] = msgspec.field(default_factory=dict)  # by name, each [L]

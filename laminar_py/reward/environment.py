@@ -18,10 +18,12 @@ class EnvironmentTerm(TermConfig):
     """Value of a trajectory that a cap ended, of tokens, turns or seconds."""
 
 
-def make_reward(term: EnvironmentTerm) -> Callable[[ScoringRequest], float]:
+def make_reward(term: EnvironmentTerm) -> Callable[[ScoringRequest], float | dict[str, float]]:
     """The function of a term."""
 
-    def environment_reward(request: ScoringRequest) -> float:
+    def environment_reward(request: ScoringRequest) -> float | dict[str, float]:
+        if request.roles:
+            return {credit.role: credit.reward for credit in request.roles}
         if request.environment_reward is not None:
             return request.environment_reward
         if request.finish_reason is FinishReason.LENGTH:

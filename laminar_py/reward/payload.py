@@ -49,6 +49,7 @@ class ScoredPayload:
             response_ids=response.ids,
             logprobs=response.logprobs,
             environment_reward=response.reward,
+            roles=response.roles,
         )
 
     def _begun(self, unfinished: Unfinished) -> PartialResponse:

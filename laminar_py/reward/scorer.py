@@ -231,6 +231,7 @@ class Scorer:
             request.trajectory_id,
             outcomes,
             columns=() if request.set_name else self._columns,  # an evaluation trains nobody
+            roles=request.roles,
             length=len(request.response_ids),
             at_once=self._width(outcomes),
         )

@@ -4,12 +4,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from laminar_py.config.reward import TermConfig
 from laminar_py.records.columns import TOKEN_REWARDS, Array, Column, Source, TokenValues, token_values
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.scoring import Score, TermValue
 from laminar_py.records.trajectory import DropReason
+from laminar_py.reward.environment import EnvironmentTerm
 from laminar_py.reward.outcome import LARGEST, Outcome
 
 
@@ -18,6 +21,7 @@ def add_up(
     outcomes: Sequence[tuple[TermConfig, Outcome]],
     *,
     columns: Sequence[Column],
+    roles: Sequence[RoleCredit] = (),
     length: int,
     at_once: float,
 ) -> tuple[Score, dict[str, TokenValues]]:
@@ -26,7 +30,7 @@ def add_up(
     With it columns [L] that its terms gave. The first term without a value leaves it without one.
 
     Where a term has a number for each token the sum has too, and those with one number are added at the last.
-    `columns` are wanted of any of the terms.
+    `columns` are wanted of any of the terms; `roles` have rewards of the environment.
     """
 
     def score(value: float | None, **fields: Any) -> Score:
@@ -53,10 +57,24 @@ def add_up(
     if tokens is not None:
         given[TOKEN_REWARDS] = token_values(tokens)
     value = float(tokens.sum()) if tokens is not None else sum(term.weight * _value(of) for term, of in outcomes)
+    if tokens is not None and roles:
+        detail = "roles have rewards of their own, and a term gave one for each token; leave that out"
+        return failed(DropReason.REWARD_FAILED, detail)
     if not abs(value) <= LARGEST:
         detail = f"its terms add up to {value:g}; keep the sum below {LARGEST:g}"
         return failed(DropReason.REWARD_FAILED, detail)
-    return score(value, terms=_term_values(outcomes)), given
+    return score(value, terms=_term_values(outcomes), roles=_with_terms(roles, outcomes)), given
+
+
+def _with_terms(
+    roles: Sequence[RoleCredit], outcomes: Sequence[tuple[TermConfig, Outcome]]
+) -> tuple[RoleCredit, ...]:
+    """Credit of roles where the environment's reward is a term: what the others gave is added to each."""
+    weights = [term.weight for term, _ in outcomes if isinstance(term, EnvironmentTerm)]
+    rest = sum(term.weight * _value(of) for term, of in outcomes if not isinstance(term, EnvironmentTerm))
+    if not weights:
+        return ()
+    return tuple(msgspec.structs.replace(role, reward=sum(weights) * role.reward + rest) for role in roles)
 
 
 def _column_given_twice(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> str | None:

@@ -25,6 +25,7 @@ from laminar_py.records.recordings import (
     pack_mask,
 )
 from laminar_py.records.replica import Assignment, Held, Progress
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span, add_span, clip_spans, covers, replace_spans, shift_spans
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason
 from laminar_py.records.tree import context_tokens, is_tree
@@ -69,6 +70,7 @@ class Running:
     away_since_s: float = 0.0  # its environment works since then, while it is `AWAY`
     environment_s: float = 0.0  # that its environment worked, not told yet
     reward: float | None = None  # of its environment
+    roles: tuple[RoleCredit, ...] = ()  # that its environment gave rewards of their own
     listens: bool = False  # its environment is told the turn in hand as it is sampled
     listened_from: int = 0  # response tokens before that turn
     heard: int = 0  # leading response tokens that it was told
@@ -262,6 +264,7 @@ class Running:
             experts=experts,
             used_s=self.used_s(now),
             reward=self.reward,
+            roles=self.roles,
         )
 
     def progress(

@@ -285,7 +285,7 @@ class Streams:
         if answer.failure is not None:
             self._fail(running, answer.failure, answer.detail)
         elif answer.ends:
-            running.reward = answer.reward
+            running.reward, running.roles = answer.reward, answer.roles
             self._end(running, FinishReason.STOP)
         elif answer.is_cut:
             running.cut = Cap.TURNS

@@ -46,6 +46,7 @@ def complete_one(finished: FinishedTrajectory, loaded: Loaded) -> Trajectory:
         advantage=finished.advantage,
         advantage_scale=finished.advantage_scale,
         weight=finished.weight,
+        roles=finished.roles,
         sampling_mask=response.sampling_mask,
         routed_experts=response.routed_experts,
         columns={name: loaded.column(column).values for name, column in finished.columns.items()},

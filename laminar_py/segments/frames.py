@@ -16,6 +16,7 @@ from blake3 import blake3
 from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.digests import DIGEST_BYTES
 from laminar_py.records.pieces import ColumnPiece, PayloadLostError, Piece
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span
 
 Buffer: TypeAlias = bytes | memoryview
@@ -37,6 +38,7 @@ class _TokensHead(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     experts_bytes: int
     used_s: float
     reward: float | None = None
+    roles: tuple[RoleCredit, ...] = ()
 
 
 class _ColumnHead(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="column"):
@@ -113,6 +115,7 @@ def describe(piece: AnyPiece) -> bytes:
             experts_bytes=_ABSENT if piece.experts is None else len(piece.experts),
             used_s=piece.used_s,
             reward=piece.reward,
+            roles=piece.roles,
         )
     )
 
@@ -152,6 +155,7 @@ def rebuild(description: Buffer, body: Buffer) -> AnyPiece:
         experts=None if head.experts_bytes == _ABSENT else arrays[3],
         used_s=head.used_s,
         reward=head.reward,
+        roles=head.roles,
     )
 
 

@@ -15,6 +15,7 @@ from laminar_py.records.recordings import (
     unpack_experts,
     unpack_mask,
 )
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span, replace_spans
 
 
@@ -28,6 +29,7 @@ class Payload:
     sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
     routed_experts: RoutedExperts | None = None  # from position 0 on
     reward: float | None = None  # of the environment, where that ended it with one
+    roles: tuple[RoleCredit, ...] = ()  # that it gave rewards of their own
 
 
 def join(pieces: Iterable[Piece]) -> Payload:
@@ -39,7 +41,7 @@ def join(pieces: Iterable[Piece]) -> Payload:
     spans: tuple[Span, ...] = ()
     masks: list[SamplingMask] = []
     experts: list[RoutedExperts] = []
-    length, masked, reward = 0, False, None
+    length, masked, reward, roles = 0, False, None, tuple[RoleCredit, ...]()
     for piece in pieces:
         if piece.start != length:
             raise ValueError(f"tokens [{length}, {piece.start}) are missing or stored twice")
@@ -51,7 +53,7 @@ def join(pieces: Iterable[Piece]) -> Payload:
         masked = masked or piece.mask is not None
         masks.append(mask_of(piece))
         length = piece.end
-        reward = piece.reward
+        reward, roles = piece.reward, piece.roles
         if piece.experts is not None:
             experts.append(unpack_experts(piece.experts))
     return Payload(
@@ -61,6 +63,7 @@ def join(pieces: Iterable[Piece]) -> Payload:
         sampling_mask=join_masks(masks) if masked else None,
         routed_experts=join_experts(experts) if experts else None,
         reward=reward,
+        roles=roles,
     )
 
 

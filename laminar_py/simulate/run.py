@@ -15,7 +15,8 @@ from laminar_py.config.emulated_profile import EmulationProfile, LearnerTimes, r
 from laminar_py.config.emulation import EmulationConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.control.closing import Credit, Stages
+from laminar_py.control.closing import Stages
+from laminar_py.control.credit import Credit
 from laminar_py.control.deadlines import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import control_settings, packing

@@ -9,7 +9,8 @@ from laminar_py.config.algorithm import Advantage
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import ControlSettings
-from laminar_py.control.closing import Credit, Stages
+from laminar_py.control.closing import Stages
+from laminar_py.control.credit import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages

@@ -45,6 +45,7 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, length=3, version=4, rou
         reward=reward,
         columns={},
         earned=None,
+        roles=(),
         advantage=0.5,
         advantage_scale=1.0,
     )

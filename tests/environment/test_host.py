@@ -202,6 +202,11 @@ BAD = {
     "no number": (End(float("nan")), "give a finite number or None"),
     "a word for a number": (End("1"), "give a finite number or None"),
     "a number of 400 digits": (End(10**400), "give a finite number or None"),
+    "no role": (End({}, roles=()), "give at least one, name each by a text"),
+    "a role by number": (End({1: 1.0}, roles=(1,)), "give at least one, name each by a text"),
+    "a role with a word for a number": (End({"a": "1"}, roles=("a",)), "give a finite number or None"),
+    "a role without a reward": (End({"a": 1.0}, roles=("b",)), "role 'b' has turns and no reward"),
+    "turns without a role": (End({"a": 1.0}), "has roles of 0 turns, the model took 1; give one for each"),
     "an empty text": (Observation(""), "an empty text; return End to end"),
     "a time-out of its own": (TimeoutError("no answer"), "raised TimeoutError: no answer"),
     "an iterator's end": (StopIteration("no more"), "raised RuntimeError: StopIteration: no more"),
@@ -219,6 +224,16 @@ async def test_a_bad_answer_is_one_line_that_names_it(tmp_path, name):
     assert words in answer.detail
     assert "\n" not in answer.detail
     assert len(answer.detail) <= 400
+
+
+async def test_an_end_has_the_rewards_of_its_roles_and_their_turns(tmp_path):
+    story = Story(make_host(returning(End({"a": 1, "b": 0.5}, roles=["a"])), tmp_path))
+    await story.say()
+    answer = await story.say(1)
+    assert (answer.reward, [(one.role, one.reward, one.turns) for one in answer.roles]) == (
+        1.5,
+        [("a", 1.0, (1,)), ("b", 0.5, ())],
+    )
 
 
 @pytest.mark.parametrize("reward", [np.float64(0.5), np.float32(0.5), 10**20, True])

@@ -219,7 +219,7 @@ def finish(ledger, id, spans, *, epoch=1, reward=1.0):
     ledger.append(Ready(id, 0.5))
 
 
-def score(ledger, id, spans, *, epoch=1, reward=1.0):
+def score(ledger, id, spans, *, epoch=1, reward=1.0, roles=()):
     """SCORED, after `run_to` with all spans."""
     whole = tuple(Span(*span) for span in spans)
     length = whole[-1].end
@@ -235,7 +235,7 @@ def score(ledger, id, spans, *, epoch=1, reward=1.0):
             generate_s=0.2,
         )
     )
-    ledger.append(Scored(trajectory_id=id, reward=reward, elapsed_s=0.01))
+    ledger.append(Scored(trajectory_id=id, reward=reward, elapsed_s=0.01, roles=roles))
 
 
 def make_ready(ledger, id, *, spans=((0, 0, 5),), recorded=False, **kwargs):

@@ -11,6 +11,7 @@ from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
     Dropped,
     Interrupted,
+    Ready,
     RefillStopped,
     Relayed,
     Restamped,
@@ -20,6 +21,7 @@ from laminar_py.records.events import (
     VersionLoaded,
     VersionPublished,
 )
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, Kind, Status
 from laminar_py.records.weights import Published
@@ -83,6 +85,21 @@ async def test_the_time_that_a_trajectory_has_used_comes_back(tmp_path):
             )
         run_to(ledger, "g3.1", [(0, 4, 5)], epoch=3, start=4)
     assert {live.id: live.used_s for live in recover(tmp_path).live} == {"g3.1": 6.5, "g3.2": 0.0}
+
+
+async def test_credit_of_roles_comes_back_with_its_advantages(tmp_path):
+    def credit(advantage=0.0):
+        return (RoleCredit(role="black", reward=1.0, turns=(1,), advantage=advantage),)
+
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        for sample in range(3):
+            issue(ledger, f"g0.{sample}")
+            run_to(ledger, f"g0.{sample}", [(0, 0, 5)])
+            score(ledger, f"g0.{sample}", [(0, 0, 5)], roles=credit() if sample else ())
+        ledger.append(Ready("g0.2", 0.5, 1.0, credit(0.5)))
+    live = recover(tmp_path).live
+    assert [entry.roles for entry in live] == [(), credit(), credit(0.5)]
 
 
 async def test_what_refill_has_seen_since_the_last_step_comes_back(tmp_path):

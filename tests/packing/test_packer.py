@@ -12,7 +12,8 @@ from laminar_py.packing.packer import Packed, StepTerms, assign, pack, step_term
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.recordings import RoutedExperts
-from laminar_py.records.spans import Span
+from laminar_py.records.roles import RoleCredit, role_advantages
+from laminar_py.records.spans import ANEW, Span, sampled_mask
 from tests.builders import make_ref, make_trajectory
 from tests.stored import at_ranks, by_reference
 
@@ -52,11 +53,50 @@ def rewarded(item, seed):
     return replace(item, advantage=float(rewards.sum()), columns={TOKEN_REWARDS: token_values(rewards)})
 
 
+def episode(item, seed):
+    """A trajectory of three turns, which two roles took; each turn begins anew."""
+    rng, spans, place = np.random.default_rng(seed), [], 0
+    for _ in range(3):
+        spans += [Span(None, place, place + 1, follows=ANEW), Span(0, place + 1, place + 4)]
+        place += 4
+    ids = rng.integers(2, 50, place).astype(np.int32)
+    roles = tuple(
+        RoleCredit(role=role, reward=1.0, turns=turns, advantage=float(rng.normal()))
+        for role, turns in (("black", (1, 3)), ("white", (2,)))
+    )
+    return replace(
+        item,
+        response_ids=ids,
+        logprobs=-rng.random(place).astype(np.float32),
+        loss_mask=sampled_mask(spans, place),
+        spans=tuple(spans),
+        roles=roles,
+    )
+
+
+def test_tokens_of_a_turn_have_the_advantage_of_its_role():
+    item = episode(make_trajectory("g0.0", prompt=1), 3)
+    (batch,) = pack_here([item]).microbatches(0)
+    black, white = (role.advantage for role in item.roles)
+    found = batch.advantages[batch.loss_weights > 0]
+    assert found.tolist() == pytest.approx([black] * 3 + [white] * 3 + [black] * 3)
+
+
+def test_advantages_of_roles_are_normalised_over_all_tokens_of_a_step():
+    items = [episode(item, seed) for seed, item in enumerate(trajectories([(1, 12), (1, 12)]))]
+    bins = fit([make_entry(item) for item in items], max_tokens=128)
+    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
+    given = np.concatenate([role_advantages(item.roles, item.spans)[item.loss_mask] for item in items])
+    found = np.concatenate([terms.advantages(item)[item.loss_mask] for item in items])
+    np.testing.assert_allclose(found, (given - given.mean()) / (given.std() + 1e-4), rtol=1e-4)
+
+
 @settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from(list(Aggregation)), st.sets(st.integers(0, 39)))
 def test_a_trajectory_is_packed_alike_with_its_tokens_and_by_reference(shapes, ranks, aggregation, with_rewards):
     items = trajectories(shapes, advantage=0.5)
     items = [rewarded(item, place) if place in with_rewards else item for place, item in enumerate(items)]
+    items[-1] = episode(items[-1], 7)
     steps = []
     for given_as in (items, [referred_to(item) for item in items]):
         bins = fit([make_entry(item) for item in given_as], max_tokens=128)

@@ -15,6 +15,7 @@ from laminar_py.config.reward import RewardConfig, RewardKind, TermConfig
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.records.columns import TOKEN_REWARDS, Array, Column
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.scoring import (
     NoValueError,
     PartialResponse,
@@ -152,6 +153,25 @@ async def test_terms_are_weighted_added_up_and_told_one_by_one(tmp_path):
         ("b", 2),
     ]
     assert found.value == 2 * 1 - 0.5 * 0.5 + 1 + 2
+
+
+async def test_other_terms_are_added_to_the_reward_of_each_role(tmp_path):
+    roles = tuple(RoleCredit(role=name, reward=reward, turns=(1,)) for name, reward in (("a", 1.0), ("b", 0.0)))
+    use = [{"kind": "environment", "weight": 2}, {"kind": "format", "pattern": "x", "weight": 0.5}]
+    async with scorer_of(tmp_path, {"use": use}) as scorer:
+        (found,) = await score(scorer, make_request("x", roles=roles, environment_reward=1.0))
+    assert [(one.role, one.reward) for one in found.roles] == [("a", 2.5), ("b", 0.5)]
+    assert [(term.name, term.value) for term in found.terms] == [("a", 1), ("b", 0), ("format", 1)]
+
+
+async def test_roles_and_tokens_cannot_both_have_rewards(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(request): return [1.0]")
+    roles = (RoleCredit(role="a", reward=1.0, turns=(1,)),)
+    use = [{"kind": "environment"}, f"{tmp_path}/mine.py:score"]
+    async with scorer_of(tmp_path, {"use": use}) as scorer:
+        (found,) = await score(scorer, make_request("x", roles=roles, environment_reward=1.0))
+    assert found.failure is DropReason.REWARD_FAILED
+    assert "roles have rewards of their own" in found.detail
 
 
 async def test_each_task_has_its_own_terms(tmp_path):

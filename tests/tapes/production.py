@@ -19,7 +19,8 @@ from laminar_py.config.repack import PLANNERS
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.book import ControlSettings
-from laminar_py.control.closing import Credit, Stages
+from laminar_py.control.closing import Stages
+from laminar_py.control.credit import Credit
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
@@ -82,7 +83,7 @@ ATTENTION_SHARE = 0.002
 SHORT = 5  # characters of a digest that a tape has
 TAGS = {"counterfactualscored": "probed"}  # words of the tapes for tags that are others
 DELAYED = frozenset({"repacked"})  # recorded by a task of its own
-UNTOLD = ("at_once", "terms", "earned")  # of a score: no decision follows from them that is on no tape
+UNTOLD = ("at_once", "terms", "earned", "roles")  # of a score: no decision follows from them that is on no tape
 
 
 class Clock:

@@ -17,6 +17,7 @@ from laminar_py.environment.agents.runner import AgentRunner, RunningAgent
 from laminar_py.environment.agents.token_paths import TokenPaths
 from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.roles import credits_of
 
 KEY_BYTES = 24
 MOST_WAITING = 16  # requests of one agent, for those before them
@@ -51,6 +52,7 @@ class AgentRequest:
 
     digest: bytes
     prompt: Prompt | None  # until it is answered
+    role: str  # whose turn answers it
     listens: bool
     answer: "asyncio.Future[AgentAnswer]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -120,7 +122,7 @@ class AgentEnvironment:
         self._last: End | AgentFailedError | None = None  # once there is one, nothing that waits is answered
         self._requests: dict[bytes, AgentRequest] = {}  # all, by digest
         self._present: AgentRequest | None = None  # that the model answers next
-        self._turn = 0  # of the model, by number
+        self._roles: list[str] = []  # of the turns that the model took
         self._sampled: SampledTurn | None = None
         self._newest: AgentAnswer | None = None
         self._agent: RunningAgent | None = None
@@ -160,11 +162,12 @@ class AgentEnvironment:
         assert turn is not None, "its tokens come before its text"
         self._present = None
         assert present.prompt is not None, "it is answered once"
-        message = self._messages.read(action, turn=self._turn, has_tools=present.prompt.has_tools)
+        self._roles.append(present.role)
+        message = self._messages.read(action, turn=len(self._roles), has_tools=present.prompt.has_tools)
         if isinstance(present.prompt, Chat):
             self._history.conversation.answered(message)
         else:
-            self._history.paths.answered(turn, number=self._turn)
+            self._history.paths.answered(turn, number=len(self._roles))
         if self._newest is not None:
             self._newest.context = None
         self._newest = AgentAnswer(
@@ -188,27 +191,33 @@ class AgentEnvironment:
 
     # ---- called by the endpoint
 
-    def ask(self, digest: bytes, prompt: Prompt, *, listens: bool) -> AgentRequest:
-        """A request, or the same that was sent before. Raises `TrajectoryEndedError`, `TooManyWaitingError`."""
-        (request,) = self.ask_all([digest], prompt, listens=listens)
-        return request
+    def ask(
+        self, digests: Sequence[bytes], prompt: Prompt, *, role: str, listens: bool = False
+    ) -> list[AgentRequest]:
+        """Requests for as many answers to the same, or none; those that were sent before are these again.
 
-    def ask_all(self, digests: Sequence[bytes], prompt: Prompt, *, listens: bool = False) -> list[AgentRequest]:
-        """Requests for as many answers to the same, or none. Raises as `ask` does."""
+        Raises `TrajectoryEndedError`, `TooManyWaitingError`.
+        """
         new = [digest for digest in digests if digest not in self._requests]
         if new and self._ended:
             raise TrajectoryEndedError
         if self._inbox.qsize() + len(new) > MOST_WAITING:
             raise TooManyWaitingError
         for digest in new:
-            request = self._requests[digest] = AgentRequest(digest=digest, prompt=prompt, listens=listens)
+            request = AgentRequest(digest=digest, prompt=prompt, role=role, listens=listens)
+            self._requests[digest] = request
             self._inbox.put_nowait(request)
         return [self._requests[digest] for digest in digests]
 
-    def reward(self, value: float) -> None:
-        """End the trajectory with a reward. Raises `TrajectoryEndedError` where it has ended."""
+    def reward(self, value: float | dict[str, float]) -> None:
+        """End the trajectory with a reward, or one for each role.
+
+        Raises `TrajectoryEndedError` where it has ended, ValueError where a role that has turns has no reward.
+        """
         if self._ended or self._last is not None:
             raise TrajectoryEndedError
+        if isinstance(value, dict):
+            credits_of(value, self._roles if self._present is None else [*self._roles, self._present.role])
         self._end(End(value))
 
     def _left(self, fault: str) -> None:
@@ -226,12 +235,11 @@ class AgentEnvironment:
             raise self._last
         if self._last is not None:
             self._finish()
-            return self._last
+            return End(self._last.reward, roles=tuple(self._roles))
         assert given is not None, "only the end wakes who waits for nothing"
-        self._turn += 1
         self._present = given
         assert given.prompt is not None, "it was not answered yet"
-        return given.prompt.join(self._history, turn=self._turn)
+        return given.prompt.join(self._history, turn=len(self._roles) + 1)
 
     def _finish(self) -> None:
         self._ended = True

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -55,8 +55,12 @@ class StreamOptions(msgspec.Struct):
 
 
 class AnyRequest(msgspec.Struct, kw_only=True):
-    """Fields that requests for a turn have in common; `return_token_ids` asks for tokens in numbers, too."""
+    """Fields that requests for a turn have in common; `return_token_ids` asks for tokens in numbers, too.
 
+    `model` is the role whose turn answers, where the agent gives each role a reward.
+    """
+
+    model: str = MODEL
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -110,9 +114,9 @@ class TokensRequest(AnyRequest):
 
 
 class RewardRequest(msgspec.Struct):
-    """Reward of a trajectory, e.g. `{"reward": 1.0}`, which ends it."""
+    """Reward that ends a trajectory, or one for each role: `{"reward": {"first": 1.0, "second": 0.0}}`."""
 
-    reward: float
+    reward: float | Annotated[dict[str, float], msgspec.Meta(min_length=1)]
 
 
 class Bodies:

@@ -92,9 +92,10 @@ class AgentEndpoint:
         digest = _digest(request, await request.read())
         try:
             if body.stream:
-                waiting = agent.ask(digest, prompt, listens=not prompt.has_tools)
+                listens = not prompt.has_tools
+                (waiting,) = agent.ask([digest], prompt, role=body.model, listens=listens)
                 return await EventStream(waiting, body, self._words).serve(request)
-            answers = await _answers(agent, digest, prompt, choices=choices)
+            answers = await _answers(agent, digest, prompt, role=body.model, choices=choices)
         except TrajectoryEndedError:
             raise _refused(web.HTTPGone, ENDED) from None
         except TooManyWaitingError:
@@ -123,10 +124,13 @@ class AgentEndpoint:
         if named is not None and named != agent.trajectory_id:
             raise _refused(web.HTTPForbidden, f"the key is not that of {named}")
         value = _decode(RewardRequest, await request.read()).reward
-        if abs(value) > LARGEST:
-            raise _refused(web.HTTPBadRequest, f"reward={value:g}: give a number up to {LARGEST:g}")
+        for one in value.values() if isinstance(value, dict) else [value]:
+            if abs(one) > LARGEST:
+                raise _refused(web.HTTPBadRequest, f"reward={one:g}: give a number up to {LARGEST:g}")
         try:
             agent.reward(value)
+        except ValueError as error:
+            raise _refused(web.HTTPBadRequest, f"reward: {error}") from None
         except TrajectoryEndedError:
             raise _refused(web.HTTPGone, ENDED) from None
         return _json({"reward": value})
@@ -159,11 +163,11 @@ async def serve(keys: Keys, words: Words, *, host: str, port: int, max_body_byte
 
 
 async def _answers(
-    agent: AgentEnvironment, digest: bytes, prompt: Prompt, *, choices: int
+    agent: AgentEnvironment, digest: bytes, prompt: Prompt, *, role: str, choices: int
 ) -> Sequence[AgentAnswer]:
     """Turns that answer a request, each of them asked for by itself."""
     digests = [digest, *(blake3(digest + bytes([place])).digest() for place in range(1, choices))]
-    requests = agent.ask_all(digests, prompt)
+    requests = agent.ask(digests, prompt, role=role)
     return await asyncio.gather(*(asyncio.shield(one.answer) for one in requests))
 
 

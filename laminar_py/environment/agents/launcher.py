@@ -192,7 +192,7 @@ def _imported(function: str) -> Callable[[Any], Any]:
 
 
 def _call(function: Callable[[Any], Any]) -> None:
-    """Call an agent that is a function; what it returns is its reward, unless it is None."""
+    """Call an agent that is a function; what it returns is its reward, or one for each role, unless it is None."""
     problem = json.loads(Path(os.environ["LAMINAR_PROBLEM"]).read_bytes())
     _seed(problem["trajectory_id"])
     value = function(problem)
@@ -200,7 +200,8 @@ def _call(function: Callable[[Any], Any]) -> None:
         value = asyncio.run(value)
     if value is None:
         return
-    request = Request(f"{os.environ['OPENAI_BASE_URL']}/reward", json.dumps({"reward": float(value)}).encode())
+    reward = {role: float(one) for role, one in value.items()} if isinstance(value, dict) else float(value)
+    request = Request(f"{os.environ['OPENAI_BASE_URL']}/reward", json.dumps({"reward": reward}).encode())
     request.add_header("Authorization", f"Bearer {os.environ['OPENAI_API_KEY']}")
     with urlopen(request, timeout=REWARD_TIMEOUT_S):
         pass

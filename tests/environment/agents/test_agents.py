@@ -203,6 +203,29 @@ with ThreadPoolExecutor(40) as pool:
     assert story.log().strip() == "[410, 429]"
 
 
+async def test_an_agent_gives_each_of_its_roles_a_reward(tmp_path):
+    agent = """
+import openai
+def move(role, said):
+    client.chat.completions.create(model=role, messages=[{"role": "user", "content": said}])
+move("first", "9 left")
+move("second", "7 left")
+move("first", "4 left")
+try:
+    reward({"first": 1.0})
+except openai.BadRequestError as error:
+    print(error.body["message"])
+reward({"first": 1.0, "second": 0.0})
+"""
+    story = Story(tmp_path, agent)
+    heard = await story.lead(["2", "3", "4"])
+    assert [(one.role, one.reward, one.turns) for one in heard[-1].roles] == [
+        ("first", 1.0, (1, 3)),
+        ("second", 0.0, (2,)),
+    ]
+    assert "role 'second' has turns and no reward" in story.log()
+
+
 @pytest.mark.parametrize("result", ["4", ""])
 async def test_calls_of_tools_are_the_agents_to_make_and_its_results_go_on(tmp_path, result):
     agent = """
