@@ -1,7 +1,7 @@
-"""The game: find a number from 1 to 7 in three guesses, each answered by `more` or `less`."""
+"""The game: find a number from 1 to 7 in four guesses, each answered by `more` or `less`."""
 
 HIGHEST = 7
-GUESSES = 3
+GUESSES = 4
 QUESTION = f"guess 1 to {HIGHEST}"
 
 

@@ -17,7 +17,7 @@ from laminar_py.records.tree import turn_ends
 
 
 class RoleCredit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a role earned by its turns, e.g. `RoleCredit(role="first", reward=1.0, turns=(1, 3))`."""
+    """Reward of one role in an episode, e.g. `RoleCredit(role="white", reward=1.0, turns=(1, 3))`."""
 
     role: str
     reward: float

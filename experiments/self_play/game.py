@@ -1,0 +1,16 @@
+"""The game: two players take 1 to 3 from a pile in turn, and whoever takes the last has won."""
+
+PILES = range(5, 13)
+MOST = 3
+PLAYERS = ("first", "second")
+
+
+def question(pile: int) -> str:
+    """What a player is told."""
+    return f"{pile} left"
+
+
+def left(pile: int, said: str) -> int | None:
+    """What is left after a move; None where that was none."""
+    taken = int(said) if said.strip().isdecimal() else 0
+    return pile - taken if 1 <= taken <= min(MOST, pile) else None
