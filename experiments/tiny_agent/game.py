@@ -1,6 +1,6 @@
-"""The game: find a number from 1 to 7 in four guesses, each answered by `more` or `less`."""
+"""The game: find a number from 1 to 6 in four guesses, each answered by `more` or `less`."""
 
-HIGHEST = 7
+HIGHEST = 6
 GUESSES = 4
 QUESTION = f"guess 1 to {HIGHEST}"
 

@@ -82,8 +82,12 @@ class Words(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentHome:
-    """Process that environments run in: the sandbox that it may use, its folder of the run, words of the model."""
+    """Process that environments run in: the sandbox that it may use, its folder of the run, words of the model.
 
+    `index` is its number, of several.
+    """
+
+    index: int = 0
     sandbox: SandboxConfig
     folder: Path
     words: Words

@@ -6,14 +6,14 @@ order in which they came, each by one turn of the model; a request that is repea
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from laminar_py.config.environment import Words
 from laminar_py.environment.agents.conversation import Conversation, Message
 from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.agents.requests import AgentHistory, Chat, Prompt
-from laminar_py.environment.agents.runner import AgentRunner, RunningAgent
 from laminar_py.environment.agents.token_paths import TokenPaths
 from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
 from laminar_py.records.codec import FloatArray, IntArray
@@ -96,15 +96,31 @@ class Keys:
         return self._agents.get(key)
 
 
+class StartedAgent(Protocol):
+    """An agent that was started, or for which one is looked."""
+
+    async def end(self) -> None:
+        """End it, whatever it does."""
+        ...
+
+
+class Agents(Protocol):
+    """Whoever starts the agents of trajectories, or has them started elsewhere."""
+
+    async def start(self, problem: Problem, *, key: str, ended: Callable[[str], None]) -> StartedAgent:
+        """The agent of a trajectory, whose requests have `key`; calls `ended` with its fault, or ""."""
+        ...
+
+
 class AgentEnvironment:
     """Environment whose words are the requests of an agent.
 
-    `keys` gives the key that its requests are to have; `runner` starts the agent.
+    `keys` gives the key that its requests are to have; `agents` starts it.
     """
 
     def __init__(
         self,
-        runner: AgentRunner,
+        agents: Agents,
         messages: AssistantMessages,
         words: Words,
         *,
@@ -113,7 +129,7 @@ class AgentEnvironment:
     ) -> None:
         self.deterministic = deterministic
         self.trajectory_id = ""
-        self._runner = runner
+        self._agents = agents
         self._keys = keys
         self._messages = messages
         self._history = AgentHistory(Conversation(), TokenPaths(words))
@@ -125,7 +141,7 @@ class AgentEnvironment:
         self._roles: list[str] = []  # of the turns that the model took
         self._sampled: SampledTurn | None = None
         self._newest: AgentAnswer | None = None
-        self._agent: RunningAgent | None = None
+        self._agent: StartedAgent | None = None
         self._key = ""
         self._ended = False
 
@@ -135,7 +151,7 @@ class AgentEnvironment:
         """Start the agent; its first request begins the conversation."""
         self.trajectory_id = problem.trajectory_id
         self._key = self._keys.admit(self)
-        self._agent = await self._runner.start(problem, key=self._key, ended=self._left)
+        self._agent = await self._agents.start(problem, key=self._key, ended=self._left)
         first = await self._next()
         if isinstance(first, End):
             raise AgentFailedError("the agent ended before it asked its model anything")
@@ -209,8 +225,8 @@ class AgentEnvironment:
             self._inbox.put_nowait(request)
         return [self._requests[digest] for digest in digests]
 
-    def reward(self, value: float | dict[str, float]) -> None:
-        """End the trajectory with a reward, or one for each role.
+    def reward(self, value: float | dict[str, float] | None) -> None:
+        """End the trajectory with a reward, one for each role, or none.
 
         Raises `TrajectoryEndedError` where it has ended, ValueError where a role that has turns has no reward.
         """

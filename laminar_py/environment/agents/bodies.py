@@ -114,9 +114,9 @@ class TokensRequest(AnyRequest):
 
 
 class RewardRequest(msgspec.Struct):
-    """Reward that ends a trajectory, or one for each role: `{"reward": {"first": 1.0, "second": 0.0}}`."""
+    """Reward that ends a trajectory, or None, or one for each role: `{"reward": {"black": 1.0, "white": 0.0}}`."""
 
-    reward: float | Annotated[dict[str, float], msgspec.Meta(min_length=1)]
+    reward: float | Annotated[dict[str, float], msgspec.Meta(min_length=1)] | None
 
 
 class Bodies:

@@ -5,6 +5,8 @@ a request is answered by one whole turn of the model, or refused by a status; wh
 """
 
 import asyncio
+import secrets
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -36,11 +38,14 @@ from laminar_py.environment.agents.bodies import (
     encoded,
     error_body,
 )
+from laminar_py.environment.agents.external import ExternalAgents
 from laminar_py.environment.agents.requests import Chat, Prompt, TextPrompt, TokenPrompt
 from laminar_py.environment.agents.streamed import EventStream
 from laminar_py.environment.calls import LARGEST
 
 SHUTDOWN_S = 1.0  # for requests that are being answered
+PATIENCE_S = 20.0  # of an external agent, for a trajectory
+WILDCARDS = ("0.0.0.0", "::")
 ENDED = "the trajectory has ended"
 RequestT = TypeVar("RequestT", bound=AnyRequest)
 
@@ -48,8 +53,9 @@ RequestT = TypeVar("RequestT", bound=AnyRequest)
 class AgentEndpoint:
     """Handlers of the endpoint."""
 
-    def __init__(self, keys: Keys, words: Words) -> None:
+    def __init__(self, keys: Keys, words: Words, external: ExternalAgents | None = None) -> None:
         self._keys = keys
+        self._external = external
         self._words = words
         self._bodies = Bodies(words)
 
@@ -62,6 +68,8 @@ class AgentEndpoint:
         app.router.add_post("/v1/reward", self._reward)
         app.router.add_post("/v1/trajectories/{trajectory}/reward", self._reward)
         app.router.add_get("/v1/models", self._models)
+        if self._external is not None:
+            app.router.add_post("/v1/trajectories", self._hand_out)
         return app
 
     # ---- turns
@@ -125,7 +133,7 @@ class AgentEndpoint:
             raise _refused(web.HTTPForbidden, f"the key is not that of {named}")
         value = _decode(RewardRequest, await request.read()).reward
         for one in value.values() if isinstance(value, dict) else [value]:
-            if abs(one) > LARGEST:
+            if one is not None and abs(one) > LARGEST:
                 raise _refused(web.HTTPBadRequest, f"reward={one:g}: give a number up to {LARGEST:g}")
         try:
             agent.reward(value)
@@ -135,19 +143,33 @@ class AgentEndpoint:
             raise _refused(web.HTTPGone, ENDED) from None
         return _json({"reward": value})
 
+    async def _hand_out(self, request: web.Request) -> web.Response:
+        """A trajectory for an external agent, or the word that none waits now."""
+        assert self._external is not None, "who starts agents hands none out"
+        if not secrets.compare_digest(_key_of(request).encode(), self._external.key.encode()):
+            raise _refused(web.HTTPUnauthorized, "this is not the key of the run")
+        offer = await self._external.take(PATIENCE_S)
+        if offer is None:
+            return _json({"id": None})
+        problem = msgspec.to_builtins(offer.problem)
+        return _json({"id": offer.problem.trajectory_id, "key": offer.key, "problem": problem})
+
     def _agent(self, request: web.Request) -> AgentEnvironment:
         """The agent whose key the request has. Raises `HTTPUnauthorized`."""
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        agent = self._keys.agent(key)
+        agent = self._keys.agent(_key_of(request))
         if agent is None:
             raise _refused(web.HTTPUnauthorized, "no trajectory that goes on has this key")
         return agent
 
 
+def _key_of(request: web.Request) -> str:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
 @asynccontextmanager
-async def serve(keys: Keys, words: Words, *, host: str, port: int, max_body_bytes: int) -> AsyncIterator[str]:
+async def serve(endpoint: AgentEndpoint, *, host: str, port: int, max_body_bytes: int) -> AsyncIterator[str]:
     """Serve agents while it is open; gives the address, with a free port where it is 0. Raises `ConfigError`."""
-    app = AgentEndpoint(keys, words).app(max_body_bytes=max_body_bytes)
+    app = endpoint.app(max_body_bytes=max_body_bytes)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
@@ -156,8 +178,11 @@ async def serve(keys: Keys, words: Words, *, host: str, port: int, max_body_byte
             await site.start()
         except OSError as error:
             remedy = "choose another, or 0"
-            raise ConfigError(f"environment.port={port}: cannot be served ({error.strerror}); {remedy}") from None
-        yield f"http://{host}:{runner.addresses[0][1]}/v1"
+            raise ConfigError(
+                f"environment.port={port}: cannot be served on {host} ({error.strerror}); {remedy}"
+            ) from None
+        name = socket.gethostname() if host in WILDCARDS else host
+        yield f"http://{name}:{runner.addresses[0][1]}/v1"
     finally:
         await runner.cleanup()
 

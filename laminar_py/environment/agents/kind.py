@@ -10,16 +10,18 @@ from pydantic import Field, model_validator
 
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError, Count, Seconds
-from laminar_py.environment.agents.agent import AgentEnvironment, Keys
-from laminar_py.environment.agents.endpoint import serve
+from laminar_py.environment.agents.agent import AgentEnvironment, Agents, Keys
+from laminar_py.environment.agents.endpoint import AgentEndpoint, serve
+from laminar_py.environment.agents.external import ExternalAgents, run_key, tell_where
 from laminar_py.environment.agents.launcher import Program
 from laminar_py.environment.agents.messages import AssistantMessages
-from laminar_py.environment.agents.runner import LauncherError, open_runner
+from laminar_py.environment.agents.runner import AgentRunner, LauncherError, open_runner
 from laminar_py.environment.protocol import Environment
 from laminar_py.environment.tools.calls import HermesCalls, LlamaCalls
 from laminar_py.environment.tools.settings import CallFamily
 
 LOOPBACK = "127.0.0.1"
+MOST_PORTS = 65_536
 
 
 class AgentConfig(EnvironmentConfig):
@@ -39,6 +41,8 @@ class AgentConfig(EnvironmentConfig):
     function: str | None = None
     """In place of a command `path/to/file.py:function`, called with the problem; what it returns is the reward,
     unless it is None. The file is imported once, and each agent is a fork of that process."""
+    external: bool = False
+    """In place of both: agents run elsewhere, and ask the endpoint for trajectories."""
     memory_mib: Count | None = None
     """Memory of an agent's own data, MiB, of each process of it. Default: no limit of its own."""
     cpu_s: Seconds | None = None
@@ -50,19 +54,21 @@ class AgentConfig(EnvironmentConfig):
     deterministic: bool = True
     """Start an agent over whose process died, as long as it asks its model the same again; what it does elsewhere
     it does twice. Else its trajectory is dropped as `environment_lost`."""
+    host: str = LOOPBACK
+    """Address that the endpoint is served on; others than loopback are for external agents of other machines. What
+    is sent is not encrypted."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
-    """Port of the endpoint, on loopback; 0: one that is free."""
+    """Port of the endpoint, of the first of several processes: the others have the next ones. 0: any free one."""
     max_body_bytes: Count = 4 * 2**20
     """Longest request; a longer one is refused by status 413."""
 
     @model_validator(mode="after")
     def _check_agent(self) -> Self:
-        if (self.command is None) == (self.function is None):
-            raise ConfigError("environment.command and environment.function: give one of them")
-        if self.port and self.workers > 1:
-            raise ConfigError(
-                f"environment.port={self.port}: one process can have it; set environment.workers=1, or 0"
-            )
+        if [self.command is not None, self.function is not None, self.external].count(True) != 1:
+            raise ConfigError("environment.command, environment.function, environment.external: give one of them")
+        if self.port and self.port + self.workers > MOST_PORTS:
+            needed = f"{self.workers} processes need as many; choose a lower one"
+            raise ConfigError(f"environment.port={self.port}: {needed}")
         if self.function is not None and ".py:" not in self.function:
             raise ConfigError(f"environment.function={self.function}: write path/to/file.py:function")
         return self
@@ -79,7 +85,27 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
         if is_hermes
         else AssistantMessages(LlamaCalls(), mark="<|python_tag|>")
     )
-    keys = Keys()
+    keys, folder = Keys(), home.folder / "agents"
+    where = folder / f"external-{home.index}.json"
+    external = ExternalAgents(run_key(where)) if settings.external else None
+    port = settings.port + home.index if settings.port else 0
+    async with AsyncExitStack() as stack:
+        endpoint = AgentEndpoint(keys, home.words, external)
+        served = serve(endpoint, host=settings.host, port=port, max_body_bytes=settings.max_body_bytes)
+        url = await stack.enter_async_context(served)
+        if external is None:
+            agents: Agents = await stack.enter_async_context(_own_agents(settings, url=url, folder=folder))
+        else:
+            tell_where(where, url=url, key=external.key)
+            agents = external
+        yield lambda: AgentEnvironment(
+            agents, messages, home.words, keys=keys, deterministic=settings.deterministic
+        )
+
+
+@asynccontextmanager
+async def _own_agents(settings: AgentConfig, *, url: str, folder: Path) -> AsyncIterator[AgentRunner]:
+    """Starts agents of the command, or the function. Raises `ConfigError` where that cannot be."""
     program = Program(
         command=_resolved(settings.command or []),
         function=_absolute(settings.function or ""),
@@ -87,18 +113,13 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
         cpu_s=settings.cpu_s,
     )
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(
-            serve(keys, home.words, host=LOOPBACK, port=settings.port, max_body_bytes=settings.max_body_bytes)
-        )
         try:
-            opened = open_runner(program, url=url, folder=home.folder / "agents", keeps=settings.keep_folders)
+            opened = open_runner(program, url=url, folder=folder, keeps=settings.keep_folders)
             runner = await stack.enter_async_context(opened)
         except LauncherError as error:
             program_of = "command" if settings.function is None else f"function={settings.function}"
             raise ConfigError(f"environment.{program_of}: {error}; mend it") from None
-        yield lambda: AgentEnvironment(
-            runner, messages, home.words, keys=keys, deterministic=settings.deterministic
-        )
+        yield runner
 
 
 def _resolved(command: list[str]) -> tuple[str, ...]:

@@ -65,7 +65,8 @@ class Story:
         (folder / "agent.py").write_text(head + agent)
         made = make_chat_encoder(folder, template.text, arguments=template.arguments)
         runs = {"function": f"{folder / 'agent.py'}:run"} if "def run(" in agent else {"command": command(folder)}
-        self.settings = AgentConfig(**runs, timeout_s=20.0, **settings)
+        runs = {} if "external" in settings else runs
+        self.settings = AgentConfig(**{"timeout_s": 20.0, **runs, **settings})
         self.writer = open_writer(made._model_dir, made._settings, self.settings, messages=True)
         self.codec, self.end, self.folder = made.tokenizer, template.end, folder
         self.turn = ModelTurn(
@@ -399,16 +400,75 @@ async def test_an_agent_that_fails_drops_its_trajectory_with_its_last_words(tmp_
 async def test_a_port_that_another_has_is_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"environment.port={port}: cannot be served .*choose another, or 0"):
+        words = f"environment.port={port}: cannot be served on 127.0.0.1 .*choose another, or 0"
+        with pytest.raises(ConfigError, match=words):
             async with open_agents(AgentConfig(command=["true"], port=port), home(tmp_path)):
                 raise AssertionError("it is served")
+
+
+EXTERNAL = """
+import json, sys
+import openai
+there = json.load(open(sys.argv[1]))
+run = openai.OpenAI(base_url=there["url"], api_key=there["key"])
+try:
+    run.with_options(api_key="sk-other").post("/trajectories", cast_to=object)
+except openai.AuthenticationError:
+    print("refused")
+taken = run.post("/trajectories", cast_to=object)
+client = run.with_options(api_key=taken["key"])
+said = [{"role": "user", "content": taken["problem"]["prompt"]}]
+answer = client.chat.completions.create(model="policy", messages=said).choices[0].message.content
+client.post("/reward", cast_to=object, body={"reward": float(answer == taken["problem"]["answer"])})
+print(taken["id"], answer)
+"""
+
+
+def wait_for_file(path):
+    for _ in range(1000):
+        if path.is_file():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} is not there")
+
+
+async def test_an_external_agent_takes_a_trajectory_with_the_key_of_the_run(tmp_path):
+    story = Story(tmp_path, "", external=True)
+    (tmp_path / "external.py").write_text(EXTERNAL)
+    where = tmp_path / "agents" / "external-0.json"
+
+    async def come():
+        await asyncio.to_thread(wait_for_file, where)
+        command = [sys.executable, str(tmp_path / "external.py"), str(where)]
+        agent = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        return (await agent.communicate())[0].decode().split("\n")[:2]
+
+    said, heard = await asyncio.gather(come(), story.lead(["4"]))
+    assert said == ["refused", "g0.0 4"]
+    assert (heard[-1].ends, heard[-1].reward) == (True, 1.0)
+    assert where.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_trajectory_that_no_external_agent_takes_is_dropped_in_time(tmp_path):
+    story = Story(tmp_path, "", external=True, timeout_s=0.5)
+    (answer,) = await story.lead([])
+    assert answer.failure is DropReason.ENVIRONMENT_TIMEOUT
+
+
+async def test_the_key_of_a_run_stays_when_its_process_does_not(tmp_path):
+    settings, keys = AgentConfig(external=True), []
+    for _ in range(2):
+        async with open_agents(settings, home(tmp_path)):
+            keys.append(json.loads((tmp_path / "agents" / "external-0.json").read_text())["key"])
+    assert keys[0] == keys[1]
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"command": ["true"], "port": 4711, "workers": 2}, "environment.port=4711: one process can have it"),
-        ({}, "environment.command and environment.function: give one of them"),
+        ({"command": ["true"], "port": 65_535, "workers": 2}, "environment.port=65535: 2 processes need as many"),
+        ({}, "environment.command, environment.function, environment.external: give one of them"),
+        ({"command": ["true"], "external": True}, "environment.external: give one of them"),
         ({"function": "agent.py"}, "environment.function=agent.py: write path/to/file.py:function"),
     ],
 )

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.environment.agents.agent import AgentEnvironment, Keys
-from laminar_py.environment.agents.endpoint import serve
+from laminar_py.environment.agents.endpoint import AgentEndpoint, serve
 from laminar_py.environment.agents.kind import AgentConfig
 from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.calls import EnvironmentCalls
@@ -214,7 +214,8 @@ async def hosted(folder, model):
     def make():
         return AgentEnvironment(runner, messages, model.writer, keys=keys, deterministic=False)
 
-    async with serve(keys, model.writer, host="127.0.0.1", port=0, max_body_bytes=2**22) as runner.url:
+    endpoint = AgentEndpoint(keys, model.writer)
+    async with serve(endpoint, host="127.0.0.1", port=0, max_body_bytes=2**22) as runner.url:
         calls, saved = EnvironmentCalls(settings), SavedTurns(folder / "saved")
         yield EnvironmentHost(make, calls=calls, writer=model.writer, saved=saved, limits=settings), runner
 
