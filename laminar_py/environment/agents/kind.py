@@ -35,7 +35,7 @@ class AgentConfig(EnvironmentConfig):
     """Longest request with its tools, as text; a longer one drops the trajectory as `environment_failed`."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """Command of the agent, e.g. `[python, agent.py]`. It finds the endpoint in `OPENAI_BASE_URL` and
-    `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`."""
+    `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`, the tokenizer in the folder `LAMINAR_MODEL`."""
     function: str | None = None
     """In place of a command `path/to/file.py:function`, called with the problem; what it returns is the reward,
     unless it is None. The file is imported once, and each agent is a fork of that process."""
@@ -91,7 +91,8 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
             serve(keys, home.words, host=LOOPBACK, port=settings.port, max_body_bytes=settings.max_body_bytes)
         )
         try:
-            opened = open_runner(program, url=url, folder=home.folder / "agents", keeps=settings.keep_folders)
+            folder, keeps = home.folder / "agents", settings.keep_folders
+            opened = open_runner(program, url=url, folder=folder, model=home.model, keeps=keeps)
             runner = await stack.enter_async_context(opened)
         except LauncherError as error:
             program_of = "command" if settings.function is None else f"function={settings.function}"

@@ -33,7 +33,10 @@ class EnvironmentActor(PartActor):
         writer = open_writer(config.model.path, config.data.chat, settings, messages=spec.messages)
         with ENVIRONMENTS.blaming(settings.kind):
             home = EnvironmentHome(
-                sandbox=config.sandbox, folder=environments_path(Path(spec.run_dir)), words=writer
+                sandbox=config.sandbox,
+                folder=environments_path(Path(spec.run_dir)),
+                model=config.model.path,
+                words=writer,
             )
             opened = ENVIRONMENTS.get(settings.kind).open(settings, home)
             make = await self._open.enter_async_context(opened)  # what it holds ends with the process

@@ -53,7 +53,7 @@ def command(folder):
 
 
 def home(folder, words=None):
-    return EnvironmentHome(sandbox=SandboxConfig(), folder=folder, words=words)
+    return EnvironmentHome(sandbox=SandboxConfig(), folder=folder, model=folder, words=words)
 
 
 class Story:
@@ -583,7 +583,7 @@ from laminar_py.environment.protocol import Problem
 async def main():
     folder = Path({str(tmp_path)!r})
     program = Program(command=({sys.executable!r}, str(folder / "agent.py")))
-    async with open_runner(program, url="", folder=folder / "agents", keeps=True) as runner:
+    async with open_runner(program, url="", folder=folder / "agents", model=folder, keeps=True) as runner:
         await runner.start(Problem(prompt="", answer="", trajectory_id="t"), key="", ended=print)
         while not (folder / "agents/t/pids").exists() or not (folder / "agents/t/pids").read_text():
             await asyncio.sleep(0.01)
