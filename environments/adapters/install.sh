@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs packages that the adapters are tested against: install.sh FOLDER (Python 3.11 or later, two minutes).
-# Each has a virtual environment of its own in the folder, since no release of one library suits both of them.
+# Installs packages that the adapters are tested against: install.sh FOLDER (Python 3.11 or later, two to four minutes).
+# Each has a virtual environment of its own in the folder, since they want different releases of one library.
 # Does nothing if FOLDER has been installed since this folder last changed.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -7,8 +7,8 @@ __all__ = ["Direct", "SumsEnv", "SumsTaskset"]
 
 
 class SumsConfig(vf.TasksetConfig):
-    prompt: str = ""
-    answer: str = ""
+    prompt: str = "2+2="
+    answer: str = "4"
 
 
 class SumsData(vf.TaskData):

@@ -8,12 +8,17 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
+from laminar_py.audit.verify import verify
 from laminar_py.environment.openenv_kind import OpenEnvEnvironment, open_openenv
 from laminar_py.environment.protocol import Problem
+from laminar_py.ledger.database import reading
+from laminar_py.records.spans import decode_spans, num_turns
 from laminar_py.records.trajectory import DropReason
 from tests.environment.adapters.packages import ROOT, python_of
 from tests.environment.text_story import TextStory
 from tests.environment.turns import HOME
+from tests.runs.runs import TrainProcess
+from tests.runs.test_agents_run import settings
 
 pytestmark = pytest.mark.adapters
 PATIENCE_S = 60.0
@@ -118,3 +123,21 @@ async def test_trajectories_of_a_server_that_dies_are_lost(tmp_path):
             answer, _ = await other.say()
     assert answer.failure is DropReason.ENVIRONMENT_LOST
     assert f"no session at {url}" in answer.detail
+
+
+def test_a_run_trains_on_what_a_server_says(tmp_path):
+    with served(tmp_path, sessions=64) as (_, url):
+        given = f'kind: openenv, url: "{url}", action_field: number, form: "{{hint}}", arguments: {{guesses: 2}}'
+        with TrainProcess(
+            tmp_path, *settings(tmp_path, steps=2), f"environment={{{given}, max_turns: 4}}"
+        ) as train:
+            code, output = train.finish()
+    assert code == 0, output
+    assert not verify(train.run)
+    with reading(train.run) as ledger:
+        rows = ledger.execute("SELECT spans, reward FROM trajectory WHERE status = 'consumed'").fetchall()
+        dropped = {reason for (reason,) in ledger.execute("SELECT drop_reason FROM trajectory")}
+    assert not [reason for reason in dropped if reason and reason.startswith("environment")]
+    assert len(rows) >= 32
+    assert {reward for _, reward in rows} == {0.0}, "of three digits it knows none"
+    assert max(num_turns(decode_spans(spans)) for spans, _ in rows) > 1

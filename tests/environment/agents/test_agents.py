@@ -326,6 +326,12 @@ print("".join(event.choices[0].text for event in client.completions.create(
     assert story.codec.decode(heard[1].ids) == " and 3+3="
 
 
+async def test_an_agent_finds_the_tokenizer_of_its_model(tmp_path):
+    story = Story(tmp_path, "print(os.path.isfile(os.environ['LAMINAR_MODEL'] + '/tokenizer.json')); ask()")
+    await story.lead(["4"])
+    assert story.log().strip() == "True"
+
+
 @pytest.mark.parametrize(
     ("asks", "status"),
     [
