@@ -28,6 +28,7 @@ NO_ROOM = "CAPACITY_REACHED"  # code of a server that has as many sessions as it
 INVALID = "VALIDATION_ERROR"  # code for an action that is none of its kind
 ROOM_TRIES = 20  # since a session that ends may still take its place
 ROOM_PAUSE_S = 0.25
+SCHEMA_BYTES = 2**22
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,15 +100,12 @@ class OpenEnvSession:
         """End the session, on the server too."""
         self._coming.cancel()
         await asyncio.gather(self._coming, return_exceptions=True)
-        with contextlib.suppress(CallFailedError):
-            await self._send({"type": "close"})
+        await self._send({"type": "close"})
         await self._socket.close()
 
     async def _send(self, message: Mapping[str, Any]) -> None:
-        try:
+        with contextlib.suppress(OSError, aiohttp.ClientError):  # what comes, if only the end, says why
             await self._socket.send_str(msgspec.json.encode(message).decode())
-        except (OSError, aiohttp.ClientError) as error:
-            raise _lost(f"its server is gone ({error})") from error
 
     def _read(self, message: aiohttp.WSMessage) -> ObservationMessage | FaultMessage:
         if message.type is aiohttp.WSMsgType.TEXT:
@@ -133,7 +131,8 @@ class OpenEnvServer:
         try:
             async with asyncio.timeout(CONNECT_S), self._http.get(f"{self._url}/schema") as answer:
                 answer.raise_for_status()
-                return msgspec.convert(await answer.json(), dict[str, dict[str, Any]])["action"]
+                schemas = msgspec.json.decode(await _read(answer.content), type=dict[str, dict[str, Any]])
+                return schemas["action"]
         except (aiohttp.ClientError, ValueError, KeyError, TimeoutError) as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
 
@@ -172,6 +171,16 @@ async def connected(url: str, *, max_message_bytes: int) -> AsyncIterator[OpenEn
     unlimited = aiohttp.TCPConnector(limit=0)  # trajectories in flight are bounded, and each has one
     async with aiohttp.ClientSession(connector=unlimited) as http:
         yield OpenEnvServer(http, url, max_message_bytes=max_message_bytes)
+
+
+async def _read(content: aiohttp.StreamReader) -> bytes:
+    """Body of an answer. Raises `ValueError` above `SCHEMA_BYTES`."""
+    found = b""
+    while chunk := await content.read(SCHEMA_BYTES):
+        found += chunk
+        if len(found) > SCHEMA_BYTES:
+            raise ValueError(f"more than {SCHEMA_BYTES:,} bytes")
+    return found
 
 
 def _is_too_big(error: object) -> bool:
