@@ -4,10 +4,11 @@ SEED ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/installed
 SGLANG := .venv-sglang/installed
+ADAPTERS := .venv-adapters/installed
 # one worker more than there are cores, since whole runs mostly wait; each takes 1.6 GiB
 WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
 
-.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl docs clean
+.PHONY: quickstart quickstart-sglang test test-sglang test-adapters lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -17,10 +18,14 @@ quickstart-sglang: $(INSTALLED) $(SGLANG)
 	$(BIN)/laminar train configs/quickstart_sglang.yaml seed=$(SEED)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not slow and not sglang" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not slow and not sglang and not adapters" $(WORKERS) $(ARGS)
 
 test-sglang: $(INSTALLED) $(SGLANG)
 	LAMINAR_SGLANG_PYTHON=$(CURDIR)/$(dir $(SGLANG))bin/python $(BIN)/python -m pytest -m sglang -rs $(ARGS)
+
+# agents and environments of other packages
+test-adapters: $(INSTALLED) $(ADAPTERS)
+	LAMINAR_ADAPTERS=$(CURDIR)/$(dir $(ADAPTERS)) $(BIN)/python -m pytest -m adapters -rs $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -100,5 +105,8 @@ $(INSTALLED): pyproject.toml constraints/cpu.txt
 $(SGLANG): $(shell find environments/sglang_cpu -type f)
 	PYTHON=$(PYTHON) environments/sglang_cpu/install.sh $(dir $@)
 
+$(ADAPTERS): $(shell find environments/adapters -type f)
+	PYTHON=$(PYTHON) environments/adapters/install.sh $(dir $@)
+
 clean:
-	rm -rf .venv .venv-sglang .cache runs
+	rm -rf .venv .venv-sglang .venv-adapters .cache runs

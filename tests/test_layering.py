@@ -67,6 +67,7 @@ LIBRARIES = {  # heavy library: where it may be imported
         "engines/sglang/",
         "environment/agents/endpoint.py",
         "environment/agents/streamed.py",
+        "environment/openenv_session.py",
         "reward/servers.py",
         "segments/store.py",
         "bench/",

@@ -25,8 +25,8 @@ class EnvironmentConfig(Section):
     """Counterpart of the model, which answers its turns, and the processes that it runs in."""
 
     kind: str = CLASS
-    """`class`, `tools`, `agent`, `gymnasium`, `reasoning_gym`, `trl`, or one that an installed package announces
-    as `laminar_py.environments`."""
+    """`class`, `tools`, `agent`, `gymnasium`, `openenv`, `reasoning_gym`, `trl`, or one that an installed package
+    announces as `laminar_py.environments`."""
     workers: Count = 1
     """Processes that environments run in, each with many at a time."""
     at_once: Count = 64
@@ -82,7 +82,7 @@ class Words(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentHome:
-    """Process that environments run in: the sandbox that it may use, its folder of the run, words of the model.
+    """Process that environments run in: the sandbox that it may use, its folder of the run, the run's model.
 
     `index` is its number, of several.
     """
@@ -90,6 +90,7 @@ class EnvironmentHome:
     index: int = 0
     sandbox: SandboxConfig
     folder: Path
+    model: Path  # a folder, with the tokenizer
     words: Words
 
 
@@ -113,6 +114,7 @@ ENVIRONMENTS = Registry(
         "agent": "laminar_py.environment.agents.kind:AGENT",
         CLASS: "laminar_py.environment.own_class:CLASS_KIND",
         "gymnasium": "laminar_py.environment.gymnasium_kind:GYMNASIUM",
+        "openenv": "laminar_py.environment.openenv_kind:OPENENV",
         "reasoning_gym": "laminar_py.environment.reasoning_gym_kind:REASONING_GYM",
         "tools": "laminar_py.environment.tools.kind:TOOLS",
         "trl": "laminar_py.environment.trl_kind:TRL",

@@ -72,6 +72,8 @@ class EnvironmentCalls:
                 if inspect.iscoroutinefunction(function):
                     return await function(*arguments)
                 return await self._in_thread(function, *arguments)
+        except CallFailedError:  # of one of our own, which knows the reason
+            raise
         except (Exception, SystemExit) as error:  # somebody else's code may raise anything
             if isinstance(error, TimeoutError) and limit.expired():
                 detail = f"{_name(function)} took longer than environment.timeout_s={self._settings.timeout_s:g}"

@@ -19,7 +19,7 @@ from laminar_py.records.environment import Problem
 
 LETTERS = "abcd"
 END = 0  # ends a turn
-HOME = EnvironmentHome(sandbox=SandboxConfig(), folder=Path("environments"), words=None)
+HOME = EnvironmentHome(sandbox=SandboxConfig(), folder=Path("environments"), model=Path("model"), words=None)
 
 
 def greedy_tokenizer() -> Tokenizer:

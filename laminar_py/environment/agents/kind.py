@@ -37,7 +37,7 @@ class AgentConfig(EnvironmentConfig):
     """Longest request with its tools, as text; a longer one drops the trajectory as `environment_failed`."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """Command of the agent, e.g. `[python, agent.py]`. It finds the endpoint in `OPENAI_BASE_URL` and
-    `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`."""
+    `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`, the tokenizer in the folder `LAMINAR_MODEL`."""
     function: str | None = None
     """In place of a command `path/to/file.py:function`, called with the problem; what it returns is the reward,
     unless it is None. The file is imported once, and each agent is a fork of that process."""
@@ -85,8 +85,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
         if is_hermes
         else AssistantMessages(LlamaCalls(), mark="<|python_tag|>")
     )
-    keys, folder = Keys(), home.folder / "agents"
-    where = folder / f"external-{home.index}.json"
+    keys, where = Keys(), home.folder / "agents" / f"external-{home.index}.json"
     external = ExternalAgents(run_key(where)) if settings.external else None
     port = settings.port + home.index if settings.port else 0
     async with AsyncExitStack() as stack:
@@ -94,7 +93,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
         served = serve(endpoint, host=settings.host, port=port, max_body_bytes=settings.max_body_bytes)
         url = await stack.enter_async_context(served)
         if external is None:
-            agents: Agents = await stack.enter_async_context(_own_agents(settings, url=url, folder=folder))
+            agents: Agents = await stack.enter_async_context(_own_agents(settings, home, url=url))
         else:
             tell_where(where, url=url, key=external.key)
             agents = external
@@ -104,7 +103,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
 
 
 @asynccontextmanager
-async def _own_agents(settings: AgentConfig, *, url: str, folder: Path) -> AsyncIterator[AgentRunner]:
+async def _own_agents(settings: AgentConfig, home: EnvironmentHome, *, url: str) -> AsyncIterator[AgentRunner]:
     """Starts agents of the command, or the function. Raises `ConfigError` where that cannot be."""
     program = Program(
         command=_resolved(settings.command or []),
@@ -114,7 +113,8 @@ async def _own_agents(settings: AgentConfig, *, url: str, folder: Path) -> Async
     )
     async with AsyncExitStack() as stack:
         try:
-            opened = open_runner(program, url=url, folder=folder, keeps=settings.keep_folders)
+            folder, keeps = home.folder / "agents", settings.keep_folders
+            opened = open_runner(program, url=url, folder=folder, model=home.model, keeps=keeps)
             runner = await stack.enter_async_context(opened)
         except LauncherError as error:
             program_of = "command" if settings.function is None else f"function={settings.function}"

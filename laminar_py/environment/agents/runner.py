@@ -78,9 +78,9 @@ class RunningAgent:
 class AgentRunner:
     """Starts agents of a program; the folders of those that have ended it `keeps`, or else their logs alone."""
 
-    def __init__(self, program: Program, *, url: str, folder: Path, keeps: bool) -> None:
+    def __init__(self, program: Program, *, url: str, folder: Path, model: Path, keeps: bool) -> None:
         self._program = program
-        self._url = url
+        self._model = {"OPENAI_BASE_URL": url, "LAMINAR_MODEL": str(model.absolute())}
         self._keeps = keeps
         self._folder = folder.absolute()  # each agent has a folder of its own to be in
         self._launcher: asyncio.subprocess.Process | None = None
@@ -114,7 +114,7 @@ class AgentRunner:
             self._folder.mkdir(parents=True, exist_ok=True)
             log = self._folder / LAUNCHER_LOG
             variables = {name: os.environ[name] for name in KEPT if name in os.environ}
-            variables |= {"OPENAI_BASE_URL": self._url, "OPENAI_API_KEY": NO_KEY, "PYTHONHASHSEED": "0"}
+            variables |= {**self._model, "OPENAI_API_KEY": NO_KEY, "PYTHONHASHSEED": "0"}
             with log.open("ab") as file:
                 launcher = await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -157,9 +157,11 @@ class AgentRunner:
 
 
 @asynccontextmanager
-async def open_runner(program: Program, *, url: str, folder: Path, keeps: bool) -> AsyncIterator[AgentRunner]:
+async def open_runner(
+    program: Program, *, url: str, folder: Path, model: Path, keeps: bool
+) -> AsyncIterator[AgentRunner]:
     """A runner whose agents end with it. Raises `LauncherError`."""
-    runner = AgentRunner(program, url=url, folder=folder, keeps=keeps)
+    runner = AgentRunner(program, url=url, folder=folder, model=model, keeps=keeps)
     await runner.begin()
     try:
         yield runner

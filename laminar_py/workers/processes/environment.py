@@ -36,6 +36,7 @@ class EnvironmentActor(PartActor):
                 index=spec.index,
                 sandbox=config.sandbox,
                 folder=environments_path(Path(spec.run_dir)),
+                model=config.model.path,
                 words=writer,
             )
             opened = ENVIRONMENTS.get(settings.kind).open(settings, home)

@@ -53,7 +53,7 @@ def command(folder):
 
 
 def home(folder, words=None):
-    return EnvironmentHome(sandbox=SandboxConfig(), folder=folder, words=words)
+    return EnvironmentHome(sandbox=SandboxConfig(), folder=folder, model=folder, words=words)
 
 
 class Story:
@@ -348,6 +348,12 @@ print("".join(event.choices[0].text for event in client.completions.create(
     assert story.log().split("\n")[:4] == ["4 [-1.0, -2.0]", "6", "8", "9"]
     assert [answer.follows for answer in heard] == [ANEW, None, ANEW, ANEW, None]
     assert story.codec.decode(heard[1].ids) == " and 3+3="
+
+
+async def test_an_agent_finds_the_tokenizer_of_its_model(tmp_path):
+    story = Story(tmp_path, "print(os.path.isfile(os.environ['LAMINAR_MODEL'] + '/tokenizer.json')); ask()")
+    await story.lead(["4"])
+    assert story.log().strip() == "True"
 
 
 @pytest.mark.parametrize(
@@ -666,7 +672,7 @@ from laminar_py.environment.protocol import Problem
 async def main():
     folder = Path({str(tmp_path)!r})
     program = Program(command=({sys.executable!r}, str(folder / "agent.py")))
-    async with open_runner(program, url="", folder=folder / "agents", keeps=True) as runner:
+    async with open_runner(program, url="", folder=folder / "agents", model=folder, keeps=True) as runner:
         await runner.start(Problem(prompt="", answer="", trajectory_id="t"), key="", ended=print)
         while not (folder / "agents/t/pids").exists() or not (folder / "agents/t/pids").read_text():
             await asyncio.sleep(0.01)
