@@ -109,7 +109,7 @@ async def _speak(
 
 
 async def _stream(response: aiohttp.ClientResponse) -> tuple[float, str]:
-    """When the first token was here, and the text of all."""
+    """Read a stream; the time of its first token, and all of its text."""
     first_s, parts = 0.0, []
     async for line in response.content:
         if line.startswith(b"data: {"):

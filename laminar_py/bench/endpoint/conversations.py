@@ -36,7 +36,7 @@ class Conversations:
         return drawn
 
     def says(self) -> list[list[str]]:
-        """What each agent says before each turn."""
+        """Texts of each agent, one before each turn."""
         rng = np.random.default_rng(self.agents)
         drawn = rng.integers(len(NUMBERS), size=(self.agents, self.turns, self.words)).tolist()
         return [["".join(NUMBERS[word] for word in words) for words in agent] for agent in drawn]

@@ -90,14 +90,14 @@ class EndpointBench:
                 return await converse(keys, case.says(), streams=streams)
 
     async def alone(self, case: Conversations, *, streams: bool) -> Timed:
-        """The same of the engine alone."""
+        """Have the engine answer a round by itself."""
         again = RoundAlone(name=case.name, lengths=case.lengths(), streams=streams)
         return await self._replica.ask(Timed, "alone", encode(again))
 
 
 @asynccontextmanager
 async def open_bench(folder: Path) -> AsyncIterator[EndpointBench]:
-    """What is measured, started."""
+    """Start both, for as long as it is open."""
     socket = folder / "keys"
     async with open_keys(socket) as keys:
         bench = EndpointBench(folder, keys, socket)
