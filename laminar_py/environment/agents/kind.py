@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError, Count, Seconds
 from laminar_py.environment.agents.agent import AgentEnvironment, Keys
+from laminar_py.environment.agents.connections import ConnectionBounds
 from laminar_py.environment.agents.endpoint import serve
 from laminar_py.environment.agents.launcher import Program
 from laminar_py.environment.agents.messages import AssistantMessages
@@ -32,7 +33,8 @@ class AgentConfig(EnvironmentConfig):
     """Longest time between an answer and the next request; what takes longer is dropped as
     `environment_timeout`."""
     max_observation_bytes: Count = 2**20
-    """Longest request with its tools, as text; a longer one drops the trajectory as `environment_failed`."""
+    """Longest text that a request has beyond what it repeats, with its tools; a longer one is refused by status
+    413."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """Command of the agent, e.g. `[python, agent.py]`. It finds the endpoint in `OPENAI_BASE_URL` and
     `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`."""
@@ -54,6 +56,9 @@ class AgentConfig(EnvironmentConfig):
     """Port of the endpoint, on loopback; 0: one that is free."""
     max_body_bytes: Count = 4 * 2**20
     """Longest request; a longer one is refused by status 413."""
+    max_connections: Count = 4096
+    """Connections of the endpoint, half of the file descriptors at most. Where there are more, those that have not
+    shown the key of an agent make room, and get status 503."""
 
     @model_validator(mode="after")
     def _check_agent(self) -> Self:
@@ -86,9 +91,10 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
         memory_mib=settings.memory_mib,
         cpu_s=settings.cpu_s,
     )
+    bounds = ConnectionBounds(most=settings.max_connections, max_body_bytes=settings.max_body_bytes)
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(
-            serve(keys, home.words, host=LOOPBACK, port=settings.port, max_body_bytes=settings.max_body_bytes)
+            serve(keys, home.words, host=LOOPBACK, port=settings.port, bounds=bounds)
         )
         try:
             opened = open_runner(program, url=url, folder=home.folder / "agents", keeps=settings.keep_folders)
@@ -97,7 +103,12 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
             program_of = "command" if settings.function is None else f"function={settings.function}"
             raise ConfigError(f"environment.{program_of}: {error}; mend it") from None
         yield lambda: AgentEnvironment(
-            runner, messages, home.words, keys=keys, deterministic=settings.deterministic
+            runner,
+            messages,
+            home.words,
+            keys=keys,
+            deterministic=settings.deterministic,
+            most_bytes=settings.max_observation_bytes,
         )
 
 
