@@ -1,6 +1,6 @@
 """Three runs of tiny_agent: `python experiments/tiny_agent/run.py [--json] [--seeds N]`, minutes a seed.
 
-Mean reward of 56 games before and after RL. Started again, it goes on with the seeds that are missing.
+Mean reward of 192 games before and after RL. Started again, it goes on with the seeds that are missing.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def learn(seed: int) -> Played:
 
 def rows(runs: Sequence[Played]) -> list[Row]:
     """The worst of the seeds: highest start, lowest end; and the time of all."""
-    setting = f"tiny_agent, {len(runs)} seeds, 56 games drawn as in training; " + ", ".join(
+    setting = f"tiny_agent, {len(runs)} seeds, 192 games drawn as in training; " + ", ".join(
         f"{one.rewards[0][1]:.3f} -> {one.rewards[-1][1]:.3f} in {one.wall_s:.0f} s" for one in runs
     )
     return [

@@ -150,6 +150,19 @@ BENCHMARKS: Catalog = {
             ),
         },
     ),
+    "endpoint": Benchmark(
+        help="What agents get through their endpoint, over the engine's own stream. Takes minutes.",
+        example="--repeats 5 --json",
+        options=[repeats(5)],
+        measurements={
+            "agents": Measurement(
+                "laminar_py.bench.endpoint.measure:rows",
+                "endpoint_over_engine endpoint_over_engine_stream endpoint_over_engine_whole"
+                " endpoint_stream_tokens_per_s engine_stream_tokens_per_s endpoint_whole_tokens_per_s"
+                " engine_whole_tokens_per_s endpoint_added_ms endpoint_added_p95_ms endpoint_added_many_ms",
+            ),
+        },
+    ),
     "segments": Benchmark(
         help="Pieces of responses written beside a plain file, and fetched beside a bare socket. Takes a minute.",
         example="--only fetch --json",

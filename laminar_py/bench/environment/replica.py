@@ -6,8 +6,9 @@ one, with a clock; its weights come from a folder; its reports stay here. Nothin
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -32,6 +33,7 @@ from laminar_py.workers.specs import PayloadStart
 QUIET_S = 0.2  # between reports without news
 PAUSE_S = 0.005  # before what is computed alone: whoever never waits is held up more by others of a busy machine
 VERSION = 0
+EngineT = TypeVar("EngineT", bound=LocalEngine)
 
 
 class ClockedReplicaSpec(PayloadStart, frozen=True, kw_only=True):
@@ -129,27 +131,25 @@ class OneVersion:
         return PulledVersion(VERSION, str(self._folder), "")
 
 
-class ClockedReplicaActor(PartActor):
-    """Shell of the process."""
+class BenchReplicaActor(PartActor):
+    """Shell of a process whose replica serves the weights of a folder; its reports stay here."""
 
-    async def start(self, data: bytes) -> None:
-        """Return once the replica serves."""
+    async def open(self, data: bytes, kind: Callable[..., EngineT]) -> tuple[RunConfig, EngineT]:
+        """Return once the replica serves, with an engine of that kind, for a `ClockedReplicaSpec`."""
         spec = decode(ClockedReplicaSpec, data)
         config = open_part(spec, "replica-0")
         rollout = config.rollout
         torch.set_num_threads(1)
-        self._engine = ClockedEngine(
+        engine = kind(
             config.model.path,
             max_batch=rollout.max_batch,
             max_len=rollout.max_len,
             kv_capacity=rollout.kv_tokens,
         )
-        self._engine.begin(keeps=True)
-        await self._engine.start()
-        self._alone = EngineAlone(config)
+        await engine.start()
         self._replica = Replica(
             0,
-            engine=self._engine,
+            engine=engine,
             weights=OneVersion(config.model.path),
             store=SegmentStore(open_folder(spec), spec.label, open_reader(spec)),
             clock=SystemClock(),
@@ -162,6 +162,28 @@ class ClockedReplicaActor(PartActor):
         self._task = asyncio.create_task(self._replica.run(), name="replica")
         while not (await self._replica.collect(QUIET_S)).admissible:
             pass
+        return config, engine
+
+    async def run_all(self, assignments: Sequence[Assignment]) -> None:
+        """Run trajectories at a time, to the end that their environments give them."""
+        left = {assignment.trajectory_id for assignment in assignments}
+        self._replica.submit(list(assignments))
+        while left:
+            for progress in (await self._replica.collect(QUIET_S)).progress:
+                name, reason = progress.trajectory_id, progress.finish_reason
+                assert progress.failure is None, f"{name}: {progress.detail}"
+                if reason is not None:
+                    assert reason is FinishReason.STOP, f"{name}: {reason}"
+                    left.discard(name)
+
+
+class ClockedReplicaActor(BenchReplicaActor):
+    """Shell of the process of `laminar bench turns`."""
+
+    async def start(self, data: bytes) -> None:
+        """Return once the replica serves."""
+        config, self._engine = await self.open(data, ClockedEngine)
+        self._alone = EngineAlone(config)
 
     async def play(self, data: bytes) -> bytes:
         """`Played` of a `Play`."""
@@ -169,19 +191,10 @@ class ClockedReplicaActor(PartActor):
         played: Played = {}
         for assignment in play.assignments:
             self._engine.begin(keeps=play.keeps)
-            self._replica.submit([assignment])
-            await self._end_of(assignment.trajectory_id)
+            await self.run_all([assignment])
             alone = await asyncio.to_thread(self._alone.take, self._engine.requests)
             played[assignment.trajectory_id] = [
                 PlayedTurn(first_s=first, alone_s=taken)
                 for first, taken in zip(self._engine.first_s, alone, strict=True)
             ]
         return encode(played)
-
-    async def _end_of(self, name: str) -> None:
-        while True:
-            for progress in (await self._replica.collect(QUIET_S)).progress:
-                assert progress.failure is None, f"{progress.trajectory_id}: {progress.detail}"
-                if progress.trajectory_id == name and progress.finish_reason is not None:
-                    assert progress.finish_reason is FinishReason.STOP, f"{name}: {progress.finish_reason}"
-                    return

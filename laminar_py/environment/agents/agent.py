@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from laminar_py.config.environment import Words
-from laminar_py.environment.agents.conversation import Conversation, Message
+from laminar_py.environment.agents.conversation import Conversation, Message, WordsTooLongError
 from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.agents.requests import AgentHistory, Chat, Prompt
 from laminar_py.environment.agents.token_paths import TokenPaths
@@ -74,6 +74,13 @@ class AgentRequest:
         self.answer.set_result(answer)
         self.news.set()
 
+    def refuse(self, error: Exception) -> None:
+        """Have none, unless it has one."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # nobody may wait for it
+        self.news.set()
+
 
 class Keys:
     """Keys of the agents whose trajectories go on, e.g. `keys.agent("sk-...")`."""
@@ -115,7 +122,8 @@ class Agents(Protocol):
 class AgentEnvironment:
     """Environment whose words are the requests of an agent.
 
-    `keys` gives the key that its requests are to have; `agents` starts it.
+    `keys` gives the key that its requests are to have; `agents` starts it. One that says more than `most_bytes`
+    anew is refused.
     """
 
     def __init__(
@@ -126,13 +134,14 @@ class AgentEnvironment:
         *,
         keys: "Keys",
         deterministic: bool,
+        most_bytes: int,
     ) -> None:
         self.deterministic = deterministic
         self.trajectory_id = ""
         self._agents = agents
         self._keys = keys
         self._messages = messages
-        self._history = AgentHistory(Conversation(), TokenPaths(words))
+        self._history = AgentHistory(Conversation(most_bytes=most_bytes), TokenPaths(words))
         # at most MOST_WAITING, and the end: what is more is refused, and its sender tries again
         self._inbox: asyncio.Queue[AgentRequest | None] = asyncio.Queue()
         self._last: End | AgentFailedError | None = None  # once there is one, nothing that waits is answered
@@ -246,21 +255,24 @@ class AgentEnvironment:
         self._inbox.put_nowait(None)  # for who waits for a request
 
     async def _next(self) -> Answer:
-        given = await self._inbox.get()
-        if isinstance(self._last, AgentFailedError):
-            raise self._last
-        if self._last is not None:
-            self._finish()
-            return End(self._last.reward, roles=tuple(self._roles))
-        assert given is not None, "only the end wakes who waits for nothing"
-        self._present = given
-        assert given.prompt is not None, "it was not answered yet"
-        return given.prompt.join(self._history, turn=len(self._roles) + 1)
+        while True:
+            given = await self._inbox.get()
+            if isinstance(self._last, AgentFailedError):
+                raise self._last
+            if self._last is not None:
+                self._finish()
+                return End(self._last.reward, roles=tuple(self._roles))
+            assert given is not None, "only the end wakes who waits for nothing"
+            assert given.prompt is not None, "it was not answered yet"
+            try:
+                words = given.prompt.join(self._history, turn=len(self._roles) + 1)
+            except WordsTooLongError as error:
+                given.refuse(error)
+                continue
+            self._present = given
+            return words
 
     def _finish(self) -> None:
         self._ended = True
         for request in self._requests.values():
-            if not request.answer.done():
-                request.answer.set_exception(TrajectoryEndedError())
-                request.answer.exception()  # nobody may wait for it
-            request.news.set()
+            request.refuse(TrajectoryEndedError())

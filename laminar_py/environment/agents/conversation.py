@@ -19,6 +19,10 @@ from laminar_py.records.digests import DIGEST_BYTES
 Message: TypeAlias = Mapping[str, Any]  # of a request, as the API has it
 
 
+class WordsTooLongError(Exception):
+    """A request that says more than it may, beyond what it repeats."""
+
+
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """A request that the model has answered, or is about to, by its turn number `turn`, 1 the first."""
 
@@ -30,31 +34,55 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation:
-    """Requests of one agent in messages, in the order in which the model answers them."""
+    """Requests of one agent in messages, in the order in which the model answers them.
 
-    def __init__(self, exchanges: Sequence[Exchange] = ()) -> None:
+    What one of them says, beyond what it repeats, has `most_bytes`.
+    """
+
+    def __init__(self, exchanges: Sequence[Exchange] = (), *, most_bytes: int) -> None:
         self.exchanges = list(exchanges)
+        self._most_bytes = most_bytes
 
     def join(self, messages: Sequence[Message], tools: Sequence[Message], *, turn: int) -> Observation | Rewrite:
-        """Words to the model for a request, which it answers by its turn of that number, 1 the first."""
+        """Words to the model for a request, which it answers by its turn of that number, 1 the first.
+
+        Raises `WordsTooLongError`, and is as it was before.
+        """
         said, known = _chain(messages), _digest(list(tools))
         behind = max(
             (one for one in self.exchanges if one.tools == known and _repeats(said, one)),
             key=lambda one: one.num_said,
             default=None,
         )
+        words = _words(messages, tools, behind, turn=turn)
+        if (count := _num_bytes(words)) > self._most_bytes:
+            raise WordsTooLongError(f"{count:,} bytes, above max_observation_bytes={self._most_bytes:,}")
         self.exchanges.append(Exchange(turn=turn, num_said=len(said), said=said[-1], tools=known))
-        rest = messages if behind is None else messages[behind.num_said + 1 :]
-        roles = {message["role"] for message in rest}
-        if behind is None or len(roles) != 1 or not roles <= set(Role):
-            return Rewrite(tuple(_turn(message) for message in messages), tuple(tools))
-        after = None if behind.turn == turn - 1 else behind.turn
-        return Observation(tuple(map(_text, rest)), role=Role(roles.pop()), after=after)
+        return words
 
     def answered(self, message: Message) -> None:
         """Note the answer to the last request."""
         last = self.exchanges[-1]
         self.exchanges[-1] = msgspec.structs.replace(last, answered=_link(last.said, message))
+
+
+def _words(
+    messages: Sequence[Message], tools: Sequence[Message], behind: Exchange | None, *, turn: int
+) -> Observation | Rewrite:
+    """Words of the messages behind the answer of an exchange, or of all of them anew."""
+    rest = messages if behind is None else messages[behind.num_said + 1 :]
+    roles = {message["role"] for message in rest}
+    if behind is None or len(roles) != 1 or not roles <= set(Role):
+        return Rewrite(tuple(_turn(message) for message in messages), tuple(tools))
+    after = None if behind.turn == turn - 1 else behind.turn
+    return Observation(tuple(map(_text, rest)), role=Role(roles.pop()), after=after)
+
+
+def _num_bytes(words: Observation | Rewrite) -> int:
+    """Bytes of what is said, as `environment.calls` counts them."""
+    if isinstance(words, Rewrite):
+        return len(json.dumps([words.turns, words.tools]))
+    return sum(len(text.encode(errors="surrogatepass")) for text in words.messages)
 
 
 def plain(message: Message) -> bytes:

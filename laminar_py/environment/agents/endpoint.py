@@ -1,14 +1,16 @@
 """The endpoint of agents: the API of OpenAI as far as agents need it, and a form of it in tokens.
 
 Served by each process of environments, for the agents of its trajectories. A key names a trajectory. Invariants:
-a request is answered by one whole turn of the model, or refused by a status; what is read of one is bounded.
+a request is answered by one whole turn of the model, or refused by a status; of whoever has no key no body is
+read.
 """
 
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,6 +40,15 @@ from laminar_py.environment.agents.bodies import (
     encoded,
     error_body,
 )
+from laminar_py.environment.agents.connections import (
+    MOST_AT_ONCE,
+    AgentConnection,
+    AgentConnections,
+    BodiesFullError,
+    ConnectionBounds,
+    TooManyAtOnceError,
+)
+from laminar_py.environment.agents.conversation import WordsTooLongError
 from laminar_py.environment.agents.external import ExternalAgents
 from laminar_py.environment.agents.requests import Chat, Prompt, TextPrompt, TokenPrompt
 from laminar_py.environment.agents.streamed import EventStream
@@ -46,22 +57,29 @@ from laminar_py.environment.calls import LARGEST
 SHUTDOWN_S = 1.0  # for requests that are being answered
 PATIENCE_S = 20.0  # of an external agent, for a trajectory
 WILDCARDS = ("0.0.0.0", "::")
+KEEP_ALIVE_S = 75.0  # of a connection that asks nothing
+BACKLOG = 128  # connections that are taken in at a time, or wait for that
 ENDED = "the trajectory has ended"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RequestT = TypeVar("RequestT", bound=AnyRequest)
 
 
 class AgentEndpoint:
     """Handlers of the endpoint."""
 
-    def __init__(self, keys: Keys, words: Words, external: ExternalAgents | None = None) -> None:
+    def __init__(
+        self, keys: Keys, words: Words, connections: AgentConnections, external: ExternalAgents | None = None
+    ) -> None:
         self._keys = keys
         self._external = external
         self._words = words
         self._bodies = Bodies(words)
+        self._connections = connections
 
-    def app(self, *, max_body_bytes: int) -> web.Application:
-        """The application, which reads no longer body."""
-        app = web.Application(client_max_size=max_body_bytes)
+    def app(self) -> web.Application:
+        """The application."""
+        most = self._connections.bounds.max_body_bytes
+        app = web.Application(client_max_size=most, middlewares=[self._admit])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/inference/v1/generate", self._generate)
@@ -71,6 +89,38 @@ class AgentEndpoint:
         if self._external is not None:
             app.router.add_post("/v1/trajectories", self._hand_out)
         return app
+
+    # ---- whoever asks
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Handle a request of an agent, once it is here; others are refused before they are read, and closed."""
+        try:
+            who = self._who(request)
+        except web.HTTPUnauthorized as refusal:
+            refusal.force_close()
+            raise
+        try:
+            with self._connections.answering(request.transport, who):
+                await self._read(request)
+                return await handler(request)
+        except TooManyAtOnceError:
+            raise _refused(web.HTTPTooManyRequests, f"{MOST_AT_ONCE} requests are being answered") from None
+
+    async def _read(self, request: web.Request) -> None:
+        """Read the body of a request, which keeps it."""
+        bounds, length = self._connections.bounds, request.content_length
+        most = bounds.max_body_bytes if length is None else min(length, bounds.max_body_bytes)
+        try:
+            with self._connections.reading(most if request.can_read_body else 0):
+                async with asyncio.timeout(bounds.read_s):
+                    await request.read()
+        except BodiesFullError:
+            reason = "too much is being read; try again"
+            raise _refused(web.HTTPServiceUnavailable, reason, {"Retry-After": "1"}) from None
+        except TimeoutError:
+            reason = f"the body took longer than {bounds.read_s:g} s"
+            raise _refused(web.HTTPRequestTimeout, reason, {"Connection": "close"}) from None
 
     # ---- turns
 
@@ -106,13 +156,14 @@ class AgentEndpoint:
             answers = await _answers(agent, digest, prompt, role=body.model, choices=choices)
         except TrajectoryEndedError:
             raise _refused(web.HTTPGone, ENDED) from None
+        except WordsTooLongError as error:
+            raise _refused(TooLong, str(error)) from None
         except TooManyWaitingError:
             raise _refused(web.HTTPTooManyRequests, f"{MOST_WAITING} requests wait already; try again") from None
         return _json(form(answers, name=digest.hex(), body=body))
 
     async def _body(self, request: web.Request, kind: type[RequestT]) -> RequestT:
-        """Body of a request, whose key is one."""
-        self._agent(request)
+        """Body of a request."""
         body: RequestT = _decode(kind, await request.read())
         if fault := body.fault():
             raise _refused(web.HTTPBadRequest, fault)
@@ -146,13 +197,22 @@ class AgentEndpoint:
     async def _hand_out(self, request: web.Request) -> web.Response:
         """A trajectory for an external agent, or the word that none waits now."""
         assert self._external is not None, "who starts agents hands none out"
-        if not secrets.compare_digest(_key_of(request).encode(), self._external.key.encode()):
+        if not self._is_external(request):
             raise _refused(web.HTTPUnauthorized, "this is not the key of the run")
         offer = await self._external.take(PATIENCE_S)
         if offer is None:
             return _json({"id": None})
         problem = msgspec.to_builtins(offer.problem)
         return _json({"id": offer.problem.trajectory_id, "key": offer.key, "problem": problem})
+
+    def _who(self, request: web.Request) -> object:
+        """The agent of a request; each that looks for a trajectory is another. Raises `HTTPUnauthorized`."""
+        return object() if self._is_external(request) else self._agent(request)
+
+    def _is_external(self, request: web.Request) -> bool:
+        """True where the request has the key of the run."""
+        external = self._external
+        return external is not None and secrets.compare_digest(_key_of(request).encode(), external.key.encode())
 
     def _agent(self, request: web.Request) -> AgentEnvironment:
         """The agent whose key the request has. Raises `HTTPUnauthorized`."""
@@ -166,25 +226,53 @@ def _key_of(request: web.Request) -> str:
     return request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
+class TooLong(web.HTTPException):
+    """Status 413; the library's own has a text of its own."""
+
+    status_code = 413
+
+
 @asynccontextmanager
-async def serve(endpoint: AgentEndpoint, *, host: str, port: int, max_body_bytes: int) -> AsyncIterator[str]:
+async def serve(
+    keys: Keys,
+    words: Words,
+    *,
+    external: ExternalAgents | None = None,
+    host: str,
+    port: int,
+    bounds: ConnectionBounds,
+) -> AsyncIterator[str]:
     """Serve agents while it is open; gives the address, with a free port where it is 0. Raises `ConfigError`."""
-    app = endpoint.app(max_body_bytes=max_body_bytes)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    connections = AgentConnections(bounds)
+    runner = web.AppRunner(
+        AgentEndpoint(keys, words, connections, external).app(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=SHUTDOWN_S,
+        keepalive_timeout=KEEP_ALIVE_S,
+    )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
+        assert runner.server is not None, "it is set up"
+        make = partial(_accept, connections, runner.server)
         try:
-            await site.start()
+            server = await asyncio.get_running_loop().create_server(make, host, port, backlog=BACKLOG)
         except OSError as error:
             remedy = "choose another, or 0"
             raise ConfigError(
                 f"environment.port={port}: cannot be served on {host} ({error.strerror}); {remedy}"
             ) from None
         name = socket.gethostname() if host in WILDCARDS else host
-        yield f"http://{name}:{runner.addresses[0][1]}/v1"
+        try:
+            yield f"http://{name}:{server.sockets[0].getsockname()[1]}/v1"
+        finally:
+            server.close()
     finally:
         await runner.cleanup()
+
+
+def _accept(connections: AgentConnections, server: web.Server) -> AgentConnection:
+    return connections.accept(server())
 
 
 async def _answers(
@@ -219,6 +307,9 @@ def _decode(kind: type[Any], body: bytes) -> Any:
         raise _refused(web.HTTPBadRequest, str(error)) from None
 
 
-def _refused(kind: type[web.HTTPException], reason: str) -> web.HTTPException:
+def _refused(
+    kind: type[web.HTTPException], reason: str, headers: Mapping[str, str] | None = None
+) -> web.HTTPException:
     """Refusal in the form that clients of the API read."""
-    return kind(text=encoded(error_body(reason, kind.__name__)), content_type="application/json")
+    text = encoded(error_body(reason, kind.__name__))
+    return kind(text=text, content_type="application/json", headers=headers)

@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError, Count, Seconds
 from laminar_py.environment.agents.agent import AgentEnvironment, Agents, Keys
-from laminar_py.environment.agents.endpoint import AgentEndpoint, serve
+from laminar_py.environment.agents.connections import ConnectionBounds
+from laminar_py.environment.agents.endpoint import serve
 from laminar_py.environment.agents.external import ExternalAgents, run_key, tell_where
 from laminar_py.environment.agents.launcher import Program
 from laminar_py.environment.agents.messages import AssistantMessages
@@ -34,7 +35,8 @@ class AgentConfig(EnvironmentConfig):
     """Longest time between an answer and the next request; what takes longer is dropped as
     `environment_timeout`."""
     max_observation_bytes: Count = 2**20
-    """Longest request with its tools, as text; a longer one drops the trajectory as `environment_failed`."""
+    """Longest text that a request has beyond what it repeats, with its tools; a longer one is refused by status
+    413."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """Command of the agent, e.g. `[python, agent.py]`. It finds the endpoint in `OPENAI_BASE_URL` and
     `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`, the tokenizer in the folder `LAMINAR_MODEL`."""
@@ -61,6 +63,9 @@ class AgentConfig(EnvironmentConfig):
     """Port of the endpoint, of the first of several processes: the others have the next ones. 0: any free one."""
     max_body_bytes: Count = 4 * 2**20
     """Longest request; a longer one is refused by status 413."""
+    max_connections: Count = 4096
+    """Connections of the endpoint, half of the file descriptors at most. Where there are more, those that have not
+    shown the key of an agent make room, and get status 503."""
 
     @model_validator(mode="after")
     def _check_agent(self) -> Self:
@@ -88,9 +93,9 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
     keys, where = Keys(), home.folder / "agents" / f"external-{home.index}.json"
     external = ExternalAgents(run_key(where)) if settings.external else None
     port = settings.port + home.index if settings.port else 0
+    bounds = ConnectionBounds(most=settings.max_connections, max_body_bytes=settings.max_body_bytes)
     async with AsyncExitStack() as stack:
-        endpoint = AgentEndpoint(keys, home.words, external)
-        served = serve(endpoint, host=settings.host, port=port, max_body_bytes=settings.max_body_bytes)
+        served = serve(keys, home.words, external=external, host=settings.host, port=port, bounds=bounds)
         url = await stack.enter_async_context(served)
         if external is None:
             agents: Agents = await stack.enter_async_context(_own_agents(settings, home, url=url))
@@ -98,7 +103,12 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
             tell_where(where, url=url, key=external.key)
             agents = external
         yield lambda: AgentEnvironment(
-            agents, messages, home.words, keys=keys, deterministic=settings.deterministic
+            agents,
+            messages,
+            home.words,
+            keys=keys,
+            deterministic=settings.deterministic,
+            most_bytes=settings.max_observation_bytes,
         )
 
 

@@ -372,6 +372,8 @@ async def test_an_agent_finds_the_tokenizer_of_its_model(tmp_path):
         ("ask([{'role': 'user', 'content': '?'}, {'role': 'assistant', 'content': '4'}])", 400),
         ("reward(1e300)", 400),
         ("ask([{'role': 'user', 'content': 'a' * 100_000_000}])", 413),
+        ("ask([{'role': 'user', 'content': 'a' * 2_000_000}])", 413),
+        ("ask([{'role': 'user', 'content': 'a' * 2_000_000}], stream=True)", 413),
         ("reward(1); OpenAI(max_retries=0).chat.completions.create(model='policy', messages=[said[0]] * 2)", 410),
     ],
 )

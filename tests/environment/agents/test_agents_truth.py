@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from laminar_py.environment.agents.agent import AgentEnvironment, Keys
-from laminar_py.environment.agents.endpoint import AgentEndpoint, serve
+from laminar_py.environment.agents.connections import ConnectionBounds
+from laminar_py.environment.agents.endpoint import serve
 from laminar_py.environment.agents.kind import AgentConfig
 from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.calls import EnvironmentCalls
@@ -212,10 +213,10 @@ async def hosted(folder, model):
     messages = AssistantMessages(HermesCalls(), mark="<tool_call>")
 
     def make():
-        return AgentEnvironment(runner, messages, model.writer, keys=keys, deterministic=False)
+        return AgentEnvironment(runner, messages, model.writer, keys=keys, deterministic=False, most_bytes=2**20)
 
-    endpoint = AgentEndpoint(keys, model.writer)
-    async with serve(endpoint, host="127.0.0.1", port=0, max_body_bytes=2**22) as runner.url:
+    bounds = ConnectionBounds(most=1024, max_body_bytes=2**22)
+    async with serve(keys, model.writer, host="127.0.0.1", port=0, bounds=bounds) as runner.url:
         calls, saved = EnvironmentCalls(settings), SavedTurns(folder / "saved")
         yield EnvironmentHost(make, calls=calls, writer=model.writer, saved=saved, limits=settings), runner
 

@@ -1,0 +1,56 @@
+"""A process that serves an endpoint with one agent, whose every request is answered by the same text.
+
+`python -m tests.environment.agents.served '{"most": 64, ...}' TEXT [DESCRIPTORS]`; says its address and the key.
+"""
+
+import asyncio
+import json
+import resource
+import sys
+
+import numpy as np
+
+from laminar_py.environment.agents.agent import AgentEnvironment, Keys
+from laminar_py.environment.agents.connections import ConnectionBounds
+from laminar_py.environment.agents.endpoint import serve
+from laminar_py.environment.agents.messages import AssistantMessages
+from laminar_py.environment.protocol import Problem, SampledTurn
+from laminar_py.environment.tools.calls import HermesCalls
+
+IDS = np.array([5, 6], np.int32)
+
+
+class InNoProcess:
+    """Runner of agents that others speak for."""
+
+    async def start(self, problem, *, key, ended):
+        self.key = key
+        return self
+
+    async def end(self):
+        pass
+
+
+async def answer_all(agent, text):
+    await agent.reset(Problem(prompt="", trajectory_id="g0.0"))
+    while True:
+        agent.take(SampledTurn(context=IDS, ids=IDS, logprobs=np.zeros(2, np.float32)))
+        await agent.step(text)
+
+
+async def main(bounds, text):
+    keys, runner = Keys(), InNoProcess()
+    messages = AssistantMessages(HermesCalls(), mark="<tool_call>")
+    agent = AgentEnvironment(runner, messages, None, keys=keys, deterministic=False, most_bytes=2**20)
+    async with serve(keys, None, host="127.0.0.1", port=0, bounds=ConnectionBounds(**bounds)) as url:
+        answers = asyncio.create_task(answer_all(agent, text))
+        await asyncio.sleep(0)
+        sys.stdout.write(json.dumps({"url": url, "key": runner.key}) + "\n")
+        sys.stdout.flush()
+        await answers
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]),) * 2)
+    asyncio.run(main(json.loads(sys.argv[1]), sys.argv[2]))
