@@ -24,9 +24,7 @@ STALL_S = 60.0
 MOST_AT_ONCE = 64  # requests of one agent
 STRANGERS_BYTES = 2**26  # that they have sent, all together
 BODIES_BYTES = 2**26  # that are read at a time
-LARGEST_HELD = (
-    2**20
-)  # bytes of one that are not read: the parser takes no longer headers, bodies stay in the socket
+LARGEST_HELD = 2**20  # of one: longer headers are refused, and what is beyond of a body stays in the socket
 REFUSAL = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
 TOO_SLOW, TOO_MANY = "408 Request Timeout", "503 Service Unavailable"
 
@@ -131,7 +129,8 @@ class AgentConnections:
         self._busy: set[AgentConnection] = set()
         self._answered: Counter[object] = Counter()  # requests that are being answered, by agent
         self._held = 0  # by strangers
-        self._reading = 0  # bytes of bodies
+        self._reading: Counter[object] = Counter()  # bytes of bodies, by agent
+        self._read = 0  # of all
 
     def __len__(self) -> int:
         return len(self._strangers) + len(self._idle) + len(self._busy)
@@ -188,17 +187,24 @@ class AgentConnections:
                 self._idle[one] = None
 
     @contextmanager
-    def reading(self, count: int) -> Iterator[None]:
-        """Read a body of so many bytes. Raises `BodiesFullError`."""
-        if self._reading + count > self.bounds.bodies_bytes:
+    def reading(self, agent: object, count: int) -> Iterator[None]:
+        """Read a body of so many bytes, where an agent may have one of the longest. Raises `BodiesFullError`."""
+        is_more = self._reading[agent] + count > self.bounds.max_body_bytes
+        if is_more or self._read + count > self.bounds.bodies_bytes:
             raise BodiesFullError
-        self._reading += count
+        self._add_reading(agent, count)
         try:
             yield
         finally:
-            self._reading -= count
+            self._add_reading(agent, -count)
 
     # ----
+
+    def _add_reading(self, agent: object, count: int) -> None:
+        self._read += count
+        self._reading[agent] += count
+        if not self._reading[agent]:
+            del self._reading[agent]
 
     def _make_room(self) -> bool:
         """Close one that waits; False where none does."""

@@ -92,17 +92,17 @@ class AgentEndpoint:
             raise
         try:
             with self._connections.answering(request.transport, agent):
-                await self._read(request)
+                await self._read(request, agent)
                 return await handler(request)
         except TooManyAtOnceError:
             raise _refused(web.HTTPTooManyRequests, f"{MOST_AT_ONCE} requests are being answered") from None
 
-    async def _read(self, request: web.Request) -> None:
+    async def _read(self, request: web.Request, agent: AgentEnvironment) -> None:
         """Read the body of a request, which keeps it."""
         bounds, length = self._connections.bounds, request.content_length
         most = bounds.max_body_bytes if length is None else min(length, bounds.max_body_bytes)
         try:
-            with self._connections.reading(most if request.can_read_body else 0):
+            with self._connections.reading(agent, most if request.can_read_body else 0):
                 async with asyncio.timeout(bounds.read_s):
                     await request.read()
         except BodiesFullError:
