@@ -14,11 +14,13 @@ make this process hold is bounded.
 
 import asyncio
 import resource
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+BACKLOG = 128
 READ_S = 30.0
 STALL_S = 60.0
 MOST_AT_ONCE = 64  # requests of one agent
@@ -49,8 +51,12 @@ class ConnectionBounds:
     @property
     def connections(self) -> int:
         """Connections, of which each has a file descriptor; others need some too."""
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return self.most if descriptors == resource.RLIM_INFINITY else min(self.most, descriptors // 2)
+        return min(self.most, _descriptors() // 2)
+
+    @property
+    def backlog(self) -> int:
+        """Connections that are taken in at a time, each of which has a descriptor before others make room."""
+        return min(BACKLOG, _descriptors() // 8)
 
     @property
     def bodies_bytes(self) -> int:
@@ -229,6 +235,12 @@ class AgentConnections:
             one.held = 0
             if one.timer is not None:
                 one.timer.cancel()
+
+
+def _descriptors() -> int:
+    """File descriptors that this process may have."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors
 
 
 def _of(transport: asyncio.BaseTransport | None) -> AgentConnection:

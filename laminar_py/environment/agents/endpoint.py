@@ -53,7 +53,6 @@ from laminar_py.environment.calls import LARGEST
 
 SHUTDOWN_S = 1.0  # for requests that are being answered
 KEEP_ALIVE_S = 75.0  # of a connection that asks nothing
-BACKLOG = 128  # connections that are taken in at a time, or wait for that
 ENDED = "the trajectory has ended"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RequestT = TypeVar("RequestT", bound=AnyRequest)
@@ -211,7 +210,7 @@ async def serve(keys: Keys, words: Words, *, host: str, port: int, bounds: Conne
         assert runner.server is not None, "it is set up"
         make = partial(_accept, connections, runner.server)
         try:
-            server = await asyncio.get_running_loop().create_server(make, host, port, backlog=BACKLOG)
+            server = await asyncio.get_running_loop().create_server(make, host, port, backlog=bounds.backlog)
         except OSError as error:
             remedy = "choose another, or 0"
             raise ConfigError(f"environment.port={port}: cannot be served ({error.strerror}); {remedy}") from None
