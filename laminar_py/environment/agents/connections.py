@@ -14,19 +14,19 @@ make this process hold is bounded.
 
 import asyncio
 import resource
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+BACKLOG = 128
 READ_S = 30.0
 STALL_S = 60.0
 MOST_AT_ONCE = 64  # requests of one agent
 STRANGERS_BYTES = 2**26  # that they have sent, all together
 BODIES_BYTES = 2**26  # that are read at a time
-LARGEST_HELD = (
-    2**20
-)  # bytes of one that are not read: the parser takes no longer headers, bodies stay in the socket
+LARGEST_HELD = 2**20  # of one: longer headers are refused, and what is beyond of a body stays in the socket
 REFUSAL = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
 TOO_SLOW, TOO_MANY = "408 Request Timeout", "503 Service Unavailable"
 
@@ -51,8 +51,12 @@ class ConnectionBounds:
     @property
     def connections(self) -> int:
         """Connections, of which each has a file descriptor; others need some too."""
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return self.most if descriptors == resource.RLIM_INFINITY else min(self.most, descriptors // 2)
+        return min(self.most, _descriptors() // 2)
+
+    @property
+    def backlog(self) -> int:
+        """Connections that are taken in at a time, each of which has a descriptor before others make room."""
+        return min(BACKLOG, _descriptors() // 8)
 
     @property
     def bodies_bytes(self) -> int:
@@ -131,7 +135,8 @@ class AgentConnections:
         self._busy: set[AgentConnection] = set()
         self._answered: Counter[object] = Counter()  # requests that are being answered, by agent
         self._held = 0  # by strangers
-        self._reading = 0  # bytes of bodies
+        self._reading: Counter[object] = Counter()  # bytes of bodies, by agent
+        self._read = 0  # of all
 
     def __len__(self) -> int:
         return len(self._strangers) + len(self._idle) + len(self._busy)
@@ -188,17 +193,24 @@ class AgentConnections:
                 self._idle[one] = None
 
     @contextmanager
-    def reading(self, count: int) -> Iterator[None]:
-        """Read a body of so many bytes. Raises `BodiesFullError`."""
-        if self._reading + count > self.bounds.bodies_bytes:
+    def reading(self, agent: object, count: int) -> Iterator[None]:
+        """Read a body of so many bytes, where an agent may have one of the longest. Raises `BodiesFullError`."""
+        is_more = self._reading[agent] + count > self.bounds.max_body_bytes
+        if is_more or self._read + count > self.bounds.bodies_bytes:
             raise BodiesFullError
-        self._reading += count
+        self._add_reading(agent, count)
         try:
             yield
         finally:
-            self._reading -= count
+            self._add_reading(agent, -count)
 
     # ----
+
+    def _add_reading(self, agent: object, count: int) -> None:
+        self._read += count
+        self._reading[agent] += count
+        if not self._reading[agent]:
+            del self._reading[agent]
 
     def _make_room(self) -> bool:
         """Close one that waits; False where none does."""
@@ -223,6 +235,12 @@ class AgentConnections:
             one.held = 0
             if one.timer is not None:
                 one.timer.cancel()
+
+
+def _descriptors() -> int:
+    """File descriptors that this process may have."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors
 
 
 def _of(transport: asyncio.BaseTransport | None) -> AgentConnection:

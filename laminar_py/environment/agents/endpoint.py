@@ -58,7 +58,6 @@ SHUTDOWN_S = 1.0  # for requests that are being answered
 PATIENCE_S = 20.0  # of an external agent, for a trajectory
 WILDCARDS = ("0.0.0.0", "::")
 KEEP_ALIVE_S = 75.0  # of a connection that asks nothing
-BACKLOG = 128  # connections that are taken in at a time, or wait for that
 ENDED = "the trajectory has ended"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RequestT = TypeVar("RequestT", bound=AnyRequest)
@@ -102,17 +101,17 @@ class AgentEndpoint:
             raise
         try:
             with self._connections.answering(request.transport, who):
-                await self._read(request)
+                await self._read(request, who)
                 return await handler(request)
         except TooManyAtOnceError:
             raise _refused(web.HTTPTooManyRequests, f"{MOST_AT_ONCE} requests are being answered") from None
 
-    async def _read(self, request: web.Request) -> None:
+    async def _read(self, request: web.Request, agent: AgentEnvironment) -> None:
         """Read the body of a request, which keeps it."""
         bounds, length = self._connections.bounds, request.content_length
         most = bounds.max_body_bytes if length is None else min(length, bounds.max_body_bytes)
         try:
-            with self._connections.reading(most if request.can_read_body else 0):
+            with self._connections.reading(agent, most if request.can_read_body else 0):
                 async with asyncio.timeout(bounds.read_s):
                     await request.read()
         except BodiesFullError:
@@ -256,7 +255,7 @@ async def serve(
         assert runner.server is not None, "it is set up"
         make = partial(_accept, connections, runner.server)
         try:
-            server = await asyncio.get_running_loop().create_server(make, host, port, backlog=BACKLOG)
+            server = await asyncio.get_running_loop().create_server(make, host, port, backlog=bounds.backlog)
         except OSError as error:
             remedy = "choose another, or 0"
             raise ConfigError(
