@@ -106,12 +106,12 @@ class AgentEndpoint:
         except TooManyAtOnceError:
             raise _refused(web.HTTPTooManyRequests, f"{MOST_AT_ONCE} requests are being answered") from None
 
-    async def _read(self, request: web.Request, agent: AgentEnvironment) -> None:
+    async def _read(self, request: web.Request, who: object) -> None:
         """Read the body of a request, which keeps it."""
         bounds, length = self._connections.bounds, request.content_length
         most = bounds.max_body_bytes if length is None else min(length, bounds.max_body_bytes)
         try:
-            with self._connections.reading(agent, most if request.can_read_body else 0):
+            with self._connections.reading(who, most if request.can_read_body else 0):
                 async with asyncio.timeout(bounds.read_s):
                     await request.read()
         except BodiesFullError:
