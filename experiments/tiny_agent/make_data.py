@@ -22,7 +22,7 @@ TEMPLATE = (
 NUM_TRAIN = 3_000
 NUM_WARM_START = 10_000
 HIGHEST_SHOWN = 99  # of guesses by one who does not listen
-LISTENS = 0.3
+LISTENS = 0.3  # share of the guesses that what was heard allows
 SEED = 20_261_127
 
 

@@ -1,7 +1,7 @@
 """Advantages of a complete group: of its rewards or, in episodes of several roles, of those of each role.
 
 Used by `control.closing`. Invariant: a response, or a role of it, is compared with nothing but the same of others
-of its group; what only one of them has teaches nothing.
+of its group; what one of them alone has teaches nothing. (`batch_std` compares in the whole step.)
 """
 
 from collections.abc import Callable, Sequence
@@ -48,8 +48,6 @@ class Credit:
         return [_joined(member, by_role) for member, by_role in zip(members, found, strict=True)]
 
     def _among(self, returns: Sequence[Returns]) -> list[MemberCredit]:
-        if len(returns) < 2:
-            return [MemberCredit(0.0, 1.0)]
         advantages, scale = self.advantages(returns)
         return [MemberCredit(advantage, scale) for advantage in advantages.tolist()]
 
@@ -65,5 +63,8 @@ def _joined(member: Lifecycle, by_role: dict[str, MemberCredit]) -> MemberCredit
     if not member.roles:
         (credit,) = by_role.values()
         return credit
-    roles = tuple(msgspec.structs.replace(one, advantage=by_role[one.role].advantage) for one in member.roles)
-    return MemberCredit(fmean(role.advantage for role in roles), 1.0, roles)
+    roles = tuple(
+        msgspec.structs.replace(one, advantage=by_role[one.role].advantage) if one.role in by_role else one
+        for one in member.roles
+    )
+    return MemberCredit(fmean(credit.advantage for credit in by_role.values()), 1.0, roles)

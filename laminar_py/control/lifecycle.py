@@ -218,10 +218,10 @@ class Lifecycle:
         )
 
     def returns_by_role(self) -> dict[str, Returns]:
-        """Returns of its tokens, once it is scored: by role, or all as of one without a name."""
+        """Returns of its tokens, once it is scored: by role that has turns, or all as of one without a name."""
         if not self.roles:
             return {"": returns_of(self.reward or 0.0, self.earned)}
-        return {credit.role: returns_of(credit.reward) for credit in self.roles}
+        return {credit.role: returns_of(credit.reward) for credit in self.roles if credit.turns}
 
     def make_ready(self, advantage: float, scale: float = 1.0, roles: tuple[RoleCredit, ...] = ()) -> Ready:
         """SCORED -> READY."""

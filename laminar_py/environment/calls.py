@@ -20,6 +20,7 @@ import numpy as np
 
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.environment.protocol import Answer, End, Observation, Rewrite, Role, TokenWords
+from laminar_py.records.roles import MOST_ROLES, ROLE_CHARS
 from laminar_py.records.trajectory import DropReason
 
 log = logging.getLogger(__name__)
@@ -189,8 +190,10 @@ def _fault_of_end(end: End) -> str:
     """Fault of an end, whose reward is a number, none, or one number for each role."""
     if not isinstance(end.reward, Mapping):
         return "" if end.reward is None else _fault_of_reward(end.reward)
-    if not end.reward or not all(isinstance(role, str) for role in (*end.reward, *end.roles)):
-        return "End with rewards by role; give at least one, name each by a text"
+    if not isinstance(end.roles, tuple | list) or not all(map(_is_role, (*end.reward, *end.roles))):
+        return f"End with rewards by role; name each role, and that of each turn, by up to {ROLE_CHARS} characters"
+    if not 1 <= len(end.reward) <= MOST_ROLES:
+        return f"End with rewards of {len(end.reward)} roles; give 1 to {MOST_ROLES}"
     return next(filter(None, map(_fault_of_reward, end.reward.values())), "")
 
 
@@ -221,6 +224,10 @@ def _is_pair(value: object) -> bool:
 
 def _is_turn(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_role(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= ROLE_CHARS and value.isprintable()
 
 
 def _is_number(value: object) -> bool:

@@ -15,6 +15,9 @@ from laminar_py.records.returns import Returns
 from laminar_py.records.spans import Span, sampled_mask
 from laminar_py.records.tree import turn_ends
 
+MOST_ROLES = 64  # of an episode
+ROLE_CHARS = 256  # of a role's name
+
 
 class RoleCredit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Reward of one role in an episode, e.g. `RoleCredit(role="white", reward=1.0, turns=(1, 3))`."""
@@ -29,7 +32,9 @@ def credits_of(rewards: Mapping[str, float], roles: Sequence[str]) -> tuple[Role
     """Credit of the roles that have rewards, from the role of each turn. Raises ValueError for one without."""
     if missing := sorted(set(roles) - set(rewards)):
         raise ValueError(f"role {missing[0]!r} has turns and no reward; give one to each of {sorted(set(roles))}")
-    turns = {role: [turn for turn, one in enumerate(roles, 1) if one == role] for role in rewards}
+    turns: dict[str, list[int]] = {role: [] for role in rewards}
+    for turn, role in enumerate(roles, 1):
+        turns[role].append(turn)
     return tuple(
         RoleCredit(role=role, reward=float(reward), turns=tuple(turns[role])) for role, reward in rewards.items()
     )

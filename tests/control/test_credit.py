@@ -53,6 +53,17 @@ async def test_rewards_that_add_up_to_the_same_teach_where_roles_differ():
     assert len(ready(await scored(roles(a=1.0, b=0.0), roles(a=0.0, b=1.0)))) == 2
 
 
+async def test_a_role_that_nobody_played_is_on_record_alone():
+    episodes = [
+        (RoleCredit(role="a", reward=1.0, turns=(1,)), RoleCredit(role="judge", reward=judged, turns=()))
+        for judged in (0.0, 1.0)
+    ]
+    fleet = await scored(*episodes)
+    drops = [event.reason for event in fleet.log.events if isinstance(event, Dropped)]
+    assert drops == [DropReason.NO_SIGNAL] * 2
+    assert [event.roles for event in fleet.log.events if isinstance(event, Scored)] == episodes
+
+
 async def test_roles_that_all_earn_the_same_teach_nothing():
     fleet = await scored(roles(a=1.0, b=0.0), roles(a=1.0, b=0.0))
     drops = [event.reason for event in fleet.log.events if isinstance(event, Dropped)]

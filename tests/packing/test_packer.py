@@ -6,12 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from laminar_py.config.algorithm import Aggregation
+from laminar_py.config.algorithm import Advantage, Aggregation
+from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.packing.balance import fit, make_entry
 from laminar_py.packing.packer import Packed, StepTerms, assign, pack, step_terms
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.recordings import RoutedExperts
+from laminar_py.records.returns import returns_of
 from laminar_py.records.roles import RoleCredit, role_advantages
 from laminar_py.records.spans import ANEW, Span, sampled_mask
 from tests.builders import make_ref, make_trajectory
@@ -80,6 +82,15 @@ def test_tokens_of_a_turn_have_the_advantage_of_its_role():
     black, white = (role.advantage for role in item.roles)
     found = batch.advantages[batch.loss_weights > 0]
     assert found.tolist() == pytest.approx([black] * 3 + [white] * 3 + [black] * 3)
+
+
+def test_under_batch_std_a_role_of_one_alone_is_compared_in_the_step():
+    rewards = [np.array([1.0]), np.array([1.0, 0.0])]
+    credited = [
+        group_advantages(Advantage.BATCH_STD)([returns_of(value) for value in each])[0] for each in rewards
+    ]
+    assert [one.tolist() for one in credited] == [[1.0], [1.0, 0.0]]
+    assert group_advantages(Advantage.GROUP_STD)([returns_of(1.0)])[0].tolist() == [0.0]
 
 
 def test_advantages_of_roles_are_normalised_over_all_tokens_of_a_step():

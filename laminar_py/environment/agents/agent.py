@@ -75,7 +75,8 @@ class AgentRequest:
         self.news.set()
 
     def refuse(self, error: Exception) -> None:
-        """Have none, unless it has one."""
+        """Have none, unless it has one; what was kept for it goes."""
+        self.prompt = None
         if not self.answer.done():
             self.answer.set_exception(error)
             self.answer.exception()  # nobody may wait for it
@@ -267,6 +268,7 @@ class AgentEnvironment:
             try:
                 words = given.prompt.join(self._history, turn=len(self._roles) + 1)
             except WordsTooLongError as error:
+                del self._requests[given.digest]
                 given.refuse(error)
                 continue
             self._present = given

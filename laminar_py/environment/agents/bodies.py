@@ -15,6 +15,7 @@ import numpy as np
 from laminar_py.config.environment import Words
 from laminar_py.environment.agents.agent import AgentAnswer
 from laminar_py.environment.agents.conversation import Message
+from laminar_py.records.roles import MOST_ROLES, ROLE_CHARS
 
 MODEL = "policy"
 MOST_CHOICES = 16
@@ -60,7 +61,7 @@ class AnyRequest(msgspec.Struct, kw_only=True):
     `model` is the role whose turn answers, where the agent gives each role a reward.
     """
 
-    model: str = MODEL
+    model: Annotated[str, msgspec.Meta(max_length=ROLE_CHARS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -116,7 +117,7 @@ class TokensRequest(AnyRequest):
 class RewardRequest(msgspec.Struct):
     """Reward that ends a trajectory, or None, or one for each role: `{"reward": {"black": 1.0, "white": 0.0}}`."""
 
-    reward: float | Annotated[dict[str, float], msgspec.Meta(min_length=1)] | None
+    reward: float | Annotated[dict[str, float], msgspec.Meta(min_length=1, max_length=MOST_ROLES)] | None
 
 
 class Bodies:

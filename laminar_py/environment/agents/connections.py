@@ -24,6 +24,7 @@ BACKLOG = 128
 READ_S = 30.0
 STALL_S = 60.0
 MOST_AT_ONCE = 64  # requests of one agent
+BODIES_KEPT = 4  # of the longest, of one agent
 STRANGERS_BYTES = 2**26  # that they have sent, all together
 BODIES_BYTES = 2**26  # that are read at a time
 LARGEST_HELD = 2**20  # of one: longer headers are refused, and what is beyond of a body stays in the socket
@@ -133,10 +134,10 @@ class AgentConnections:
         self._strangers: dict[AgentConnection, None] = {}  # the oldest first
         self._idle: dict[AgentConnection, None] = {}  # the longest first
         self._busy: set[AgentConnection] = set()
-        self._answered: Counter[object] = Counter()  # requests that are being answered, by agent
+        self._answering: Counter[object] = Counter()  # requests that are being answered, by agent
         self._held = 0  # by strangers
-        self._reading: Counter[object] = Counter()  # bytes of bodies, by agent
-        self._read = 0  # of all
+        self._kept: Counter[object] = Counter()  # bytes of bodies until they are answered, by agent
+        self._reading = 0  # bytes of bodies that are read
 
     def __len__(self) -> int:
         return len(self._strangers) + len(self._idle) + len(self._busy)
@@ -173,44 +174,54 @@ class AgentConnections:
     # ---- called by the endpoint
 
     @contextmanager
-    def answering(self, transport: asyncio.BaseTransport | None, agent: object) -> Iterator[None]:
-        """Know whose a connection is while its request is answered. Raises `TooManyAtOnceError`."""
-        if self._answered[agent] >= MOST_AT_ONCE:
-            raise TooManyAtOnceError
+    def answering(self, transport: asyncio.BaseTransport | None, agent: object | None) -> Iterator[None]:
+        """Know whose a connection is while its request is answered. Raises `TooManyAtOnceError`.
+
+        One that is no agent's yet waits for a trajectory, and may be closed like any that waits.
+        """
         one = _of(transport)
         self._forget_stranger(one)
         self._idle.pop(one, None)
+        if agent is None:
+            self._idle[one] = None
+            yield
+            return
+        if self._answering[agent] >= MOST_AT_ONCE:
+            self._idle[one] = None
+            raise TooManyAtOnceError
         self._busy.add(one)
-        self._answered[agent] += 1
+        self._answering[agent] += 1
         try:
             yield
         finally:
-            self._answered[agent] -= 1
-            if not self._answered[agent]:
-                del self._answered[agent]
+            _subtract(self._answering, agent, 1)
             if one in self._busy:  # else it was closed meanwhile
                 self._busy.remove(one)
                 self._idle[one] = None
 
     @contextmanager
-    def reading(self, agent: object, count: int) -> Iterator[None]:
-        """Read a body of so many bytes, where an agent may have one of the longest. Raises `BodiesFullError`."""
-        is_more = self._reading[agent] + count > self.bounds.max_body_bytes
-        if is_more or self._read + count > self.bounds.bodies_bytes:
+    def keeping(self, agent: object | None, count: int) -> Iterator[None]:
+        """Keep a body of so many bytes for an agent until it is answered. Raises `BodiesFullError`."""
+        if self._kept[agent] + count > BODIES_KEPT * self.bounds.max_body_bytes:
             raise BodiesFullError
-        self._add_reading(agent, count)
+        self._kept[agent] += count
         try:
             yield
         finally:
-            self._add_reading(agent, -count)
+            _subtract(self._kept, agent, count)
+
+    @contextmanager
+    def reading(self, count: int) -> Iterator[None]:
+        """Read a body of so many bytes. Raises `BodiesFullError`."""
+        if self._reading + count > self.bounds.bodies_bytes:
+            raise BodiesFullError
+        self._reading += count
+        try:
+            yield
+        finally:
+            self._reading -= count
 
     # ----
-
-    def _add_reading(self, agent: object, count: int) -> None:
-        self._read += count
-        self._reading[agent] += count
-        if not self._reading[agent]:
-            del self._reading[agent]
 
     def _make_room(self) -> bool:
         """Close one that waits; False where none does."""
@@ -241,6 +252,13 @@ def _descriptors() -> int:
     """File descriptors that this process may have."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors
+
+
+def _subtract(counter: Counter[object], agent: object, count: int) -> None:
+    """Take off what was added; nothing is kept of an agent that has none."""
+    counter[agent] -= count
+    if not counter[agent]:
+        del counter[agent]
 
 
 def _of(transport: asyncio.BaseTransport | None) -> AgentConnection:

@@ -2,7 +2,7 @@
 
 Served by each process of environments, for the agents of its trajectories. A key names a trajectory. Invariants:
 a request is answered by one whole turn of the model, or refused by a status; of whoever has no key no body is
-read.
+kept.
 """
 
 import asyncio
@@ -95,28 +95,39 @@ class AgentEndpoint:
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Handle a request of an agent, once it is here; others are refused before they are read, and closed."""
         try:
-            who = self._who(request)
+            agent = None if self._is_external(request) else self._agent(request)
         except web.HTTPUnauthorized as refusal:
             refusal.force_close()
             raise
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise _refused(web.HTTPUnsupportedMediaType, "a body is to be plain JSON")
         try:
-            with self._connections.answering(request.transport, who):
-                await self._read(request, who)
-                return await handler(request)
+            with self._connections.answering(request.transport, agent):
+                return await self._handle(request, handler, agent)
         except TooManyAtOnceError:
             raise _refused(web.HTTPTooManyRequests, f"{MOST_AT_ONCE} requests are being answered") from None
+        except BodiesFullError:
+            reason = "too much is being read, or kept for this agent; try again"
+            raise _refused(web.HTTPServiceUnavailable, reason, {"Retry-After": "1"}) from None
 
-    async def _read(self, request: web.Request, who: object) -> None:
-        """Read the body of a request, which keeps it."""
+    async def _handle(
+        self, request: web.Request, handler: Handler, agent: AgentEnvironment | None
+    ) -> web.StreamResponse:
+        """Read a request, and answer it."""
         bounds, length = self._connections.bounds, request.content_length
         most = bounds.max_body_bytes if length is None else min(length, bounds.max_body_bytes)
+        count = most if request.can_read_body else 0
+        with self._connections.keeping(agent, count):
+            with self._connections.reading(count):
+                await self._read(request)
+            return await handler(request)
+
+    async def _read(self, request: web.Request) -> None:
+        """Read the body of a request, which keeps it."""
+        bounds = self._connections.bounds
         try:
-            with self._connections.reading(who, most if request.can_read_body else 0):
-                async with asyncio.timeout(bounds.read_s):
-                    await request.read()
-        except BodiesFullError:
-            reason = "too much is being read; try again"
-            raise _refused(web.HTTPServiceUnavailable, reason, {"Retry-After": "1"}) from None
+            async with asyncio.timeout(bounds.read_s):
+                await request.read()
         except TimeoutError:
             reason = f"the body took longer than {bounds.read_s:g} s"
             raise _refused(web.HTTPRequestTimeout, reason, {"Connection": "close"}) from None
@@ -150,9 +161,9 @@ class AgentEndpoint:
         try:
             if body.stream:
                 listens = not prompt.has_tools
-                (waiting,) = agent.ask([digest], prompt, role=body.model, listens=listens)
+                (waiting,) = agent.ask([digest], prompt, role=body.model or MODEL, listens=listens)
                 return await EventStream(waiting, body, self._words).serve(request)
-            answers = await _answers(agent, digest, prompt, role=body.model, choices=choices)
+            answers = await _answers(agent, digest, prompt, role=body.model or MODEL, choices=choices)
         except TrajectoryEndedError:
             raise _refused(web.HTTPGone, ENDED) from None
         except WordsTooLongError as error:
@@ -204,14 +215,10 @@ class AgentEndpoint:
         problem = msgspec.to_builtins(offer.problem)
         return _json({"id": offer.problem.trajectory_id, "key": offer.key, "problem": problem})
 
-    def _who(self, request: web.Request) -> object:
-        """The agent of a request; each that looks for a trajectory is another. Raises `HTTPUnauthorized`."""
-        return object() if self._is_external(request) else self._agent(request)
-
     def _is_external(self, request: web.Request) -> bool:
         """True where the request has the key of the run."""
-        external = self._external
-        return external is not None and secrets.compare_digest(_key_of(request).encode(), external.key.encode())
+        key = _key_of(request).encode(errors="surrogateescape")
+        return self._external is not None and secrets.compare_digest(key, self._external.key.encode())
 
     def _agent(self, request: web.Request) -> AgentEnvironment:
         """The agent whose key the request has. Raises `HTTPUnauthorized`."""
@@ -249,6 +256,7 @@ async def serve(
         handler_cancellation=True,
         shutdown_timeout=SHUTDOWN_S,
         keepalive_timeout=KEEP_ALIVE_S,
+        auto_decompress=False,
     )
     await runner.setup()
     try:
@@ -261,7 +269,7 @@ async def serve(
             raise ConfigError(
                 f"environment.port={port}: cannot be served on {host} ({error.strerror}); {remedy}"
             ) from None
-        name = socket.gethostname() if host in WILDCARDS else host
+        name = socket.gethostname() if host in WILDCARDS else f"[{host}]" if ":" in host else host
         try:
             yield f"http://{name}:{server.sockets[0].getsockname()[1]}/v1"
         finally:

@@ -97,8 +97,8 @@ class EventStream:
 
     def _end(self) -> bytes:
         """Events with all that is left."""
-        if self._waiting.answer.exception():
-            return _event(error_body("the trajectory has ended", "gone"))
+        if error := self._waiting.answer.exception():
+            return _event(error_body(str(error) or "the trajectory has ended", type(error).__name__))
         answer = self._waiting.answer.result()
         ids, values = answer.ids.tolist()[self._place :], answer.logprobs.tolist()[self._place :]
         whole = answer.message["content"] or ""

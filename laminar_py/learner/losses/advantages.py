@@ -65,7 +65,9 @@ ADVANTAGES: dict[Advantage, GroupAdvantage] = {
 
 
 def group_advantages(kind: Advantage) -> Callable[[Sequence[Returns]], tuple[FloatArray, float]]:
-    """Function from the returns of the K >= 2 responses of one prompt to advantages [K] and their scale.
+    """Function from the returns of the K responses of one prompt to advantages [K] and their scale.
+
+    One response alone has nothing to be compared with, and 0, but for `batch_std`, which compares in the step.
 
     An advantage is that of a response's first token, the scale is what a unit of reward is in it: where each token
     has a reward, the advantage of token t is that of its response less `scale * sum_{s < t} r_s`, which is the
@@ -73,7 +75,8 @@ def group_advantages(kind: Advantage) -> Callable[[Sequence[Returns]], tuple[Flo
     """
 
     def advantages(returns: Sequence[Returns]) -> tuple[FloatArray, float]:
-        assert len(returns) >= 2, f"a group of {len(returns)} has no baseline"
+        if len(returns) < 2 and kind is not Advantage.BATCH_STD:
+            return np.zeros(len(returns), np.float32), 1.0
         values, scale = ADVANTAGES[kind](returns)
         return values.astype(np.float32), scale
 

@@ -423,12 +423,20 @@ try:
     run.with_options(api_key="sk-other").post("/trajectories", cast_to=object)
 except openai.AuthenticationError:
     print("refused")
+try:
+    run.chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
+except openai.AuthenticationError:
+    print("no agent")
 taken = run.post("/trajectories", cast_to=object)
 client = run.with_options(api_key=taken["key"])
 said = [{"role": "user", "content": taken["problem"]["prompt"]}]
 answer = client.chat.completions.create(model="policy", messages=said).choices[0].message.content
 client.post("/reward", cast_to=object, body={"reward": float(answer == taken["problem"]["answer"])})
 print(taken["id"], answer)
+try:
+    client.post("/trajectories", cast_to=object)
+except openai.AuthenticationError:
+    print("not of the run")
 """
 
 
@@ -449,10 +457,10 @@ async def test_an_external_agent_takes_a_trajectory_with_the_key_of_the_run(tmp_
         await asyncio.to_thread(wait_for_file, where)
         command = [sys.executable, str(tmp_path / "external.py"), str(where)]
         agent = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-        return (await agent.communicate())[0].decode().split("\n")[:2]
+        return (await agent.communicate())[0].decode().split("\n")[:4]
 
     said, heard = await asyncio.gather(come(), story.lead(["4"]))
-    assert said == ["refused", "g0.0 4"]
+    assert said == ["refused", "no agent", "g0.0 4", "not of the run"]
     assert (heard[-1].ends, heard[-1].reward) == (True, 1.0)
     assert where.stat().st_mode & 0o777 == 0o600
 

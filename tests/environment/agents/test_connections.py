@@ -204,3 +204,28 @@ async def test_connections_are_no_more_than_half_of_the_descriptors():
         assert endpoint.process.num_fds() < 200
         assert (await endpoint.ask(session))[0] == 200
         assert len(many) == 400
+
+
+@pytest.mark.parametrize("key", ["\xff\xfe", "sk-\u0394", ""])
+async def test_any_key_that_is_none_is_a_refusal(key):
+    async with served() as there:
+        reader, writer = await there.begin(HEAD.format(key, 0))
+        assert b" 401 " in await reader.readline()
+        writer.close()
+
+
+async def test_a_body_that_is_packed_is_refused_before_it_is_unpacked():
+    async with served() as there, aiohttp.ClientSession() as session:
+        headers = {"Authorization": f"Bearer {there.key}", "Content-Encoding": "gzip"}
+        async with session.post(f"{there.url}/chat/completions", data=b"no gzip", headers=headers) as found:
+            assert found.status == 415
+
+
+async def test_what_is_refused_for_its_length_is_not_kept():
+    """40 requests of 3 MiB, each of another text, of which an agent's environment keeps none."""
+    async with served() as there, aiohttp.ClientSession() as session:
+        assert (await there.ask(session, "a" * 3 * 2**20))[0] == 413
+        before = there.process.memory_info().rss
+        for number in range(40):
+            assert (await there.ask(session, f"{number}" + "a" * 3 * 2**20))[0] == 413
+        assert there.process.memory_info().rss - before < 60 * 2**20
