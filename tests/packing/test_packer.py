@@ -73,6 +73,7 @@ def episode(item, seed):
         loss_mask=sampled_mask(spans, place),
         spans=tuple(spans),
         roles=roles,
+        columns={},
     )
 
 

@@ -79,9 +79,10 @@ def test_without_a_deviation_advantages_are_in_units_of_reward(rewards: list[flo
     np.testing.assert_allclose(advantages(Advantage.GROUP_MEAN, rewards), expected, atol=1e-5)
 
 
-def test_a_group_of_one_has_no_baseline():
-    with pytest.raises(AssertionError, match="group of 1"):
-        grpo([1.0])
+@pytest.mark.parametrize("kind", Advantage)
+def test_one_alone_is_compared_with_nothing_in_its_group(kind):
+    expected = 1.0 if kind is Advantage.BATCH_STD else 0.0  # that compares in the step
+    assert advantages(kind, [1.0]) == [expected]
 
 
 def test_advantages_do_without_torch():
