@@ -1,6 +1,7 @@
 """The game: two players take 1 to 3 from a pile in turn, and whoever takes the last has won."""
 
-PILES = range(5, 13)
+STARTS = range(1, 13)  # piles of training
+PILES = range(5, 13)  # of the games that count: in smaller ones whoever begins wins at once, or loses
 MOST = 3
 PLAYERS = ("first", "second")
 

@@ -8,11 +8,11 @@ time; a file that holds them already is left alone.
 import random
 from pathlib import Path
 
-from game import MOST, PILES, question
+from game import MOST, STARTS, question
 
 from laminar_py.data.tiny_model import jsonl, make_data, tiny_model
 
-WORDS = (" ", "<user>", "<assistant>", "left", *map(str, range(PILES.stop)))
+WORDS = (" ", "<user>", "<assistant>", "left", *map(str, range(STARTS.stop)))
 PATTERN = r"<\w+>|\w+| "
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
@@ -26,10 +26,10 @@ SEED = 20_261_127
 
 def demonstration(rng: random.Random) -> dict[str, object]:
     """A move of one who knows the rules, mostly, and no more."""
-    taken = rng.randint(1, MOST if rng.random() < KNOWS_RULES else PILES.stop - 1)
+    taken = rng.randint(1, MOST if rng.random() < KNOWS_RULES else STARTS.stop - 1)
     return {
         "messages": [
-            {"role": "user", "content": question(rng.randrange(1, PILES.stop))},
+            {"role": "user", "content": question(rng.choice(STARTS))},
             {"role": "assistant", "content": str(taken)},
         ]
     }
@@ -38,7 +38,7 @@ def demonstration(rng: random.Random) -> dict[str, object]:
 def contents() -> dict[str, str]:
     """Every file by its name."""
     rng = random.Random(SEED)
-    piles = [rng.choice(PILES) for _ in range(NUM_TRAIN)]
+    piles = [rng.choice(STARTS) for _ in range(NUM_TRAIN)]
     games = ({"messages": [{"role": "user", "content": question(pile)}], "answer": str(pile)} for pile in piles)
     return {
         "train.jsonl": jsonl(games),

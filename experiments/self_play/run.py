@@ -19,7 +19,7 @@ from play import Player, wins
 
 from laminar_py.bench.kept import KeptResults
 from laminar_py.bench.report import Row, show
-from laminar_py.bench.runs import call, train
+from laminar_py.bench.runs import LAMINAR, call, train
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "self_play.yaml"
@@ -62,7 +62,7 @@ def learn(seed: int) -> Learned:
 
 def player(checkpoint: Path, out: Path) -> Player:
     """The model of a checkpoint."""
-    call(["laminar", "export", str(checkpoint), str(out)])
+    call([*LAMINAR, "export", str(checkpoint), str(out)])
     return Player(out)
 
 

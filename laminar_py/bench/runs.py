@@ -12,6 +12,7 @@ from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.telemetry.summary import Summary
 
+LAMINAR = (sys.executable, "-c", "from laminar_py.cli import main; main()")
 GRACE_S = 30.0  # between SIGTERM and SIGKILL
 
 
@@ -27,7 +28,7 @@ class FinishedRun:
 
 def train(config: Path, settings: list[str], *, limit_s: float | None = None) -> FinishedRun:
     """Run `laminar train`, as `call` does."""
-    command = [sys.executable, "-c", "from laminar_py.cli import main; main()", "train", str(config), *settings]
+    command = [*LAMINAR, "train", str(config), *settings]
     given = dict(setting.split("=", 1) for setting in settings)
     runs, pattern = Path(given.get("runs", "runs")), f"{given['name']}-*"
     before = set(runs.glob(pattern))
