@@ -8,7 +8,6 @@ same request.
 """
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,23 +27,17 @@ from laminar_py.bench.endpoint.conversations import (
     Timed,
 )
 from laminar_py.bench.endpoint.replica import FixedTurnReplicaActor, RoundAlone, SpokenRound
-from laminar_py.bench.environment.replica import ClockedReplicaSpec
+from laminar_py.bench.environment.parts import TurnParts
 from laminar_py.bench.models import SMALL, write_model
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Ratio, Tell, spread
 from laminar_py.bench.workplace import workplace
-from laminar_py.cluster.part import Part
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.loading import parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.data.tiny_model import EOS, PAD, SPECIAL, tiny_model
 from laminar_py.records.codec import encode
-from laminar_py.workers.environments import CALLS
-from laminar_py.workers.processes.environment import EnvironmentActor
-from laminar_py.workers.specs import EnvironmentSpec
 
-PATIENCE_S = 240.0
-NAME = "bench.environment-0"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -58,41 +51,27 @@ class EndpointBench:
     """A replica and an environments' process, e.g. `EndpointBench(folder, keys)`, within a Ray cluster."""
 
     def __init__(self, folder: Path, keys: HandedKeys, socket: Path) -> None:
-        self._config, self._run = write_agent_run(folder), folder / "run"
+        self._config = write_agent_run(folder)
         self._keys, self._socket = keys, socket
-        (self._run / "logs").mkdir(parents=True)
-        self._environment = Part(
-            "environment-0", EnvironmentActor, concurrency=CALLS, timeout_s=PATIENCE_S, known_as=NAME
-        )
-        self._replica = Part("replica-0", FixedTurnReplicaActor, concurrency=8, timeout_s=PATIENCE_S)
+        self._parts = TurnParts(folder / "run", FixedTurnReplicaActor)
 
     async def start(self) -> None:
         """Return once both serve."""
-        config, run_dir = self._config.model_dump_json(), str(self._run)
-        environment = EnvironmentSpec(config=config, run_dir=run_dir, index=0, messages=True)
-        replica = ClockedReplicaSpec(
-            config=config,
-            run_dir=run_dir,
-            label="replica-0",
-            store_key=secrets.token_hex(32),
-            environments=[NAME],
-        )
-        await self._environment.call("start", encode(environment))
-        await self._replica.call("start", encode(replica))
+        await self._parts.start(self._config, messages=True)
 
     async def speak(self, case: Conversations, *, number: int, streams: bool) -> Timed:
         """A round of agents."""
         assignments = case.assignments(str(self._socket), number=number)
         round = SpokenRound(assignments=assignments, lengths=case.lengths())
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._replica.call("speak", encode(round)), name="replica")
+            tasks.create_task(self._parts.replica.call("speak", encode(round)), name="replica")
             async with self._keys.of(case.agents) as keys:
                 return await converse(keys, case.says(), streams=streams)
 
     async def alone(self, case: Conversations, *, streams: bool) -> Timed:
         """Have the engine answer a round by itself."""
         again = RoundAlone(name=case.name, lengths=case.lengths(), streams=streams)
-        return await self._replica.ask(Timed, "alone", encode(again))
+        return await self._parts.replica.ask(Timed, "alone", encode(again))
 
 
 @asynccontextmanager

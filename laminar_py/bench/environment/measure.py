@@ -10,7 +10,6 @@ otherwise has: what handing over to that thread takes is added by us.
 
 import asyncio
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,12 @@ import numpy as np
 from transformers import AutoConfig
 
 from laminar_py.bench.environment import clocked
-from laminar_py.bench.environment.replica import ClockedReplicaActor, ClockedReplicaSpec, Play, Played
+from laminar_py.bench.environment.parts import TurnParts
+from laminar_py.bench.environment.replica import ClockedReplicaActor, Play, Played
 from laminar_py.bench.models import write_model
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Tell, spread
 from laminar_py.bench.workplace import workplace
-from laminar_py.cluster.part import Part
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.loading import parse_config
 from laminar_py.config.run import RunConfig
@@ -35,16 +34,11 @@ from laminar_py.records.engine import SamplingParams
 from laminar_py.records.environment import Problem
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
-from laminar_py.workers.environments import CALLS
-from laminar_py.workers.processes.environment import EnvironmentActor
-from laminar_py.workers.specs import EnvironmentSpec
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT, WORDS, MAX_LEN = 16, 16, 2560  # tokens of a prompt, of an answer, of a trajectory at most
 MOST_TURNS = 100
 TIMES = "times"
-PATIENCE_S = 240.0
-NAME = "bench.environment-0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,32 +102,18 @@ class TurnsBench:
     """A replica and an environment's process, e.g. `TurnsBench(folder)`, within a Ray cluster."""
 
     def __init__(self, folder: Path) -> None:
-        self._config, self._run, self._times = write_inputs(folder), folder / "run", folder / TIMES
-        for path in (self._run / "logs", self._times):
-            path.mkdir(parents=True)
-        self._environment = Part(
-            "environment-0", EnvironmentActor, concurrency=CALLS, timeout_s=PATIENCE_S, known_as=NAME
-        )
-        self._replica = Part("replica-0", ClockedReplicaActor, concurrency=8, timeout_s=PATIENCE_S)
+        self._config, self._times = write_inputs(folder), folder / TIMES
+        self._times.mkdir()
+        self._parts = TurnParts(folder / "run", ClockedReplicaActor)
 
     async def start(self) -> None:
         """Return once both serve."""
-        config, run_dir = self._config.model_dump_json(), str(self._run)
-        environment = EnvironmentSpec(config=config, run_dir=run_dir, index=0, messages=False)
-        replica = ClockedReplicaSpec(
-            config=config,
-            run_dir=run_dir,
-            label="replica-0",
-            store_key=secrets.token_hex(32),
-            environments=[NAME],
-        )
-        await self._environment.call("start", encode(environment))
-        await self._replica.call("start", encode(replica))
+        await self._parts.start(self._config, messages=False)
 
     async def round(self, case: Case, number: int) -> TurnTimes:
         """Times of a round."""
         play = Play(assignments=case.assignments(number), keeps=case.keeps)
-        played = await self._replica.ask(Played, "play", encode(play))
+        played = await self._parts.replica.ask(Played, "play", encode(play))
         return TurnTimes.of({name: json.loads((self._times / name).read_text()) for name in played}, played)
 
 
