@@ -30,4 +30,4 @@ def test_every_figure_comes_and_the_engine_is_asked_the_same():
     found = figures(*NAMES, rows(repeats=1, tell=heard.append, **cases))
     assert len(heard) == 6
     assert found["endpoint_stream_tokens_per_s"] > 0
-    assert 0 < found["endpoint_added_ms"] < found["endpoint_added_p95_ms"]
+    assert found["endpoint_added_ms"] <= found["endpoint_added_p95_ms"]

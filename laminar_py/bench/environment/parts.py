@@ -16,7 +16,7 @@ NAME = "bench.environment-0"
 
 
 class TurnParts:
-    """Both of them in a folder, e.g. `TurnParts(folder, ClockedReplicaActor)`, within a Ray cluster."""
+    """A replica and a process of environments, e.g. `TurnParts(folder, ClockedReplicaActor)`, in a Ray cluster."""
 
     def __init__(self, run: Path, replica: type[BenchReplicaActor]) -> None:
         self._run = run
