@@ -25,6 +25,7 @@ HERE = Path(__file__).parent
 CONFIG = HERE / "self_play.yaml"
 KEPT = Path(".cache/self_play")
 SEEDS = 3
+STEPS = 150  # as the config has it
 GAMES = 50  # of each pile, on each side
 LIMIT_S = 1200.0  # of a run that should take 400
 
@@ -48,12 +49,12 @@ def learn(seed: int) -> Learned:
     began = time.monotonic()
     done = train(CONFIG, ["name=self_play", f"seed={seed}"], limit_s=LIMIT_S)
     wall_s = time.monotonic() - began
-    checkpoints = sorted((done.folder / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+    checkpoints = {int(path.name.split("-")[1]): path for path in (done.folder / "checkpoints").iterdir()}
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     piles = [pile for pile in PILES for _ in range(GAMES)]
     with tempfile.TemporaryDirectory() as out:
-        untrained, trained = (player(path, Path(out) / path.name) for path in (checkpoints[0], checkpoints[-1]))
+        untrained, trained = (player(path, Path(out) / path.name) for path in (checkpoints[0], checkpoints[STEPS]))
     as_first, as_second = wins(trained, untrained, piles), wins(untrained, trained, piles)
     return Learned(
         folder=str(done.folder), wall_s=wall_s, as_first=fmean(as_first), as_second=1 - fmean(as_second)
