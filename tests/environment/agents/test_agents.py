@@ -431,12 +431,12 @@ taken = run.post("/trajectories", cast_to=object)
 client = run.with_options(api_key=taken["key"])
 said = [{"role": "user", "content": taken["problem"]["prompt"]}]
 answer = client.chat.completions.create(model="policy", messages=said).choices[0].message.content
-client.post("/reward", cast_to=object, body={"reward": float(answer == taken["problem"]["answer"])})
 print(taken["id"], answer)
 try:
     client.post("/trajectories", cast_to=object)
 except openai.AuthenticationError:
     print("not of the run")
+client.post("/reward", cast_to=object, body={"reward": float(answer == taken["problem"]["answer"])})
 """
 
 
