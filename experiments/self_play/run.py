@@ -25,7 +25,6 @@ HERE = Path(__file__).parent
 CONFIG = HERE / "self_play.yaml"
 KEPT = Path(".cache/self_play")
 SEEDS = 3
-STEPS = 150  # as the config has it
 GAMES = 50  # of each pile, on each side
 LIMIT_S = 1200.0  # of a run that should take 400
 
@@ -54,7 +53,9 @@ def learn(seed: int) -> Learned:
     torch.manual_seed(seed)
     piles = [pile for pile in PILES for _ in range(GAMES)]
     with tempfile.TemporaryDirectory() as out:
-        untrained, trained = (player(path, Path(out) / path.name) for path in (checkpoints[0], checkpoints[STEPS]))
+        untrained, trained = (
+            player(path, Path(out) / path.name) for path in (checkpoints[0], checkpoints[max(checkpoints)])
+        )
     as_first, as_second = wins(trained, untrained, piles), wins(untrained, trained, piles)
     return Learned(
         folder=str(done.folder), wall_s=wall_s, as_first=fmean(as_first), as_second=1 - fmean(as_second)
