@@ -97,7 +97,10 @@ class EnvironmentHost:
         return await asyncio.shield(session.answer)
 
     def hear(self, parts: Sequence[TurnPart]) -> None:
-        """Tell environments that listen what is sampled of turns that they have not got yet."""
+        """Tell environments that listen what is sampled of turns that they have not got yet.
+
+        One that fails over it hears no more of that turn before it has all of it.
+        """
         for part in parts:
             session = self._sessions.get(part.trajectory_id)
             environment = None if session is None else session.environment
@@ -106,7 +109,12 @@ class EnvironmentHost:
                 and session.turn_start == part.turn_start
                 and isinstance(environment, HearsTokens)
             ):
-                environment.hear(part.place, part.ids, part.logprobs)
+                try:
+                    environment.hear(part.place, part.ids, part.logprobs)
+                except Exception as error:  # noqa: BLE001 - whatever it is, the turn does not depend on it
+                    session.turn_start = -1
+                    said = str(error) or type(error).__name__
+                    log.warning("%s: hear failed, so it has the whole turn alone: %s", part.trajectory_id, said)
 
     def forget(self, trajectory_ids: list[str]) -> None:
         """End the environments of trajectories of which no turn is to come.

@@ -68,7 +68,7 @@ class Controller:
         self._relays = relays = Relays(incarnation)
         self._learner = learner = LearnerLink(incarnation, relays=relays, payload=payload, show=view.progress)
         self._versions = Versions(incarnation, completed=learner.completed, stored=relays.published)
-        self._environments = EnvironmentProcesses(incarnation)
+        self._environments = EnvironmentProcesses(incarnation, self._relays.keys)
         self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays, payload=payload)
         self._scoring = Scoring(
             incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail, wake=replicas.wake

@@ -76,7 +76,7 @@ class EvalController:
         self._payload = payload = PayloadHosts(incarnation)
         self._relays = Relays(incarnation)
         self._weights = WeightFolder(incarnation, relays=self._relays)
-        self._environments = EnvironmentProcesses(incarnation)
+        self._environments = EnvironmentProcesses(incarnation, self._relays.keys)
         self._replicas = Replicas(incarnation, scheduler=self._scheduler, relays=self._relays, payload=payload)
         self._scoring = Scoring(
             incarnation,

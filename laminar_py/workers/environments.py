@@ -13,6 +13,7 @@ from laminar_py.cluster.part import Part
 from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.environment.saved import SavedTurns, environments_path
 from laminar_py.records.codec import encode
+from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.processes.environment import EnvironmentActor
@@ -41,8 +42,9 @@ async def count_unless_spent(error: PartDiedError) -> PartDiedError | None:
 class EnvironmentProcesses:
     """Processes of environments, none where a run has none."""
 
-    def __init__(self, incarnation: Incarnation) -> None:
+    def __init__(self, incarnation: Incarnation, keys: RelayKeys) -> None:
         self._incarnation = incarnation
+        self._keys = keys
         names = enumerate(environment_names(incarnation))
         self._keepers = [Keeper(self._spec(index, known_as=name), incarnation) for index, name in names]
 
@@ -97,10 +99,15 @@ class EnvironmentProcesses:
         )
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
+        node = parts[0].place.node
+        assert node is not None, "a plan names a node for every part"
         spec = EnvironmentSpec(
             config=self._incarnation.config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
             index=index,
             messages=self._incarnation.inputs.messages,
+            host=self._incarnation.placement.ip(node),  # loopback where the run is on this machine alone
+            public_key=self._keys.public,
+            secret_key=self._keys.secret,
         )
         await parts[0].call("start", encode(spec), timeout_s=START_S)

@@ -135,6 +135,9 @@ class EnvironmentSpec(PartStart, frozen=True, kw_only=True):
 
     index: int
     messages: bool
+    host: str  # address at which replicas tell it what is sampled
+    public_key: str
+    secret_key: str
 
 
 class ServerStart(PartStart, frozen=True, kw_only=True):

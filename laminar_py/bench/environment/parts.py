@@ -5,8 +5,10 @@ from pathlib import Path
 
 from laminar_py.bench.environment.replica import BenchReplicaActor, ClockedReplicaSpec
 from laminar_py.cluster.part import Part
+from laminar_py.cluster.ray_cluster import LOOPBACK
 from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import encode
+from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.workers.environments import CALLS
 from laminar_py.workers.processes.environment import EnvironmentActor
 from laminar_py.workers.specs import EnvironmentSpec
@@ -29,13 +31,18 @@ class TurnParts:
     async def start(self, config: RunConfig, *, messages: bool) -> None:
         """Return once both serve; prompts are `messages`, or text."""
         given, run_dir = config.model_dump_json(), str(self._run)
-        environment = EnvironmentSpec(config=given, run_dir=run_dir, index=0, messages=messages)
+        keys = RelayKeys.generate()
+        pair = {"public_key": keys.public, "secret_key": keys.secret}
+        environment = EnvironmentSpec(
+            config=given, run_dir=run_dir, index=0, messages=messages, host=LOOPBACK, **pair
+        )
         replica = ClockedReplicaSpec(
             config=given,
             run_dir=run_dir,
             label="replica-0",
             store_key=secrets.token_hex(32),
             environments=[NAME],
+            **pair,
         )
         await self._environment.call("start", encode(environment))
         await self.replica.call("start", encode(replica))

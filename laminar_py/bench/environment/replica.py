@@ -5,6 +5,7 @@ one, with a clock; its weights come from a folder; its reports stay here. Nothin
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -24,8 +25,11 @@ from laminar_py.records.engine import Delta, GenerateRequest
 from laminar_py.records.protocols import PulledVersion
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import FinishReason
+from laminar_py.relay.wire.post import peer_wire
+from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
+from laminar_py.workers.processes.replica import REPLICA_NICENESS
 from laminar_py.workers.processes.setup import PartActor, open_folder, open_part, open_reader
 from laminar_py.workers.remote_environments import RemoteEnvironments
 from laminar_py.workers.specs import PayloadStart
@@ -40,6 +44,8 @@ class ClockedReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     """Start of the process."""
 
     environments: list[str]  # names of the processes that answer turns
+    public_key: str
+    secret_key: str
 
 
 class Play(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +146,9 @@ class BenchReplicaActor(PartActor):
         config = open_part(spec, "replica-0")
         rollout = config.rollout
         torch.set_num_threads(1)
+        if rollout.engine.yields_cpus:
+            os.nice(REPLICA_NICENESS)
+        wire = peer_wire(RelayKeys(spec.public_key, spec.secret_key))
         engine = kind(
             config.model.path,
             max_batch=rollout.max_batch,
@@ -157,7 +166,7 @@ class BenchReplicaActor(PartActor):
             batch=rollout.batch_per_replica,
             max_batch=rollout.max_batch,
             partial_interval_s=rollout.partial_interval_s,
-            environments=RemoteEnvironments(spec.environments),
+            environments=RemoteEnvironments(spec.environments, wire, spec.label),
         )
         self._task = asyncio.create_task(self._replica.run(), name="replica")
         while not (await self._replica.collect(QUIET_S)).admissible:

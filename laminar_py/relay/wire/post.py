@@ -115,6 +115,7 @@ class Peer(_Box):
     def __init__(self, wire: Wire, endpoint: str, name: str) -> None:
         socket = wire.dealer(max_frame_bytes=MOST_BYTES)
         socket.set(zmq.IDENTITY, name.encode())
+        socket.set(zmq.SNDHWM, MOST_QUEUED)
         socket.connect(endpoint)
         super().__init__(socket)
 
@@ -127,7 +128,7 @@ class Peer(_Box):
                 return frames[0].buffer
 
     def send(self, frame: bytes) -> bool:
-        """Hand a frame over; False while the connection is down."""
+        """Hand a frame over; False while the connection is down, or where too many wait in it."""
         return self._send([frame])
 
 

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.environment import ModelTurn, TurnPart
+from laminar_py.records.environment import ModelTurn
 from laminar_py.workers.processes.setup import PartActor, open_part
 from laminar_py.workers.specs import EnvironmentSpec
 
@@ -25,6 +25,8 @@ class EnvironmentActor(PartActor):
         from laminar_py.environment.host import EnvironmentHost
         from laminar_py.environment.saved import SavedTurns, environments_path
         from laminar_py.environment.writer import open_writer
+        from laminar_py.link.turn_parts import TurnPartReceiver
+        from laminar_py.relay.wire.transport import RelayKeys
 
         spec = decode(EnvironmentSpec, data)
         config = open_part(spec, f"environment-{spec.index}")
@@ -50,6 +52,8 @@ class EnvironmentActor(PartActor):
             limits=settings,
         )
         asyncio.get_running_loop().set_default_executor(self._calls.threads)  # for tools that are not `async`
+        self._receiver = TurnPartReceiver(RelayKeys(spec.public_key, spec.secret_key), spec.host)
+        self._hearing = asyncio.create_task(self._receiver.run(self._host.hear), name="turn-parts")
         self._ready.set()
 
     async def answer(self, data: bytes) -> bytes:
@@ -57,11 +61,10 @@ class EnvironmentActor(PartActor):
         await self._ready.wait()
         return encode(await self._host.answer(decode(ModelTurn, data)))
 
-    async def hear(self, data: bytes) -> bytes:
-        """Tell environments what is sampled, a list of `TurnPart`."""
+    async def hears_at(self, _: bytes) -> bytes:
+        """Address that takes what is sampled."""
         await self._ready.wait()
-        self._host.hear(decode(list[TurnPart], data))
-        return b""
+        return self._receiver.endpoint.encode()
 
     async def forget(self, data: bytes) -> bytes:
         """Let go of trajectories, a list of names."""
@@ -71,4 +74,6 @@ class EnvironmentActor(PartActor):
 
     async def watch(self, seconds: float) -> None:
         """Return after so many seconds; raises what makes the process of no use."""
+        if self._hearing.done():
+            self._hearing.result()
         await self._calls.watch(seconds)

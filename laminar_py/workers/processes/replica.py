@@ -14,6 +14,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.protocols import EngineLostError, Environments
+from laminar_py.relay.wire.transport import RelayKeys, Wire
 from laminar_py.workers.processes.setup import PartActor, open_folder, open_part, open_reader
 from laminar_py.workers.specs import ReplicaSpec
 
@@ -31,7 +32,6 @@ class ReplicaActor(PartActor):
         from laminar_py.link.replica_link import ReplicaLink
         from laminar_py.relay.subscriber import Subscriber
         from laminar_py.relay.wire.post import Peer, peer_wire
-        from laminar_py.relay.wire.transport import RelayKeys
         from laminar_py.rollout.replica import Replica
         from laminar_py.rollout.storing import SegmentStore
 
@@ -50,6 +50,7 @@ class ReplicaActor(PartActor):
         with _telling_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         keys = RelayKeys(spec.public_key, spec.secret_key)
+        wire = peer_wire(keys)
         self._weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=keys)
         self._listening = asyncio.create_task(self._weights.run(), name="subscriber")
         self._replica = Replica(
@@ -67,10 +68,10 @@ class ReplicaActor(PartActor):
             verify_every=rollout.engine.verify_every,
             initial=spec.assignments,
             gather_s=spec.pace.gather_s,
-            environments=_environments(config, spec),
+            environments=_environments(config, spec, wire),
         )
         self._config = config
-        peer, attach = Peer(peer_wire(keys), spec.hub, spec.label), self._weights.attach
+        peer, attach = Peer(wire, spec.hub, spec.label), self._weights.attach
         link = ReplicaLink(peer, spec.label, self._replica, attach=attach, quiet_s=spec.pace.quiet_s)
         self._task = asyncio.create_task(self._replica.run(), name="replica")
         self._link = asyncio.create_task(link.run(), name="link")
@@ -101,12 +102,14 @@ class ReplicaActor(PartActor):
                     task.result()
 
 
-def _environments(config: RunConfig, spec: ReplicaSpec) -> Environments | None:
+def _environments(config: RunConfig, spec: ReplicaSpec, wire: Wire) -> Environments | None:
     """Environments of the trajectories here: processes of their own, or a model of them in this one."""
     from laminar_py.engines.emulated.turns import environments_of
     from laminar_py.workers.remote_environments import RemoteEnvironments
 
-    return RemoteEnvironments(spec.environments) if spec.environments else environments_of(config)
+    if not spec.environments:
+        return environments_of(config)
+    return RemoteEnvironments(spec.environments, wire, spec.label)
 
 
 @contextlib.contextmanager

@@ -76,17 +76,21 @@ class Story:
             spans=(),
         )
 
+    def host_of(self, make):
+        """Environments of a process, each of them what `make` gives."""
+        return EnvironmentHost(
+            make,
+            calls=EnvironmentCalls(self.settings),
+            writer=self.writer,
+            saved=SavedTurns(self.folder / "saved"),
+            limits=self.settings,
+        )
+
     async def lead(self, says, *, pause_s=0.0, to_the_end=True):
         """Let the model say these, in a new process of environments; all answers of the agent."""
         heard = []
         async with open_agents(self.settings, home(self.folder, self.writer)) as make:
-            host = EnvironmentHost(
-                make,
-                calls=EnvironmentCalls(self.settings),
-                writer=self.writer,
-                saved=SavedTurns(self.folder / "saved"),
-                limits=self.settings,
-            )
+            host = self.host_of(make)
             for text in (*says, *([None] if to_the_end else [])):
                 answer = await host.answer(self.turn)
                 heard.append(answer)
@@ -504,35 +508,47 @@ ask()
     assert story.log().split() == ["y"]
 
 
+class Hears:
+    """An environment that listens; it fails over tokens from `fails_at` on."""
+
+    listens = True
+
+    def __init__(self, *, fails_at=100):
+        self.places = []
+        self.fails_at = fails_at
+
+    def reset(self, problem):
+        return Observation("?")
+
+    def step(self, action):
+        return Observation("and?")
+
+    def hear(self, place, ids, logprobs):
+        self.places.append(place)
+        if place >= self.fails_at:
+            raise ValueError("no room")
+
+    def take(self, turn):
+        pass
+
+
+@pytest.mark.parametrize(("fails_at", "heard"), [(100, [7, 8, 9]), (8, [7, 8])])
+async def test_one_that_fails_over_tokens_has_the_whole_turn_alone(tmp_path, fails_at, heard):
+    story = Story(tmp_path, "")
+    listener = Hears(fails_at=fails_at)
+    host = story.host_of(lambda: listener)
+    start = len((await host.answer(story.turn)).ids)
+    for place in (7, 8, 9):
+        ids = np.array([5], np.int32)
+        host.hear([TurnPart(trajectory_id="g0.0", turn_start=start, place=place, ids=ids, logprobs=-ids / 1.0)])
+    assert listener.places == heard
+
+
 async def test_tokens_of_a_turn_that_is_over_are_not_those_of_the_next(tmp_path):
-    story = Story(tmp_path, "ask(); said.append({'role': 'user', 'content': '?'}); print(ask(stream=True))")
-    host = EnvironmentHost(
-        lambda: heard,
-        calls=EnvironmentCalls(story.settings),
-        writer=story.writer,
-        saved=SavedTurns(tmp_path / "saved"),
-        limits=story.settings,
-    )
-
-    class Hears:
-        listens = True
-
-        def __init__(self):
-            self.places = []
-
-        def reset(self, problem):
-            return Observation("?")
-
-        def step(self, action):
-            return Observation("and?")
-
-        def hear(self, place, ids, logprobs):
-            self.places.append(place)
-
-        def take(self, turn):
-            pass
+    story = Story(tmp_path, "")
 
     heard, ids = Hears(), np.array([5], np.int32)
+    host = story.host_of(lambda: heard)
     answer = await host.answer(story.turn)
     for start in (len(answer.ids), 0, len(answer.ids) + 1):
         host.hear([TurnPart(trajectory_id="g0.0", turn_start=start, place=7, ids=ids, logprobs=-ids / 1.0)])
