@@ -16,6 +16,7 @@ from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.agents.requests import AgentHistory, Chat, Prompt
 from laminar_py.environment.agents.token_paths import TokenPaths
 from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
+from laminar_py.environment.tools.python_session import PythonSession
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.roles import credits_of
 
@@ -29,6 +30,10 @@ class TrajectoryEndedError(Exception):
 
 class TooManyWaitingError(Exception):
     """A request of an agent of which as many wait as may."""
+
+
+class NoSandboxError(Exception):
+    """Code of an agent whose run has no sandbox for it."""
 
 
 class AgentFailedError(Exception):
@@ -124,7 +129,7 @@ class AgentEnvironment:
     """Environment whose words are the requests of an agent.
 
     `keys` gives the key that its requests are to have; `agents` starts it. One that says more than `most_bytes`
-    anew is refused.
+    anew is refused. `session` runs code for it.
     """
 
     def __init__(
@@ -136,12 +141,14 @@ class AgentEnvironment:
         keys: "Keys",
         deterministic: bool,
         most_bytes: int,
+        session: PythonSession | None = None,
     ) -> None:
         self.deterministic = deterministic
         self.trajectory_id = ""
         self._agents = agents
         self._keys = keys
         self._messages = messages
+        self._session = session
         self._history = AgentHistory(Conversation(most_bytes=most_bytes), TokenPaths(words))
         # at most MOST_WAITING, and the end: what is more is refused, and its sender tries again
         self._inbox: asyncio.Queue[AgentRequest | None] = asyncio.Queue()
@@ -212,6 +219,8 @@ class AgentEnvironment:
         try:
             if self._agent is not None:
                 await self._agent.end()
+            if self._session is not None:
+                await self._session.close()
         finally:
             self._keys.remove(self._key)
 
@@ -234,6 +243,17 @@ class AgentEnvironment:
             self._requests[digest] = request
             self._inbox.put_nowait(request)
         return [self._requests[digest] for digest in digests]
+
+    async def python(self, code: str) -> str:
+        """Run code in the sandbox, in a session of this agent; its output, as a terminal shows it.
+
+        Raises `NoSandboxError`, `TrajectoryEndedError`, and `SandboxError` where the sandbox itself fails.
+        """
+        if self._session is None:
+            raise NoSandboxError
+        if self._ended:
+            raise TrajectoryEndedError
+        return await self._session.python(code)
 
     def reward(self, value: float | dict[str, float] | None) -> None:
         """End the trajectory with a reward, one for each role, or none.

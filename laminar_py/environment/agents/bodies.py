@@ -120,6 +120,12 @@ class RewardRequest(msgspec.Struct):
     reward: float | Annotated[dict[str, float], msgspec.Meta(min_length=1, max_length=MOST_ROLES)] | None
 
 
+class CodeRequest(msgspec.Struct):
+    """Code to run in the sandbox."""
+
+    code: str
+
+
 class Bodies:
     """Answers in the forms of the API, e.g. `Bodies(words).chat(answers, name="1f", body=request)`."""
 

@@ -25,6 +25,7 @@ from laminar_py.environment.agents.agent import (
     AgentAnswer,
     AgentEnvironment,
     Keys,
+    NoSandboxError,
     TooManyWaitingError,
     TrajectoryEndedError,
 )
@@ -34,6 +35,7 @@ from laminar_py.environment.agents.bodies import (
     AnyRequest,
     Bodies,
     ChatRequest,
+    CodeRequest,
     CompletionRequest,
     RewardRequest,
     TokensRequest,
@@ -53,6 +55,7 @@ from laminar_py.environment.agents.external import ExternalAgents
 from laminar_py.environment.agents.requests import Chat, Prompt, TextPrompt, TokenPrompt
 from laminar_py.environment.agents.streamed import EventStream
 from laminar_py.environment.calls import LARGEST
+from laminar_py.sandbox.records import SandboxError
 
 SHUTDOWN_S = 1.0  # for requests that are being answered
 PATIENCE_S = 20.0  # of an external agent, for a trajectory
@@ -84,6 +87,7 @@ class AgentEndpoint:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/reward", self._reward)
         app.router.add_post("/v1/trajectories/{trajectory}/reward", self._reward)
+        app.router.add_post("/v1/python", self._python)
         app.router.add_get("/v1/models", self._models)
         if self._external is not None:
             app.router.add_post("/v1/trajectories", self._hand_out)
@@ -203,6 +207,18 @@ class AgentEndpoint:
         except TrajectoryEndedError:
             raise _refused(web.HTTPGone, ENDED) from None
         return _json({"reward": value})
+
+    async def _python(self, request: web.Request) -> web.Response:
+        """Run code in the sandbox, in the session of its agent."""
+        agent, code = self._agent(request), _decode(CodeRequest, await request.read()).code
+        try:
+            return _json({"output": await agent.python(code)})
+        except NoSandboxError:
+            raise _refused(web.HTTPNotFound, "the run has no sandbox for agents; set environment.python") from None
+        except TrajectoryEndedError:
+            raise _refused(web.HTTPGone, ENDED) from None
+        except SandboxError as error:
+            raise _refused(web.HTTPServiceUnavailable, f"the sandbox failed: {error}") from None
 
     async def _hand_out(self, request: web.Request) -> web.Response:
         """A trajectory for an external agent, or the word that none waits now."""

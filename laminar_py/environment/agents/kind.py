@@ -19,7 +19,9 @@ from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.agents.runner import AgentRunner, LauncherError, open_runner
 from laminar_py.environment.protocol import Environment
 from laminar_py.environment.tools.calls import HermesCalls, LlamaCalls
+from laminar_py.environment.tools.python_session import PythonSession
 from laminar_py.environment.tools.settings import CallFamily
+from laminar_py.sandbox.pool import SandboxPool
 
 LOOPBACK = "127.0.0.1"
 MOST_PORTS = 65_536
@@ -49,6 +51,9 @@ class AgentConfig(EnvironmentConfig):
     """Memory of an agent's own data, MiB, of each process of it. Default: no limit of its own."""
     cpu_s: Seconds | None = None
     """CPU time of each process of an agent, seconds. Default: no limit of its own."""
+    python: bool = False
+    """Let agents run code of the model in the `sandbox`, by `POST /v1/python` at the endpoint. Each has a session
+    of its own, which holds one of `sandbox.slots` from its first code until its trajectory ends."""
     keep_folders: bool = False
     """Keep the working folder of an agent that has ended; else its log alone."""
     family: CallFamily = CallFamily.HERMES
@@ -66,6 +71,11 @@ class AgentConfig(EnvironmentConfig):
     max_connections: Count = 4096
     """Connections of the endpoint, half of the file descriptors at most. Where there are more, those that have not
     shown the key of an agent make room, and get status 503."""
+
+    @property
+    def has_session(self) -> bool:
+        """True where agents may run code in the sandbox."""
+        return self.python
 
     @model_validator(mode="after")
     def _check_agent(self) -> Self:
@@ -97,6 +107,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
     async with AsyncExitStack() as stack:
         served = serve(keys, home.words, external=external, host=settings.host, port=port, bounds=bounds)
         url = await stack.enter_async_context(served)
+        pool = await stack.enter_async_context(SandboxPool.of(home.sandbox)) if settings.python else None
         if external is None:
             agents: Agents = await stack.enter_async_context(_own_agents(settings, home, url=url))
         else:
@@ -109,6 +120,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
             keys=keys,
             deterministic=settings.deterministic,
             most_bytes=settings.max_observation_bytes,
+            session=None if pool is None else PythonSession(pool),
         )
 
 
