@@ -40,6 +40,7 @@ def check_truth(response: Payload, spans: tuple[Span, ...]) -> Iterator[str]:
     if len(moved):
         stored = "sampled by an engine" if sampled[moved[0]] else "written by an environment"
         yield f"token {moved[0]} was stored as {stored}, and not finished as such; {len(moved)} such"
+    yield from _overlong(spans)
     if sampled.all():
         return
     strays = np.flatnonzero(~sampled & (response.logprobs != 0))
@@ -54,6 +55,17 @@ def check_truth(response: Payload, spans: tuple[Span, ...]) -> Iterator[str]:
     for span in spans:
         if span.version is None and span.kv_version is not None:
             yield _told(span.start, f"has a KV cache of version {span.kv_version}", count=span.end - span.start)
+
+
+def _overlong(spans: tuple[Span, ...]) -> Iterator[str]:
+    """Turns of the model with more tokens than their environment let them have."""
+    start, limit = 0, None
+    for span in spans:
+        if span.version is None:
+            start, limit = span.end, span.turn_limit
+        elif limit is not None and span.end - start > limit:
+            yield f"the turn from token {start} on has more than {limit} tokens, which its environment allowed it"
+            limit = None
 
 
 def _told(place: int | np.intp, what: str, *, count: int) -> str:

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from laminar_py.config.environment import EnvironmentConfig
-from laminar_py.environment.protocol import Answer, End, Observation, Rewrite, Role, TokenWords
+from laminar_py.environment.protocol import MOST_TOKENS, Answer, End, Observation, Rewrite, Role, TokenWords
 from laminar_py.records.roles import MOST_ROLES, ROLE_CHARS
 from laminar_py.records.trajectory import DropReason
 
@@ -128,16 +128,23 @@ class EnvironmentCalls:
         if isinstance(returned, End):
             return _plain_end(returned)
         if isinstance(returned, Rewrite):
-            return Rewrite(returned.messages, returned.tools)
+            return Rewrite(returned.messages, returned.tools, max_tokens=returned.max_tokens)
         if isinstance(returned, TokenWords):
-            return TokenWords(returned.ids.astype(np.int32), returned.after)
+            return TokenWords(returned.ids.astype(np.int32), returned.after, max_tokens=returned.max_tokens)
         assert isinstance(returned, Observation), "what has no fault is an answer"
-        return Observation(returned.texts, role=Role(returned.role), after=returned.after)
+        role, most = Role(returned.role), returned.max_tokens
+        return Observation(returned.texts, role=role, after=returned.after, max_tokens=most)
 
     def _fault(self, returned: object) -> str:
         """Fault of an answer, and what would be right; "" where there is none."""
         if isinstance(returned, End):
             return _fault_of_end(returned)
+        if isinstance(returned, Observation | Rewrite | TokenWords) and not _is_limit(returned.max_tokens):
+            most = returned.max_tokens
+            shown = "(too many)" if _is_turn(most) else repr(most)[:SHOWN_CHARS]
+            return (
+                f"{type(returned).__name__} max_tokens={shown}; give a number from 1 to {MOST_TOKENS:,}, or None"
+            )
         if isinstance(returned, Rewrite):
             return self._fault_of_rewrite(returned.messages, returned.tools)
         if isinstance(returned, TokenWords):
@@ -222,8 +229,12 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2
 
 
-def _is_turn(value: object) -> bool:
+def _is_turn(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_limit(value: object) -> bool:
+    return value is None or (_is_turn(value) and value <= MOST_TOKENS)
 
 
 def _is_role(value: object) -> bool:

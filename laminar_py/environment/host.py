@@ -160,7 +160,7 @@ class EnvironmentHost:
         session.environment = environment = await self._ready(turn, before, saved)
         taken = len(turn_ends(turn.spans))
         returned = await self._step(environment, turn, taken)
-        answer = self._told(returned, turn.spans, elapsed_s=time.monotonic() - began)
+        answer = self._told(returned, turn.response_ids, turn.spans, elapsed_s=time.monotonic() - began)
         if isinstance(environment, HearsTokens):
             answer = msgspec.structs.replace(answer, listens=environment.listens)
         if answer.ids is not None and taken >= self._limits.max_turns:
@@ -211,7 +211,8 @@ class EnvironmentHost:
         """Take all turns but the last again, with the same answers. Raises `CallFailedError` where one differs."""
         for number, end in enumerate([0, *turn_ends(turn.spans)[:-1]]):
             before = tuple(span for span in turn.spans if span.end <= end)
-            answer = self._told(await self._step(environment, turn, number), before, elapsed_s=0.0)
+            returned = await self._step(environment, turn, number)
+            answer = self._told(returned, turn.response_ids, before, elapsed_s=0.0)
             if not _repeats(answer, turn, place=end):
                 detail = f"its process died, and turn {number} was answered otherwise again"
                 raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
@@ -225,10 +226,14 @@ class EnvironmentHost:
         if isinstance(environment, HearsTokens):
             is_last = end == len(turn.response_ids)
             logprobs = turn.logprobs if is_last else _NO_LOGPROBS
-            environment.take(SampledTurn(context=_context(turn, start, end), ids=ids, logprobs=logprobs))
+            is_cut = not self._writer.has_ended(ids)
+            context = _context(turn, start, end)
+            environment.take(SampledTurn(context=context, ids=ids, logprobs=logprobs, is_cut=is_cut))
         return await self._calls.answer(environment.step, self._writer.said(ids))
 
-    def _told(self, returned: Answer, spans: tuple[Span, ...], *, elapsed_s: float) -> EnvironmentTurn:
+    def _told(
+        self, returned: Answer, response_ids: IntArray, spans: tuple[Span, ...], *, elapsed_s: float
+    ) -> EnvironmentTurn:
         """An answer to the turns of `spans`, as it goes back. Raises `CallFailedError` where it is none."""
         is_first = not turn_ends(spans)
         if isinstance(returned, End):
@@ -239,19 +244,25 @@ class EnvironmentHost:
             raise CallFailedError(
                 DropReason.ENVIRONMENT_FAILED, "step returned an Observation without a text; return End to end"
             )
-        ids = self._ids(returned, is_first=is_first)
+        follows = _follows(returned, spans)
+        behind = response_ids[: (spans[-1].end if spans else 0) if follows is None else max(follows, 0)]
+        ids = self._ids(returned, is_first=is_first, is_cut=len(behind) > 0 and not self._writer.has_ended(behind))
         if not len(ids) and (not isinstance(returned, Observation) or not is_first):
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "step returned an empty text; return End to end")
-        return EnvironmentTurn(ids=ids, follows=_follows(returned, spans), elapsed_s=elapsed_s)
+        if not len(ids) and returned.max_tokens is not None:
+            detail = f"reset returned max_tokens={returned.max_tokens} without a text to keep it with; give a text"
+            raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail)
+        return EnvironmentTurn(ids=ids, follows=follows, max_tokens=returned.max_tokens, elapsed_s=elapsed_s)
 
-    def _ids(self, said: Begin, *, is_first: bool) -> IntArray:
+    def _ids(self, said: Begin, *, is_first: bool, is_cut: bool) -> IntArray:
+        """Ids of words behind a turn of the model; nothing ends that yet where it `is_cut` by its limit."""
         try:
             if isinstance(said, TokenWords):
                 self._writer.check(said.ids)
                 return said.ids
             if isinstance(said, Rewrite):
                 return self._writer.anew(said)
-            return self._writer.first(said) if is_first else self._writer.next(said)
+            return self._writer.first(said) if is_first else self._writer.next(said, is_cut=is_cut)
         except (ValueError, RecursionError) as error:
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, str(error)) from error
 
@@ -314,9 +325,10 @@ def _follows(returned: Answer, spans: tuple[Span, ...]) -> int | None:
 def _repeats(answer: EnvironmentTurn, turn: ModelTurn, *, place: int) -> bool:
     """True where an answer is what is written at this place of the response."""
     spans = [span for span in turn.spans if span.start == place and span.version is None]
-    end, follows = (spans[0].end, spans[0].follows) if spans else (place, None)
-    ids = turn.response_ids[place:end].tolist()
-    return answer.ids is not None and answer.ids.tolist() == ids and answer.follows == follows
+    written = spans[0] if spans else Span(None, place, place)
+    ids = turn.response_ids[place : written.end].tolist()
+    is_same = answer.follows == written.follows and answer.max_tokens == written.turn_limit
+    return answer.ids is not None and answer.ids.tolist() == ids and is_same
 
 
 def _place_of(turn: ModelTurn, number: int) -> tuple[int, int]:

@@ -21,6 +21,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.environment import Problem as Problem
 
+MOST_TOKENS = 2**31 - 1  # of a turn, that an environment may name as its limit
+
 
 class Role(StrEnum):
     """Speaker of an observation, for the chat template."""
@@ -35,12 +37,13 @@ class Observation:
 
     Without a text it says nothing, which `reset` alone may do: the prompt of the data set is all there is. With
     `after` it goes back: it is said behind that turn of the model, 1 the first that it took, and what that was
-    behind; all else is out of sight.
+    behind; all else is out of sight. `Observation("Think briefly.", max_tokens=64)` limits the turn that answers.
     """
 
     texts: str | tuple[str, ...] = ()
     role: Role = Role.USER
     after: int | None = None
+    max_tokens: int | None = None  # the most of the turn that answers it, from 1 on
 
     @property
     def messages(self) -> tuple[str, ...]:
@@ -57,6 +60,7 @@ class Rewrite:
 
     messages: str | tuple[tuple[str, str] | Mapping[str, object], ...]  # (role, text), or for a template
     tools: tuple[Mapping[str, object], ...] = ()  # in place of those that the chat template is told of, if any
+    max_tokens: int | None = None  # the most of the turn that answers it, from 1 on
 
     @property
     def turns(self) -> tuple[Mapping[str, object], ...]:
@@ -78,6 +82,7 @@ class TokenWords:
 
     ids: IntArray  # [n]
     after: int
+    max_tokens: int | None = None  # the most of the turn that answers them, from 1 on
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ class SampledTurn:
     context: IntArray  # [c] of the conversation that it was sampled behind, without the prompt of the data set
     ids: IntArray  # [n] with what ended it
     logprobs: FloatArray  # [n] or, of a turn that is taken over again, [0]
+    is_cut: bool = False  # by the limit that its environment gave it, so that no token ends it
 
 
 class Environment(Protocol):

@@ -79,15 +79,18 @@ class PlainWriter:
 
     def said(self, ids: IntArray) -> str:
         """Text of a turn of the model, without what ended it."""
-        ended = len(ids) > 0 and int(ids[-1]) in self._stop_ids
-        return self._codec.decode(ids[:-1] if ended else ids, special=True)
+        return self._codec.decode(ids[:-1] if self.has_ended(ids) else ids, special=True)
+
+    def has_ended(self, ids: IntArray) -> bool:
+        """True where the last token ends a turn of the model; its limit has cut it where none does."""
+        return len(ids) > 0 and int(ids[-1]) in self._stop_ids
 
     def first(self, observation: Observation) -> IntArray:
         """[n] ids of what an environment says before the first turn."""
         return self.next(observation)
 
-    def next(self, observation: Observation) -> IntArray:
-        """[n] ids of what an environment says after a turn. Raises `TemplateError`."""
+    def next(self, observation: Observation, *, is_cut: bool = False) -> IntArray:
+        """[n] ids of what an environment says after a turn, which a limit may have cut. Raises `TemplateError`."""
         return self._codec.encode_literal("".join(observation.messages))
 
     def anew(self, rewrite: Rewrite) -> IntArray:
@@ -131,14 +134,18 @@ class ChatWriter(PlainWriter):
         """[n] ids of messages before the first turn, and of its beginning. Raises `TemplateError`."""
         return self._written(observation, is_first=True)
 
-    def next(self, observation: Observation) -> IntArray:
-        """[n] ids of what is between the end of a turn and the beginning of the next. Raises `TemplateError`."""
+    def next(self, observation: Observation, *, is_cut: bool = False) -> IntArray:
+        """[n] ids of what is between the end of a turn and the beginning of the next. Raises `TemplateError`.
+
+        Behind a turn that its limit has cut, they begin with the token that the template ends a turn with.
+        """
         if fault := self._faults.get(observation.role):
             raise TemplateError(f"{fault}, in a message of role {observation.role}")
-        return self._written(observation, is_first=False)
+        ids = self._written(observation, is_first=False)
+        return ids if is_cut else ids[1:]
 
     def _written(self, observation: Observation, *, is_first: bool) -> IntArray:
-        """Ids of the texts, and of what the template has around them."""
+        """Ids of the texts, and of what the template has around them, with the end of a turn before them."""
         texts = observation.messages
         return self._filled(self._around(observation.role, len(texts), is_first), texts)
 
@@ -169,7 +176,11 @@ class ChatWriter(PlainWriter):
     def _pieces(self, role: Role, count: int, is_first: bool) -> list[IntArray]:
         """Ids of what the template writes before, between and behind so many messages of a role."""
         turns: list[Turn] = [{"role": role.value, "content": _mark(place)} for place in range(count)]
-        return self._parted(self._opening(turns) if is_first else self._between(MARK, turns), count)
+        if is_first:
+            return self._parted(self._opening(turns), count)
+        end, text = self._between(MARK, turns)
+        before, *others = self._parted(text, count)
+        return [np.concatenate([end, before]), *others]
 
     def _parted(self, text: str, count: int) -> list[IntArray]:
         """Ids of what is before, between and behind so many marks."""
@@ -190,29 +201,29 @@ class ChatWriter(PlainWriter):
             raise TemplateError("the chat template writes a first message otherwise once there is another")
         return text.removeprefix(before)
 
-    def _between(self, said: str, turns: list[Turn]) -> str:
-        """Text behind the token that ends a turn in which the assistant `said` something."""
+    def _between(self, said: str, turns: list[Turn]) -> tuple[IntArray, str]:
+        """[1] token that ends a turn in which the assistant `said` something, and the text behind it."""
         spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": said}]
         _, found, after = self._template.conversation([*spoken, *turns], answers=True).partition(said)
         if not found:
             raise TemplateError("the chat template leaves out what the assistant said")
-        return self._without_end(after)
+        return self._ended(after)
 
-    def _without_end(self, text: str) -> str:
-        """Text behind its first token, which must end a turn."""
+    def _ended(self, text: str) -> tuple[IntArray, str]:
+        """[1] first token of a text, which must end a turn, and the text behind it."""
         ids = self._codec.encode(text)
         if not len(ids) or int(ids[0]) not in self._stop_ids:
             raise TemplateError("the chat template writes no token behind a turn that ends it")
-        return text.removeprefix(self._codec.decode(ids[:1], special=True))
+        return ids[:1], text.removeprefix(self._codec.decode(ids[:1], special=True))
 
     def _fault(self, role: Role) -> str:
         """Why messages of a role cannot follow a turn; "" where they can."""
         answer: list[Turn] = [{"role": role.value, "content": "5"}]
         try:
-            same = self._between(MARK, answer) == self._between(OTHER_MARK, answer)
+            (_, one), (_, other) = self._between(MARK, answer), self._between(OTHER_MARK, answer)
         except TemplateError as error:
             return str(error)
-        return "" if same else "the chat template writes an answer in dependence of what came before"
+        return "" if one == other else "the chat template writes an answer in dependence of what came before"
 
 
 class HiddenWords:

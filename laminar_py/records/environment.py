@@ -53,6 +53,7 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
 
     ids: IntArray | None = None  # [n] tokens to append as they are
     follows: int | None = None  # leading tokens of the response that they are behind, see `Span`; None: all
+    max_tokens: int | None = None  # the most of the turn that answers it, see `Span`
     listens: bool = False  # it is to be told the next turn as that is sampled
     ends: bool = False
     is_cut: bool = False  # by the cap on turns

@@ -30,9 +30,11 @@ class Span(VersionSpan, frozen=True, array_like=True, kw_only=True):
     `kv_version` is set where they attended to a KV cache that older weights had made: the oldest of those.
     Without a version nobody generated them: an environment wrote them, e.g. `Span(None, 41, 60)`. A response is a
     tree where spans follow others than all before them (`records.tree`), e.g. `Span(None, 60, 75, follows=41)`.
+    What an environment wrote may limit the turn of the model behind it, e.g. `Span(None, 41, 60, turn_limit=64)`.
     """
 
     follows: int | None = None  # leading tokens of the response that its first one is behind; None: all before it
+    turn_limit: int | None = None  # the most tokens of the turn of the model behind it
 
 
 _decoder = msgspec.json.Decoder(tuple[Span, ...])
@@ -46,10 +48,11 @@ def add_span(spans: list[Span], span: Span) -> None:
         last is not None
         and last.version == span.version
         and last.kv_version == span.kv_version
+        and last.turn_limit == span.turn_limit
         and last.end == span.start
         and span.follows is None
     ):
-        spans[-1] = Span(span.version, last.start, span.end, span.kv_version, follows=last.follows)
+        spans[-1] = msgspec.structs.replace(last, end=span.end)
     else:
         spans.append(span)
 
@@ -69,7 +72,7 @@ def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tup
         first, last = max(span.start, start), min(span.end, end)
         if first < last:
             follows = span.follows if span.start >= start else None
-            add_span(clipped, Span(span.version, first, last, span.kv_version, follows=follows))
+            add_span(clipped, msgspec.structs.replace(span, start=first, end=last, follows=follows))
     return tuple(clipped)
 
 
@@ -118,7 +121,9 @@ def num_turns(spans: Iterable[Span]) -> int:
 
 def shift_spans(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
     """Spans of a stream, moved on by `by` tokens; each follows the one before."""
-    return tuple(Span(span.version, span.start + by, span.end + by, span.kv_version) for span in spans)
+    return tuple(
+        msgspec.structs.replace(span, start=span.start + by, end=span.end + by, follows=None) for span in spans
+    )
 
 
 def covers(spans: Iterable[Span], start: int, end: int) -> bool:
@@ -131,8 +136,9 @@ def covers(spans: Iterable[Span], start: int, end: int) -> bool:
 
 
 def encode_spans(spans: tuple[Span, ...]) -> str:
-    """JSON such as `[[7,0,41,null,null]]`."""
-    return _encoder.encode(spans).decode()
+    """JSON such as `[[7,0,41,null,null]]`; a span that limits a turn has a sixth entry."""
+    rows = [span if span.turn_limit is not None else msgspec.structs.astuple(span)[:-1] for span in spans]
+    return _encoder.encode(rows).decode()
 
 
 def decode_spans(text: str) -> tuple[Span, ...]:

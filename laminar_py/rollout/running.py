@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
@@ -92,14 +93,17 @@ class Running:
 
     def request(self) -> GenerateRequest:
         """Ask the engine, now or again: a new stream begins where the response stands."""
-        item = self.assignment
+        item, turn_end = self.assignment, self._turn_end
+        sampling = item.sampling
+        if turn_end is not None and turn_end < sampling.max_new_tokens:
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=turn_end)
         self.stream = self.length
         whole = GenerateRequest(
             rid=item.trajectory_id,
             group_id=item.group_id,
             prompt_ids=item.prompt_ids,
             prefix_ids=self.response_ids,
-            sampling=item.sampling,
+            sampling=sampling,
             routed=self.routed,
             has_turns=item.problem is not None,
             one_by_one=self.listens,
@@ -155,12 +159,15 @@ class Running:
             self.experts.append(experts)
             self.routed += experts.positions
 
-    def observe(self, ids: IntArray, *, follows: int | None = None) -> None:
-        """Append what the environment wrote, as it is, if it wrote anything; see `Span` for what it `follows`."""
+    def observe(self, ids: IntArray, *, follows: int | None = None, max_tokens: int | None = None) -> None:
+        """Append what the environment wrote, as it is, if it wrote anything.
+
+        See `Span` for what it `follows`; `max_tokens` limits the turn behind it.
+        """
         if not len(ids):
             return
         start, self.length = self.length, self.length + len(ids)
-        add_span(self.spans, Span(None, start, self.length, follows=follows))
+        add_span(self.spans, Span(None, start, self.length, follows=follows, turn_limit=max_tokens))
         self.ids.append(ids)
         self.logprobs.append(np.zeros(len(ids), np.float32))
         self.masks.append(SamplingMask(np.zeros(len(ids), np.int32), _NO_IDS))
@@ -188,8 +195,29 @@ class Running:
             return False
         if not self.length:
             return True
-        is_sampled = self.all_spans[-1].version is not None
-        return is_sampled and int(self.response_ids[-1]) in self.assignment.sampling.stop_ids
+        if self.all_spans[-1].version is None:
+            return False
+        return self._is_full or int(self.response_ids[-1]) in self.assignment.sampling.stop_ids
+
+    def turn_ended(self, reason: FinishReason) -> bool:
+        """True where the engine's last word ends a turn, which its environment answers, and not the response."""
+        if self.assignment.problem is None:
+            return False
+        return reason is FinishReason.STOP or (reason is FinishReason.LENGTH and self._is_full)
+
+    @property
+    def _is_full(self) -> bool:
+        """True where the turn in hand has all tokens that its environment lets it have, and others may follow."""
+        end = self._turn_end
+        return end is not None and self.length >= end and self.room > 0
+
+    @property
+    def _turn_end(self) -> int | None:
+        """Response tokens at which the environment's limit cuts the turn in hand; None without a limit."""
+        if self.assignment.problem is None:
+            return None
+        last = next((span for span in reversed(self.all_spans) if span.version is None), None)
+        return None if last is None or last.turn_limit is None else last.end + last.turn_limit
 
     def turn(self) -> ModelTurn:
         """Ask of its environment."""

@@ -296,7 +296,7 @@ class Streams:
                 detail = "it went back in its conversation, where engines record experts (rollout.record)"
                 self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
                 return False
-            running.observe(answer.ids[: running.room], follows=answer.follows)
+            running.observe(answer.ids[: running.room], follows=answer.follows, max_tokens=answer.max_tokens)
             running.begin_turn(listens=answer.listens)
             if running.room:
                 return True
@@ -354,7 +354,7 @@ class Streams:
         goes_on = running.state is StreamState.INTERRUPTED and not running.is_abandoned
         if reason is FinishReason.ABORT and goes_on and not overdue:
             self._tell(running, None, broken=Break.NEW_WEIGHTS)
-        elif reason is FinishReason.STOP and running.assignment.problem is not None:
+        elif running.turn_ended(reason):
             if running.is_abandoned:  # it ended its turn just before it was aborted
                 self._end(running, FinishReason.ABORT)
             else:

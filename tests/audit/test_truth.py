@@ -37,8 +37,7 @@ def store_turns(ledger, *spans, id="g0.0", logprobs=None, **recorded):
 
 def ended(ledger, *spans):
     """READY."""
-    told = [(span.version, span.start, span.end, span.kv_version) for span in spans or TURNS]
-    finish(ledger, "g0.0", told)
+    finish(ledger, "g0.0", spans or TURNS)
 
 
 def masks(*with_rows):
@@ -73,6 +72,12 @@ def first_words(ledger):
     ended(ledger, *spans)
 
 
+def a_turn_of_all_that_it_may_have(ledger):
+    spans = (Span(None, 0, 2, turn_limit=3), Span(0, 2, 4), Span(1, 4, 5), Span(None, 5, 6, turn_limit=1))
+    write_turns(ledger, *spans)
+    ended(ledger, *spans)
+
+
 def with_masks(ledger):
     write_turns(ledger, sampling_mask=masks(0, 1, 2, 5))
     ended(ledger)
@@ -97,6 +102,7 @@ def routed_until_the_last_turn(ledger):
     [
         as_they_are,
         first_words,
+        a_turn_of_all_that_it_may_have,
         with_masks,
         masks_and_a_piece_of_the_environment_alone,
         routed_until_the_last_turn,
@@ -135,6 +141,12 @@ def a_mask(ledger):
     ended(ledger)
 
 
+def a_turn_above_its_limit(ledger):
+    spans = (Span(None, 0, 2, turn_limit=3), Span(0, 2, 4), Span(1, 4, 6))
+    write_turns(ledger, *spans)
+    ended(ledger, *spans)
+
+
 def a_cache(ledger):
     spans = (Span(0, 0, 3), Span(None, 3, 5, 0), Span(0, 5, 6))
     write_turns(ledger, *spans)
@@ -157,6 +169,10 @@ def a_version_of_a_last_word(ledger):
         ),
         (no_number, "token 3, which an environment wrote, has a log-probability of nan, not 0; 2 such"),
         (a_mask, "token 4, which an environment wrote, has a sampling mask; 1 such"),
+        (
+            a_turn_above_its_limit,
+            "the turn from token 2 on has more than 3 tokens, which its environment allowed it",
+        ),
         (a_cache, "token 3, which an environment wrote, has a KV cache of version 0; 2 such"),
         (
             a_version_of_a_last_word,

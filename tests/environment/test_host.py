@@ -2,12 +2,13 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 
-from laminar_py.environment.protocol import End, Observation, Rewrite
+from laminar_py.environment.protocol import End, Observation, Rewrite, TokenWords
 from laminar_py.environment.saved import SavedTurns
 from laminar_py.records.environment import ModelTurn
 from laminar_py.records.spans import ANEW, Span, add_span
@@ -24,10 +25,10 @@ class Story:
             trajectory_id=name, problem=problem(turns), response_ids=np.empty(0, np.int32), spans=()
         )
 
-    def append(self, ids, version, follows=None):
+    def append(self, ids, version, follows=None, *, limit=None):
         spans, length = list(self.turn.spans), len(self.turn.response_ids)
         if len(ids):
-            add_span(spans, Span(version, length, length + len(ids), follows=follows))
+            add_span(spans, Span(version, length, length + len(ids), follows=follows, turn_limit=limit))
         joined = np.concatenate([self.turn.response_ids, np.array(ids, np.int32)])
         self.turn = msgspec.structs.replace(self.turn, response_ids=joined, spans=tuple(spans))
 
@@ -40,7 +41,7 @@ class Story:
             self.append([*ids, END], 3)
         answer = await self.ask()
         if answer.ids is not None:
-            self.append(answer.ids, None, answer.follows)
+            self.append(answer.ids, None, answer.follows, limit=answer.max_tokens)
         return answer
 
 
@@ -184,6 +185,17 @@ def returning(value, *, first=None):
 
 
 BAD = {
+    "a limit of nothing": (
+        Observation("b", max_tokens=0),
+        "Observation max_tokens=0; give a number from 1 to 2,1",
+    ),
+    "a limit that is no number": (Observation("b", max_tokens="64"), "Observation max_tokens='64'; give a number"),
+    "a limit that is true": (Rewrite("b", max_tokens=True), "Rewrite max_tokens=True; give a number from 1 to"),
+    "a limit of 400 digits": (Rewrite("b", max_tokens=10**400), "Rewrite max_tokens=(too many); give a number"),
+    "a limit below nothing": (
+        TokenWords(np.ones(1, np.int32), 0, max_tokens=-1),
+        "TokenWords max_tokens=-1; give a number from 1 to 2,147,483,647, or None",
+    ),
     "nothing": (None, "returned a NoneType; return an Observation, a Rewrite or End"),
     "behind no turn": (Observation("4", after=0), "after=0; give a turn of the model, from 1 on"),
     "behind a turn to come": (Observation("b", after=2), "after=2 of 1 turns; go back to one of these"),
@@ -229,6 +241,41 @@ async def test_a_bad_answer_is_one_line_that_names_it(tmp_path, name):
     assert words in answer.detail
     assert "\n" not in answer.detail
     assert len(answer.detail) <= 400
+
+
+class Brief(Chatter):
+    """Limits each turn to one token more than the one before."""
+
+    more = 0
+
+    def reset(self, problem):
+        return replace(super().reset(problem), max_tokens=1)
+
+    def step(self, action):
+        return replace(super().step(action), max_tokens=2 + self.more + self.made)
+
+
+async def test_the_limit_of_a_turn_is_told_and_the_same_again(tmp_path):
+    story = Story(make_host(Brief, tmp_path / "a"))
+    assert (await story.say()).max_tokens == 1
+    assert [(await story.say(1)).max_tokens for _ in range(3)] == [3, 4, 5]
+    story.append([2], 3)
+    story.host = make_host(Brief, tmp_path / "b")
+    assert (await story.ask()).max_tokens == 6, "it is repeated"
+
+    class Longer(Brief):
+        more = 1
+
+    story.host = make_host(Longer, tmp_path / "c")
+    answer = await story.ask()
+    assert answer.failure is DropReason.ENVIRONMENT_LOST
+    assert "answered otherwise again" in answer.detail
+
+
+async def test_a_limit_without_a_word_to_keep_it_with_is_refused(tmp_path):
+    answer = await Story(make_host(returning(End(), first=Observation(max_tokens=5)), tmp_path)).say()
+    assert answer.failure is DropReason.ENVIRONMENT_FAILED
+    assert answer.detail == "reset returned max_tokens=5 without a text to keep it with; give a text"
 
 
 async def test_an_end_has_the_rewards_of_its_roles_and_their_turns(tmp_path):

@@ -88,6 +88,15 @@ def test_a_text_that_is_written_anew_begins_as_a_prompt_does():
     assert END not in writer.anew(Rewrite("ab<end>"))
 
 
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys()))
+def test_behind_a_turn_that_is_cut_comes_the_token_that_the_template_ends_turns_with(tmp_path, name):
+    encoder, writer = opened(tmp_path, name)
+    whole, end = encoder.tokenizer.encode(f"it is 4{TEMPLATES[name].end}"), writer.next(Observation("and now?"))
+    cut = writer.next(Observation("and now?"), is_cut=True)
+    assert [*whole[:-1], *cut] == [*whole, *end]
+    assert (writer.has_ended(whole), writer.has_ended(whole[:-1])) == (True, False)
+
+
 def test_what_a_template_would_take_out_of_earlier_turns_stays(tmp_path):
     encoder, writer = opened(tmp_path, "thinking")
     _, prompt = encoder.encode(ASKED)

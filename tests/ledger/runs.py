@@ -221,7 +221,7 @@ def finish(ledger, id, spans, *, epoch=1, reward=1.0):
 
 def score(ledger, id, spans, *, epoch=1, reward=1.0, roles=()):
     """SCORED, after `run_to` with all spans."""
-    whole = tuple(Span(*span) for span in spans)
+    whole = tuple(span if isinstance(span, Span) else Span(*span) for span in spans)
     length = whole[-1].end
     ledger.append(
         Finished(

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_py.records.codec import decode, encode
 from laminar_py.records.spans import (
     Span,
     clip_spans,
@@ -14,6 +15,24 @@ from laminar_py.records.spans import (
     shift_spans,
     versions_of,
 )
+
+
+def test_the_limit_of_a_turn_stays_with_the_words_that_set_it():
+    words, turn = Span(None, 0, 4, turn_limit=2), Span(7, 4, 6)
+    assert clip_spans((words, turn), 2) == (Span(None, 2, 4, turn_limit=2), turn)
+    assert merge_spans((*clip_spans((words,), 0, 2), *clip_spans((words,), 2))) == (words,)
+    assert replace_spans((words, turn), (Span(8, 5, 6),)) == (words, Span(7, 4, 5), Span(8, 5, 6))
+    assert shift_spans((words,), 3) == (Span(None, 3, 7, turn_limit=2),)
+    others = (Span(None, 0, 2), Span(None, 2, 4, turn_limit=2))
+    assert merge_spans(others) == others, "they say other things"
+
+
+def test_a_span_that_limits_no_turn_is_written_as_it_always_was():
+    spans = (Span(None, 0, 4, turn_limit=2), Span(7, 4, 6))
+    assert encode_spans(spans) == "[[null,0,4,null,null,2],[7,4,6,null,null]]"
+    assert decode_spans(encode_spans(spans)) == spans
+    assert decode(tuple[Span, ...], encode(spans)) == spans
+
 
 LABELS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([None, 0])), max_size=12)
 

@@ -9,7 +9,7 @@ from laminar_py.records.environment import Problem
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.recordings import unpack_experts
 from laminar_py.records.replica import Assignment
-from laminar_py.records.spans import Span
+from laminar_py.records.spans import Span, clip_spans
 from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.rollout.running import begin
 from tests.builders import make_experts, make_mask, make_ref
@@ -144,3 +144,61 @@ def test_what_is_noted_and_what_is_told_are_all_that_the_engine_gave_each_once()
     assert item.note(1.0) is None, "what was told need not be noted"
     take(item, 6)
     assert (item.note(1.0).start, item.told) == (6, 6)
+
+
+WORDS = np.array([5, 6], np.int32)
+
+
+def limited(*, length=30, most=4):
+    """A trajectory whose environment has limited its first turn, which is at hand."""
+    item = running()
+    sampling = SamplingParams(max_new_tokens=length, stop_ids=(1,))
+    item.assignment = msgspec.structs.replace(item.assignment, problem=Problem(prompt="?"), sampling=sampling)
+    item.observe(WORDS, max_tokens=most)
+    return item
+
+
+def test_a_limited_turn_ends_where_its_environment_says_however_often_it_is_interrupted():
+    item = limited()
+    assert item.request().sampling.max_new_tokens == 6
+    take(item, 4, 4)
+    tell(item)
+    assert not item.awaits_environment
+    assert item.request().sampling.max_new_tokens == 6, "it goes on, with what is left of its limit"
+    take(item, 5, 5)
+    assert item.awaits_environment
+    assert item.turn_ended(FinishReason.LENGTH)
+    assert item.all_spans[0] == Span(None, 0, 2, turn_limit=4)
+    item.observe(WORDS)
+    assert item.request().sampling.max_new_tokens == 30, "the next turn has no limit"
+    assert not item.turn_ended(FinishReason.LENGTH)
+
+
+def test_one_that_comes_from_elsewhere_has_the_limit_that_its_spans_have():
+    there = limited()
+    take(there, 4, 4, 4, 4)
+    here = begin(msgspec.structs.replace(there.assignment, tokens=(TokensRef(0, 6, make_ref()),)), 0.0)
+    here.prefix, here.told_spans = there.response_ids, there.all_spans
+    assert here.awaits_environment
+    here = begin(msgspec.structs.replace(there.assignment, tokens=(TokensRef(0, 5, make_ref()),)), 0.0)
+    here.prefix, here.told_spans = there.response_ids[:5], clip_spans(there.all_spans, 0, 5)
+    assert not here.awaits_environment
+    assert here.request().sampling.max_new_tokens == 6
+
+
+@pytest.mark.parametrize("most", [4, 5])
+def test_a_limit_that_the_response_has_no_room_for_is_none(most):
+    item = limited(length=6, most=most)
+    assert item.request().sampling.max_new_tokens == 6
+    take(item, 4, 4, 4, 4)
+    assert not item.turn_ended(FinishReason.LENGTH), "the response is full"
+    assert not item.awaits_environment
+
+
+def test_a_limited_turn_of_a_branch_has_its_limit_behind_its_own_context():
+    item = limited()
+    take(item, 4, 4)
+    item.observe(WORDS, follows=2, max_tokens=3)
+    request = item.request()
+    assert len(request.prefix_ids) == 4, "what the branch follows, and its words"
+    assert request.sampling.max_new_tokens == 4 + 3

@@ -205,6 +205,42 @@ async def test_new_weights_come_while_one_waits_and_its_next_turn_has_their_vers
         assert set(versions[3:]) == {1, None}
 
 
+def limits(most, *, turns=3):
+    def script(taken):
+        return msgspec.structs.replace(ends_after(turns)(taken), max_tokens=None if taken == turns else most)
+
+    return script
+
+
+async def test_turns_that_their_environment_limits_are_cut_and_the_trajectory_goes_on(folders):
+    async with begun(folders, Scripted(limits(4)), with_problem("a", stop_ids=())) as (story, _):
+        await story.until(lambda s: "a" in s.ended)
+        assert story.ended["a"].finish_reason is FinishReason.STOP
+        spans = story.spans["a"]
+        assert [span.end - span.start for span in spans if span.version is not None] == [4, 4, 4]
+        assert [span.turn_limit for span in spans] == [4, None] * 3
+
+
+async def test_a_limit_that_fills_the_response_ends_it(folders):
+    environments = Scripted(limits(4))
+    async with begun(folders, environments, with_problem("a", stop_ids=(), length=7)) as (story, _):
+        await story.until(lambda s: "a" in s.ended)
+        assert story.ended["a"].finish_reason is FinishReason.LENGTH
+        assert len(environments.asked) == 1
+
+
+async def test_one_that_moves_when_its_turn_is_cut_is_answered_there_and_samples_nothing_before(folders):
+    environments = Scripted(limits(4, turns=2), holds_at=1)
+    async with begun(folders, environments, with_problem("a", stop_ids=())) as (story, _):
+        await story.until(lambda s: len(environments.asked) == 2)
+        await story.replica.abort(["a"])
+        await story.until(lambda s: "a" in s.ended)
+        environments.go.set()
+        story.replica.submit([with_problem("a", stop_ids=(), tokens=story.tokens["a"])])
+        await story.until(lambda s: story.ended["a"].finish_reason is FinishReason.STOP)
+        assert environments.asked == [("a", 0, 0), ("a", 1, 7), ("a", 1, 7), ("a", 2, 14)]
+
+
 async def test_a_failure_is_told_with_its_reason(folders):
     def script(turns):
         return EnvironmentTurn(failure=DropReason.ENVIRONMENT_LOST, detail="gone") if turns else says(turns)
@@ -273,6 +309,35 @@ class EndsItsTurn:
         self.moment.set()
 
 
+class BreaksOff:
+    """An engine that gives two tokens and no more of its first stream, and of others all that they may have."""
+
+    def __init__(self):
+        self.moment, self.began = asyncio.Event(), asyncio.Event()
+        self.requests = []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        room = request.sampling.max_new_tokens - len(request.prefix_ids)
+        if len(self.requests) > 1:
+            yield self.delta(request, room, FinishReason.LENGTH)
+            return
+        yield self.delta(request, 2, None)
+        self.began.set()
+        await self.moment.wait()
+        yield self.delta(request, 0, FinishReason.ABORT)
+
+    def delta(self, request, count, reason):
+        ids, logprobs = np.full(count, VOCAB - 1, np.int32), np.zeros(count, np.float32)
+        return Delta(rid=request.rid, ids=ids, logprobs=logprobs, version=0, finish_reason=reason)
+
+    async def pause(self, mode):
+        self.moment.set()
+
+    async def abort(self, rid):
+        self.moment.set()
+
+
 class NoStore:
     def keep(self, piece):
         return TokensRef(piece.start, piece.end, make_ref())
@@ -284,10 +349,10 @@ class NoStore:
         pass
 
 
-async def at_the_end_of_a_turn(tasks):
+async def at_the_end_of_a_turn(tasks, *, engine=None, script=says):
     """Streams with one trajectory in an engine that is about to end a turn of it."""
-    engine, out = EndsItsTurn(), Outbox(index=0, clock=SystemClock())
-    environments = Scripted(says, holds_at=1)
+    engine, out = engine or EndsItsTurn(), Outbox(index=0, clock=SystemClock())
+    environments = Scripted(script, holds_at=1)
     streams = Streams(engine, out, NoStore(), environments, ended=lambda: None, lost=lambda error: None)
     streams.open(tasks)
     streams.serving.set()
@@ -306,6 +371,17 @@ async def test_a_turn_that_ends_as_new_weights_come_does_not_hold_them_up():
         environments.go.set()
         await asyncio.sleep(0.05)
         assert [one.state for one in streams.running.values()] == [StreamState.OUTSIDE], "it waits for the weights"
+        await streams.abort(["a"])
+
+
+async def test_a_limited_turn_that_new_weights_interrupt_goes_on_to_its_limit_and_no_further():
+    engine = BreaksOff()
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        streams, environments, _ = await at_the_end_of_a_turn(tasks, engine=engine, script=limits(5))
+        streams.resubmit(await streams.interrupt())
+        await environments.held.wait()
+        assert [request.sampling.max_new_tokens for request in engine.requests] == [8, 8]
+        assert environments.asked == [("a", 0, 0), ("a", 1, len(SAYS) + 5)]
         await streams.abort(["a"])
 
 

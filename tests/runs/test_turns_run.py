@@ -15,6 +15,7 @@ from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.spans import decode_spans, num_sampled, num_turns
 from tests.runs.runs import TrainProcess, forget_versions
 
+LIMIT = 3  # tokens of the second turn
 ENVIRONMENT = '''
 import json
 import time
@@ -38,7 +39,8 @@ class Counts:
             with open(self.log, "a") as file:
                 file.write(f"{self.name} {self.turn} {self.taken}\\n")
         self.turn, self.taken = self.turn + 1, uuid.uuid4().hex
-        return End(len(action) / 100) if self.turn == 3 else Observation(f"#{self.turn}")
+        limit = LIMIT if self.turn == 1 else None
+        return End(len(action) / 100) if self.turn == 3 else Observation(f"#{self.turn}", max_tokens=limit)
 
     def snapshot(self):
         return json.dumps([self.name, self.turn, self.taken]).encode()
@@ -55,7 +57,7 @@ class Told(msgspec.Struct):
 
 
 def settings(folder):
-    (folder / "counts.py").write_text(ENVIRONMENT)
+    (folder / "counts.py").write_text(ENVIRONMENT.replace("LIMIT", str(LIMIT)))
     arguments = f"arguments: {{log: {folder / 'answered'}}}"
     return (
         f"environment={{path: {folder / 'counts.py'}:Counts, workers: 2, {arguments}}}",
@@ -72,6 +74,15 @@ def pid_of(run, part):
             "SELECT body FROM event WHERE kind = 'partstarted' AND subject = ? ORDER BY seq DESC", (part,)
         ).fetchone()
     return msgspec.json.decode(body)["pid"]
+
+
+def second_turn(spans):
+    """Tokens of the second turn of a response; 0 without one."""
+    words = [span for span in spans if span.turn_limit is not None]
+    start = words[0].end if words else spans[-1].end
+    return (
+        next((span.start for span in spans if span.start > start and span.version is None), spans[-1].end) - start
+    )
 
 
 def test_environments_and_all_else_die_and_every_answered_turn_counts_once(tmp_path):
@@ -98,6 +109,8 @@ def test_environments_and_all_else_die_and_every_answered_turn_counts_once(tmp_p
     turns = [num_turns(decode_spans(spans)) for spans, _, _ in rows]
     assert max(turns) == 3
     assert all(num_sampled(decode_spans(spans)) <= length for spans, length, _ in rows)
+    seconds = [second_turn(decode_spans(spans)) for spans, _, _ in rows]
+    assert max(seconds) == LIMIT, "its environment has limited it"
     assert any(reward > 0 for _, _, reward in rows)
     told = msgspec.json.decode((train.run / "summary.json").read_bytes(), type=Told).turns
     assert 1.0 < told.mean <= 3.0

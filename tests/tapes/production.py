@@ -110,6 +110,12 @@ def plain(value: object) -> object:
     return value
 
 
+def span_rows(spans: Sequence[Span]) -> list[list[int | None]]:
+    """Fields of spans in order; a turn's limit where there is one."""
+    rows = [list(msgspec.structs.astuple(span)) for span in spans]
+    return [row if span.turn_limit is not None else row[:-1] for span, row in zip(spans, rows, strict=True)]
+
+
 def event_line(event: msgspec.Struct) -> list:
     """The tag under which it goes to disk, and its fields in order; of an evaluation what tapes have of it."""
     if isinstance(event, Evaluated):
@@ -117,7 +123,10 @@ def event_line(event: msgspec.Struct) -> list:
         counts = figures.problems, number(figures.mean.value), event.rl_s, figures.unscored
         return ["evaluated", event.version, event.step, *counts]
     names = [name for name in event.__struct_fields__ if name not in UNTOLD]
-    fields = msgspec.to_builtins([getattr(event, name) for name in names])
+    fields = [
+        span_rows(value) if name == "spans" else msgspec.to_builtins(value)
+        for name, value in ((name, getattr(event, name)) for name in names)
+    ]
     tag = event.__struct_config__.tag
     return [TAGS.get(tag, tag), *plain(fields)]
 
@@ -334,7 +343,7 @@ class Left:
                 entry.status.value,
                 len(response.ids),
                 crc32(response.ids.tobytes()),
-                [list(msgspec.structs.astuple(span)) for span in entry.spans],
+                span_rows(entry.spans),
                 entry.epoch,
                 entry.replica,
                 entry.finish_reason.value if entry.finish_reason else None,
@@ -383,7 +392,7 @@ class Listener:
             "segment",
             trajectory_id,
             tokens.start,
-            [list(msgspec.structs.astuple(span)) for span in spans],
+            span_rows(spans),
             len(ids),
             int(ids.sum()) % 9973,
             None if piece.mask is None else len(unpack_mask(piece.mask).ids),

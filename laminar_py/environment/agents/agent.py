@@ -47,6 +47,7 @@ class AgentAnswer:
     message: Message
     ids: IntArray  # [n]
     logprobs: FloatArray  # [n], or [0]
+    is_cut: bool  # by the most tokens that the request gave it
     num_context: int  # tokens that it was sampled behind
     context: IntArray | None  # these tokens, while it is the newest answer
 
@@ -207,6 +208,7 @@ class AgentEnvironment:
             message=message,
             ids=turn.ids,
             logprobs=turn.logprobs,
+            is_cut=turn.is_cut,
             num_context=len(turn.context),
             context=turn.context,
         )

@@ -15,10 +15,12 @@ import numpy as np
 from laminar_py.config.environment import Words
 from laminar_py.environment.agents.agent import AgentAnswer
 from laminar_py.environment.agents.conversation import Message
+from laminar_py.environment.protocol import MOST_TOKENS
 from laminar_py.records.roles import MOST_ROLES, ROLE_CHARS
 
 MODEL = "policy"
 MOST_CHOICES = 16
+TurnLimit = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)] | None
 
 
 class CalledFunction(msgspec.Struct):
@@ -66,6 +68,12 @@ class AnyRequest(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     n: int | None = None
     return_token_ids: bool | None = None
+    max_tokens: TurnLimit = None
+
+    @property
+    def turn_limit(self) -> int | None:
+        """The most tokens of each turn that answers it."""
+        return self.max_tokens
 
     def fault(self) -> str:
         """Why it cannot be answered; "" where it can."""
@@ -78,6 +86,12 @@ class ChatRequest(AnyRequest):
     messages: list[ChatMessage]
     tools: list[dict[str, Any]] | None = None
     logprobs: bool | None = None
+    max_completion_tokens: TurnLimit = None
+
+    @property
+    def turn_limit(self) -> int | None:
+        """The most tokens of each turn that answers it: the lesser of both fields."""
+        return _least(self.max_tokens, self.max_completion_tokens)
 
     def fault(self) -> str:
         """Why it cannot be answered; "" where it can."""
@@ -103,11 +117,22 @@ class CompletionRequest(AnyRequest):
         return "prompt: is empty" if not self.prompt else "echo: is not done here" if self.echo else ""
 
 
+class SamplingFields(msgspec.Struct):
+    """Fields of how a turn is sampled that are heeded."""
+
+    max_tokens: TurnLimit = None
+
+
 class TokensRequest(AnyRequest):
     """Ids of the model to go on behind."""
 
     token_ids: list[int]
-    sampling_params: dict[str, Any] | None = None
+    sampling_params: SamplingFields | None = None
+
+    @property
+    def turn_limit(self) -> int | None:
+        """The most tokens of each turn that answers it: the lesser of both fields."""
+        return _least(self.max_tokens, None if self.sampling_params is None else self.sampling_params.max_tokens)
 
     def fault(self) -> str:
         """Why it cannot be answered; "" where it can."""
@@ -138,7 +163,7 @@ class Bodies:
             {
                 "index": place,
                 "message": answer.message,
-                "finish_reason": finish_of(answer.message),
+                "finish_reason": finish_of(answer),
                 "logprobs": self.logprobs(answer) if body.logprobs else None,
                 **_ids_of(answer, body),
             }
@@ -152,7 +177,7 @@ class Bodies:
             {
                 "index": place,
                 "text": answer.message["content"],
-                "finish_reason": "stop",
+                "finish_reason": finish_of(answer),
                 "logprobs": None if body.logprobs is None else self._flat_logprobs(answer),
                 **_ids_of(answer, body),
             }
@@ -166,7 +191,7 @@ class Bodies:
             {
                 "index": place,
                 "token_ids": answer.ids.tolist(),
-                "finish_reason": "stop",
+                "finish_reason": finish_of(answer),
                 "logprobs": _numbered_logprobs(answer),
             }
             for place, answer in enumerate(answers)
@@ -217,9 +242,11 @@ def usage_of(answers: Sequence[AgentAnswer]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def finish_of(message: Message) -> str:
+def finish_of(answer: AgentAnswer) -> str:
     """Why a turn ended."""
-    return "tool_calls" if message.get("tool_calls") else "stop"
+    if answer.is_cut:
+        return "length"
+    return "tool_calls" if answer.message.get("tool_calls") else "stop"
 
 
 def error_body(reason: str, kind: str) -> dict[str, Any]:
@@ -230,6 +257,10 @@ def error_body(reason: str, kind: str) -> dict[str, Any]:
 def encoded(value: object) -> str:
     """Text of a body."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _context_of(answer: AgentAnswer) -> list[int] | None:

@@ -140,19 +140,22 @@ class AgentEndpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request, ChatRequest)
-        return await self._answer(request, body, Chat(body.plain(), body.tools or []), self._bodies.chat)
+        return await self._answer(
+            request, body, Chat(body.plain(), body.tools or [], body.turn_limit), self._bodies.chat
+        )
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request, CompletionRequest)
-        given = body.prompt
-        prompt = TextPrompt(given) if isinstance(given, str) else TokenPrompt(_ids(given))
+        given, most = body.prompt, body.turn_limit
+        prompt = TextPrompt(given, most) if isinstance(given, str) else TokenPrompt(_ids(given), most)
         return await self._answer(request, body, prompt, self._bodies.completion)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request, TokensRequest)
         if body.stream:
             raise _refused(web.HTTPBadRequest, "stream: is not done here; leave it out")
-        return await self._answer(request, body, TokenPrompt(_ids(body.token_ids)), self._bodies.generated)
+        prompt = TokenPrompt(_ids(body.token_ids), body.turn_limit)
+        return await self._answer(request, body, prompt, self._bodies.generated)
 
     async def _answer(
         self, request: web.Request, body: RequestT, prompt: Prompt, form: Callable[..., dict[str, Any]]

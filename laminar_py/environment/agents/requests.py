@@ -1,7 +1,7 @@
 """Requests of agents to their model: a conversation of messages, or of tokens. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laminar_py.environment.agents.conversation import Conversation, Message
 from laminar_py.environment.agents.token_paths import TokenPaths
@@ -23,6 +23,7 @@ class Chat:
 
     messages: Sequence[Message]
     tools: Sequence[Message]
+    max_tokens: int | None = None  # the most of the turn that answers it
 
     @property
     def has_tools(self) -> bool:
@@ -31,7 +32,8 @@ class Chat:
 
     def join(self, history: AgentHistory, *, turn: int) -> Observation | Rewrite:
         """Words to the model, whose turn answers them."""
-        return history.conversation.join(self.messages, self.tools, turn=turn)
+        words = history.conversation.join(self.messages, self.tools, turn=turn)
+        return replace(words, max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,12 @@ class TokenPrompt:
     """Tokens that the model goes on behind."""
 
     ids: IntArray  # [n]
+    max_tokens: int | None = None  # the most of the turn that answers it
     has_tools: bool = False
 
     def join(self, history: AgentHistory, *, turn: int) -> TokenWords:
         """Words to the model, whose turn answers them."""
-        return history.paths.join(self.ids)
+        return replace(history.paths.join(self.ids), max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,12 @@ class TextPrompt:
     """Text that the model goes on behind, as it stands."""
 
     text: str
+    max_tokens: int | None = None  # the most of the turn that answers it
     has_tools: bool = False
 
     def join(self, history: AgentHistory, *, turn: int) -> TokenWords:
         """Words to the model, whose turn answers them."""
-        return history.paths.join_text(self.text)
+        return replace(history.paths.join_text(self.text), max_tokens=self.max_tokens)
 
 
 Prompt = Chat | TokenPrompt | TextPrompt

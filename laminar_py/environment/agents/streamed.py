@@ -103,7 +103,7 @@ class EventStream:
         ids, values = answer.ids.tolist()[self._place :], answer.logprobs.tolist()[self._place :]
         whole = answer.message["content"] or ""
         rest = whole.removeprefix(self._sent) if whole.startswith(self._sent) else ""
-        finish = finish_of(answer.message)
+        finish = finish_of(answer)
         last = self._event(rest, ids, values, calls=_numbered(answer.message), finish=finish)
         if self._body.stream_options is None or not self._body.stream_options.include_usage:
             return last

@@ -97,8 +97,9 @@ class Story:
                 await asyncio.sleep(pause_s)
                 if answer.ids is None:
                     break
-                self.append(answer.ids, None, answer.follows)
-                await self.say(host, self.codec.encode(f"{text}{self.end}"), listens=answer.listens)
+                self.append(answer.ids, None, answer.follows, limit=answer.max_tokens)
+                ids = self.codec.encode(f"{text}{self.end}")[: answer.max_tokens]
+                await self.say(host, ids, listens=answer.listens)
             if not to_the_end:
                 return heard  # and its process ends here
             host.forget(["g0.0"])
@@ -122,9 +123,9 @@ class Story:
         self.append(ids, 3)
         self.turn = msgspec.structs.replace(self.turn, logprobs=logprobs)
 
-    def append(self, ids, version, follows=None):
+    def append(self, ids, version, follows=None, *, limit=None):
         spans, length = list(self.turn.spans), len(self.turn.response_ids)
-        add_span(spans, Span(version, length, length + len(ids), follows=follows))
+        add_span(spans, Span(version, length, length + len(ids), follows=follows, turn_limit=limit))
         joined = np.concatenate([self.turn.response_ids, ids])
         self.turn = msgspec.structs.replace(self.turn, response_ids=joined, spans=tuple(spans))
 
@@ -229,6 +230,70 @@ reward({"first": 1.0, "second": 0.0})
         ("second", 0.0, (2,)),
     ]
     assert "role 'second' has turns and no reward" in story.log()
+
+
+LIMITED = """
+def limited(**more):
+    choice = client.chat.completions.create(model="policy", messages=said, **more).choices[0]
+    said.append(choice.message.model_dump(exclude_none=True))
+    said.append({"role": "user", "content": "and 3?"})
+    print(json.dumps([choice.finish_reason, choice.message.content]))
+limited(max_tokens=3)
+limited(max_completion_tokens=900)
+limited(max_tokens=900, max_completion_tokens=2)
+reward(1)
+"""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_turn_that_a_request_limits_is_cut_and_the_next_request_is_joined_behind_it(tmp_path, dies):
+    story = Story(tmp_path, LIMITED)
+    before = await story.lead(["thirty-seven", "7"][:1], to_the_end=False) if dies else []
+    heard = [*before, *(await story.lead(["thirty-seven", "7", "8, I say"][len(before) :]))]
+    assert [answer.max_tokens for answer in heard] == [3, 900, 2, None], heard
+    assert [answer.follows for answer in heard] == [ANEW, None, None, None]
+    whole, end = story.codec.encode("thirty-seven"), story.codec.encode(story.end).tolist()
+    said = [story.codec.decode(whole[:3]), "7", story.codec.decode(story.codec.encode("8, I say")[:2])]
+    told = [json.loads(line) for line in story.log().splitlines()[-3:]]
+    assert told == [["length", said[0]], ["stop", said[1]], ["length", said[2]]]
+    assert heard[1].ids.tolist()[:1] == end, "what ends the turn is the environment's"
+    assert heard[2].ids.tolist() == heard[1].ids.tolist()[1:]
+    sampled = [story.turn.response_ids[span.start : span.end] for span in story.turn.spans if span.version]
+    assert sampled[0].tolist() == whole[:3].tolist()
+
+
+async def test_streams_completions_and_tokens_say_that_their_limit_has_cut_them(tmp_path):
+    agent = """
+events = list(client.chat.completions.create(model="policy", messages=said, stream=True, max_tokens=3))
+print(json.dumps("".join(event.choices[0].delta.content for event in events)), events[-1].choices[0].finish_reason)
+print(client.completions.create(model="policy", prompt="2+2=", max_tokens=2).choices[0].finish_reason)
+ends = [one.choices[0].finish_reason for one in
+        client.completions.create(model="policy", prompt="3+3=", max_tokens=2, stream=True)]
+print(ends[-1], set(ends[:-1]))
+def generate(ids, **more):
+    url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
+    body = {"model": "policy", "token_ids": ids, **more}
+    found = client.with_options(base_url=url).post("/inference/v1/generate", cast_to=object, body=body)
+    print(found["choices"][0]["finish_reason"], len(found["choices"][0]["token_ids"]))
+    return found["prompt_token_ids"] + found["choices"][0]["token_ids"]
+one = generate([5, 6], sampling_params={"max_tokens": 2, "temperature": 0.5})
+generate([*one, 8, 9], max_tokens=1, sampling_params={"max_tokens": 2})
+generate([7])
+"""
+    story = Story(tmp_path, agent)
+    heard = await story.lead(["thirty-seven"] * 5 + ["4"])
+    assert [answer.max_tokens for answer in heard] == [3, 2, 2, 2, 1, None, None]
+    text = json.dumps(story.codec.decode(story.codec.encode("thirty-seven")[:3]))
+    assert story.log().splitlines() == [
+        f"{text} length",
+        "length",
+        "length {None}",
+        "length 2",
+        "length 1",
+        f"stop {len(story.codec.encode('4')) + 1}",
+    ]
+    assert heard[4].ids.tolist() == [8, 9], "ids are taken as they are"
+    assert heard[4].follows is None
 
 
 @pytest.mark.parametrize("result", ["4", ""])
@@ -367,6 +432,11 @@ async def test_an_agent_finds_the_tokenizer_of_its_model(tmp_path):
         ("client.chat.completions.create(model='policy', messages=[])", 400),
         ("client.chat.completions.create(model='policy', messages=said, n=0)", 400),
         ("client.chat.completions.create(model='policy', messages=said, n=2, stream=True)", 400),
+        ("ask(max_tokens=0)", 400),
+        ("ask(max_completion_tokens=-1)", 400),
+        ("ask(max_tokens=2**31)", 400),
+        ("ask(extra_body={'max_tokens': '64'})", 400),
+        ("client.completions.create(model='policy', prompt='a', max_tokens=0)", 400),
         ("client.completions.create(model='policy', prompt='')", 400),
         ("client.completions.create(model='policy', prompt=[-1])", 400),
         ("client.completions.create(model='policy', prompt='a', echo=True)", 400),
