@@ -160,10 +160,20 @@ def check_environment(
         mean = in_flight / environment.workers
         uneven = UNEVEN * math.sqrt(mean) if environment.workers > 1 else 0.0
         _check_room(environment, each=math.ceil(mean + uneven), sandbox=sandbox)
+        _check_code(environment, sandbox)
     if environment is not None and emulated:
         raise ConfigError(
             f"environment.kind={environment.kind}: emulated engines generate no text; leave it out, or the section"
             " emulation, whose emulation.turns has turns without text"
+        )
+
+
+def _check_code(environment: EnvironmentConfig, sandbox: SandboxConfig) -> None:
+    """Refuse code that may take as long as a turn."""
+    if environment.has_session and sandbox.wall_s >= environment.timeout_s:
+        raise ConfigError(
+            f"sandbox.wall_s={sandbox.wall_s:g}: not below environment.timeout_s={environment.timeout_s:g};"
+            " lower it, or slow code drops its trajectory"
         )
 
 

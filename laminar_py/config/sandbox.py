@@ -24,7 +24,7 @@ class SandboxConfig(Section):
     and network of its own, a root with Python alone, and all of `landlock`. `landlock`: Landlock, seccomp, limits,
     a user of its own. `none`: limits alone, so that a program may read and reach what the run may; unsafe."""
     slots: Count = 2
-    """Programs that run at the same time, in each scorer."""
+    """Programs that run at the same time, in each scorer, and in each process of environments that runs code."""
     cpu_s: Seconds = 4.0
     """CPU time of a run, seconds."""
     wall_s: Seconds = 10.0

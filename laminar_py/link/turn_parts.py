@@ -1,19 +1,36 @@
 """Turns on their way to environments that listen, as they are sampled: from replicas to processes of environments.
 
-Frames go straight to the process that has the environment, and nothing answers them. Invariant: no turn depends on
-one. What is lost with a connection or a process comes with the whole turn, over Ray.
+Frames go straight to the process that has the environment. It says now and then how many have come, and a replica
+is never more than `MOST_AHEAD` frames ahead of that: what is sampled meanwhile gathers for the next. So a process
+that is busy is told less often, and no socket ever holds more. Invariant: no turn depends on a frame, and nobody
+waits for one. What is lost with a connection or a process comes with the whole turn, over Ray.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
 
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import TurnPart
 from laminar_py.relay.wire.post import Peer, Post
-from laminar_py.relay.wire.transport import RelayKeys, read_record
+from laminar_py.relay.wire.transport import RelayKeys, SocketError, read_record
 
-UNSENT_S = 0.01  # between two tries to send while a connection is made
-MOST_FRAMES = 128  # taken in before the event loop goes on with other work
+log = logging.getLogger(__name__)
+
+SAY_EVERY = 8  # frames, of which a process says that they have come
+MOST_AHEAD = 4 * SAY_EVERY  # far below what a socket takes in before it stops reading
+MOST_FRAMES = 16  # heard before the event loop goes on with other work
+UNSENT_S = 0.01  # between two tries to send to a process that is busy, or not connected yet
+AWAY_S = 5.0  # after which what gathered for a process that takes nothing is let go of
+
+
+class PartsFrame(msgspec.Struct, frozen=True):
+    """Frame of a sender, by its number, the first is 1."""
+
+    number: int
+    parts: list[TurnPart]
 
 
 class TurnPartReceiver:
@@ -28,10 +45,13 @@ class TurnPartReceiver:
         try:
             while True:
                 await self._post.wait()
-                for _, frame in self._post.drain(MOST_FRAMES):
-                    parts = read_record(list[TurnPart], frame)
-                    if parts is not None:
-                        hear(parts)
+                for sender, frame in self._post.drain(MOST_FRAMES):
+                    told = read_record(PartsFrame, frame)
+                    if told is None:
+                        continue
+                    hear(told.parts)
+                    if told.number % SAY_EVERY == 0:
+                        self._post.send(sender, encode(told.number))
                 await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
         finally:
             self._post.close()
@@ -47,20 +67,59 @@ class TurnPartSender:
         self._find = find
         self._connect = connect
         self._peer: Peer | None = None
+        self._endpoint = ""
+        self._number = 0  # of the last frame
+        self._heard = 0  # frames that have come, or were given up
+        self._gathered: list[TurnPart] = []
+        self._task: asyncio.Task[None] | None = None  # that sends what could not be sent at once
 
-    def offer(self, parts: Sequence[TurnPart]) -> bool:
-        """Hand parts over at once; False where the process is away, or takes nothing."""
-        return self._peer is not None and self._peer.send(encode(parts))
-
-    async def send(self, parts: Sequence[TurnPart]) -> None:
-        """Hand parts over by a new connection, once the process is there."""
-        self.close()
-        self._peer = self._connect(await self._find())
-        while not self.offer(parts):  # noqa: ASYNC110 (nobody tells when the connection is there)
-            await asyncio.sleep(UNSENT_S)
+    def send(self, parts: Sequence[TurnPart]) -> None:
+        """Have parts sent, in their order: at once, or as soon as the process takes them."""
+        self._gathered += parts
+        if (self._task is None or self._task.done()) and not self._sent():
+            self._task = asyncio.get_running_loop().create_task(self._bring(), name="turn-parts")
 
     def close(self) -> None:
         """End the connection."""
+        if self._task is not None:
+            self._task.cancel()
         if self._peer is not None:
             self._peer.close()
             self._peer = None
+
+    def _sent(self) -> bool:
+        """Send all that has gathered; False while there is no connection, or it is too far ahead."""
+        if self._peer is None:
+            return False
+        for frame in self._peer.drain(MOST_AHEAD):
+            self._heard = max(self._heard, min(read_record(int, frame) or 0, self._number))
+        if self._number - self._heard >= MOST_AHEAD:
+            return False
+        try:
+            if not self._peer.send(encode(PartsFrame(self._number + 1, self._gathered))):
+                return False
+        except SocketError as error:
+            log.warning("what is sampled is not told: %s", error)
+            return False
+        self._number += 1
+        self._gathered = []
+        return True
+
+    async def _bring(self) -> None:
+        """Send what gathers until nothing is left; what is not taken in time comes with whole turns alone."""
+        while self._gathered:
+            try:
+                async with asyncio.timeout(AWAY_S):
+                    await self._reach()
+            except Exception as error:  # noqa: BLE001 - whatever it is, no turn depends on it
+                log.info("what is sampled was not heard: %s", str(error) or type(error).__name__)
+                self._gathered, self._heard = [], self._number
+
+    async def _reach(self) -> None:
+        endpoint = await self._find()
+        if endpoint != self._endpoint or self._peer is None:
+            if self._peer is not None:
+                self._peer.close()
+            self._peer, self._endpoint, self._heard = self._connect(endpoint), endpoint, self._number
+        while not self._sent():  # noqa: ASYNC110 (nobody tells when the connection is there)
+            await asyncio.sleep(UNSENT_S)

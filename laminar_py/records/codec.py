@@ -25,7 +25,8 @@ def _encode_array(value: object) -> bytes:
 
 def _decode_array(kind: type, value: object) -> object:
     dtype = get_args(get_args(kind)[1])[0]
-    assert isinstance(value, bytes | memoryview), f"array field holds {type(value).__name__}"
+    if not isinstance(value, bytes | memoryview):
+        raise ValueError(f"array field holds {type(value).__name__}")
     return np.frombuffer(value, dtype=dtype)
 
 

@@ -1,15 +1,18 @@
 """Turns on their way to environments, over real sockets: in order, whoever comes back, and from nobody else."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from functools import partial
 
+import msgspec
 import numpy as np
 
-from laminar_py.link.turn_parts import TurnPartReceiver, TurnPartSender
+from laminar_py.link import turn_parts
+from laminar_py.link.turn_parts import PartsFrame, TurnPartReceiver, TurnPartSender
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import TurnPart
-from laminar_py.relay.wire.post import Peer, peer_wire
+from laminar_py.relay.wire.post import Peer, Post, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
 
 KEYS = RelayKeys.generate()
@@ -23,17 +26,27 @@ def part(place, *, name="g0.0"):
 
 
 class Process:
-    """A process of environments, and what it has heard."""
+    """A process of environments, and the places of what it has heard; `hear` may take its time."""
 
-    def __init__(self):
-        self.places = asyncio.Queue()
+    def __init__(self, *, busy_s=0.0):
+        self.places, self.frames = [], 0
+        self._came = asyncio.Event()
+        self._busy_s = busy_s
         self._receiver = TurnPartReceiver(KEYS, LOOPBACK)
         self.endpoint = self._receiver.endpoint
         self.task = asyncio.create_task(self._receiver.run(self.hear))
 
     def hear(self, parts):
-        for one in parts:
-            self.places.put_nowait(one.place)
+        self.frames += 1
+        self.places += [one.place for one in parts]
+        self._came.set()
+        time.sleep(self._busy_s)
+
+    async def heard(self, place):
+        """Once it has heard of this place."""
+        while place not in self.places:
+            self._came.clear()
+            await self._came.wait()
 
     async def end(self):
         self.task.cancel()
@@ -42,11 +55,11 @@ class Process:
 
 @asynccontextmanager
 async def sending(*processes):
-    """A sender whose process is, by turns, each of `processes`; and where it was looked for."""
+    """A sender that finds the last of these that runs; and the addresses that it was given."""
     wire, found = peer_wire(KEYS), []
 
     async def find():
-        found.append(processes[len(found)].endpoint)
+        found.append(next(process.endpoint for process in processes if not process.task.done()))
         return found[-1]
 
     sender = TurnPartSender(find, partial(Peer, wire, name="replica-0"))
@@ -63,38 +76,106 @@ async def sending(*processes):
 async def test_parts_come_in_order_by_one_connection():
     process = Process()
     async with sending(process) as (sender, found):
-        assert not sender.offer([part(0)]), "nobody has looked for it yet"
-        await sender.send([part(0)])
-        assert all(sender.offer([part(place), part(place + 1)]) for place in range(1, 99, 2))
-        assert [await process.places.get() for _ in range(99)] == list(range(99))
-        assert len(found) == 1
+        for place in range(0, 100, 2):
+            sender.send([part(place), part(place + 1)])
+            await asyncio.sleep(0.001)
+        await process.heard(99)
+        assert process.places == list(range(100))
+        assert len(set(found)) == 1
+
+
+async def test_what_is_sampled_for_a_busy_process_gathers_in_the_replica():
+    process = Process(busy_s=0.005)
+    async with sending(process) as (sender, _):
+        for place in range(1000):
+            sender.send([part(place)])
+            await asyncio.sleep(0)
+        await process.heard(999)
+        assert process.places == list(range(1000))
+        assert process.frames < 300, "all that waited came with the next frame"
 
 
 async def test_one_that_comes_back_elsewhere_is_found():
     before, after = Process(), Process()
     async with sending(before, after) as (sender, found):
-        await sender.send([part(0)])
-        assert await before.places.get() == 0
+        sender.send([part(0)])
+        await before.heard(0)
         await before.end()
-        while sender.offer([part(1)]):  # noqa: ASYNC110 (until it is known that the connection is gone)
+        place = 1
+        while not after.places:
+            sender.send([part(place)])
+            place += 1
             await asyncio.sleep(0.01)
-        await sender.send([part(2)])
-        assert await after.places.get() == 2
-        assert found == [before.endpoint, after.endpoint]
+        assert after.places == sorted(after.places)
+        assert set(found) == {before.endpoint, after.endpoint}
+
+
+async def test_what_nobody_takes_in_time_is_let_go_of(monkeypatch):
+    monkeypatch.setattr(turn_parts, "AWAY_S", 0.1)
+    wire, is_there = peer_wire(KEYS), asyncio.Event()
+    process = Process()
+
+    async def find():
+        await is_there.wait()
+        return process.endpoint
+
+    sender = TurnPartSender(find, partial(Peer, wire, name="replica-0"))
+    async with asyncio.timeout(PATIENCE_S):
+        sender.send([part(0)])
+        await sender._task
+        is_there.set()
+        sender.send([part(1)])
+        await process.heard(1)
+    assert process.places == [1]
+    sender.close()
+    wire.close()
+    await process.end()
+
+
+async def test_one_that_says_nothing_of_what_came_is_told_no_more(monkeypatch):
+    monkeypatch.setattr(turn_parts, "AWAY_S", 100 * PATIENCE_S)
+    post, wire = Post(KEYS, LOOPBACK), peer_wire(KEYS)
+
+    async def find():
+        return post.endpoint
+
+    sender = TurnPartSender(find, partial(Peer, wire, name="replica-0"))
+    async with asyncio.timeout(PATIENCE_S):
+        for place in range(200):
+            sender.send([part(place)])
+            await asyncio.sleep(0.001)
+        frames = 0
+        while frames < turn_parts.MOST_AHEAD:
+            await post.wait()
+            frames += len(post.drain(1000))
+        await asyncio.sleep(0.1)
+        assert not post.drain(1000)
+    sender.close()
+    wire.close()
+    post.close()
 
 
 async def test_who_has_another_key_is_not_heard_and_no_parts_cost_nothing():
     process, stranger = Process(), peer_wire(RelayKeys.generate())
+    lists = PartsFrame(1, [msgspec.structs.replace(part(6), ids=[1, 2])])  # in the place of an array's bytes
     async with sending(process) as (sender, _):
         other = Peer(stranger, process.endpoint, "stranger")
         junk = Peer(peer := peer_wire(KEYS), process.endpoint, "junk")
-        for frame in (b"", b"\xc1", b"\x91\xff", encode(["no part"]), encode([part(5)])):
+        for frame in (
+            b"",
+            b"\xc1",
+            b"\x91\xff",
+            encode(["no part"]),
+            encode(lists),
+            encode(PartsFrame(8, [part(5)])),
+        ):
             while not junk.send(frame):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert not other.send(encode([part(6)])), "its connection was refused"
-        assert await process.places.get() == 5
-        await sender.send([part(7)])
-        assert await process.places.get() == 7
+        assert not other.send(encode(PartsFrame(1, [part(6)]))), "its connection was refused"
+        await process.heard(5)
+        sender.send([part(7)])
+        await process.heard(7)
+        assert process.places == [5, 7]
         assert not process.task.done()
         for socket, wire in ((other, stranger), (junk, peer)):
             socket.close()

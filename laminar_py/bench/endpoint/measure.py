@@ -86,7 +86,7 @@ async def open_bench(folder: Path) -> AsyncIterator[EndpointBench]:
 
 
 def rows(*, repeats: int, tell: Tell, many: Conversations = MANY, one: Conversations = ONE) -> list[Row]:
-    """Figures, medians over `repeats` rounds; one more before them warms all up."""
+    """Figures, medians over `repeats` rounds, of one agent over `ONE_TIMES` as many; one more warms all up."""
     cases = [(many, True), (many, False), *[(one, True)] * ONE_TIMES]
     with workplace() as folder, open_cluster(None):
         streamed, whole, *single = asyncio.run(_rounds(folder, cases, repeats=repeats, tell=tell))

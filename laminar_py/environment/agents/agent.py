@@ -7,6 +7,7 @@ order in which they came, each by one turn of the model; a request that is repea
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.agents.requests import AgentHistory, Chat, Prompt
 from laminar_py.environment.agents.token_paths import TokenPaths
 from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
-from laminar_py.environment.tools.python_session import PythonSession
+from laminar_py.environment.tools.python_session import PythonSession, SessionClosedError
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.roles import credits_of
 
@@ -218,13 +219,12 @@ class AgentEnvironment:
     async def close(self) -> None:
         """End the agent; its requests are refused from here on."""
         self._finish()
-        try:
+        async with AsyncExitStack() as stack:  # the last first, and each of them whatever becomes of the others
+            stack.callback(self._keys.remove, self._key)
             if self._agent is not None:
-                await self._agent.end()
+                stack.push_async_callback(self._agent.end)
             if self._session is not None:
-                await self._session.close()
-        finally:
-            self._keys.remove(self._key)
+                stack.push_async_callback(self._session.close)
 
     # ---- called by the endpoint
 
@@ -255,7 +255,10 @@ class AgentEnvironment:
             raise NoSandboxError
         if self._ended:
             raise TrajectoryEndedError
-        return await self._session.python(code)
+        try:
+            return await self._session.python(code)
+        except SessionClosedError:
+            raise TrajectoryEndedError from None
 
     def reward(self, value: float | dict[str, float] | None) -> None:
         """End the trajectory with a reward, one for each role, or none.

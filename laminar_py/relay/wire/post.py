@@ -115,7 +115,6 @@ class Peer(_Box):
     def __init__(self, wire: Wire, endpoint: str, name: str) -> None:
         socket = wire.dealer(max_frame_bytes=MOST_BYTES)
         socket.set(zmq.IDENTITY, name.encode())
-        socket.set(zmq.SNDHWM, MOST_QUEUED)
         socket.connect(endpoint)
         super().__init__(socket)
 
@@ -127,8 +126,12 @@ class Peer(_Box):
             for frames in self._receive(1):
                 return frames[0].buffer
 
+    def drain(self, most: int) -> list[memoryview]:
+        """Frames that have come, at most so many."""
+        return [frames[0].buffer for frames in self._receive(most)]
+
     def send(self, frame: bytes) -> bool:
-        """Hand a frame over; False while the connection is down, or where too many wait in it."""
+        """Hand a frame over; False while the connection is down."""
         return self._send([frame])
 
 

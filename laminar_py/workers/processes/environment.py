@@ -61,7 +61,7 @@ class EnvironmentActor(PartActor):
         await self._ready.wait()
         return encode(await self._host.answer(decode(ModelTurn, data)))
 
-    async def hears_at(self, _: bytes) -> bytes:
+    async def parts_address(self, _: bytes) -> bytes:
         """Address that takes what is sampled."""
         await self._ready.wait()
         return self._receiver.endpoint.encode()

@@ -3,8 +3,12 @@
 import ast
 import asyncio
 
+import pytest
+
 from laminar_py.config.environment import EnvironmentHome
+from laminar_py.config.loading import parse_config
 from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.environment.agents.kind import open_agents
 from laminar_py.environment.protocol import Problem
 from tests.environment.agents.test_agents import Story
@@ -53,3 +57,25 @@ async def test_code_is_refused_where_the_run_has_no_sandbox_for_agents(tmp_path)
     story = Story(tmp_path, REFUSED)
     await story.lead(["4"])
     assert "set environment.python" in story.log()
+
+
+@pytest.mark.parametrize(
+    ("sandbox", "fault"),
+    [
+        ({"slots": 15}, r"sandbox\.slots=15: up to 16 .* raise it to 16"),
+        ({"slots": 16, "wall_s": 30}, r"sandbox\.wall_s=30: not below environment\.timeout_s=30; lower it"),
+    ],
+)
+def test_a_run_without_room_for_code_of_its_agents_is_refused(tmp_path, sandbox, fault):
+    settings = {
+        "name": "agents",
+        "steps": 1,
+        "model": {"path": str(tmp_path)},
+        "data": {"train": "train.jsonl"},
+        "environment": {"kind": "agent", "command": ["python"], "python": True, "timeout_s": 30},
+        "rollout": {"group_size": 4, "batch_per_replica": 8, "replicas": 2},
+        "reward": {"use": ["environment"]},
+    }
+    assert parse_config({**settings, "sandbox": {"slots": 64}}).environment.has_session
+    with pytest.raises(ConfigError, match=fault):
+        parse_config({**settings, "sandbox": sandbox})

@@ -6,8 +6,10 @@ import pytest
 
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.environment.protocol import Restorable
+from laminar_py.environment.tools.python_session import PythonSession, SessionClosedError
 from laminar_py.environment.tools.settings import CallFamily, ToolSettings
 from laminar_py.environment.tools.toolbox import open_toolbox
+from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError
 from tests.environment.tools.conftest import turn
 
@@ -82,11 +84,12 @@ async def test_a_trajectory_waits_for_a_slot_until_another_is_closed(toolbox):
 
 
 async def test_closing_twice_or_with_nothing_begun_is_fine(toolbox):
-    environment = toolbox.environment()
-    await environment.close()
-    await run(environment, "1")
+    environment, other = toolbox.environment(), toolbox.environment()
     await environment.close()
     await environment.close()
+    await run(other, "1")
+    await other.close()
+    await other.close()
 
 
 async def test_a_cancelled_turn_leaves_a_session_that_can_be_closed(toolbox):
@@ -94,8 +97,26 @@ async def test_a_cancelled_turn_leaves_a_session_that_can_be_closed(toolbox):
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await run(environment, "import time; time.sleep(99)")
-    assert await run(environment, "1 + 1") == ("2",)
+    assert await run(environment, "1 + 1", "2 + 2") == ("The variables are lost.\n2", "4")
     await environment.close()
+
+
+async def test_a_session_that_ends_gives_its_slot_back_whatever_runs_or_waits():
+    async with asyncio.timeout(30), SandboxPool(slots=1) as pool:
+        first, second, third = (PythonSession(pool) for _ in range(3))
+        runs = [asyncio.create_task(first.python("while True: pass")) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        waits = asyncio.create_task(second.python("1"))
+        await asyncio.sleep(0.1)
+        await second.close()
+        await first.close()
+        for call in (*runs, waits):
+            with pytest.raises(SessionClosedError):
+                await call
+        with pytest.raises(SessionClosedError):
+            await first.python("1")
+        assert await third.python("1 + 1") == "2"
+        await third.close()
 
 
 async def test_a_sandbox_that_fails_is_no_result_for_the_model():
