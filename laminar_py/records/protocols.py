@@ -102,7 +102,7 @@ class Environments(Protocol):
         """
         ...
 
-    async def hear(self, parts: Sequence[TurnPart]) -> None:
+    def hear(self, parts: Sequence[TurnPart]) -> None:
         """Tell environments that listen what is sampled; one that is not told hears the whole turn in the end."""
         ...
 

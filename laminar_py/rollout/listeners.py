@@ -27,24 +27,33 @@ class Listeners:
         self._clock = clock
         self._lost = lost
         self._heard: dict[str, Running] = {}  # that have got more since they were told
-        self._task: asyncio.Task[None] | None = None
 
     def heard(self, running: Running, tasks: asyncio.TaskGroup) -> None:
-        """Tell the environment of a trajectory what has been sampled, together with others, in a task of those."""
-        self._heard[running.assignment.trajectory_id] = running
-        if self._environments is not None and (self._task is None or self._task.done()):
-            self._task = tasks.create_task(self._tell(self._environments), name="listeners")
+        """Tell the environment of a trajectory what has been sampled, together with others.
 
-    async def _tell(self, environments: Environments) -> None:
-        while self._heard:
-            heard, self._heard = self._heard, {}
-            inside = [running for running in heard.values() if running.state is StreamState.IN_ENGINE]
+        A mistake in that ends these tasks.
+        """
+        if self._environments is None:
+            return
+        if not self._heard:
+            asyncio.get_running_loop().call_soon(self._tell, self._environments, tasks)
+        self._heard[running.assignment.trajectory_id] = running
+
+    def _tell(self, environments: Environments, tasks: asyncio.TaskGroup) -> None:
+        heard, self._heard = self._heard, {}
+        inside = [running for running in heard.values() if running.state is StreamState.IN_ENGINE]
+        try:
             pieces = [running.note(self._clock.now()) for running in inside]
-            try:
-                self._store.note([piece for piece in pieces if piece is not None])
-            except EngineLostError as error:
-                self._lost(error)
-                return
+            self._store.note([piece for piece in pieces if piece is not None])
             parts = [part for running in inside if (part := running.part()) is not None]
             if parts:
-                await environments.hear(parts)
+                environments.hear(parts)
+        except EngineLostError as error:
+            self._lost(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
+            tasks.create_task(fail_with(error), name="listeners")
+
+
+async def fail_with(error: Exception) -> None:
+    """Raise an error, as a task."""
+    raise error

@@ -35,7 +35,7 @@ from laminar_py.records.protocols import (
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
-from laminar_py.rollout.listeners import Listeners
+from laminar_py.rollout.listeners import Listeners, fail_with
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running, StreamState, begin, handed_back
 from laminar_py.rollout.storing import ResponseStore
@@ -228,7 +228,7 @@ class Streams:
         except EngineLostError as error:
             self._break_off(running, error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
-            self._tasks.create_task(_fail_with(error), name=f"failed-{running.assignment.trajectory_id}")
+            self._tasks.create_task(fail_with(error), name=f"failed-{running.assignment.trajectory_id}")
 
     async def _read(self, running: Running) -> None:
         """Read a stream of the engine to its end."""

@@ -33,7 +33,7 @@ class RemoteEnvironments:
         answer = decode(EnvironmentTurn, await actor.ask("answer", encode(turn)))
         return msgspec.structs.replace(answer, elapsed_s=time.monotonic() - began)
 
-    async def hear(self, parts: Sequence[TurnPart]) -> None:
+    def hear(self, parts: Sequence[TurnPart]) -> None:
         """Tell environments that listen what is sampled; waits for none of them."""
         told: dict[int, list[TurnPart]] = {}
         for part in parts:

@@ -42,7 +42,7 @@ class Scripted:
         self.go, self.held = asyncio.Event(), asyncio.Event()
         self.heard, self.turns = {}, []
 
-    async def hear(self, parts):
+    def hear(self, parts):
         for part in parts:
             self.heard.setdefault((part.trajectory_id, self.taken(part.trajectory_id)), []).append(part)
 

@@ -74,7 +74,7 @@ async def test_each_process_hears_the_turns_of_its_own_trajectories(monkeypatch)
     async with environments_in(monkeypatch, *actors) as environments:
         names = [f"g{number}.0" for number in range(8)]
         for _ in range(2):  # by new connections, and by those
-            await environments.hear([part(name) for name in names])
+            environments.hear([part(name) for name in names])
             heard = [[one.trajectory_id for one in await actor.heard.get()] for actor in actors]
             assert sorted(name for mine in heard for name in mine) == names
             assert all(heard), "both have some"
@@ -86,7 +86,7 @@ async def test_a_process_that_is_away_holds_up_nobody_of_another(monkeypatch):
         names = [f"g{number}.0" for number in range(8)]
         away, there = actors
         away.is_there = False
-        await environments.hear([part(name) for name in names])
+        environments.hear([part(name) for name in names])
         heard = [one.trajectory_id for one in await there.heard.get()]
         assert heard, "of its own"
         assert away.heard.empty()

@@ -7,7 +7,7 @@ where they come as they did, and keeps the same KV cache between turns.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.codec import IntArray, decode, encode
 from laminar_py.records.engine import Delta, GenerateRequest
+from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import FinishReason
 
@@ -69,19 +70,21 @@ class FixedTurnEngine(LocalEngine):
         self._lengths = dict(zip(names, round.lengths, strict=True))
         self.asked: dict[str, list[GenerateRequest]] = {name: [] for name in names}
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """See `InferenceEngine.generate`."""
+    def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
+        """See `TellingEngine.follow`."""
         asked = self.asked[request.rid]
         asked.append(request)
-        async for delta in self.turn(request, self._lengths[request.rid][len(asked) - 1]):
-            yield delta
+        super().follow(_of_length(request, self._lengths[request.rid][len(asked) - 1]), hear)
 
-    async def turn(self, request: GenerateRequest, length: int) -> AsyncIterator[Delta]:
+    def turn(self, request: GenerateRequest, length: int) -> AsyncIterator[Delta]:
         """The engine's own stream of a turn of so many tokens."""
-        most = len(request.prefix_ids) + length
-        sampling = msgspec.structs.replace(request.sampling, stop_ids=(), max_new_tokens=most)
-        async for delta in super().generate(msgspec.structs.replace(request, sampling=sampling)):
-            yield delta
+        return self.generate(_of_length(request, length))
+
+
+def _of_length(request: GenerateRequest, length: int) -> GenerateRequest:
+    most = len(request.prefix_ids) + length
+    sampling = msgspec.structs.replace(request.sampling, stop_ids=(), max_new_tokens=most)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 class FixedTurnReplicaActor(BenchReplicaActor):

@@ -7,7 +7,7 @@ one, with a clock; its weights come from a folder; its reports stay here. Nothin
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import Delta, GenerateRequest
-from laminar_py.records.protocols import PulledVersion
+from laminar_py.records.protocols import EngineLostError, PulledVersion
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.relay.wire.post import peer_wire
@@ -74,16 +74,18 @@ class ClockedEngine(LocalEngine):
         self.requests: list[GenerateRequest] = []
         self.first_s: list[float] = []  # when the first token of each was here
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """See `InferenceEngine.generate`."""
+    def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
+        """See `TellingEngine.follow`."""
         request = msgspec.structs.replace(request, has_turns=request.has_turns and self._keeps)
         self.requests.append(request)
-        is_first = True
-        async for delta in super().generate(request):
-            if is_first and len(delta.ids):
+        number = len(self.requests)
+
+        def clocked(news: Delta | EngineLostError) -> None:
+            if len(self.first_s) < number and isinstance(news, Delta) and len(news.ids):
                 self.first_s.append(time.monotonic())
-                is_first = False
-            yield delta
+            hear(news)
+
+        super().follow(request, clocked)
 
 
 class EngineAlone:

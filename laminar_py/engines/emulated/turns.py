@@ -80,7 +80,7 @@ class EmulatedEnvironments:
         await asyncio.sleep(self._due[name][1] - now_s)
         return EnvironmentTurn(ids=self._answer, elapsed_s=takes_s)
 
-    async def hear(self, parts: Sequence[TurnPart]) -> None:
+    def hear(self, parts: Sequence[TurnPart]) -> None:
         """Nobody listens."""
 
     async def forget(self, trajectory_id: str) -> None:

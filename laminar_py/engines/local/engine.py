@@ -1,4 +1,4 @@
-"""The embedded inference engine: `InferenceEngine` on one thread of this process, for laptops and tests.
+"""The embedded inference engine: `TellingEngine` on one thread of this process, for laptops and tests.
 
 Called by a replica on its event loop. The loop's side owns the streams; the engine's thread owns the scheduler
 and everything below it. Commands cross in one direction, batches of deltas in the other, both in order.
@@ -75,8 +75,7 @@ class LocalEngine:
         self._num_posted = self._num_taken = 0  # requests submitted here, and seen by the thread
         self._tickets = itertools.count()
         self._ticket_by_rid: dict[str, int] = {}
-        # A stream holds at most max_len deltas, so it needs no bound of its own.
-        self._streams: dict[int, asyncio.Queue[Delta | EngineLostError]] = {}
+        self._streams: dict[int, Callable[[Delta | EngineLostError], None]] = {}  # who hears of each, by ticket
         self._pending: set[asyncio.Future[None]] = set()
         self._loss: EngineLostError | None = None  # set once the thread has ended
 
@@ -99,15 +98,9 @@ class LocalEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """See `InferenceEngine.generate`. `RefusedError` names what cannot be served."""
-        self._raise_if_lost()
-        if request.rid in self._ticket_by_rid:
-            raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
-        check_request(request, max_len=self._max_len, vocab=self._spec.vocab)
-        ticket, stream = next(self._tickets), asyncio.Queue[Delta | EngineLostError]()
-        self._streams[ticket] = stream
-        self._ticket_by_rid[request.rid] = ticket
-        self._num_posted += 1
-        self._post(partial(self._submit, ticket, request))
+        # It holds at most max_len deltas, so it needs no bound of its own.
+        stream = asyncio.Queue[Delta | EngineLostError]()
+        ticket = self._open(request, stream.put_nowait)
         try:
             while True:
                 delta = await stream.get()
@@ -119,6 +112,10 @@ class LocalEngine:
         finally:
             if self._forget(ticket, request.rid) and self._loss is None:
                 self._post(partial(self._scheduler.abort, ticket))
+
+    def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
+        """See `TellingEngine.follow`. `RefusedError` names what cannot be served."""
+        self._open(request, hear)
 
     async def abort(self, rid: str) -> None:
         """See `InferenceEngine.abort`. Its stream has ended when this returns; an unknown `rid` is fine."""
@@ -159,6 +156,19 @@ class LocalEngine:
 
     # ---- the event loop's side
 
+    def _open(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> int:
+        """Have a request generated, of which `hear` is told; its ticket."""
+        self._raise_if_lost()
+        if request.rid in self._ticket_by_rid:
+            raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
+        check_request(request, max_len=self._max_len, vocab=self._spec.vocab)
+        ticket = next(self._tickets)
+        self._streams[ticket] = hear
+        self._ticket_by_rid[request.rid] = ticket
+        self._num_posted += 1
+        self._post(partial(self._submit, ticket, request))
+        return ticket
+
     def _post(self, command: Callable[[], None]) -> None:
         self._raise_if_lost()
         if not self._posted:
@@ -182,11 +192,11 @@ class LocalEngine:
 
     def _deliver(self, deltas: list[tuple[int, Delta]]) -> None:
         for ticket, delta in deltas:
-            stream = self._streams.get(ticket)
-            if stream is not None:
-                stream.put_nowait(delta)
+            hear = self._streams.get(ticket)
+            if hear is not None:
                 if delta.finish_reason is not None:
                     self._forget(ticket, delta.rid)
+                hear(delta)
 
     def _forget(self, ticket: int, rid: str) -> bool:
         """Let go of a stream, so that its rid may be used again. False if that was done before."""
@@ -205,8 +215,8 @@ class LocalEngine:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
         self._loss = EngineLostError(f"embedded engine: {reason}")
         self._loss.__cause__ = error
-        for stream in self._streams.values():
-            stream.put_nowait(self._loss)
+        for hear in list(self._streams.values()):
+            hear(self._loss)
         for done in list(self._pending):
             _resolve(done, self._loss)
 
