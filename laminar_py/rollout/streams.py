@@ -191,7 +191,7 @@ class Streams:
             return
         try:
             self._follow(running, self._telling)
-        except (EngineLostError, RefusedError) as error:
+        except Exception as error:  # noqa: BLE001 - as in `_hear`
             self._break_off(running, error)
 
     async def _generate(self, running: Running) -> None:
@@ -225,10 +225,8 @@ class Streams:
             if news.finish_reason is not None:
                 running.close_stream()
                 self._go_on(running)
-        except EngineLostError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, a task raises it
             self._break_off(running, error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
-            self._tasks.create_task(fail_with(error), name=f"failed-{running.assignment.trajectory_id}")
 
     async def _read(self, running: Running) -> None:
         """Read a stream of the engine to its end."""
@@ -250,17 +248,19 @@ class Streams:
         if running.state is StreamState.OUTSIDE:
             self._spawn(running)
 
-    def _break_off(self, running: Running, error: EngineLostError | RefusedError) -> None:
-        """Tell what there is of one whose engine is lost, or drop one that the engine refuses."""
+    def _break_off(self, running: Running, error: Exception) -> None:
+        """Tell what there is of one whose engine is lost, drop one that is refused; a mistake ends the replica."""
         if isinstance(error, EngineLostError):
             if self._has(running):
                 with contextlib.suppress(EngineLostError):  # nothing can be stored either
                     self._tell(running, None, broken=Break.CUT)
             self._lost(error)
-        else:  # the request's fault, not the engine's
+        elif isinstance(error, RefusedError):  # the request's fault, not the engine's
             log.error("replica %d: %s", self._out.index, error)
             if self._has(running):
                 self._fail(running, DropReason.REFUSED, str(error))
+        else:
+            self._tasks.create_task(fail_with(error), name=f"failed-{running.assignment.trajectory_id}")
         running.close_stream()
 
     def _has(self, running: Running) -> bool:

@@ -48,7 +48,7 @@ from tests.ledger.runs import (
     undo_since,
 )
 
-SEALED, OPEN, PAYLOAD = 1000, 300, 100  # changes
+SEALED, OPEN, PAYLOAD = 1000, 150, 50  # changes
 
 
 async def closed_run(run):

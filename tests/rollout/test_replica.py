@@ -102,8 +102,20 @@ def folders(tmp_path_factory):
     return [make_model_folder(root / str(seed), seed=seed) for seed in range(2)]
 
 
+class Read:
+    """An engine that tells of no stream, so that each of them is read."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        if name == "follow":
+            raise AttributeError(name)
+        return getattr(self._engine, name)
+
+
 @asynccontextmanager
-async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, **options):
+async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, is_read=False, **options):
     """A replica that tells partial responses, as where a reward looks ahead."""
     engine = LocalEngine(folders[0], max_batch=8, max_len=max_len, kv_capacity=8 * max_len)
     await engine.start()
@@ -112,7 +124,7 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
     options = {"tells_partials": True, "partial_interval_s": 0.05, **options}
     replica = Replica(
         0,
-        engine=engine,
+        engine=Read(engine) if is_read else engine,
         weights=weights,
         store=SegmentStore(segments, label, PayloadReader(segments)),
         clock=SystemClock(),
@@ -196,12 +208,13 @@ async def test_the_first_load_and_one_in_n_versions_are_verified_whichever_it_sk
         assert len(set(verified.values())) == 1, "the even versions have equal weights"
 
 
-async def test_a_lost_engine_reports_what_it_gave_and_then_raises(folders):
-    async with serving(folders) as (story, _):
+@pytest.mark.parametrize("is_read", [True, False])  # or its engine tells of streams
+async def test_a_lost_engine_reports_what_it_gave_and_then_raises(folders, is_read):
+    async with serving(folders, is_read=is_read) as (story, _):
         await story.until(lambda s: s.admissible > 0)
         story.replica.submit([assignment("a", length=4000), assignment("b", length=4000)])
         await story.until(lambda s: len(s.ids["a"]) > 0)
-        story.replica._engine.generate = lose(story.replica._engine.generate)
+        lose(story.replica._engine)
         story.replica.submit([assignment("c", length=4000)])
         with pytest.raises(EngineLostError):
             await story.until(lambda s: False)
@@ -236,10 +249,11 @@ async def test_whichever_call_finds_the_engine_lost_one_last_report_has_what_it_
         assert len(story.ids["a"]) >= given
 
 
-async def test_a_mistake_of_our_own_in_an_engine_ends_the_replica_and_is_no_refusal(folders):
-    async with serving(folders) as (story, _):
+@pytest.mark.parametrize("is_read", [True, False])  # or its engine tells of streams
+async def test_a_mistake_of_our_own_in_an_engine_ends_the_replica_and_is_no_refusal(folders, is_read):
+    async with serving(folders, is_read=is_read) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        story.replica._engine.generate = mistaken
+        setattr(story.replica._engine, "generate" if is_read else "follow", mistaken)
         story.replica.submit([assignment("a")])
         with pytest.raises(ExceptionGroup) as raised:
             await asyncio.wait_for(story.task, PATIENCE_S)
@@ -247,8 +261,9 @@ async def test_a_mistake_of_our_own_in_an_engine_ends_the_replica_and_is_no_refu
         assert not story.refused
 
 
-async def test_what_the_engine_refuses_is_reported_with_its_words_and_costs_nobody_else(folders):
-    async with serving(folders, max_len=64) as (story, _):
+@pytest.mark.parametrize("is_read", [True, False])  # or its engine tells of streams
+async def test_what_the_engine_refuses_is_reported_with_its_words_and_costs_nobody_else(folders, is_read):
+    async with serving(folders, max_len=64, is_read=is_read) as (story, _):
         await story.until(lambda s: s.admissible > 0)
         begun = story.begun("long", range(2, 66))
         story.replica.submit([assignment("long", tokens=begun), assignment("a")])
@@ -265,17 +280,33 @@ async def gone(*_):
     lost()
 
 
-def mistaken(request):
+def mistaken(*_):
     raise TypeError("a mistake of our own")
 
 
-def lose(generate):
+def lose(engine):
+    """Have an engine lost after the first delta of its next stream."""
+    generate, follow = engine.generate, getattr(engine, "follow", None)
+
     async def generate_a_little(request):
         async for delta in generate(request):
             yield delta
             raise EngineLostError("gone")
 
-    return generate_a_little
+    def follow_a_little(request, hear):
+        heard = count()
+
+        def hear_a_little(delta):
+            if not next(heard):
+                hear(delta)
+                hear(EngineLostError("gone"))
+
+        follow(request, hear_a_little)
+
+    if follow is None:
+        engine.generate = generate_a_little
+    else:
+        engine.follow = follow_a_little
 
 
 async def test_a_pinned_trajectory_makes_an_idle_replica_load_its_version(folders):

@@ -2,15 +2,24 @@
 
 import ast
 import asyncio
+from contextlib import asynccontextmanager
 
+import aiohttp
 import pytest
 
 from laminar_py.config.environment import EnvironmentHome
 from laminar_py.config.loading import parse_config
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.environment.agents.agent import AgentEnvironment, Keys
+from laminar_py.environment.agents.connections import ConnectionBounds
+from laminar_py.environment.agents.endpoint import serve
 from laminar_py.environment.agents.kind import open_agents
+from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.protocol import Problem
+from laminar_py.environment.tools.calls import HermesCalls
+from laminar_py.environment.tools.python_session import PythonSession
+from laminar_py.sandbox.pool import SandboxPool
 from tests.environment.agents.test_agents import Story
 
 PYTHON = """
@@ -57,6 +66,63 @@ async def test_code_is_refused_where_the_run_has_no_sandbox_for_agents(tmp_path)
     story = Story(tmp_path, REFUSED)
     await story.lead(["4"])
     assert "set environment.python" in story.log()
+
+
+class Client:
+    """Requests with the key of an agent."""
+
+    def __init__(self, http, url, key):
+        self.http, self.url, self.key = http, url, key
+
+    async def python(self, code, **more):
+        """Status of a request to run code, and what it printed."""
+        headers = {"Authorization": f"Bearer {self.key}"}
+        async with self.http.post(f"{self.url}/python", json={"code": code}, headers=headers, **more) as answer:
+            return answer.status, (await answer.json()).get("output")
+
+
+@asynccontextmanager
+async def session_of(pool, folder):
+    """An agent with a session of a pool, and who asks with its key."""
+    keys, words = Keys(), Story(folder, RUNS_CODE).writer
+    bounds = ConnectionBounds(most=16, max_body_bytes=1000)
+    async with (
+        asyncio.timeout(60),
+        serve(keys, words, host="127.0.0.1", port=0, bounds=bounds) as url,
+        aiohttp.ClientSession() as http,
+    ):
+        messages = AssistantMessages(HermesCalls(), mark="<tool_call>")
+        session = PythonSession(pool)
+        agent = AgentEnvironment(
+            None, messages, words, keys=keys, deterministic=False, most_bytes=1000, session=session
+        )
+        yield agent, Client(http, url, keys.admit(agent))
+        await agent.close()
+
+
+async def test_code_whose_client_breaks_off_takes_its_variables_with_it(tmp_path):
+    async with SandboxPool(slots=1) as pool, session_of(pool, tmp_path) as (_, client):
+        assert await client.python("x = 1") == (200, "no output")
+        with pytest.raises(TimeoutError):
+            await client.python("while True: pass", timeout=aiohttp.ClientTimeout(1))
+        assert await client.python("'x' in globals()") == (200, "The variables are lost.\nFalse")
+
+
+async def test_code_of_a_trajectory_that_ends_is_refused_whether_it_runs_or_comes_later(tmp_path):
+    async with SandboxPool(slots=1) as pool, session_of(pool, tmp_path) as (agent, client):
+        assert await client.python("1") == (200, "1")
+        running = asyncio.create_task(client.python("while True: pass"))
+        await asyncio.sleep(0.5)
+        await agent.close()
+        assert await running == (410, None)
+        assert await client.python("1") == (410, None)
+
+
+async def test_a_sandbox_that_fails_is_no_fault_of_the_agent(tmp_path):
+    async with SandboxPool(slots=1) as pool:
+        pass
+    async with session_of(pool, tmp_path) as (_, client):
+        assert await client.python("1") == (503, None)
 
 
 @pytest.mark.parametrize(
