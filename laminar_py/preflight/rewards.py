@@ -99,7 +99,7 @@ def check_answers(reward: RewardConfig) -> None:
 
 async def _open(sandbox: SandboxConfig) -> None:
     """Open a sandbox once."""
-    async with SandboxPool(slots=1, require=SandboxTier(sandbox.require.value)):
+    async with SandboxPool(slots=1, require=SandboxTier(sandbox.require.value), programs=sandbox.programs):
         return
 
 

@@ -7,6 +7,7 @@ should give back is never sent into a sandbox; nothing outlives the pool.
 
 import asyncio
 import itertools
+import os
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +30,7 @@ REMEDY = (
     "run as root or where user namespaces, Landlock (Linux 5.13) and seccomp are allowed, or lower it to a tier"
     " that `laminar doctor` shows"
 )
+SHELL = "/bin/sh"
 ATTEMPTS = 3  # of a run that was killed over no limit, or whose zygote was: by somebody, or by what it ran
 
 
@@ -39,7 +41,8 @@ class SandboxPool:
             result = await pool.run("print(int(input()) + 1)", stdin="41")
 
     `require` is the weakest tier that will do: the strongest one that can be had is taken, or the very one that
-    `tier` names. Opening raises `ConfigError` where the machine offers less. A call waits for a slot to be idle.
+    `tier` names. `programs` are folders of the host whose files may be run, too. Opening raises `ConfigError`
+    where the machine offers less. A call waits for a slot to be idle.
     """
 
     def __init__(
@@ -49,12 +52,14 @@ class SandboxPool:
         require: SandboxTier = SandboxTier.LANDLOCK,
         tier: SandboxTier | None = None,
         limits: SandboxLimits | None = None,
+        programs: Sequence[str] = (),
     ) -> None:
         assert slots > 0, slots
         self._number = slots
         self._require = require
         self._candidates = [tier] if tier is not None else list(SandboxTier)
         self._limits = limits or SandboxLimits()
+        self._programs = [os.path.realpath(folder) for folder in programs]
         self._places: list[places.SlotPlace] = []
         self._slots: list[SandboxSlot] = []
         self._idle = asyncio.PriorityQueue[tuple[bool, int, int]]()  # not ready, -turn, number; as many as slots
@@ -65,12 +70,19 @@ class SandboxPool:
     def of(cls, config: SandboxConfig) -> "SandboxPool":
         """The pool that settings ask for."""
         limits = SandboxLimits(cpu_s=config.cpu_s, wall_s=config.wall_s, memory_bytes=config.memory_mib << 20)
-        return cls(slots=config.slots, require=SandboxTier(config.require.value), limits=limits)
+        require = SandboxTier(config.require.value)
+        return cls(slots=config.slots, require=require, limits=limits, programs=config.programs)
 
     @property
     def tier(self) -> SandboxTier:
         """Tier of an open pool."""
         return self._slots[0].tier
+
+    @property
+    def has_shell(self) -> bool:
+        """True where code may start the shell of this machine."""
+        shell = os.path.realpath(SHELL)
+        return any(shell.startswith(f"{folder}/") for folder in self._programs)
 
     @property
     def weaknesses(self) -> str:
@@ -198,6 +210,9 @@ class SandboxPool:
 
     def _prepare(self) -> None:
         """Places for all slots, and what they share."""
+        for folder in self._programs:
+            if not os.path.isdir(folder):
+                raise ConfigError(f"sandbox.programs={folder}: no folder of this machine; name one, such as /usr")
         places.sweep()
         interpreter.libraries()
         for _ in range(self._number):
@@ -210,13 +225,22 @@ class SandboxPool:
             if tier.strength < self._require.strength:
                 break
             home = await asyncio.to_thread(self._home, tier)
-            self._slots = [SandboxSlot(place, tier=tier, home=home) for place in self._places]
+            self._slots = [
+                SandboxSlot(place, tier=tier, home=home, programs=self._programs) for place in self._places
+            ]
             try:
                 await self._slots[0].start()
+                self._check_programs()
                 return
             except SandboxError as error:
                 reasons[tier] = error
         raise _refused(self._require, reasons) from next(reversed(reasons.values()), None)
+
+    def _check_programs(self) -> None:
+        """Raise `ConfigError` where code may start no programs, though there are some for it."""
+        if self._programs and self._slots[0].alone:
+            why = f"code may start no process in the sandbox of this machine ({self.tier.value})"
+            raise ConfigError(f"sandbox.programs: {why}; run as root, or leave it out")
 
     def _home(self, tier: SandboxTier) -> Path | None:
         """A copy of the standard library for programs whose user cannot read the interpreter's own."""

@@ -39,12 +39,18 @@ class ZygoteLostError(Exception):
 
 
 class SandboxSlot:
-    """Slot in a tier; `home` is where the standard library was copied for its user, if it had to be."""
+    """Slot in a tier; `home` is where the standard library was copied for its user, if it had to be.
 
-    def __init__(self, place: SlotPlace, *, tier: SandboxTier, home: Path | None) -> None:
+    `programs` are folders whose files may be run, too.
+    """
+
+    def __init__(
+        self, place: SlotPlace, *, tier: SandboxTier, home: Path | None, programs: Sequence[str] = ()
+    ) -> None:
         self.tier = tier
         self._place = place
         self._home = home
+        self._programs = programs
         self._control: socket.socket | None = None
         self._old: socket.socket | None = None  # of a zygote that was given up
         self._process: subprocess.Popen[bytes] | None = None
@@ -192,7 +198,7 @@ class SandboxSlot:
         setup = SlotSetup(
             tier=self.tier.value,
             folder=str(folder),
-            libraries=interpreter.libraries(),
+            readable=[*interpreter.libraries(), *self._programs],
             uids=users,
             cgroups=[] if cgroup is None else cgroup.joins,
             alone=self.alone,

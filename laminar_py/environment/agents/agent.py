@@ -6,7 +6,7 @@ order in which they came, each by one turn of the model; a request that is repea
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -34,7 +34,7 @@ class TooManyWaitingError(Exception):
 
 
 class NoSandboxError(Exception):
-    """Code of an agent whose run has no sandbox for it."""
+    """Code of an agent whose run has no sandbox for it, or no shell there."""
 
 
 class AgentFailedError(Exception):
@@ -253,10 +253,19 @@ class AgentEnvironment:
         """
         if self._session is None:
             raise NoSandboxError
+        return await self._inside(self._session.python, code)
+
+    async def shell(self, command: str) -> str:
+        """`python`, with a command of a shell."""
+        if self._session is None or not self._session.has_shell:
+            raise NoSandboxError
+        return await self._inside(self._session.shell, command)
+
+    async def _inside(self, run: Callable[[str], Awaitable[str]], text: str) -> str:
         if self._ended:
             raise TrajectoryEndedError
         try:
-            return await self._session.python(code)
+            return await run(text)
         except SessionClosedError:
             raise TrajectoryEndedError from None
 

@@ -151,6 +151,12 @@ class CodeRequest(msgspec.Struct):
     code: str
 
 
+class CommandRequest(msgspec.Struct):
+    """Command to run in the sandbox, by its shell."""
+
+    command: str
+
+
 class Bodies:
     """Answers in the forms of the API, e.g. `Bodies(words).chat(answers, name="1f", body=request)`."""
 

@@ -36,6 +36,7 @@ from laminar_py.environment.agents.bodies import (
     Bodies,
     ChatRequest,
     CodeRequest,
+    CommandRequest,
     CompletionRequest,
     RewardRequest,
     TokensRequest,
@@ -88,6 +89,7 @@ class AgentEndpoint:
         app.router.add_post("/v1/reward", self._reward)
         app.router.add_post("/v1/trajectories/{trajectory}/reward", self._reward)
         app.router.add_post("/v1/python", self._python)
+        app.router.add_post("/v1/shell", self._shell)
         app.router.add_get("/v1/models", self._models)
         if self._external is not None:
             app.router.add_post("/v1/trajectories", self._hand_out)
@@ -212,12 +214,20 @@ class AgentEndpoint:
         return _json({"reward": value})
 
     async def _python(self, request: web.Request) -> web.Response:
-        """Run code in the sandbox, in the session of its agent."""
         agent, code = self._agent(request), _decode(CodeRequest, await request.read()).code
+        return await self._run(agent.python(code), "no sandbox for agents; set environment.python")
+
+    async def _shell(self, request: web.Request) -> web.Response:
+        agent, command = self._agent(request), _decode(CommandRequest, await request.read()).command
+        absent = "no shell for agents; set environment.python and sandbox.programs"
+        return await self._run(agent.shell(command), absent)
+
+    async def _run(self, output: Awaitable[str], absent: str) -> web.Response:
+        """Answer with what was run in the sandbox, in the session of an agent."""
         try:
-            return _json({"output": await agent.python(code)})
+            return _json({"output": await output})
         except NoSandboxError:
-            raise _refused(web.HTTPNotFound, "the run has no sandbox for agents; set environment.python") from None
+            raise _refused(web.HTTPNotFound, f"the run has {absent}") from None
         except TrajectoryEndedError:
             raise _refused(web.HTTPGone, ENDED) from None
         except SandboxError as error:

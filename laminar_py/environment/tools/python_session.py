@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-from laminar_py.sandbox.pool import SandboxPool
+from laminar_py.sandbox.pool import SHELL, SandboxPool
 from laminar_py.sandbox.records import SandboxLabel, SandboxResult
 from laminar_py.sandbox.session import SandboxSession
 
@@ -28,6 +28,16 @@ class PythonSession:
         self._calls: set[asyncio.Task[str]] = set()
         self._was_broken = False  # off, the call before
         self._closed = False
+
+    @property
+    def has_shell(self) -> bool:
+        """True where its code may start a shell."""
+        return self._pool.has_shell
+
+    async def shell(self, command: str) -> str:
+        """`python`, with a command that a shell runs in the folder of the session."""
+        run = f"__import__('subprocess').run(({SHELL!r}, '-c', {command!r}), stdin=-3).returncode"
+        return await self.python(f"_ = {run}\nif _:\n    print(f'exit status {{_}}')")
 
     async def python(self, code: str) -> str:
         """Run Python code and read what it prints; variables stay for the next call.

@@ -1,4 +1,4 @@
-"""The strongest tier: the zygote as first process of namespaces of its own, with a root that holds Python alone.
+"""The strongest tier: the zygote as first process of namespaces of its own, with a root of what it may see.
 
 As root the view is bound before the user namespace is made, since afterwards the zygote is nobody on the host and
 may not even find the files; without root the other way round, since only there mounting is allowed.
@@ -55,7 +55,7 @@ def _build(folder: str, *, readable: list[str]) -> None:
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", folder, "tmpfs", flags=flags, data="size=1m,nr_inodes=4096,mode=0755")
-    for link in ("/lib", "/lib64"):
+    for link in ("/bin", "/lib", "/lib64", "/sbin"):
         if os.path.islink(link):
             os.symlink(os.readlink(link), folder + link)
     for path in [*readable, *DEVICES]:

@@ -25,7 +25,7 @@ class SlotSetup:
 
     tier: str
     folder: str  # empty, of the slot alone
-    libraries: list[str]  # shared libraries that extension modules may need
+    readable: list[str]  # shared libraries that extension modules may need, and folders of programs
     uids: list[int]  # of the zygote and of its programs on the host; empty: the owner's own
     cgroups: list[str]  # files to join them by
     alone: bool  # programs may start no process, since nothing here could count or end them

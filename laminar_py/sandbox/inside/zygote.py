@@ -193,7 +193,7 @@ def _set_up(control: socket.socket, setup: SlotSetup, owner: int) -> Zygote:
     for name in PRELOADED.split():
         importlib.import_module(name)
     library = [path for path in sys.path if os.path.exists(path)]
-    readable = [*library, os.path.realpath(sys.executable), *setup.libraries]
+    readable = [*library, os.path.realpath(sys.executable), *setup.readable]
     walls = setup.tier != "none"
     if setup.tier == "landlock" and not landlock.version():
         raise OSError("Landlock is not in this kernel, or off")

@@ -76,8 +76,15 @@ class Client:
 
     async def python(self, code, **more):
         """Status of a request to run code, and what it printed."""
+        return await self._post("python", {"code": code}, **more)
+
+    async def shell(self, command):
+        """Status of a request to run a command, and what it printed."""
+        return await self._post("shell", {"command": command})
+
+    async def _post(self, path, body, **more):
         headers = {"Authorization": f"Bearer {self.key}"}
-        async with self.http.post(f"{self.url}/python", json={"code": code}, headers=headers, **more) as answer:
+        async with self.http.post(f"{self.url}/{path}", json=body, headers=headers, **more) as answer:
             return answer.status, (await answer.json()).get("output")
 
 
@@ -98,6 +105,15 @@ async def session_of(pool, folder):
         )
         yield agent, Client(http, url, keys.admit(agent))
         await agent.close()
+
+
+async def test_a_shell_is_there_where_there_are_programs_for_it(tmp_path):
+    async with SandboxPool(slots=1, programs=["/usr"]) as pool, session_of(pool, tmp_path) as (_, client):
+        assert await client.python("open('mine', 'w').write('1')") == (200, "1")
+        assert await client.shell("ls | wc -l; exit 2") == (200, "1\nexit status 2")
+    async with SandboxPool(slots=1) as pool, session_of(pool, tmp_path) as (_, client):
+        assert await client.python("1") == (200, "1")
+        assert await client.shell("ls") == (404, None)
 
 
 async def test_code_whose_client_breaks_off_takes_its_variables_with_it(tmp_path):
