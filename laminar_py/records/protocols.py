@@ -103,7 +103,10 @@ class Environments(Protocol):
         ...
 
     def hear(self, parts: Sequence[TurnPart]) -> None:
-        """Tell environments that listen what is sampled; one that is not told hears the whole turn in the end."""
+        """Tell environments that listen what is sampled, and wait for none of them.
+
+        One that is not told hears the whole turn in the end.
+        """
         ...
 
     async def forget(self, trajectory_id: str) -> None:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from laminar_py.records.protocols import Clock, EngineLostError, Environments
+from laminar_py.rollout.callbacks import Callbacks
 from laminar_py.rollout.running import Running, StreamState
 from laminar_py.rollout.storing import ResponseStore
 
@@ -20,40 +21,36 @@ class Listeners:
         store: ResponseStore,
         clock: Clock,
         *,
+        callbacks: Callbacks,
         lost: Callable[[EngineLostError], None],
     ) -> None:
         self._environments = environments
         self._store = store
         self._clock = clock
+        self._callbacks = callbacks
         self._lost = lost
         self._heard: dict[str, Running] = {}  # that have got more since they were told
 
-    def heard(self, running: Running, tasks: asyncio.TaskGroup) -> None:
-        """Tell the environment of a trajectory what has been sampled, together with others.
-
-        A mistake in that ends these tasks.
-        """
+    def heard(self, running: Running) -> None:
+        """Tell the environment of a trajectory what has been sampled, together with others, in a moment."""
         if self._environments is None:
             return
         if not self._heard:
-            asyncio.get_running_loop().call_soon(self._tell, self._environments, tasks)
+            asyncio.get_running_loop().call_soon(self._tell, self._environments)
         self._heard[running.assignment.trajectory_id] = running
 
-    def _tell(self, environments: Environments, tasks: asyncio.TaskGroup) -> None:
+    def _tell(self, environments: Environments) -> None:
         heard, self._heard = self._heard, {}
+        if self._callbacks.ended:
+            return
         inside = [running for running in heard.values() if running.state is StreamState.IN_ENGINE]
-        try:
+        with self._callbacks.guarded():
             pieces = [running.note(self._clock.now()) for running in inside]
-            self._store.note([piece for piece in pieces if piece is not None])
+            try:
+                self._store.note([piece for piece in pieces if piece is not None])
+            except EngineLostError as error:
+                self._lost(error)
+                return
             parts = [part for running in inside if (part := running.part()) is not None]
             if parts:
                 environments.hear(parts)
-        except EngineLostError as error:
-            self._lost(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
-            tasks.create_task(fail_with(error), name="listeners")
-
-
-async def fail_with(error: Exception) -> None:
-    """Raise an error, as a task."""
-    raise error

@@ -35,7 +35,8 @@ from laminar_py.records.protocols import (
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
-from laminar_py.rollout.listeners import Listeners, fail_with
+from laminar_py.rollout.callbacks import Callbacks
+from laminar_py.rollout.listeners import Listeners
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running, StreamState, begin, handed_back
 from laminar_py.rollout.storing import ResponseStore
@@ -65,16 +66,19 @@ class Streams:
         self._left = ended
         self._lost = lost
         self._environments = environments
-        self._listeners = Listeners(environments, store, out.clock, lost=lost)
-        self._is_closed = False
+        self._callbacks = Callbacks()
+        self._listeners = Listeners(environments, store, out.clock, callbacks=self._callbacks, lost=lost)
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
         """Let the tasks of the streams run there."""
         self._tasks = tasks
+        self._callbacks.open(tasks)
 
     def close(self) -> None:
-        """Hear nothing more of the engine."""
-        self._is_closed = True
+        """Hear nothing more of the engine; who waits for a stream waits no longer."""
+        self._callbacks.close()
+        for running in self.running.values():
+            running.close_stream()
 
     @property
     def training(self) -> list[Running]:
@@ -189,10 +193,11 @@ class Streams:
         if self._telling is None or not is_free:
             running.task = self._tasks.create_task(self._generate(running), name=item.trajectory_id)
             return
-        try:
-            self._follow(running, self._telling)
-        except Exception as error:  # noqa: BLE001 - as in `_hear`
-            self._break_off(running, error)
+        with self._callbacks.guarded():
+            try:
+                self._follow(running, self._telling)
+            except (EngineLostError, RefusedError) as error:
+                self._break_off(running, error)
 
     async def _generate(self, running: Running) -> None:
         """Bring it into the engine once nothing stands before that, and read its stream if nobody tells of it."""
@@ -215,18 +220,19 @@ class Streams:
         engine.follow(running.request(), partial(self._hear, running))
 
     def _hear(self, running: Running, news: Delta | EngineLostError) -> None:
-        """Take in what an engine tells of a stream. A mistake in that ends the replica, as in a task of it."""
-        if self._is_closed:
+        """Take in what an engine tells of a stream."""
+        if self._callbacks.ended:
             return
-        try:
-            if isinstance(news, EngineLostError):
-                raise news
-            self._receive(running, news)
-            if news.finish_reason is not None:
-                running.close_stream()
-                self._go_on(running)
-        except Exception as error:  # noqa: BLE001 - whatever it is, a task raises it
-            self._break_off(running, error)
+        with self._callbacks.guarded():
+            try:
+                if isinstance(news, EngineLostError):
+                    raise news
+                self._receive(running, news)
+                if news.finish_reason is not None:
+                    running.close_stream()
+                    self._go_on(running)
+            except EngineLostError as error:
+                self._break_off(running, error)
 
     async def _read(self, running: Running) -> None:
         """Read a stream of the engine to its end."""
@@ -248,19 +254,17 @@ class Streams:
         if running.state is StreamState.OUTSIDE:
             self._spawn(running)
 
-    def _break_off(self, running: Running, error: Exception) -> None:
-        """Tell what there is of one whose engine is lost, drop one that is refused; a mistake ends the replica."""
+    def _break_off(self, running: Running, error: EngineLostError | RefusedError) -> None:
+        """Tell what there is of one whose engine is lost, or drop one that the engine refuses."""
         if isinstance(error, EngineLostError):
             if self._has(running):
                 with contextlib.suppress(EngineLostError):  # nothing can be stored either
                     self._tell(running, None, broken=Break.CUT)
             self._lost(error)
-        elif isinstance(error, RefusedError):  # the request's fault, not the engine's
+        else:  # the request's fault, not the engine's
             log.error("replica %d: %s", self._out.index, error)
             if self._has(running):
                 self._fail(running, DropReason.REFUSED, str(error))
-        else:
-            self._tasks.create_task(fail_with(error), name=f"failed-{running.assignment.trajectory_id}")
         running.close_stream()
 
     def _has(self, running: Running) -> bool:
@@ -346,7 +350,7 @@ class Streams:
         if is_first and item.kind is Kind.EVAL and len(delta.ids) and item.version is None:
             self._out.begin(item, delta.version)  # the rest of its pass may follow to other replicas
         if running.listens:
-            self._listeners.heard(running, self._tasks)
+            self._listeners.heard(running)
 
     def _stream_ended(self, running: Running, reason: FinishReason) -> None:
         """Take in the engine's last word, after which a trajectory that new weights interrupted goes on."""
@@ -394,7 +398,3 @@ class Streams:
         self._out.progress.append(
             running.progress(tokens, reason, now, broken=broken, failure=failure, detail=detail)
         )
-
-
-async def _fail_with(error: Exception) -> None:
-    raise error

@@ -48,7 +48,7 @@ from tests.ledger.runs import (
     undo_since,
 )
 
-SEALED, OPEN, PAYLOAD = 1000, 150, 50  # changes
+SEALED, OPEN, PAYLOAD = 1000, 150, 50  # changes; without a seal each costs a third of a second
 
 
 async def closed_run(run):

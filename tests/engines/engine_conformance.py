@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from laminar_py.records.engine import Delta, GenerateRequest, PauseMode, SamplingParams
-from laminar_py.records.protocols import EngineLostError, InferenceEngine
+from laminar_py.records.protocols import EngineLostError, InferenceEngine, TellingEngine
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
 
@@ -294,6 +294,46 @@ async def a_stream_whose_task_is_cancelled_is_aborted(make: Factory) -> None:
         assert len((await collect(rig.engine, make_request())).ids) == 20
 
 
+def follow(engine: InferenceEngine, request: GenerateRequest) -> list[Delta | EngineLostError]:
+    """All that is told of a request from now on."""
+    if not isinstance(engine, TellingEngine):
+        pytest.skip("its streams are read")
+    told: list[Delta | EngineLostError] = []
+    engine.follow(request, told.append)
+    assert not told, "nobody hears of it before `follow` returns"
+    return told
+
+
+async def a_stream_that_is_told_is_the_one_that_is_read(make: Factory) -> None:
+    async with make() as rig:
+        told = follow(rig.engine, make_request("told", length=70))
+        await until(lambda: _reason(told) is not None)
+        read = await collect(rig.engine, make_request("read", length=70))
+        response = Response([delta for delta in told if isinstance(delta, Delta)])
+        assert len(response.deltas) == len(told)
+        assert response.ids == read.ids
+        assert [delta.finish_reason for delta in response.deltas[:-1]] == [None] * (len(told) - 1)
+        assert response.reason is FinishReason.LENGTH
+
+
+async def a_stream_that_is_told_ends_when_it_is_aborted(make: Factory) -> None:
+    async with make() as rig:
+        told = follow(rig.engine, make_request(length=1900))
+        await until(lambda: bool(told))
+        await rig.engine.abort("r")
+        await until(lambda: _reason(told) is FinishReason.ABORT)
+        again = follow(rig.engine, make_request(length=1900))
+        await rig.engine.pause(PauseMode.ABORT)
+        await until(lambda: _reason(again) is FinishReason.ABORT)
+        assert _reason(told) is FinishReason.ABORT, "nothing comes behind that"
+
+
+def _reason(told: list[Delta | EngineLostError]) -> FinishReason | None:
+    """Of the last that was told."""
+    last = told[-1] if told else None
+    return last.finish_reason if isinstance(last, Delta) else None
+
+
 async def what_can_never_fit_is_refused(make: Factory) -> None:
     async with make() as rig:
         prompt = np.arange(rig.max_len - 5) % rig.vocab
@@ -460,12 +500,14 @@ async def a_dead_engine_says_so_in_every_method(make: Factory, kill: Callable[[I
     async with make() as rig:
         engine = rig.engine
         request = await caught(engine, make_request(length=1900))
+        told = follow(engine, make_request("told", length=1900)) if isinstance(engine, TellingEngine) else None
         watching = asyncio.create_task(engine.watch())
         kill(engine)
         for ended in (request.response(), watching):
-            with pytest.raises(EngineLostError) as told:
+            with pytest.raises(EngineLostError) as raised:
                 await ended
-            assert "\n" not in str(told.value)
+            assert "\n" not in str(raised.value)
+        assert told is None or isinstance(told[-1], EngineLostError)
         for call in (
             collect(engine, make_request("another")),
             engine.abort("r"),
@@ -499,6 +541,8 @@ LAWS = (
     a_rid_in_flight_is_refused,
     a_stream_that_is_dropped_is_aborted,
     a_stream_whose_task_is_cancelled_is_aborted,
+    a_stream_that_is_told_is_the_one_that_is_read,
+    a_stream_that_is_told_ends_when_it_is_aborted,
     what_can_never_fit_is_refused,
     weights_do_not_change_under_a_running_request,
     a_pause_by_abort_ends_running_and_waiting_requests,

@@ -19,7 +19,7 @@ from laminar_py.learner.model import policy_logprobs
 from laminar_py.packing.packer import Packed
 from laminar_py.packing.packer import pack as pack_step
 from laminar_py.records.clock import SystemClock
-from laminar_py.records.engine import SamplingParams
+from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, num_sampled, num_turns, replace_spans
@@ -50,10 +50,21 @@ class LoggedEngine:
 
     async def generate(self, request):
         async for delta in self._engine.generate(request):
-            line = (delta.rid, delta.ids.tolist(), delta.logprobs.tolist(), delta.version)
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            self._log(delta)
             yield delta
+
+    def follow(self, request, hear):
+        def heard(news):
+            if isinstance(news, Delta):
+                self._log(news)
+            hear(news)
+
+        self._engine.follow(request, heard)
+
+    def _log(self, delta):
+        line = (delta.rid, delta.ids.tolist(), delta.logprobs.tolist(), delta.version)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
 
 
 class HereEnvironments:

@@ -19,6 +19,7 @@ from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
 from laminar_py.rollout.replica import Replica
+from laminar_py.rollout.running import Running
 from laminar_py.rollout.storing import SegmentStore
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
@@ -259,6 +260,18 @@ async def test_a_mistake_of_our_own_in_an_engine_ends_the_replica_and_is_no_refu
             await asyncio.wait_for(story.task, PATIENCE_S)
         assert raised.group_contains(TypeError)
         assert not story.refused
+
+
+@pytest.mark.parametrize("is_read", [True, False])  # or its engine tells of streams
+async def test_a_mistake_with_what_an_engine_gave_ends_the_replica(folders, monkeypatch, is_read):
+    async with serving(folders, is_read=is_read) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        monkeypatch.setattr(Running, "take", mistaken)
+        story.replica.submit([assignment("a"), assignment("b")])
+        with pytest.raises(ExceptionGroup) as raised:
+            await asyncio.wait_for(story.task, PATIENCE_S)
+        assert raised.group_contains(TypeError)
+        assert not any(running.is_open for running in story.replica._streams.running.values())
 
 
 @pytest.mark.parametrize("is_read", [True, False])  # or its engine tells of streams

@@ -349,21 +349,23 @@ class NoStore:
         pass
 
 
-async def at_the_end_of_a_turn(tasks, *, engine=None, script=says):
+@asynccontextmanager
+async def at_the_end_of_a_turn(*, engine=None, script=says):
     """Streams with one trajectory in an engine that is about to end a turn of it."""
     engine, out = engine or EndsItsTurn(), Outbox(index=0, clock=SystemClock())
     environments = Scripted(script, holds_at=1)
     streams = Streams(engine, out, NoStore(), environments, ended=lambda: None, lost=lambda error: None)
-    streams.open(tasks)
-    streams.serving.set()
-    streams.start(with_problem("a"))
-    await engine.began.wait()
-    return streams, environments, out
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        streams.open(tasks)
+        streams.serving.set()
+        streams.start(with_problem("a"))
+        await engine.began.wait()
+        yield streams, environments, out
+        streams.close()
 
 
 async def test_a_turn_that_ends_as_new_weights_come_does_not_hold_them_up():
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        streams, environments, _ = await at_the_end_of_a_turn(tasks)
+    async with at_the_end_of_a_turn() as (streams, environments, _):
         streams.serving.clear()
         interrupted = await streams.interrupt()
         streams.resubmit(interrupted)
@@ -376,8 +378,7 @@ async def test_a_turn_that_ends_as_new_weights_come_does_not_hold_them_up():
 
 async def test_a_limited_turn_that_new_weights_interrupt_goes_on_to_its_limit_and_no_further():
     engine = BreaksOff()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        streams, environments, _ = await at_the_end_of_a_turn(tasks, engine=engine, script=limits(5))
+    async with at_the_end_of_a_turn(engine=engine, script=limits(5)) as (streams, environments, _):
         streams.resubmit(await streams.interrupt())
         await environments.held.wait()
         assert [request.sampling.max_new_tokens for request in engine.requests] == [8, 8]
@@ -387,8 +388,7 @@ async def test_a_limited_turn_that_new_weights_interrupt_goes_on_to_its_limit_an
 
 @pytest.mark.parametrize("how", ["abort", "give_up"])
 async def test_a_turn_that_ends_as_it_is_aborted_is_not_gone_on_with_here(how):
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        streams, environments, out = await at_the_end_of_a_turn(tasks)
+    async with at_the_end_of_a_turn() as (streams, environments, out):
         await getattr(streams, how)(["a"])
         await out.urgent.wait()
         assert not streams.running
@@ -401,3 +401,19 @@ async def test_time_in_environments_is_told(folders):
     async with begun(folders, Scripted(ends_after(3)), with_problem("a"), tells_partials=False) as (story, _):
         await story.until(lambda s: "a" in s.ended)
         assert story.ended["a"].environment_s == pytest.approx(1.5)  # before the first turn, and after two
+
+
+class Deaf(Scripted):
+    """Environments that cannot be told what is sampled, by a mistake."""
+
+    def hear(self, parts):
+        raise TypeError("a mistake of our own")
+
+
+async def test_a_mistake_in_telling_environments_ends_the_replica(folders):
+    environments = Deaf(lambda turns: msgspec.structs.replace(ends_after(3)(turns), listens=True))
+    async with begun(folders, environments, with_problem("a")) as (story, _):
+        with pytest.raises(ExceptionGroup) as raised:
+            async with asyncio.timeout(30):
+                await story.task
+        assert raised.group_contains(TypeError)

@@ -7,7 +7,7 @@ where they come as they did, and keeps the same KV cache between turns.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -74,17 +74,31 @@ class FixedTurnEngine(LocalEngine):
         """See `TellingEngine.follow`."""
         asked = self.asked[request.rid]
         asked.append(request)
-        super().follow(_of_length(request, self._lengths[request.rid][len(asked) - 1]), hear)
+        self.turn(request, self._lengths[request.rid][len(asked) - 1], hear)
 
-    def turn(self, request: GenerateRequest, length: int) -> AsyncIterator[Delta]:
+    def turn(self, request: GenerateRequest, length: int, hear: Callable[[Delta | EngineLostError], None]) -> None:
         """The engine's own stream of a turn of so many tokens."""
-        return self.generate(_of_length(request, length))
+        most = len(request.prefix_ids) + length
+        sampling = msgspec.structs.replace(request.sampling, stop_ids=(), max_new_tokens=most)
+        super().follow(msgspec.structs.replace(request, sampling=sampling), hear)
 
+    async def whole_turn(self, request: GenerateRequest, length: int) -> tuple[float, IntArray]:
+        """When its first token was here, and its tokens."""
+        arrived: list[tuple[float, IntArray]] = []
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-def _of_length(request: GenerateRequest, length: int) -> GenerateRequest:
-    most = len(request.prefix_ids) + length
-    sampling = msgspec.structs.replace(request.sampling, stop_ids=(), max_new_tokens=most)
-    return msgspec.structs.replace(request, sampling=sampling)
+        def hear(news: Delta | EngineLostError) -> None:
+            if isinstance(news, EngineLostError):
+                ended.set_exception(news)
+                return
+            if len(news.ids):
+                arrived.append((time.monotonic(), news.ids))
+            if news.finish_reason is not None:
+                ended.set_result(None)
+
+        self.turn(request, length, hear)
+        await ended
+        return arrived[0][0], np.concatenate([ids for _, ids in arrived])
 
 
 class FixedTurnReplicaActor(BenchReplicaActor):
@@ -131,12 +145,9 @@ class FixedTurnReplicaActor(BenchReplicaActor):
         for request, length in zip(asked, lengths, strict=True):
             prefix = np.concatenate([prefix, request.prefix_ids[told:]])
             began = time.monotonic()
-            parts: list[IntArray] = []
             turn = msgspec.structs.replace(request, prefix_ids=prefix, one_by_one=streams)
-            async for delta in self._engine.turn(turn, length):
-                if not parts and len(delta.ids):
-                    found.append(time.monotonic() - began)
-                parts.append(delta.ids)
-            prefix = np.concatenate([prefix, *parts])
+            first_s, ids = await self._engine.whole_turn(turn, length)
+            found.append(first_s - began)
+            prefix = np.concatenate([prefix, ids])
             told = len(request.prefix_ids) + length
         return found

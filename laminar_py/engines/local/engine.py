@@ -3,7 +3,7 @@
 Called by a replica on its event loop. The loop's side owns the streams; the engine's thread owns the scheduler
 and everything below it. Commands cross in one direction, batches of deltas in the other, both in order.
 Invariant: no object of the scheduler is changed outside the engine's thread. Whatever ends the thread is the loss
-of the engine: every call and stream raises `EngineLostError` from then on.
+of the engine: every call raises `EngineLostError` from then on, and whoever has a stream is told of it.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class LocalEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """See `InferenceEngine.generate`. `RefusedError` names what cannot be served."""
-        # It holds at most max_len deltas, so it needs no bound of its own.
+        # A stream holds at most max_len deltas, so it needs no bound of its own.
         stream = asyncio.Queue[Delta | EngineLostError]()
         ticket = self._open(request, stream.put_nowait)
         try:
@@ -215,10 +215,10 @@ class LocalEngine:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
         self._loss = EngineLostError(f"embedded engine: {reason}")
         self._loss.__cause__ = error
-        for hear in list(self._streams.values()):
-            hear(self._loss)
         for done in list(self._pending):
             _resolve(done, self._loss)
+        for hear in list(self._streams.values()):
+            hear(self._loss)
 
     def _raise_if_lost(self) -> None:
         if self._loss is not None:
