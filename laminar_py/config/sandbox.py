@@ -40,4 +40,4 @@ class SandboxConfig(Section):
     """Memory of a run, MiB."""
     programs: tuple[Annotated[str, AfterValidator(_whole)], ...] = ()
     """Folders of the host whose files code may read and run beside Python's own, such as `/usr`: for a shell, and
-    for code that starts programs. What lies there the model may read."""
+    for code that starts programs; needs the tier `namespaces`. What lies there the model may read."""

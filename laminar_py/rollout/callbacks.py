@@ -1,12 +1,15 @@
 """Callbacks of the event loop that belong to a replica: a mistake in one ends it, as in a task of it."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+log = logging.getLogger(__name__)
+
 
 class Callbacks:
-    """What an engine, or the event loop, calls on behalf of a group of tasks, from `open` until that ends."""
+    """Callbacks of an engine, or of the event loop, for a group of tasks, from `open` until that ends."""
 
     def __init__(self) -> None:
         self._mistake: asyncio.Future[None] | None = None
@@ -31,7 +34,8 @@ class Callbacks:
         """Around a callback, which raises nothing then."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
+        except Exception as error:  # whatever it is, the task raises it
+            log.exception("a callback failed")
             if self._mistake is not None and not self._mistake.done():
                 self._mistake.set_exception(error)
 

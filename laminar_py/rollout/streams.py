@@ -222,7 +222,7 @@ class Streams:
     def _hear(self, running: Running, news: Delta | EngineLostError) -> None:
         """Take in what an engine tells of a stream."""
         if self._callbacks.ended:
-            return
+            return running.close_stream()
         with self._callbacks.guarded():
             try:
                 if isinstance(news, EngineLostError):

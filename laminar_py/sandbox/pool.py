@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -31,6 +31,8 @@ REMEDY = (
     " that `laminar doctor` shows"
 )
 SHELL = "/bin/sh"
+TRIES_SHELL = f"import subprocess; subprocess.run([{SHELL!r}, '-c', ':'], check=True); print('runs')"
+NO_PROGRAMS = ("/", "/dev", "/proc", "/sys", "/tmp")  # of the host's own, or of a sandbox's
 ATTEMPTS = 3  # of a run that was killed over no limit, or whose zygote was: by somebody, or by what it ran
 
 
@@ -41,8 +43,8 @@ class SandboxPool:
             result = await pool.run("print(int(input()) + 1)", stdin="41")
 
     `require` is the weakest tier that will do: the strongest one that can be had is taken, or the very one that
-    `tier` names. `programs` are folders of the host whose files may be run, too. Opening raises `ConfigError`
-    where the machine offers less. A call waits for a slot to be idle.
+    `tier` names. `programs` are folders of the host whose files may be run, too, in the tier `namespaces` alone.
+    Opening raises `ConfigError` where the machine offers less. A call waits for a slot to be idle.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class SandboxPool:
         self._candidates = [tier] if tier is not None else list(SandboxTier)
         self._limits = limits or SandboxLimits()
         self._programs = [os.path.realpath(folder) for folder in programs]
+        self._has_shell = False
         self._places: list[places.SlotPlace] = []
         self._slots: list[SandboxSlot] = []
         self._idle = asyncio.PriorityQueue[tuple[bool, int, int]]()  # not ready, -turn, number; as many as slots
@@ -81,8 +84,7 @@ class SandboxPool:
     @property
     def has_shell(self) -> bool:
         """True where code may start the shell of this machine."""
-        shell = os.path.realpath(SHELL)
-        return any(shell.startswith(f"{folder}/") for folder in self._programs)
+        return self._has_shell
 
     @property
     def weaknesses(self) -> str:
@@ -213,6 +215,8 @@ class SandboxPool:
         for folder in self._programs:
             if not os.path.isdir(folder):
                 raise ConfigError(f"sandbox.programs={folder}: no folder of this machine; name one, such as /usr")
+            if any(folder == one or (one != "/" and folder.startswith(f"{one}/")) for one in NO_PROGRAMS):
+                raise ConfigError(f"sandbox.programs={folder}: code may not see this; name another, such as /usr")
         places.sweep()
         interpreter.libraries()
         for _ in range(self._number):
@@ -222,7 +226,7 @@ class SandboxPool:
         """Make slots of the strongest tier whose first one starts."""
         reasons: dict[SandboxTier, SandboxError] = {}
         for tier in self._candidates:
-            if tier.strength < self._require.strength:
+            if tier.strength < self._weakest.strength:
                 break
             home = await asyncio.to_thread(self._home, tier)
             self._slots = [
@@ -230,17 +234,28 @@ class SandboxPool:
             ]
             try:
                 await self._slots[0].start()
-                self._check_programs()
+                await self._try_programs()
                 return
             except SandboxError as error:
                 reasons[tier] = error
-        raise _refused(self._require, reasons) from next(reversed(reasons.values()), None)
+        setting = "programs: its tier namespaces" if self._programs else f"require={self._require.value}:"
+        raise _refused(setting, reasons) from next(reversed(reasons.values()), None)
 
-    def _check_programs(self) -> None:
-        """Raise `ConfigError` where code may start no programs, though there are some for it."""
-        if self._programs and self._slots[0].alone:
-            why = f"code may start no process in the sandbox of this machine ({self.tier.value})"
+    @property
+    def _weakest(self) -> SandboxTier:
+        """Weakest tier that will do; Landlock would show all that lies beside programs."""
+        return SandboxTier.NAMESPACES if self._programs else self._require
+
+    async def _try_programs(self) -> None:
+        """Try a shell where there are programs. Raises `ConfigError` where code may start none."""
+        if not self._programs:
+            return
+        if self._slots[0].alone:
+            why = "code may start no process in the sandbox of this machine"
             raise ConfigError(f"sandbox.programs: {why}; run as root, or leave it out")
+        with suppress(ZygoteLostError):
+            tried = await self._slots[0].run(ProgramPayload(program=TRIES_SHELL), limits=self._limits)
+            self._has_shell = tried.stdout == "runs\n"
 
     def _home(self, tier: SandboxTier) -> Path | None:
         """A copy of the standard library for programs whose user cannot read the interpreter's own."""
@@ -262,7 +277,7 @@ def _text(program: str) -> str:
     return program.encode("utf-8", "replace").decode()
 
 
-def _refused(require: SandboxTier, reasons: Mapping[SandboxTier, SandboxError]) -> ConfigError:
-    """Error of a machine that has none of the tiers from `require` on, with the reason of each."""
+def _refused(setting: str, reasons: Mapping[SandboxTier, SandboxError]) -> ConfigError:
+    """Error of a machine that has none of the tiers that a setting asks for, with the reason of each."""
     why = "; ".join(f"{tier.value}: {reason}" for tier, reason in reasons.items()) or "a weaker one was asked for"
-    return ConfigError(f"sandbox.require={require.value}: cannot be had here ({why}); {REMEDY}")
+    return ConfigError(f"sandbox.{setting} cannot be had here ({why}); {REMEDY}")

@@ -1,5 +1,7 @@
 """Programs of the host that code may start, where folders of them are named: behind the same fences."""
 
+import re
+
 import pytest
 
 from laminar_py.config.sandbox import SandboxConfig
@@ -11,24 +13,21 @@ from laminar_py.sandbox.slot import SandboxSlot
 
 
 @pytest.fixture
-async def session(tier):
-    if tier is SandboxTier.NONE:
-        pytest.skip("it has no fences")
-    pool = SandboxPool(slots=1, require=tier, tier=tier, programs=["/usr"])
-    try:
-        await pool.__aenter__()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    session = PythonSession(pool)
-    yield session
-    await session.close()
-    await pool.__aexit__(None, None, None)
+async def session(offers):
+    if not offers[SandboxTier.NAMESPACES].offered:
+        pytest.skip(offers[SandboxTier.NAMESPACES].reason)
+    async with SandboxPool(slots=1, programs=["/usr"]) as pool:
+        session = PythonSession(pool)
+        yield session
+        await session.close()
 
 
 async def test_a_shell_runs_programs_in_the_folder_of_its_session(session):
     assert session.has_shell
     assert await session.shell("seq 3 | sort -r | head -2 > mine; wc -l < mine") == "2"
     assert await session.shell("cat mine; exit 3") == "3\n2\nexit status 3"
+    said = await session.shell("echo one; ls no-such-file; echo two")
+    assert re.fullmatch(r"one\nls: .*no-such-file.*\ntwo", said), said
     assert await session.python("open('mine').read()") == r"'3\n2\n'"
     assert "not found" in await session.shell("no-such-program")
 
@@ -56,7 +55,24 @@ async def test_where_none_are_named_there_are_none():
     assert "Error" in said.splitlines()[-1]
 
 
-async def test_programs_that_code_could_not_start_are_refused(monkeypatch):
+@pytest.mark.parametrize("tier", [SandboxTier.LANDLOCK, SandboxTier.NONE])
+async def test_a_tier_that_would_show_more_is_not_taken(tier):
+    with pytest.raises(ConfigError, match=r"sandbox\.programs: its tier namespaces cannot be had here"):
+        async with SandboxPool(slots=1, require=tier, tier=tier, programs=["/usr"]):
+            pytest.fail("it opened")
+
+
+async def test_programs_without_what_they_load_are_no_shell(offers):
+    if not offers[SandboxTier.NAMESPACES].offered:
+        pytest.skip(offers[SandboxTier.NAMESPACES].reason)
+    async with SandboxPool(slots=1, programs=["/usr/share"]) as pool:
+        assert not pool.has_shell
+        assert (await pool.run("print(1)")).stdout == "1\n"
+
+
+async def test_programs_that_code_could_not_start_are_refused(monkeypatch, offers):
+    if not offers[SandboxTier.NAMESPACES].offered:
+        pytest.skip(offers[SandboxTier.NAMESPACES].reason)
     monkeypatch.setattr(SandboxSlot, "alone", True)
     with pytest.raises(
         ConfigError, match=r"sandbox\.programs: code may start no process .*; run as root, or leave"
@@ -68,6 +84,13 @@ async def test_programs_that_code_could_not_start_are_refused(monkeypatch):
 @pytest.mark.parametrize("folder", ["/no/such", "/etc/hostname"])
 async def test_a_folder_that_is_not_there_is_named(folder):
     with pytest.raises(ConfigError, match=f"sandbox.programs={folder}: no folder of this machine"):
+        async with SandboxPool.of(SandboxConfig(programs=(folder,))):
+            pytest.fail("it opened")
+
+
+@pytest.mark.parametrize("folder", ["/..", "/proc", "/dev/shm", "/usr/../tmp", "/sys/fs"])
+async def test_a_folder_that_code_may_not_see_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"sandbox\.programs=\S+: code may not see this; name another"):
         async with SandboxPool.of(SandboxConfig(programs=(folder,))):
             pytest.fail("it opened")
 

@@ -83,7 +83,7 @@ class FixedTurnEngine(LocalEngine):
         super().follow(msgspec.structs.replace(request, sampling=sampling), hear)
 
     async def whole_turn(self, request: GenerateRequest, length: int) -> tuple[float, IntArray]:
-        """When its first token was here, and its tokens."""
+        """Time at which the first token of a turn was here, and all of its tokens."""
         arrived: list[tuple[float, IntArray]] = []
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -36,8 +36,8 @@ class PythonSession:
 
     async def shell(self, command: str) -> str:
         """`python`, with a command that a shell runs in the folder of the session."""
-        run = f"__import__('subprocess').run(({SHELL!r}, '-c', {command!r}), stdin=-3).returncode"
-        return await self.python(f"_ = {run}\nif _:\n    print(f'exit status {{_}}')")
+        run = f"__import__('subprocess').run(({SHELL!r}, '-c', {command!r}), stdin=-3, stderr=-2).returncode"
+        return await self.python(f"(lambda code: print(f'exit status {{code}}') if code else None)({run})")
 
     async def python(self, code: str) -> str:
         """Run Python code and read what it prints; variables stay for the next call.

@@ -20,6 +20,7 @@ from laminar_py.environment.protocol import Problem
 from laminar_py.environment.tools.calls import HermesCalls
 from laminar_py.environment.tools.python_session import PythonSession
 from laminar_py.sandbox.pool import SandboxPool
+from laminar_py.sandbox.survey import survey_tiers
 from tests.environment.agents.test_agents import Story
 
 PYTHON = """
@@ -117,6 +118,9 @@ async def begun(agent):
 
 
 async def test_a_shell_is_there_where_there_are_programs_for_it(tmp_path):
+    strongest, *_ = await survey_tiers()
+    if not strongest.offered:
+        pytest.skip(strongest.reason)
     async with SandboxPool(slots=1, programs=["/usr"]) as pool, session_of(pool, tmp_path) as (_, client):
         assert await client.python("open('mine', 'w').write('1')") == (200, "1")
         assert await client.shell("ls | wc -l; exit 2") == (200, "1\nexit status 2")
