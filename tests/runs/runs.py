@@ -17,6 +17,7 @@ from laminar_py.segments.frames import whole_frames
 
 REPO = Path(__file__).parent.parent.parent
 LAMINAR = str(Path(sys.executable).with_name("laminar"))
+LAST_CHARS = 3000  # of a log
 PATIENCE_S = 240.0
 
 SMALL = [
@@ -91,8 +92,14 @@ class TrainProcess:
         os.kill(self.process.pid, number)
 
     def finish(self) -> tuple[int, str]:
-        """Exit code and output."""
-        output, _ = self.process.communicate(timeout=PATIENCE_S)
+        """Exit code and output; of a run that does not end, all that its parts said last."""
+        try:
+            output, _ = self.process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired as late:
+            logs = sorted(self.run.glob("logs/*.log"))
+            said = [f"{path.name}: {path.read_text()[-LAST_CHARS:]}" for path in logs]
+            told = (late.output or b"").decode(errors="replace")
+            raise AssertionError("\n".join([f"it does not end: {told}", *said])) from None
         return self.process.returncode, output
 
 
