@@ -238,12 +238,21 @@ class SandboxPool:
                 return
             except SandboxError as error:
                 reasons[tier] = error
-        setting = "programs: its tier namespaces" if self._programs else f"require={self._require.value}:"
-        raise _refused(setting, reasons) from next(reversed(reasons.values()), None)
+        why = (
+            "; ".join(f"{tier.value}: {reason}" for tier, reason in reasons.items())
+            or "a weaker one was asked for"
+        )
+        refusal = f"sandbox.require={self._require.value}: cannot be had here ({why}); {REMEDY}"
+        if self._programs:
+            remedy = "run as root or where user namespaces are allowed, or leave it out"
+            refusal = (
+                f"sandbox.programs: the tier namespaces, which they need, cannot be had here ({why}); {remedy}"
+            )
+        raise ConfigError(refusal) from next(reversed(reasons.values()), None)
 
     @property
     def _weakest(self) -> SandboxTier:
-        """Weakest tier that will do; Landlock would show all that lies beside programs."""
+        """Weakest tier that will do; Landlock could not hide packages below a folder that it shows."""
         return SandboxTier.NAMESPACES if self._programs else self._require
 
     async def _try_programs(self) -> None:
@@ -275,9 +284,3 @@ class SandboxPool:
 def _text(program: str) -> str:
     """A program without what no file could hold."""
     return program.encode("utf-8", "replace").decode()
-
-
-def _refused(setting: str, reasons: Mapping[SandboxTier, SandboxError]) -> ConfigError:
-    """Error of a machine that has none of the tiers that a setting asks for, with the reason of each."""
-    why = "; ".join(f"{tier.value}: {reason}" for tier, reason in reasons.items()) or "a weaker one was asked for"
-    return ConfigError(f"sandbox.{setting} cannot be had here ({why}); {REMEDY}")

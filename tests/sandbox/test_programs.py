@@ -57,7 +57,7 @@ async def test_where_none_are_named_there_are_none():
 
 @pytest.mark.parametrize("tier", [SandboxTier.LANDLOCK, SandboxTier.NONE])
 async def test_a_tier_that_would_show_more_is_not_taken(tier):
-    with pytest.raises(ConfigError, match=r"sandbox\.programs: its tier namespaces cannot be had here"):
+    with pytest.raises(ConfigError, match=r"sandbox\.programs: the tier namespaces, which they need, cannot"):
         async with SandboxPool(slots=1, require=tier, tier=tier, programs=["/usr"]):
             pytest.fail("it opened")
 
