@@ -9,7 +9,7 @@ from pathlib import Path
 
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.records.engine import PauseMode
-from laminar_py.records.protocols import InferenceEngine, PulledVersion, WeightSource
+from laminar_py.records.protocols import InferenceEngine, PulledVersion, VersionLostError, WeightSource
 from laminar_py.records.replica import WeightLoad
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.streams import Streams
@@ -37,7 +37,13 @@ class WeightLoader:
         """Pull and load that version, or the newest, while nothing runs. Raises `VersionLostError`."""
         began = self._out.clock.now()
         self._streams.serving.clear()
-        await self._install(await self._weights.pull(version), began)
+        try:
+            pulled = await self._weights.pull(version)
+        except VersionLostError:
+            if self.version >= 0:
+                self._streams.serving.set()
+            raise
+        await self._install(pulled, began)
 
     async def swap(self, policy: OnNewWeights, *, may_swap: Callable[[], bool]) -> None:
         """Load the newest version under running trajectories, which generate until it is here and go on under it.

@@ -288,6 +288,8 @@ class Replica:
         """Take the newest weights and, unless it stops, admit a batch."""
         if self._newest > self._loader.version:
             await self._loader.load(None)
+        if self._loader.version < 0:
+            return  # what it was started for is lost, and the relay has no other weights yet
         # what came while the weights were loaded begins under them
         self._admission.begin_batch(admitted=sum(is_new(item.assignment) for item in self._running.values()))
         self._out.at_once()
@@ -300,7 +302,6 @@ class Replica:
             if version > self._loader.version:
                 await self._loader.load(version)
         except VersionLostError:
-            self._streams.serving.set()
             self._out.lost += [item.trajectory_id for item in self._pinned if item.version == version]
             self._pinned = deque(item for item in self._pinned if item.version != version)
             self._weights_wanted.set()

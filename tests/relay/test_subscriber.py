@@ -108,7 +108,7 @@ async def test_an_old_version_is_fetched_from_an_ancestor_and_kept_on_the_way_no
     ):
         pulled = await replica.pull(2)
         assert folder_bytes(Path(pulled.path)) == folder_bytes(tmp_path / "relay-0" / "v2")
-        assert await replica.latest() == 3
+        assert await replica.wait_newer(2) == 3
         with pytest.raises(VersionLostError):
             await replica.pull(1)  # answered by way of relay-1, after that has let go of 2
     assert versions_in(tmp_path / "relay-1") == ["v3"]

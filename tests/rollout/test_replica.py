@@ -360,6 +360,19 @@ async def test_a_revived_replica_takes_up_what_it_was_started_for_first(folders)
         await story.until(lambda s: s.loads == [3, 5, 8])
 
 
+async def test_one_that_has_lost_what_it_was_started_for_admits_nothing_before_the_first_weights(folders):
+    async with serving(folders, initial=[assignment("gone", version=3)]) as (story, weights):
+        weights.newest = -1  # as where a host was started again, and the learner is not up yet
+        weights.lost.add(3)
+        await story.until(lambda s: s.lost == ["gone"])
+        for _ in range(3):
+            report = await story.take()
+            assert report.admissible == 0, "what came now would keep it from loading any"
+        await weights.publish(4)
+        await story.until(lambda s: s.admissible == 4)
+        assert story.loads == [4]
+
+
 async def test_stop_returns_everything_with_its_partial_and_admits_nothing(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda s: s.admissible > 0)

@@ -84,10 +84,10 @@ def test_over_a_network_a_killed_run_goes_on_from_its_own_disk_or_from_its_last_
     assert not is_local(run.segments)
     kept = {path.name for path in segments_in(run.segments)}
     assert kept, "what came after the oldest checkpoint"
-    with start(folder, tmp_path / "third", "steps=15", resume=True) as train:
+    with start(folder, tmp_path / "third", "steps=15", "learner.keep_checkpoints=9", resume=True) as train:
         code, output = train.finish()
     assert code == 0, output
-    assert {path.name for path in segments_in(run.segments)} & kept, "it came along and back again"
+    assert {path.name for path in segments_in(run.segments)} >= kept, "they came along and back again"
     assert prove(run.path).violations == []
     assert accounting(run.path).balanced
     assert list((tmp_path / "third").iterdir()) == []
