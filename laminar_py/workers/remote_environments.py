@@ -1,22 +1,26 @@
 """Environments as a replica reaches them: each trajectory has a process of its own choice, by its name.
 
 Invariant: whoever asks for a trajectory asks the same process, so that a turn which moved to another replica, or
-whose replica died, meets the environment that has it.
+whose replica died, meets the environment that has it. It is asked over Ray until it has answered, whatever becomes
+of it; where it listens its answer may come sooner, by the way on which it hears.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 
 import msgspec
 from blake3 import blake3
 
 from laminar_py.cluster.named import NamedActor
-from laminar_py.link.turn_parts import TurnPartSender
+from laminar_py.link.turns import TurnAnswer, TurnSender
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import Peer
 from laminar_py.relay.wire.transport import Wire
+from laminar_py.workers.specs import AskedTurn
 
 
 class RemoteEnvironments:
@@ -24,13 +28,26 @@ class RemoteEnvironments:
 
     def __init__(self, names: Sequence[str], wire: Wire, label: str) -> None:
         self._actors = [NamedActor(name) for name in names]
+        self._label = label
+        self._numbers = count()
+        self._awaited: dict[int, asyncio.Future[EnvironmentTurn]] = {}  # by the number of what was asked
         connect = partial(Peer, wire, name=label)
-        self._senders = [TurnPartSender(partial(_parts_address, actor), connect) for actor in self._actors]
+        self._senders = [
+            TurnSender(partial(_turns_address, actor), connect, self._answered) for actor in self._actors
+        ]
 
     async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
         """Answer of a trajectory's environment to its last turn; its time is all that passed, the way included."""
         actor, began = self._actors[self._process(turn.trajectory_id)], time.monotonic()
-        answer = decode(EnvironmentTurn, await actor.ask("answer", encode(turn)))
+        asked = AskedTurn(asker=self._label, number=next(self._numbers), turn=turn)
+        by_frame = self._awaited[asked.number] = asyncio.get_running_loop().create_future()
+        by_call = asyncio.create_task(actor.ask("answer", encode(asked)), name=f"ask-{turn.trajectory_id}")
+        try:
+            await asyncio.wait((by_frame, by_call), return_when=asyncio.FIRST_COMPLETED)
+            answer = by_frame.result() if by_frame.done() else decode(EnvironmentTurn, by_call.result())
+        finally:
+            del self._awaited[asked.number]
+            by_call.cancel()
         return msgspec.structs.replace(answer, elapsed_s=time.monotonic() - began)
 
     def hear(self, parts: Sequence[TurnPart]) -> None:
@@ -50,10 +67,15 @@ class RemoteEnvironments:
         for sender in self._senders:
             sender.close()
 
+    def _answered(self, answer: TurnAnswer) -> None:
+        awaited = self._awaited.get(answer.number)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(answer.turn)
+
     def _process(self, trajectory_id: str) -> int:
         """Number of the process that has a trajectory."""
         return int.from_bytes(blake3(trajectory_id.encode()).digest(length=8), "little") % len(self._actors)
 
 
-async def _parts_address(actor: NamedActor) -> str:
-    return (await actor.ask("parts_address", b"")).decode()
+async def _turns_address(actor: NamedActor) -> str:
+    return (await actor.ask("turns_address", b"")).decode()

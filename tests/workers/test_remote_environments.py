@@ -4,14 +4,16 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
+import pytest
 
-from laminar_py.link.turn_parts import TurnPartReceiver
+from laminar_py.link.turns import TurnReceiver
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.workers import remote_environments
 from laminar_py.workers.remote_environments import RemoteEnvironments
+from laminar_py.workers.specs import AskedTurn
 from tests.environment.turns import problem
 
 KEYS = RelayKeys.generate()
@@ -23,18 +25,21 @@ class FarActor:
 
     def __init__(self):
         self.heard = asyncio.Queue()
-        self.receiver = TurnPartReceiver(KEYS, "127.0.0.1")
+        self.receiver = TurnReceiver(KEYS, "127.0.0.1")
         self.task = asyncio.create_task(self.receiver.run(self.heard.put_nowait))
         self.is_there = True
 
     async def ask(self, method, data):
-        if method == "parts_address":
+        if method == "turns_address":
             if not self.is_there:
                 await asyncio.Event().wait()
             return self.receiver.endpoint.encode()
-        turn = decode(ModelTurn, data)
+        self.asked = decode(AskedTurn, data)
+        await self.way()
+        return encode(EnvironmentTurn(ids=self.asked.turn.response_ids, elapsed_s=0.01))
+
+    async def way(self):
         await asyncio.sleep(WAY_S)
-        return encode(EnvironmentTurn(ids=turn.response_ids, elapsed_s=0.01))
 
 
 @asynccontextmanager
@@ -60,13 +65,46 @@ def part(name):
     return TurnPart(trajectory_id=name, turn_start=0, place=0, ids=ids, logprobs=logprobs)
 
 
+def asked(*ids):
+    return ModelTurn(trajectory_id="g0.0", problem=problem(1), response_ids=np.array(ids, np.int32), spans=())
+
+
 async def test_the_time_of_an_answer_is_all_that_passed_until_it_was_here(monkeypatch):
     async with environments_in(monkeypatch, FarActor()) as environments:
-        ids = np.array([7, 8], np.int32)
-        turn = ModelTurn(trajectory_id="g0.0", problem=problem(1), response_ids=ids, spans=())
-        answer = await environments.answer(turn)
+        answer = await environments.answer(asked(7, 8))
         assert answer.ids.tolist() == [7, 8]
         assert answer.elapsed_s > 0.9 * WAY_S
+
+
+class QuickActor(FarActor):
+    """One whose answers are told by frames, and whose calls never return."""
+
+    async def way(self):
+        for number in (self.asked.number + 100, self.asked.number):
+            turn = EnvironmentTurn(ids=np.array([number], np.int32))
+            self.receiver.answer(self.asked.asker, number, turn)
+        await asyncio.Event().wait()
+
+
+async def test_of_an_answer_the_first_word_counts_and_it_answers_what_was_asked(monkeypatch):
+    actor = QuickActor()
+    async with environments_in(monkeypatch, actor) as environments:
+        environments.hear([part("g0.0")])
+        await actor.heard.get()
+        for number in range(3):
+            assert (await environments.answer(asked(7))).ids.tolist() == [number]
+
+
+async def test_one_that_fails_is_told_though_nothing_came_ahead(monkeypatch):
+    actor = FarActor()
+    actor.way = fail
+    async with environments_in(monkeypatch, actor) as environments:
+        with pytest.raises(ValueError, match="of its own"):
+            await environments.answer(asked(7))
+
+
+async def fail():
+    raise ValueError("a mistake of its own")
 
 
 async def test_each_process_hears_the_turns_of_its_own_trajectories(monkeypatch):

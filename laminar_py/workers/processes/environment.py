@@ -5,9 +5,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.environment import ModelTurn
 from laminar_py.workers.processes.setup import PartActor, open_part
-from laminar_py.workers.specs import EnvironmentSpec
+from laminar_py.workers.specs import AskedTurn, EnvironmentSpec
 
 
 class EnvironmentActor(PartActor):
@@ -25,7 +24,7 @@ class EnvironmentActor(PartActor):
         from laminar_py.environment.host import EnvironmentHost
         from laminar_py.environment.saved import SavedTurns, environments_path
         from laminar_py.environment.writer import open_writer
-        from laminar_py.link.turn_parts import TurnPartReceiver
+        from laminar_py.link.turns import TurnReceiver
         from laminar_py.relay.wire.transport import RelayKeys
 
         spec = decode(EnvironmentSpec, data)
@@ -52,16 +51,19 @@ class EnvironmentActor(PartActor):
             limits=settings,
         )
         asyncio.get_running_loop().set_default_executor(self._calls.threads)  # for tools that are not `async`
-        self._receiver = TurnPartReceiver(RelayKeys(spec.public_key, spec.secret_key), spec.host)
-        self._hearing = asyncio.create_task(self._receiver.run(self._host.hear), name="turn-parts")
+        self._receiver = TurnReceiver(RelayKeys(spec.public_key, spec.secret_key), spec.host)
+        self._hearing = asyncio.create_task(self._receiver.run(self._host.hear), name="turns")
         self._ready.set()
 
     async def answer(self, data: bytes) -> bytes:
-        """`EnvironmentTurn` for a `ModelTurn`."""
+        """`EnvironmentTurn` for an `AskedTurn`; the asker has it sooner where it is connected."""
         await self._ready.wait()
-        return encode(await self._host.answer(decode(ModelTurn, data)))
+        asked = decode(AskedTurn, data)
+        turn = await self._host.answer(asked.turn)
+        self._receiver.answer(asked.asker, asked.number, turn)
+        return encode(turn)
 
-    async def parts_address(self, _: bytes) -> bytes:
+    async def turns_address(self, _: bytes) -> bytes:
         """Address that takes what is sampled."""
         await self._ready.wait()
         return self._receiver.endpoint.encode()

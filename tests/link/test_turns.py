@@ -1,4 +1,4 @@
-"""Turns on their way to environments, over real sockets: in order, whoever comes back, and from nobody else."""
+"""Turns and their answers, over real sockets: in order, whoever comes back, and from nobody else."""
 
 import asyncio
 import time
@@ -8,10 +8,10 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from laminar_py.link import turn_parts
-from laminar_py.link.turn_parts import PartsFrame, TurnPartReceiver, TurnPartSender
+from laminar_py.link import turns
+from laminar_py.link.turns import PartsFrame, TurnReceiver, TurnSender
 from laminar_py.records.codec import encode
-from laminar_py.records.environment import TurnPart
+from laminar_py.records.environment import EnvironmentTurn, TurnPart
 from laminar_py.relay.wire.post import Peer, Post, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
 
@@ -25,6 +25,14 @@ def part(place, *, name="g0.0"):
     return TurnPart(trajectory_id=name, turn_start=4, place=place, ids=ids, logprobs=np.zeros(1, np.float32))
 
 
+def ignore(answer):
+    pass
+
+
+def answer(id, *, length=1):
+    return EnvironmentTurn(ids=np.full(length, id, np.int32))
+
+
 class Process:
     """A process of environments, and the places of what it has heard; `hear` may take its time."""
 
@@ -32,8 +40,9 @@ class Process:
         self.places, self.frames = [], 0
         self._came = asyncio.Event()
         self._busy_s = busy_s
-        self._receiver = TurnPartReceiver(KEYS, LOOPBACK)
+        self._receiver = TurnReceiver(KEYS, LOOPBACK)
         self.endpoint = self._receiver.endpoint
+        self.answer = self._receiver.answer
         self.task = asyncio.create_task(self._receiver.run(self.hear))
 
     def hear(self, parts):
@@ -54,15 +63,15 @@ class Process:
 
 
 @asynccontextmanager
-async def sending(*processes):
-    """A sender that finds the last of these that runs; and the addresses that it was given."""
+async def sending(*processes, answered=ignore):
+    """A sender that finds the first of these that runs; and the addresses that it was given."""
     wire, found = peer_wire(KEYS), []
 
     async def find():
         found.append(next(process.endpoint for process in processes if not process.task.done()))
         return found[-1]
 
-    sender = TurnPartSender(find, partial(Peer, wire, name="replica-0"))
+    sender = TurnSender(find, partial(Peer, wire, name="replica-0"), answered)
     try:
         async with asyncio.timeout(PATIENCE_S):
             yield sender, found
@@ -82,6 +91,20 @@ async def test_parts_come_in_order_by_one_connection():
         await process.heard(99)
         assert process.places == list(range(100))
         assert len(set(found)) == 1
+
+
+async def test_an_answer_goes_back_to_who_asked_once_it_is_connected():
+    process, answers = Process(), asyncio.Queue()
+    async with sending(process, answered=answers.put_nowait) as (sender, _):
+        process.answer("replica-0", 1, answer(5))  # not yet
+        sender.send([part(0)])
+        await process.heard(0)
+        process.answer("replica-1", 2, answer(6))
+        process.answer("replica-0", 3, answer(7, length=turns.LARGEST_ANSWER))
+        process.answer("replica-0", 4, answer(8))
+        told = await answers.get()
+        assert (told.number, told.turn.ids.tolist()) == (4, [8]), "the others come over Ray alone"
+        assert answers.empty()
 
 
 async def test_what_is_sampled_for_a_busy_process_gathers_in_the_replica():
@@ -111,7 +134,7 @@ async def test_one_that_comes_back_elsewhere_is_found():
 
 
 async def test_what_nobody_takes_in_time_is_let_go_of(monkeypatch):
-    monkeypatch.setattr(turn_parts, "AWAY_S", 0.1)
+    monkeypatch.setattr(turns, "AWAY_S", 0.1)
     wire, is_there = peer_wire(KEYS), asyncio.Event()
     process = Process()
 
@@ -119,7 +142,7 @@ async def test_what_nobody_takes_in_time_is_let_go_of(monkeypatch):
         await is_there.wait()
         return process.endpoint
 
-    sender = TurnPartSender(find, partial(Peer, wire, name="replica-0"))
+    sender = TurnSender(find, partial(Peer, wire, name="replica-0"), ignore)
     async with asyncio.timeout(PATIENCE_S):
         sender.send([part(0)])
         await sender._task
@@ -133,19 +156,19 @@ async def test_what_nobody_takes_in_time_is_let_go_of(monkeypatch):
 
 
 async def test_one_that_says_nothing_of_what_came_is_told_no_more(monkeypatch):
-    monkeypatch.setattr(turn_parts, "AWAY_S", 100 * PATIENCE_S)
+    monkeypatch.setattr(turns, "AWAY_S", 100 * PATIENCE_S)
     post, wire = Post(KEYS, LOOPBACK), peer_wire(KEYS)
 
     async def find():
         return post.endpoint
 
-    sender = TurnPartSender(find, partial(Peer, wire, name="replica-0"))
+    sender = TurnSender(find, partial(Peer, wire, name="replica-0"), ignore)
     async with asyncio.timeout(PATIENCE_S):
         for place in range(200):
             sender.send([part(place)])
             await asyncio.sleep(0.001)
         frames = 0
-        while frames < turn_parts.MOST_AHEAD:
+        while frames < turns.MOST_AHEAD:
             await post.wait()
             frames += len(post.drain(1000))
         await asyncio.sleep(0.1)

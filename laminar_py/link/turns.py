@@ -1,19 +1,21 @@
-"""Turns on their way to environments that listen, as they are sampled: from replicas to processes of environments.
+"""Turns on their way to environments that listen, as they are sampled, and answers on their way back.
 
-Frames go straight to the process that has the environment. It says now and then how many have come, and a replica
-is never more than `MOST_AHEAD` frames ahead of that: what is sampled meanwhile gathers for the next. So a process
-that is busy is told less often, and no socket ever holds more. Invariant: no turn depends on a frame, and nobody
-waits for one. What is lost with a connection or a process comes with the whole turn, over Ray.
+Frames go straight from the replica to the process that has the environment. It says now and then how many have
+come, and a replica is never more than `MOST_AHEAD` frames ahead of that: what is sampled meanwhile gathers for the
+next. So a process that is busy is told less often, and no socket ever holds more. An answer goes back by a frame,
+half a millisecond ahead of the call of Ray that asked for it. Invariant: no turn depends on a frame, and nobody
+waits for one alone. What is lost with a connection or a process comes over Ray, with the whole turn or its answer.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from laminar_py.records.codec import encode
-from laminar_py.records.environment import TurnPart
+from laminar_py.records.environment import EnvironmentTurn, TurnPart
 from laminar_py.relay.wire.post import Peer, Post
 from laminar_py.relay.wire.transport import RelayKeys, SocketError, read_record
 
@@ -23,6 +25,7 @@ SAY_EVERY = 8  # frames, of which a process says that they have come
 MOST_AHEAD = 4 * SAY_EVERY  # far below what a socket takes in before it stops reading
 MOST_FRAMES = 16  # heard before the event loop goes on with other work
 UNSENT_S = 0.01  # between two tries to send to a process that is busy, or not connected yet
+LARGEST_ANSWER = 2**20  # bytes; what is longer comes over Ray alone
 AWAY_S = 5.0  # after which what gathered for a process that takes nothing is let go of
 
 
@@ -33,12 +36,34 @@ class PartsFrame(msgspec.Struct, frozen=True):
     parts: list[TurnPart]
 
 
-class TurnPartReceiver:
+class PartsHeard(msgspec.Struct, frozen=True, tag="heard"):
+    """Word of a process that a sender's frames have come, up to that of this number."""
+
+    number: int
+
+
+class TurnAnswer(msgspec.Struct, frozen=True, tag="answer"):
+    """Answer of an environment to what a replica has asked for under this number."""
+
+    number: int
+    turn: EnvironmentTurn
+
+
+Word: TypeAlias = PartsHeard | TurnAnswer  # of a process to a replica
+
+
+class TurnReceiver:
     """The end of a process of environments, with an address of its own. Raises `ConfigError` without one."""
 
     def __init__(self, keys: RelayKeys, host: str) -> None:
         self._post = Post(keys, host)
         self.endpoint = self._post.endpoint
+
+    def answer(self, asker: str, number: int, turn: EnvironmentTurn) -> None:
+        """Tell a replica, by its label, the answer to what it asked under that number, if it is connected."""
+        frame = encode(TurnAnswer(number, turn))
+        if len(frame) <= LARGEST_ANSWER and not self._post.closed:
+            self._post.send(asker.encode(), frame)
 
     async def run(self, hear: Callable[[Sequence[TurnPart]], None]) -> None:
         """Have `hear` told of what comes, until cancelled. Raises what that raises."""
@@ -51,27 +76,35 @@ class TurnPartReceiver:
                         continue
                     hear(told.parts)
                     if told.number % SAY_EVERY == 0:
-                        self._post.send(sender, encode(told.number))
+                        self._post.send(sender, encode(PartsHeard(told.number)))
                 await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
         finally:
             self._post.close()
 
 
-class TurnPartSender:
-    """A replica's end of the way to one process.
+class TurnSender:
+    """A replica's end of the way to one process; it connects with the first part.
 
-    `find` gives the address that the process has now, once there is one, and `connect` connects to it.
+    `find` gives the address that the process has now, once there is one, `connect` connects to it, and `answered`
+    is told of answers.
     """
 
-    def __init__(self, find: Callable[[], Awaitable[str]], connect: Callable[[str], Peer]) -> None:
+    def __init__(
+        self,
+        find: Callable[[], Awaitable[str]],
+        connect: Callable[[str], Peer],
+        answered: Callable[[TurnAnswer], None],
+    ) -> None:
         self._find = find
         self._connect = connect
+        self._answered = answered
         self._peer: Peer | None = None
         self._endpoint = ""
         self._number = 0  # of the last frame
         self._heard = 0  # frames that have come, or were given up
         self._gathered: list[TurnPart] = []
         self._task: asyncio.Task[None] | None = None  # that sends what could not be sent at once
+        self._listening: asyncio.Task[None] | None = None  # to the process, while there is a connection
 
     def send(self, parts: Sequence[TurnPart]) -> None:
         """Have parts sent, in their order: at once, or as soon as the process takes them."""
@@ -83,9 +116,7 @@ class TurnPartSender:
         """End the connection."""
         if self._task is not None:
             self._task.cancel()
-        if self._peer is not None:
-            self._peer.close()
-            self._peer = None
+        self._disconnect()
 
     @property
     def _ahead(self) -> int:
@@ -94,12 +125,7 @@ class TurnPartSender:
 
     def _sent(self) -> bool:
         """Send all that has gathered; False while there is no connection, or it is too far ahead."""
-        if self._peer is None:
-            return False
-        if self._ahead >= MOST_AHEAD // 2:  # seldom: beside an engine's thread each call of a socket has its price
-            for frame in self._peer.drain(MOST_AHEAD):
-                self._heard = max(self._heard, min(read_record(int, frame) or 0, self._number))
-        if self._ahead >= MOST_AHEAD:
+        if self._peer is None or self._ahead >= MOST_AHEAD:
             return False
         try:
             if not self._peer.send(encode(PartsFrame(self._number + 1, self._gathered))):
@@ -124,8 +150,26 @@ class TurnPartSender:
     async def _reach(self) -> None:
         endpoint = await self._find()
         if endpoint != self._endpoint or self._peer is None:
-            if self._peer is not None:
-                self._peer.close()
+            self._disconnect()
             self._peer, self._endpoint, self._heard = self._connect(endpoint), endpoint, self._number
+            self._listening = asyncio.get_running_loop().create_task(self._listen(self._peer), name="turn-answers")
         while not self._sent():  # noqa: ASYNC110 (nobody tells when the connection is there)
             await asyncio.sleep(UNSENT_S)
+
+    async def _listen(self, peer: Peer) -> None:
+        while True:
+            await peer.wait()
+            for frame in peer.drain(MOST_FRAMES):
+                match read_record(Word, frame):  # type: ignore[arg-type]
+                    case PartsHeard(number):
+                        self._heard = max(self._heard, min(number, self._number))
+                    case TurnAnswer() as answer:
+                        self._answered(answer)
+            await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
+
+    def _disconnect(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
