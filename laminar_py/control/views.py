@@ -44,7 +44,7 @@ class ReplicaView:
 
     @property
     def starts(self) -> bool:
-        """True where it counts, has not reported since it (re)started, and was given nothing."""
+        """True where it counts, has served no version since it (re)started, and was given nothing."""
         return self.counts and not self.leaving and self.version < 0 and not self.in_flight
 
 
@@ -227,7 +227,7 @@ class ReplicaViews:
         return min(self._placed.by_version, default=version) > version
 
     def num_starting(self) -> int:
-        """Number of replicas that have not reported since they (re)started and were given nothing."""
+        """Number of replicas that have served no version since they (re)started and were given nothing."""
         self._settle()
         return len(self._starting)
 

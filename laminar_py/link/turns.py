@@ -2,9 +2,10 @@
 
 Frames go straight from the replica to the process that has the environment. It says now and then how many have
 come, and a replica is never more than `MOST_AHEAD` frames ahead of that: what is sampled meanwhile gathers for the
-next. So a process that is busy is told less often, and no socket ever holds more. An answer goes back by a frame,
-half a millisecond ahead of the call of Ray that asked for it. Invariant: no turn depends on a frame, and nobody
-waits for one alone. What is lost with a connection or a process comes over Ray, with the whole turn or its answer.
+next. So a process that is busy is told less often, and no socket ever holds more of them. An answer goes back by
+a frame, ahead of the call of Ray that asked for it; as many may wait in a socket as turns were asked for.
+Invariant: no turn depends on a frame, and nobody waits for one alone. What is lost with a connection or a process
+comes over Ray, with the whole turn or its answer.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from laminar_py.records.codec import encode
-from laminar_py.records.environment import EnvironmentTurn, TurnPart
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import Peer, Post
 from laminar_py.relay.wire.transport import RelayKeys, SocketError, read_record
 
@@ -37,19 +38,27 @@ class PartsFrame(msgspec.Struct, frozen=True):
 
 
 class PartsHeard(msgspec.Struct, frozen=True, tag="heard"):
-    """Word of a process that a sender's frames have come, up to that of this number."""
+    """Word that a sender's frames have come, up to that of this number, e.g. `PartsHeard(8)`."""
 
     number: int
 
 
+class AskedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn that is to be answered, over Ray, e.g. `AskedTurn(asker="replica-0-3-2", number=17, turn=turn)`."""
+
+    asker: str  # label of the replica, by which frames find it
+    number: int  # by which it knows the answer
+    turn: ModelTurn
+
+
 class TurnAnswer(msgspec.Struct, frozen=True, tag="answer"):
-    """Answer of an environment to what a replica has asked for under this number."""
+    """Answer to the turn that was asked for by this number, e.g. `TurnAnswer(17, EnvironmentTurn(ids=ids))`."""
 
     number: int
     turn: EnvironmentTurn
 
 
-Word: TypeAlias = PartsHeard | TurnAnswer  # of a process to a replica
+ToReplica: TypeAlias = PartsHeard | TurnAnswer
 
 
 class TurnReceiver:
@@ -59,11 +68,14 @@ class TurnReceiver:
         self._post = Post(keys, host)
         self.endpoint = self._post.endpoint
 
-    def answer(self, asker: str, number: int, turn: EnvironmentTurn) -> None:
-        """Tell a replica, by its label, the answer to what it asked under that number, if it is connected."""
-        frame = encode(TurnAnswer(number, turn))
-        if len(frame) <= LARGEST_ANSWER and not self._post.closed:
-            self._post.send(asker.encode(), frame)
+    def answer(self, asked: AskedTurn, turn: EnvironmentTurn) -> None:
+        """Tell a replica the answer to what it asked for, if it is connected."""
+        frame = encode(TurnAnswer(asked.number, turn))
+        try:
+            if len(frame) <= LARGEST_ANSWER:
+                self._post.send(asked.asker.encode(), frame)
+        except SocketError as error:
+            log.warning("an answer goes over Ray alone: %s", error)
 
     async def run(self, hear: Callable[[Sequence[TurnPart]], None]) -> None:
         """Have `hear` told of what comes, until cancelled. Raises what that raises."""
@@ -149,7 +161,8 @@ class TurnSender:
 
     async def _reach(self) -> None:
         endpoint = await self._find()
-        if endpoint != self._endpoint or self._peer is None:
+        is_deaf = self._listening is None or self._listening.done()
+        if endpoint != self._endpoint or is_deaf:
             self._disconnect()
             self._peer, self._endpoint, self._heard = self._connect(endpoint), endpoint, self._number
             self._listening = asyncio.get_running_loop().create_task(self._listen(self._peer), name="turn-answers")
@@ -157,15 +170,21 @@ class TurnSender:
             await asyncio.sleep(UNSENT_S)
 
     async def _listen(self, peer: Peer) -> None:
-        while True:
-            await peer.wait()
-            for frame in peer.drain(MOST_FRAMES):
-                match read_record(Word, frame):  # type: ignore[arg-type]
-                    case PartsHeard(number):
-                        self._heard = max(self._heard, min(number, self._number))
-                    case TurnAnswer() as answer:
-                        self._answered(answer)
-            await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
+        try:
+            while True:
+                await peer.wait()
+                for frame in peer.drain(MOST_FRAMES):
+                    self._take(read_record(ToReplica, frame))  # type: ignore[arg-type]
+                await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
+        except SocketError as error:
+            log.warning("a process of environments is not heard: %s", error)
+
+    def _take(self, told: ToReplica | None) -> None:
+        match told:
+            case PartsHeard(number):
+                self._heard = max(self._heard, min(number, self._number))
+            case TurnAnswer():
+                self._answered(told)
 
     def _disconnect(self) -> None:
         if self._listening is not None:

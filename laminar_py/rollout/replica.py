@@ -2,9 +2,9 @@
 
 Wired by the replica's actor. The controller calls `submit`, `abort`, `collect`, and for repacking `survey`,
 `expect`, `give_up`; weights come from the local relay. `admission` has the state. Under `drain` a replica admits
-a batch under a version, finishes it, loads the newest weights and admits the next. Invariant: under `drain` it
-leaves a version only when nothing of that runs here or is on its way here. When the engine is lost, one last
-report has all that the engine gave; the next `collect` raises.
+a batch under a version, finishes it, loads the newest weights and admits the next. Invariants: it admits nothing
+before it has weights; under `drain` it leaves a version only when nothing of that runs here or is on its way here.
+When the engine is lost, one last report has all that the engine gave; the next `collect` raises.
 """
 
 import asyncio
@@ -285,11 +285,11 @@ class Replica:
     # ---- weights
 
     async def _begin_batch(self) -> None:
-        """Take the newest weights and, unless it stops, admit a batch."""
+        """Take the newest weights and, unless it stops or there are none yet, admit a batch."""
         if self._newest > self._loader.version:
             await self._loader.load(None)
         if self._loader.version < 0:
-            return  # what it was started for is lost, and the relay has no other weights yet
+            return  # what ran now would keep it from loading the first ones
         # what came while the weights were loaded begins under them
         self._admission.begin_batch(admitted=sum(is_new(item.assignment) for item in self._running.values()))
         self._out.at_once()
@@ -302,7 +302,9 @@ class Replica:
             if version > self._loader.version:
                 await self._loader.load(version)
         except VersionLostError:
-            self._out.lost += [item.trajectory_id for item in self._pinned if item.version == version]
+            lost = [item for item in self._pinned if item.version == version]
+            self._out.lost += [item.trajectory_id for item in lost]
+            self._expected_passes.difference_update(item.group_id for item in lost)
             self._pinned = deque(item for item in self._pinned if item.version != version)
             self._weights_wanted.set()
         else:

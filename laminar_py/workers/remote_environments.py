@@ -1,8 +1,8 @@
 """Environments as a replica reaches them: each trajectory has a process of its own choice, by its name.
 
 Invariant: whoever asks for a trajectory asks the same process, so that a turn which moved to another replica, or
-whose replica died, meets the environment that has it. It is asked over Ray until it has answered, whatever becomes
-of it; where it listens its answer may come sooner, by the way on which it hears.
+whose replica died, meets the environment that has it. A call of Ray asks until there is an answer, whatever
+becomes of the process. Where the environment listens its answer may come sooner, by the socket on which it hears.
 """
 
 import asyncio
@@ -15,16 +15,15 @@ import msgspec
 from blake3 import blake3
 
 from laminar_py.cluster.named import NamedActor
-from laminar_py.link.turns import TurnAnswer, TurnSender
+from laminar_py.link.turns import AskedTurn, TurnAnswer, TurnSender
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import Peer
 from laminar_py.relay.wire.transport import Wire
-from laminar_py.workers.specs import AskedTurn
 
 
 class RemoteEnvironments:
-    """Environments in actors of these names; `label` is the replica's, which no other has at the time."""
+    """Environments in actors of these names; `label` is the replica's, which no other has or had."""
 
     def __init__(self, names: Sequence[str], wire: Wire, label: str) -> None:
         self._actors = [NamedActor(name) for name in names]
@@ -40,15 +39,14 @@ class RemoteEnvironments:
         """Answer of a trajectory's environment to its last turn; its time is all that passed, the way included."""
         actor, began = self._actors[self._process(turn.trajectory_id)], time.monotonic()
         asked = AskedTurn(asker=self._label, number=next(self._numbers), turn=turn)
-        by_frame = self._awaited[asked.number] = asyncio.get_running_loop().create_future()
-        by_call = asyncio.create_task(actor.ask("answer", encode(asked)), name=f"ask-{turn.trajectory_id}")
+        answer = self._awaited[asked.number] = asyncio.get_running_loop().create_future()
+        call = asyncio.create_task(_call(actor, asked, answer), name=f"ask-{turn.trajectory_id}")
         try:
-            await asyncio.wait((by_frame, by_call), return_when=asyncio.FIRST_COMPLETED)
-            answer = by_frame.result() if by_frame.done() else decode(EnvironmentTurn, by_call.result())
+            answered: EnvironmentTurn = await answer
         finally:
             del self._awaited[asked.number]
-            by_call.cancel()
-        return msgspec.structs.replace(answer, elapsed_s=time.monotonic() - began)
+            call.cancel()
+        return msgspec.structs.replace(answered, elapsed_s=time.monotonic() - began)
 
     def hear(self, parts: Sequence[TurnPart]) -> None:
         """Tell environments that listen what is sampled; waits for none of them."""
@@ -75,6 +73,18 @@ class RemoteEnvironments:
     def _process(self, trajectory_id: str) -> int:
         """Number of the process that has a trajectory."""
         return int.from_bytes(blake3(trajectory_id.encode()).digest(length=8), "little") % len(self._actors)
+
+
+async def _call(actor: NamedActor, asked: AskedTurn, answer: asyncio.Future[EnvironmentTurn]) -> None:
+    """Have an answer over Ray, unless it is there before."""
+    try:
+        turn = decode(EnvironmentTurn, await actor.ask("answer", encode(asked)))
+    except Exception as error:  # noqa: BLE001 - whoever waits raises it
+        if not answer.done():
+            answer.set_exception(error)
+    else:
+        if not answer.done():
+            answer.set_result(turn)
 
 
 async def _turns_address(actor: NamedActor) -> str:

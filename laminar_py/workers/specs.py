@@ -3,7 +3,6 @@
 import msgspec
 
 from laminar_py.packing.packer import StepTerms
-from laminar_py.records.environment import ModelTurn
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.pieces import ColumnRef
@@ -139,14 +138,6 @@ class EnvironmentSpec(PartStart, frozen=True, kw_only=True):
     host: str  # address at which replicas tell it what is sampled
     public_key: str
     secret_key: str
-
-
-class AskedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn that a replica asks the process of its environment to answer."""
-
-    asker: str  # label of the replica, by which frames find it
-    number: int  # by which it knows the answer
-    turn: ModelTurn
 
 
 class ServerStart(PartStart, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """Turns and their answers, over real sockets: in order, whoever comes back, and from nobody else."""
 
 import asyncio
+import errno
 import time
 from contextlib import asynccontextmanager
 from functools import partial
@@ -9,11 +10,12 @@ import msgspec
 import numpy as np
 
 from laminar_py.link import turns
-from laminar_py.link.turns import PartsFrame, TurnReceiver, TurnSender
+from laminar_py.link.turns import AskedTurn, PartsFrame, TurnReceiver, TurnSender
 from laminar_py.records.codec import encode
-from laminar_py.records.environment import EnvironmentTurn, TurnPart
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import Peer, Post, peer_wire
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay.wire.transport import RelayKeys, SocketError
+from tests.environment.turns import problem
 
 KEYS = RelayKeys.generate()
 PATIENCE_S = 10.0
@@ -27,6 +29,11 @@ def part(place, *, name="g0.0"):
 
 def ignore(answer):
     pass
+
+
+def asked(number, *, by="replica-0"):
+    turn = ModelTurn(trajectory_id="g0.0", problem=problem(1), response_ids=np.zeros(0, np.int32), spans=())
+    return AskedTurn(asker=by, number=number, turn=turn)
 
 
 def answer(id, *, length=1):
@@ -96,12 +103,12 @@ async def test_parts_come_in_order_by_one_connection():
 async def test_an_answer_goes_back_to_who_asked_once_it_is_connected():
     process, answers = Process(), asyncio.Queue()
     async with sending(process, answered=answers.put_nowait) as (sender, _):
-        process.answer("replica-0", 1, answer(5))  # not yet
+        process.answer(asked(1), answer(5))  # not yet
         sender.send([part(0)])
         await process.heard(0)
-        process.answer("replica-1", 2, answer(6))
-        process.answer("replica-0", 3, answer(7, length=turns.LARGEST_ANSWER))
-        process.answer("replica-0", 4, answer(8))
+        process.answer(asked(2, by="replica-1"), answer(6))
+        process.answer(asked(3), answer(7, length=turns.LARGEST_ANSWER))
+        process.answer(asked(4), answer(8))
         told = await answers.get()
         assert (told.number, told.turn.ids.tolist()) == (4, [8]), "the others come over Ray alone"
         assert answers.empty()
@@ -131,6 +138,27 @@ async def test_one_that_comes_back_elsewhere_is_found():
             await asyncio.sleep(0.01)
         assert after.places == sorted(after.places)
         assert set(found) == {before.endpoint, after.endpoint}
+
+
+async def test_a_connection_that_is_heard_no_more_is_made_anew(monkeypatch):
+    process, answers = Process(), asyncio.Queue()
+    async with sending(process, answered=answers.put_nowait) as (sender, found):
+        sender.send([part(0)])
+        await process.heard(0)
+        monkeypatch.setattr(sender._peer, "drain", fail)
+        process.answer(asked(1), answer(5))  # by which it fails
+        place = 1
+        while len(found) < 2 or answers.empty():
+            sender.send([part(place)])
+            place += 1
+            await asyncio.sleep(0.001)
+            if len(found) > 1:
+                process.answer(asked(2), answer(6))
+        assert (await answers.get()).number == 2
+
+
+def fail(most):
+    raise SocketError(errno.ENOTSOCK, "a mistake")
 
 
 async def test_what_nobody_takes_in_time_is_let_go_of(monkeypatch):

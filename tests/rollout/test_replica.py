@@ -373,6 +373,42 @@ async def test_one_that_has_lost_what_it_was_started_for_admits_nothing_before_t
         assert story.loads == [4]
 
 
+async def test_no_more_is_expected_of_a_pass_whose_version_is_lost(folders):
+    part = msgspec.structs.replace(assignment("e", version=3, kind=Kind.EVAL), more_to_come=True)
+    async with serving(folders, initial=[part]) as (story, weights):
+        weights.lost |= {3, 5}
+        await story.until(lambda s: s.lost == ["e"] and s.loads == [0] and s.admissible == 4)
+        story.replica.submit([msgspec.structs.replace(part, trajectory_id="e2", version=5)])
+        await story.until(lambda s: s.lost == ["e", "e2"])
+        await weights.publish(6)
+        await story.until(lambda s: s.loads == [0, 6] and s.admissible == 4)
+
+
+async def test_a_call_off_before_the_first_weights_admits_nothing(folders):
+    async with serving(folders) as (story, weights):
+        weights.newest = -1
+        story.replica.call_off(["g0.0"])
+        for _ in range(3):
+            report = await story.take()
+            assert report.admissible == 0
+        await weights.publish(0)
+        await story.until(lambda s: s.admissible == 4)
+
+
+async def test_a_speed_is_not_measured_before_the_first_weights(folders):
+    sampling = SamplingParams(max_new_tokens=64)
+    async with serving(folders, initial=[assignment("gone", version=3)]) as (story, weights):
+        weights.newest = -1
+        weights.lost.add(3)
+        speed = asyncio.create_task(story.replica.measure_speed(vocab=64, max_len=64, sampling=sampling))
+        await story.until(lambda s: s.lost == ["gone"])
+        await story.take()
+        assert not speed.done()
+        await weights.publish(4)
+        await story.until(lambda s: speed.done())
+        assert story.loads == [4]
+
+
 async def test_stop_returns_everything_with_its_partial_and_admits_nothing(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda s: s.admissible > 0)

@@ -2,38 +2,57 @@
 
 import os
 
+import pytest
+
 from laminar_py.audit.queries import Filters, accounting, listing
 from laminar_py.audit.verify import verify
 from laminar_py.records.trajectory import DropReason, Kind, Status
 from tests.runs.runs import TrainProcess, forget_versions
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 
-SLOW_LEARNER = """
-import sys, time
+LATE_LEARNER = """
+import os, sys, time
 
 
-class Slow:
+class Late:
     def find_spec(self, name, path, target=None):
         if name == "laminar_py.workers.processes.learner_part":
             sys.meta_path.remove(self)
-            time.sleep(10)  # as long as a model of some size takes to be loaded, beside replicas of this one
+            while not os.path.exists(os.environ["LEARNER_MAY_START"]):
+                time.sleep(0.05)
 
 
-sys.meta_path.insert(0, Slow())
+sys.meta_path.insert(0, Late())
 """
 
 
-def test_replicas_that_are_up_before_the_learner_wait_for_its_weights(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(SLOW_LEARNER)
+@pytest.fixture
+def late_learner(tmp_path, monkeypatch):
+    """File without which the learners of runs do not start."""
+    (tmp_path / "sitecustomize.py").write_text(LATE_LEARNER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("LEARNER_MAY_START", str(tmp_path / "may-start"))
+    yield tmp_path / "may-start"
+    forget_versions(tmp_path / "small-1")
+
+
+def lost(run):
+    """Trajectories of which the version is lost."""
+    dropped = listing(run, Filters(status=Status.DROPPED, kind=Kind.TRAIN))
+    return {row.id for row in dropped if row.drop_reason is DropReason.VERSION_LOST}
+
+
+def test_replicas_that_are_up_before_the_learner_wait_for_its_weights(tmp_path, late_learner):
+    late_learner.touch()
     with TrainProcess(tmp_path, *SETTINGS, "steps=2", config=CONFIG) as train:
         code, output = train.finish()
     assert code == 0, output
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    late_learner.unlink()
+    before = lost(train.run)
     with TrainProcess(tmp_path, "steps=3", resume=True, small=(), config=CONFIG) as train:
+        train.wait_until(lambda: lost(train.run) > before)
+        late_learner.touch()
         code, output = train.finish()
-    forget_versions(train.run)
     assert code == 0, output
-    dropped = list(listing(train.run, Filters(status=Status.DROPPED, kind=Kind.TRAIN)))
-    assert DropReason.VERSION_LOST in {row.drop_reason for row in dropped}, "what had begun was of those versions"
     assert verify(train.run) == []
     assert accounting(train.run).balanced

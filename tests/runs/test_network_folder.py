@@ -14,6 +14,8 @@ from laminar_py.segments.folder import segments_in
 from laminar_py.segments.local import is_local
 from tests.runs.runs import ALONE, TrainProcess, forget_versions, wait_until_gone
 
+KEEP_ALL = "learner.keep_checkpoints=9"  # and the segments that they need
+
 
 def start(folder, disk, *settings, resume=False):
     """Its ledger is on that disk of the host that it runs on."""
@@ -84,7 +86,7 @@ def test_over_a_network_a_killed_run_goes_on_from_its_own_disk_or_from_its_last_
     assert not is_local(run.segments)
     kept = {path.name for path in segments_in(run.segments)}
     assert kept, "what came after the oldest checkpoint"
-    with start(folder, tmp_path / "third", "steps=15", "learner.keep_checkpoints=9", resume=True) as train:
+    with start(folder, tmp_path / "third", "steps=15", KEEP_ALL, resume=True) as train:
         code, output = train.finish()
     assert code == 0, output
     assert {path.name for path in segments_in(run.segments)} >= kept, "they came along and back again"

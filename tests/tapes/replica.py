@@ -309,6 +309,8 @@ class Replica:
         if self._newest > self.version:
             self._load(self._newest, now, pinned=False)
             return
+        if self.version < 0:
+            return
         if not self._open and not self.stopping:
             self._admitted, self._open, self._urgent = 0, True, True
         elif self._admitted:

@@ -3,17 +3,17 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 import pytest
 
-from laminar_py.link.turns import TurnReceiver
+from laminar_py.link.turns import AskedTurn, TurnReceiver
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.workers import remote_environments
 from laminar_py.workers.remote_environments import RemoteEnvironments
-from laminar_py.workers.specs import AskedTurn
 from tests.environment.turns import problem
 
 KEYS = RelayKeys.generate()
@@ -76,13 +76,24 @@ async def test_the_time_of_an_answer_is_all_that_passed_until_it_was_here(monkey
         assert answer.elapsed_s > 0.9 * WAY_S
 
 
+class BothActor(FarActor):
+    """One whose answers are told by frames, too, after the calls have returned."""
+
+    async def ask(self, method, data):
+        answer = await super().ask(method, data)
+        if method == "answer":
+            late = EnvironmentTurn(ids=np.array([99], np.int32))
+            asyncio.get_running_loop().call_later(0.05, self.receiver.answer, self.asked, late)
+        return answer
+
+
 class QuickActor(FarActor):
     """One whose answers are told by frames, and whose calls never return."""
 
     async def way(self):
         for number in (self.asked.number + 100, self.asked.number):
             turn = EnvironmentTurn(ids=np.array([number], np.int32))
-            self.receiver.answer(self.asked.asker, number, turn)
+            self.receiver.answer(msgspec.structs.replace(self.asked, number=number), turn)
         await asyncio.Event().wait()
 
 
@@ -93,6 +104,26 @@ async def test_of_an_answer_the_first_word_counts_and_it_answers_what_was_asked(
         await actor.heard.get()
         for number in range(3):
             assert (await environments.answer(asked(7))).ids.tolist() == [number]
+
+
+async def test_what_comes_after_an_answer_answers_nothing_else(monkeypatch):
+    actor = BothActor()
+    async with environments_in(monkeypatch, actor) as environments:
+        environments.hear([part("g0.0")])
+        await actor.heard.get()
+        for number in range(3):
+            assert (await environments.answer(asked(number))).ids.tolist() == [number]
+
+
+async def test_who_waits_no_more_leaves_nothing_behind(monkeypatch):
+    async with environments_in(monkeypatch, FarActor()) as environments:
+        waiting = asyncio.create_task(environments.answer(asked(7)))
+        await asyncio.sleep(WAY_S / 2)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await asyncio.sleep(0)
+        assert environments._awaited == {}
+        assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("ask-")]
 
 
 async def test_one_that_fails_is_told_though_nothing_came_ahead(monkeypatch):

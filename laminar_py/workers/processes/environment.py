@@ -6,7 +6,7 @@ from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.workers.processes.setup import PartActor, open_part
-from laminar_py.workers.specs import AskedTurn, EnvironmentSpec
+from laminar_py.workers.specs import EnvironmentSpec
 
 
 class EnvironmentActor(PartActor):
@@ -56,11 +56,14 @@ class EnvironmentActor(PartActor):
         self._ready.set()
 
     async def answer(self, data: bytes) -> bytes:
-        """`EnvironmentTurn` for an `AskedTurn`; the asker has it sooner where it is connected."""
+        """`EnvironmentTurn` for an `AskedTurn`; who asks has it sooner where it tells what is sampled."""
+        from laminar_py.link.turns import AskedTurn
+
         await self._ready.wait()
         asked = decode(AskedTurn, data)
         turn = await self._host.answer(asked.turn)
-        self._receiver.answer(asked.asker, asked.number, turn)
+        if turn.listens:
+            self._receiver.answer(asked, turn)
         return encode(turn)
 
     async def turns_address(self, _: bytes) -> bytes:
