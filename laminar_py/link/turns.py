@@ -191,4 +191,4 @@ class TurnSender:
             self._listening.cancel()
         if self._peer is not None:
             self._peer.close()
-            self._peer = None
+        self._listening = self._peer = None

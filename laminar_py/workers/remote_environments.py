@@ -85,6 +85,8 @@ async def _call(actor: NamedActor, asked: AskedTurn, answer: asyncio.Future[Envi
     else:
         if not answer.done():
             answer.set_result(turn)
+    finally:
+        answer.cancel()  # which is done, unless the call was cancelled
 
 
 async def _turns_address(actor: NamedActor) -> str:
