@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from laminar_py.bench.catalog import SHM, Benchmark, Catalog, Measurement, add_commands, option, repeats, tell
+from laminar_lab.bench.catalog import SHM, Benchmark, Catalog, Measurement, add_commands, option, repeats, tell
 from laminar_py.config.section import ConfigError
 
 BENCHMARKS: Catalog = {

@@ -1,9 +1,10 @@
 """Order of the tests: whole runs and real clusters, which mostly wait, are spread among the others.
 
-No token of the user's own clusters reaches them: Ray takes one from `RAY_AUTH_TOKEN`, which `laminar_py.cluster`
-sets, else from the file that `RAY_AUTH_TOKEN_PATH` names, else from ~/.ray/auth_token. A process that joins a
-cluster where such a file lies gives up the variable for it (`use_token_of_cluster`), and the next cluster that it
-starts would have that token, while the process goes on with the one before.
+No token of the user's own clusters reaches them: Ray takes one from `RAY_AUTH_TOKEN`, which
+`laminar_py.runtime.cluster` sets, else from the file that `RAY_AUTH_TOKEN_PATH` names, else from
+~/.ray/auth_token. A process that joins a cluster where such a file lies gives up the variable for it
+(`use_token_of_cluster`), and the next cluster that it starts would have that token, while the process goes on with
+the one before.
 """
 
 import os

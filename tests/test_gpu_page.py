@@ -16,9 +16,8 @@ from laminar_py.cli.main import app
 from laminar_py.config.loading import _settings, load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.sglang.attach import MIN_VERSION
-from laminar_py.hardware.model_shape import read_shape
-from laminar_py.hardware.times import kv_token_bytes
-from laminar_py.preflight.memory import memory_faults
+from laminar_py.runtime.preflight.memory import memory_faults
+from laminar_py.runtime.preflight.model_shape import kv_token_bytes, read_shape
 from tests.experiments.test_recipes import QWEN_7B, QWEN_32B, QWEN_MIXTURE
 from tests.runs.runs import REPO
 
@@ -53,7 +52,7 @@ def test_a_shell_block_is_bash(block):
 def test_a_command_parses_and_its_config_loads(line):
     command = typer.main.get_command(app)
     _, *words = shlex.split(line)
-    context = command.commands[words[0]].make_context(words[0], words[1:])
+    context = command.get_command(None, words[0]).make_context(words[0], words[1:])
     config = context.params.get("config") or context.params.get("what")
     if config is not None:
         load_config(REPO / config, context.params["overrides"] or [])

@@ -14,8 +14,8 @@ from laminar_py.config.lora import LoraConfig
 from laminar_py.config.model import ModelConfig
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.packing.packer import pack
 from laminar_py.learner.step import Learner
-from laminar_py.packing.packer import pack
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.engine import GenerateRequest, PauseMode, SamplingParams
 from laminar_py.records.recordings import Recording, join_masks

@@ -5,83 +5,72 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "laminar_py"
+import pytest
 
-RULES = {  # room: the rooms that it may import
+ROOT = Path(__file__).parent.parent
+CORE, SATELLITES = "laminar_py", ("laminar_lab", "laminar_contrib")
+
+RULES = {  # room of the core: the rooms that it may import
     "records": "",
     "config": "records",
-    "hardware": "config",
-    "segments": "records",
     "data": "config records",
+    "ledger": "config records",
     "sandbox": "config",
-    "reward": "config records sandbox segments",
+    "reward": "config ledger records sandbox",
     "environment": "config data records sandbox",
-    "packing": "config records",
-    "ledger": "config records segments",
-    "control": "config ledger packing records segments",
+    "control": "config ledger learner records",
     "repack": "config control records",
     "engines": "config records",
-    "rollout": "config records repack segments",
+    "rollout": "config ledger records repack",
     "relay": "config records",
-    "link": "records relay",
-    "learner": "config packing records",
-    "telemetry": "config ledger records",
-    "cluster": "config records relay",
-    "preflight": "cluster config data engines hardware ledger records relay reward sandbox segments telemetry",
-    "workers": "cluster config control data engines environment learner ledger link packing preflight records"
-    " relay repack reward rollout sandbox segments telemetry",
-    "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"
-    " telemetry workers",
-    "simulate": "config control engines learner ledger packing records relay repack rollout segments telemetry",
-    "calibration": "config engines learner packing records relay rollout",
-    "audit": "config ledger records segments",
-    "samples": "audit config data ledger records",
-    "analytics": "audit config ledger records samples",
-    "plan": "analytics config hardware packing preflight records simulate",
-    "launcher": "analytics cluster config ledger preflight records sandbox telemetry",
+    "learner": "config records",
+    "observe": "config data ledger records",
+    "runtime": "config control data engines environment learner ledger observe records relay repack reward rollout"
+    " sandbox",
 }
 FLOORS = {  # room: its sub-rooms in order, each of which may import those before it
-    "analytics": ("read", "measure", "triage", "show"),
+    "ledger": ("segments", "", "audit"),
+    "observe": ("telemetry", "samples", "analytics"),
+    "observe/analytics": ("read", "measure", "triage", "show"),
+    "runtime": ("cluster", "link", "preflight", "workers", "orchestrator"),
 }
-TOP = {"bench", "cli"}  # these may import anything of the package, and nobody imports them
+TOP = {"cli"}  # it may import anything of the core, and nobody imports it
 LIBRARIES = {  # heavy library: where it may be imported
-    "ray": ("cluster/",),
+    "ray": ("runtime/cluster/",),
     "zmq": ("relay/wire/",),
     "torch": (
         "engines/local/",
         "learner/",
-        "calibration/learner.py",
         "relay/publisher.py",
         "relay/store/shards.py",
         "relay/store/device_copy.py",
-        "workers/processes/",
-        "preflight/doctor.py",
-        "bench/",
+        "runtime/workers/processes/",
+        "runtime/preflight/doctor.py",
     ),
-    "transformers": ("data/chat.py", "learner/", "bench/"),
+    "transformers": ("data/chat.py", "learner/"),
     "peft": ("learner/lora.py",),
-    "bm25s": ("environment/tools/search.py",),
-    "gymnasium": ("environment/gymnasium_kind.py",),
-    "reasoning_gym": ("environment/reasoning_gym_tasks.py",),
     "aiohttp": (
         "engines/sglang/",
         "environment/agents/endpoint.py",
         "environment/agents/streamed.py",
-        "environment/openenv_session.py",
         "reward/servers.py",
-        "segments/store.py",
-        "bench/",
-        "analytics/show/dashboard.py",
+        "ledger/segments/store.py",
+        "observe/analytics/show/dashboard.py",
     ),
-    "plotly": ("analytics/show/html.py",),
-    "prometheus_client": ("analytics/show/gauges.py",),
-    "sqlite3": ("ledger/", "bench/", "audit/", "samples/reading.py", "analytics/read/", "telemetry/summary.py"),
-    "tensorboard": ("telemetry/trackers.py",),
-    "wandb": ("telemetry/trackers.py",),
-    "mlflow": ("telemetry/trackers.py",),
+    "plotly": ("observe/analytics/show/html.py",),
+    "prometheus_client": ("observe/analytics/show/gauges.py",),
+    "sqlite3": (
+        "ledger/",
+        "observe/samples/reading.py",
+        "observe/analytics/read/",
+        "observe/telemetry/summary.py",
+    ),
+    "tensorboard": ("observe/telemetry/trackers.py",),
+    "wandb": ("observe/telemetry/trackers.py",),
+    "mlflow": ("observe/telemetry/trackers.py",),
     "pickle": (),
 }
-MODULES = sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted((ROOT / CORE).rglob("*.py"))
 
 
 @cache
@@ -95,10 +84,10 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def all_imports():
-    """Path in the package, as text and parts, and each name that it imports."""
-    for path in MODULES:
-        where = path.relative_to(PACKAGE)
+def all_imports(package: str = CORE):
+    """Path in a package, as text and parts, and each name that it imports."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        where = path.relative_to(ROOT / package)
         for name in sorted(imports(path)):
             yield str(where), where.parts, name
 
@@ -115,15 +104,29 @@ def test_a_module_imports_only_rooms_that_its_own_may():
     assert not wrong
 
 
-def test_a_module_imports_only_sub_rooms_before_its_own():
+@pytest.mark.parametrize("room", FLOORS)
+def test_a_module_imports_only_sub_rooms_before_its_own(room):
+    floors, inside = FLOORS[room], room.count("/") + 1
     wrong = []
-    for where, (own, *inner), name in all_imports():
-        floors = FLOORS.get(own, ())
-        if inner and inner[0] in floors:
-            later = tuple(f"laminar_py.{own}.{floor}" for floor in floors[floors.index(inner[0]) + 1 :])
-            if name.startswith(later):
-                wrong.append(f"{where} imports {name}")
+    for where, parts, name in all_imports():
+        prefix = f"laminar_py.{room.replace('/', '.')}."
+        if "/".join(parts[:inside]) != room or not name.startswith(prefix):
+            continue
+        own = parts[inside] if parts[inside] in floors else ""
+        other = name.removeprefix(prefix).split(".")[0]
+        other = other if other in floors else ""
+        if own in floors and other in floors and floors.index(other) > floors.index(own):
+            wrong.append(f"{where} imports {name}")
     assert not wrong
+
+
+def test_the_core_imports_no_satellite():
+    assert not [f"{where} imports {name}" for where, _, name in all_imports() if name.split(".")[0] in SATELLITES]
+
+
+def test_satellites_do_not_import_each_other():
+    for own, other in (SATELLITES, SATELLITES[::-1]):
+        assert not [where for where, _, name in all_imports(own) if name.split(".")[0] == other]
 
 
 def test_nothing_in_the_package_imports_benchmarks_tests_or_experiments():
@@ -145,7 +148,7 @@ def test_heavy_libraries_stay_in_their_rooms():
 
 
 def test_there_is_no_import_cycle():
-    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in MODULES}
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES}
     graph = {
         name: {other for other in imports(path) if other in names and other != name}
         for name, path in names.items()
@@ -167,6 +170,6 @@ def test_the_controller_process_needs_no_torch():
     import subprocess
     import sys
 
-    code = "import sys, laminar_py.orchestrator.controller; assert 'torch' not in sys.modules, 'torch'"
+    code = "import sys, laminar_py.runtime.orchestrator.controller; assert 'torch' not in sys.modules, 'torch'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

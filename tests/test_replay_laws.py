@@ -18,12 +18,14 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks.learner.agreement import deviations, flipped
-from laminar_py.audit.verify import verify
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
 from laminar_py.learner.step import Learner
+from laminar_py.ledger.audit.verify import verify
+from laminar_py.ledger.segments.completion import complete_all
+from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.engine import PauseMode, SamplingParams
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.recordings import Recording
@@ -32,8 +34,6 @@ from laminar_py.records.spans import Span, replace_spans
 from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
 from laminar_py.rollout.running import begin
 from laminar_py.rollout.storing import SegmentStore
-from laminar_py.segments.completion import complete_all
-from laminar_py.segments.reader import PayloadReader
 from tests.engines.sglang.rig import make_model, running_server
 from tests.learner.builders import make_learner, make_mixture_folder
 from tests.repack.house import SLOTS, House

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from laminar_py.bench.engines.local import (
+from laminar_lab.bench.engines.local import (
     RATE,
     TRAFFIC,
     WARM_TOKENS,
@@ -26,9 +26,9 @@ from laminar_py.bench.engines.local import (
     tokens_per_cpu_s,
     written_model,
 )
-from laminar_py.bench.models import SMALL
-from laminar_py.bench.report import Row
-from laminar_py.bench.turns import Ratio, Tell, cpu_s, in_turn
+from laminar_lab.bench.models import SMALL
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.turns import Ratio, Tell, cpu_s, in_turn
 
 TRIAL_REQUESTS = 8  # at least, to choose a cache for `generate`
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PretrainedConfig, Qwen3MoeConfig
 
 from benchmarks.learner.samples import MAX_LEN, Draw, find_sglang, sample_embedded, sample_sglang
-from laminar_py.bench.learner.parts import make_learner, pack_here
-from laminar_py.bench.models import SMALL, write_model
-from laminar_py.bench.report import Row
-from laminar_py.bench.turns import Tell
-from laminar_py.bench.workplace import workplace
+from laminar_lab.bench.learner.parts import make_learner, pack_here
+from laminar_lab.bench.models import SMALL, write_model
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.turns import Tell
+from laminar_lab.bench.workplace import workplace
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from laminar_py.records.batch import MicroBatch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from laminar_py.bench.report import Row
+from laminar_lab.bench.report import Row
 from laminar_py.learner.losses.logprob import token_logprobs
 
 Sizes = tuple[int, int, int]  # tokens T, entries of the vocabulary V, width H

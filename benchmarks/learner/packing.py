@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from benchmarks.learner.agreement import MIXTURE
-from laminar_py.bench.learner.parts import draw_lengths, gradient, make_learner, make_trajectories, pack_here
-from laminar_py.bench.learner.speed import FULL, StepBatches, packed_tokens_per_s
-from laminar_py.bench.models import SMALL, write_model
-from laminar_py.bench.report import Row
-from laminar_py.bench.turns import Ratio, cpu_s, in_turn
-from laminar_py.bench.workplace import workplace
+from laminar_lab.bench.learner.parts import draw_lengths, gradient, make_learner, make_trajectories, pack_here
+from laminar_lab.bench.learner.speed import FULL, StepBatches, packed_tokens_per_s
+from laminar_lab.bench.models import SMALL, write_model
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.turns import Ratio, cpu_s, in_turn
+from laminar_lab.bench.workplace import workplace
 from laminar_py.learner.losses.logprob import token_logprobs
 from laminar_py.records.trajectory import Trajectory
 

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import torch
 
-from laminar_py.bench.engines.sglang import connected, cpu_server, find_python
-from laminar_py.bench.turns import Tell
-from laminar_py.calibration.trajectories import make_trajectory
+from laminar_lab.bench.engines.sglang import connected, cpu_server, find_python
+from laminar_lab.bench.turns import Tell
+from laminar_lab.calibration.trajectories import make_trajectory
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.model_sizes import read_sizes

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.relay.peers import Gloo, here, http_side, load, make_tensors
-from laminar_py.bench.processes import READY, Worker
-from laminar_py.bench.relay.hop import VERSION_BYTES
-from laminar_py.bench.relay.tree import WARM_VERSIONS, Tree, copy_s, raw
-from laminar_py.bench.report import Row
-from laminar_py.bench.turns import Ratio, Side, Tell, in_turn
-from laminar_py.bench.workplace import workplace
+from laminar_lab.bench.processes import READY, Worker
+from laminar_lab.bench.relay.hop import VERSION_BYTES
+from laminar_lab.bench.relay.tree import WARM_VERSIONS, Tree, copy_s, raw
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.turns import Ratio, Side, Tell, in_turn
+from laminar_lab.bench.workplace import workplace
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.wire.transport import RelayKeys
 

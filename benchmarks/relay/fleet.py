@@ -18,9 +18,9 @@ import psutil
 import torch
 
 from benchmarks.relay.namespaces import Network
-from laminar_py.bench.processes import PATIENCE_S, Worker
-from laminar_py.bench.relay.tree import NodeWorker
-from laminar_py.bench.turns import Tell
+from laminar_lab.bench.processes import PATIENCE_S, Worker
+from laminar_lab.bench.relay.tree import NodeWorker
+from laminar_lab.bench.turns import Tell
 from laminar_py.records.weights import Published
 from laminar_py.relay.planning.topology import Shape, Topology, grow
 from laminar_py.relay.publisher import Publisher

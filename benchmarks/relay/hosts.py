@@ -13,9 +13,9 @@ from benchmarks.relay.fleet import CpuWatch, HostsRig, Recovery, TimedBroadcast,
 from benchmarks.relay.namespaces import INTERFACE, Network, require, shared_folder
 from benchmarks.relay.peers import Gloo, Peers, http_side
 from benchmarks.relay.sockets import bare_socket
-from laminar_py.bench.relay.hop import VERSION_BYTES
-from laminar_py.bench.report import Row
-from laminar_py.bench.turns import Tell
+from laminar_lab.bench.relay.hop import VERSION_BYTES
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.turns import Tell
 from laminar_py.config.relay import TopologyKind
 from laminar_py.relay.planning.cost import Broadcast, Choice, Links, broadcast_s, routes, settle
 from laminar_py.relay.planning.topology import Shape, grow

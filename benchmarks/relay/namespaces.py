@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from laminar_py.bench.catalog import SHARED_MEMORY
-from laminar_py.bench.processes import Work, Worker
+from laminar_lab.bench.catalog import SHARED_MEMORY
+from laminar_lab.bench.processes import Work, Worker
 from laminar_py.config.section import ConfigError
 
 PREFIX = "laminar-hosts-"

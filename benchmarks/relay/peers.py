@@ -27,9 +27,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from laminar_py.bench.processes import PATIENCE_S, READY, Work, Worker
-from laminar_py.bench.relay.tree import LOCAL, Bytes, raw
-from laminar_py.bench.turns import Side
+from laminar_lab.bench.processes import PATIENCE_S, READY, Work, Worker
+from laminar_lab.bench.relay.tree import LOCAL, Bytes, raw
+from laminar_lab.bench.turns import Side
 from laminar_py.relay.planning.cost import PAGE_BYTES
 
 TENSOR_BYTES = 8 * 2**20

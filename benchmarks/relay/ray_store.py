@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import laminar_py.cluster  # noqa: F401 (sets what Ray reads when it is imported: authentication)
+import laminar_py.runtime.cluster  # noqa: F401 (sets what Ray reads when it is imported: authentication)
 
 # isort: split
 import ray
 from torch import Tensor
 
 from benchmarks.relay.peers import touch
-from laminar_py.bench.processes import PATIENCE_S
-from laminar_py.bench.relay.tree import Bytes, raw
-from laminar_py.bench.turns import Side
+from laminar_lab.bench.processes import PATIENCE_S
+from laminar_lab.bench.relay.tree import Bytes, raw
+from laminar_lab.bench.turns import Side
 
 STORE_VERSIONS = 4  # one being written and one that the actors hold, and room between them
 SMALLEST_STORE_BYTES = 128 * 2**20  # below, Ray refuses

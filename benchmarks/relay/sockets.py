@@ -20,11 +20,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.relay.peers import Start, here
-from laminar_py.bench.relay.hop import KINDS, VERSION_BYTES, HopKind, hop
-from laminar_py.bench.relay.tree import CHUNK_BYTES, LOCAL, WARM_VERSIONS
-from laminar_py.bench.report import Row
-from laminar_py.bench.turns import Ratio, Side, Tell, in_turn
-from laminar_py.bench.workplace import workplace
+from laminar_lab.bench.relay.hop import KINDS, VERSION_BYTES, HopKind, hop
+from laminar_lab.bench.relay.tree import CHUNK_BYTES, LOCAL, WARM_VERSIONS
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.turns import Ratio, Side, Tell, in_turn
+from laminar_lab.bench.workplace import workplace
 from laminar_py.relay.store.digests import chunk_checksum
 from laminar_py.relay.wire.messages import CHECKSUM_BYTES
 

@@ -21,9 +21,9 @@ from benchmarks.repack.workload import (
     run_arm,
     settings_of,
 )
-from laminar_py.bench.report import Row
-from laminar_py.bench.runs import FinishedRun, train
-from laminar_py.bench.turns import Tell
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.runs import FinishedRun, train
+from laminar_lab.bench.turns import Tell
 from laminar_py.config.loading import load_config
 from laminar_py.config.repack import DEFAULT_PLANNER, NO_PLANNER
 

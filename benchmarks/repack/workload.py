@@ -15,10 +15,10 @@ from statistics import median
 
 import numpy as np
 
-from laminar_py.bench.repack import MAX_STALL_S, SPEED
-from laminar_py.bench.report import Row
-from laminar_py.bench.runs import FinishedRun, train
-from laminar_py.bench.turns import Ratio, Tell
+from laminar_lab.bench.repack import MAX_STALL_S, SPEED
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.runs import FinishedRun, train
+from laminar_lab.bench.turns import Ratio, Tell
 from laminar_py.config.repack import NO_PLANNER
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading

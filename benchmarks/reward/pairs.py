@@ -10,8 +10,8 @@ from pathlib import Path
 import math_verify  # type: ignore[import-untyped]
 import msgspec
 
-from laminar_py.bench.report import Row
-from laminar_py.reward.verifiers.math.verify import MathOutcome, verify
+from laminar_contrib.mathematics.verify import MathOutcome, verify
+from laminar_lab.bench.report import Row
 
 PAIRS = Path(__file__).parents[2] / "tests" / "reward" / "verifiers" / "pairs_unseen.jsonl"
 

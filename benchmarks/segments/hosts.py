@@ -7,10 +7,10 @@ import os
 from statistics import median
 
 from benchmarks.relay.namespaces import Network, require
-from laminar_py.bench.report import Row
-from laminar_py.bench.segments import BARE, FETCHED, OURS, PieceBatch, fetch_sides, tell_fetch
-from laminar_py.bench.turns import Ratio, Tell, in_turn
-from laminar_py.bench.workplace import workplace
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.segments import BARE, FETCHED, OURS, PieceBatch, fetch_sides, tell_fetch
+from laminar_lab.bench.turns import Ratio, Tell, in_turn
+from laminar_lab.bench.workplace import workplace
 
 LINKS = (1_000, 10_000)  # Mbit/s each way
 

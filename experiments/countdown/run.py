@@ -23,10 +23,10 @@ import matplotlib.pyplot as plt
 import msgspec
 import torch
 
-from laminar_py.bench.kept import KeptResults
-from laminar_py.bench.report import Row, show
-from laminar_py.bench.runs import train
-from laminar_py.bench.turns import spread
+from laminar_lab.bench.kept import KeptResults
+from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import train
+from laminar_lab.bench.turns import spread
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule
@@ -35,8 +35,8 @@ from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.sources import DataSource
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.learner.warm_start import Example, warm_start
-from laminar_py.preflight.inputs import prepare
-from laminar_py.telemetry.summary import EvaluationFigures
+from laminar_py.observe.telemetry.summary import EvaluationFigures
+from laminar_py.runtime.preflight.inputs import prepare
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "countdown.yaml"

@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config
 
-from laminar_py.bench.learner.mfu import FULL, UNIT, GpuStep, measure_steps
-from laminar_py.bench.learner.parts import draw_lengths
-from laminar_py.bench.models import count_parameters
-from laminar_py.bench.report import Row, show
+from laminar_lab.bench.learner.mfu import FULL, UNIT, GpuStep, measure_steps
+from laminar_lab.bench.learner.parts import draw_lengths
+from laminar_lab.bench.models import count_parameters
+from laminar_lab.bench.report import Row, show
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.loading import parse_config
-from laminar_py.hardware.model_shape import read_shape
 from laminar_py.learner.attention import KERNELS, choose_kernel, register_kernel
-from laminar_py.preflight.memory import learner_parts
+from laminar_py.runtime.preflight.memory import learner_parts
+from laminar_py.runtime.preflight.model_shape import read_shape
 
 WAYS = {
     "selective": LearnerConfig(recompute=Recompute.SELECTIVE),

@@ -7,8 +7,8 @@ bf16 on the GPU. The model has 245,000 parameters, so its speed says nothing abo
 import tempfile
 from pathlib import Path
 
-from laminar_py.bench.report import Row, show
-from laminar_py.bench.runs import FinishedRun, train
+from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import FinishedRun, train
 
 CONFIG = Path("configs/quickstart.yaml")
 SETTINGS = ("name=gpu_quickstart", "seed=0", "cluster.learner_device=cuda")

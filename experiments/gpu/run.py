@@ -102,7 +102,7 @@ class Result:
 
 
 def read_reports(piece: str, output: str) -> Iterator[Figure]:
-    """Rows of the reports of `laminar_py.bench.report` among the lines of an output, but for broken lines.
+    """Rows of the reports of `laminar_lab.bench.report` among the lines of an output, but for broken lines.
 
     Raises `ValueError` after the last if there was one.
     """

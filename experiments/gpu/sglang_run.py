@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Qwen3Config
 
 if TYPE_CHECKING:
-    from laminar_py.bench.report import Row
-    from laminar_py.bench.runs import FinishedRun
+    from laminar_lab.bench.report import Row
+    from laminar_lab.bench.runs import FinishedRun
 
 POLICIES = ("drain", "resume")
 NUM_PROMPTS, PROMPT_TOKENS = 2000, (64, 192)
@@ -165,8 +165,8 @@ def busy_rate(run: "FinishedRun", least: int) -> tuple[float, float]:
 
 def rows(run: "FinishedRun", size: Size, policy: str) -> list["Row"]:
     """Figures of a run."""
-    from laminar_py.audit.verify import verify
-    from laminar_py.bench.report import Row
+    from laminar_lab.bench.report import Row
+    from laminar_py.ledger.audit.verify import verify
 
     found, steps = run.summary, run.steps[1:] or run.steps  # the first one compiles kernels
     fresh = [step for step in run.steps if "0" in step.by_staleness]
@@ -224,8 +224,8 @@ def train_runs(args: argparse.Namespace, size: Size, device: str) -> list["Row"]
 
 def train_run(config: Path, chosen: list[str], size: Size, policy: str, limit_s: float) -> list["Row"]:
     """Figures of one run; one without a value if it fails."""
-    from laminar_py.bench.report import Row
-    from laminar_py.bench.runs import train
+    from laminar_lab.bench.report import Row
+    from laminar_lab.bench.runs import train
 
     try:
         return rows(train(config, chosen, limit_s=limit_s), size, policy)
@@ -259,7 +259,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if args.what == "data":
         write_data(args.folder.resolve(), SIZES[device])
         return
-    from laminar_py.bench.report import show
+    from laminar_lab.bench.report import show
 
     args.folder = args.folder.resolve()
     show("gpu", train_runs(args, SIZES[device], device), as_json=True)

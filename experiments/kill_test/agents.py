@@ -13,8 +13,8 @@ import psutil
 from noted import LOG
 from run import CONTROLLER, EVERYTHING, Run, campaign, check, end, make_parser, proof
 
-from laminar_py.audit.queries import accounting
-from laminar_py.bench.report import Row, show
+from laminar_lab.bench.report import Row, show
+from laminar_py.ledger.audit.queries import accounting
 
 AGENT, LAUNCHER = "agent", "launcher"
 PARTS = ("environment-0", "environment-1", "replica-0", "replica-1", "learner-0")

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from run import CONTROLLER, Run, campaign, check, make_parser, proof
 
-from laminar_py.audit.queries import Filters, accounting, listing
-from laminar_py.bench.report import Row, show
+from laminar_lab.bench.report import Row, show
+from laminar_py.ledger.audit.queries import Filters, accounting, listing
 from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.ledger.segments.folder import segments_in
 from laminar_py.records.trajectory import DropReason
-from laminar_py.segments.folder import segments_in
 from tests.runs.fake_cluster import FakeCluster
 
 HOSTS = 3

@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 from run import CONTROLLER, EVERYTHING, Run, campaign, check, end, make_parser, proof
 
-from laminar_py.audit.queries import accounting
-from laminar_py.bench.report import Row, show
+from laminar_lab.bench.report import Row, show
+from laminar_py.ledger.audit.queries import accounting
 
 HERE = Path(__file__).parent
 JUDGE = "judge"

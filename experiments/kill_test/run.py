@@ -23,10 +23,10 @@ import msgspec
 import psutil
 from handovers import Handover, handovers
 
-from laminar_py.audit.queries import accounting
-from laminar_py.audit.verify import verify
-from laminar_py.bench.report import Row, show
-from laminar_py.bench.runs import read_run
+from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import read_run
+from laminar_py.ledger.audit.queries import accounting
+from laminar_py.ledger.audit.verify import verify
 
 CONTROLLER, EVERYTHING = "controller", "everything"
 SERVER = "server-"

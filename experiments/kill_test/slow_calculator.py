@@ -11,8 +11,8 @@ import re
 import uuid
 from pathlib import Path
 
+from laminar_contrib.tools.calculator import calculator
 from laminar_py.environment.protocol import Answer, End, Observation, Problem
-from laminar_py.environment.tools.calculator import calculator
 
 CALL = re.compile(r"<calculator>(.*?)</calculator>")
 MEDIAN_S, SIGMA = 0.1, 1.0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from run import CONTROLLER, EVERYTHING, Run, campaign, check, make_parser, proof
 
-from laminar_py.audit.queries import accounting
-from laminar_py.bench.report import Row, show
+from laminar_lab.bench.report import Row, show
+from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.database import reading
 from laminar_py.records.spans import decode_spans, num_turns
 from laminar_py.records.trajectory import DropReason

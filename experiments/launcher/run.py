@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from laminar_py.audit.verify import verify
-from laminar_py.launcher.experiment import read_experiment
-from laminar_py.launcher.standing import RunState, read_standings
+from laminar_lab.launcher.experiment import read_experiment
+from laminar_lab.launcher.standing import RunState, read_standings
+from laminar_py.ledger.audit.verify import verify
 
 HERE = Path(__file__).parent
 LAUNCH = [sys.executable, "-P", "-m", "laminar_py.cli", "launch"]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from fleets import CONFIG, PROMPTS, SAMPLES, config_of, turns_settings
 
-from laminar_py.bench.report import Row
-from laminar_py.bench.runs import train
-from laminar_py.simulate.run import simulate
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.runs import train
+from laminar_lab.simulate.run import simulate
 
 COMPRESSION = 2
 REPLICAS, LEARNER = 8, 4

@@ -6,12 +6,12 @@ Used by `experiments/multi_turn_tails/run.py`; `README.md` has the source of eac
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
+from laminar_lab.simulate.figures import SimulatedFigures
+from laminar_lab.simulate.run import simulate
 from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
-from laminar_py.simulate.baselines.schedules import Baseline, simulate_baseline
-from laminar_py.simulate.figures import SimulatedFigures
-from laminar_py.simulate.run import simulate
 
 CONFIG = Path(__file__).parent / "fleet.yaml"
 ASYNC = "async"  # this project's schedule, with repacking

@@ -14,10 +14,10 @@ from statistics import geometric_mean, median
 from confirm import confirmation
 from fleets import ASYNC, CONFIG, FLEETS, TAIL, TURNS, Cell, Fleet, measure, turns_name
 
-from laminar_py.bench.kept import KeptResults
-from laminar_py.bench.report import Row, show
-from laminar_py.simulate.baselines.schedules import Baseline
-from laminar_py.simulate.figures import SimulatedFigures
+from laminar_lab.bench.kept import KeptResults
+from laminar_lab.bench.report import Row, show
+from laminar_lab.simulate.baselines.schedules import Baseline
+from laminar_lab.simulate.figures import SimulatedFigures
 
 HERE = Path(__file__).parent
 KEPT = Path(".cache/multi_turn_tails")

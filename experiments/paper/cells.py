@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
+from laminar_lab.simulate.figures import WARM_SHARE, SimulatedRun
+from laminar_lab.simulate.run import simulate
 from laminar_py.config.emulated_profile import EmulationProfile, read_profile
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
-from laminar_py.simulate.baselines.schedules import Baseline, simulate_baseline
-from laminar_py.simulate.figures import WARM_SHARE, SimulatedRun
-from laminar_py.simulate.run import simulate
 
 HERE = Path(__file__).parent
 BASE = Path("configs/emulation/paper_7b.yaml")

@@ -18,18 +18,18 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from laminar_py.bench.report import Row, show
+from laminar_lab.bench.report import Row, show
 from laminar_py.config.loading import load_config
 from laminar_py.control import lifecycle
 from laminar_py.ledger.archive import ArchiveRequest, archive_files, archive_pieces, file_name, file_pieces
 from laminar_py.ledger.database import reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.pieces import PieceRow, StoredPiece, piece_rows, stored_pieces
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.ledger.writer import Writer
-from laminar_py.orchestrator.launch import launch
 from laminar_py.records.codec import encode
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SegmentWriter
+from laminar_py.runtime.orchestrator.launch import launch
 
 CONFIG = Path("configs/quickstart.yaml")
 LOOK_S = 0.5

@@ -8,8 +8,8 @@ runs are made under a bound on staleness of 4 and under none.
 import argparse
 from pathlib import Path
 
-from laminar_py.bench.report import Row, show
-from laminar_py.bench.runs import FinishedRun, train
+from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import FinishedRun, train
 from laminar_py.records.trajectory import DropReason
 
 HERE = Path(__file__).parent

@@ -11,8 +11,8 @@ from statistics import mean
 
 import matplotlib.pyplot as plt
 
-from laminar_py.bench.report import Row, show
-from laminar_py.bench.runs import FinishedRun, train
+from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import FinishedRun, train
 
 CONFIG = Path("configs/quickstart.yaml")
 OUT = Path(__file__).parent / "out"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.bench.kept import KeptResults
-from laminar_py.bench.report import Row, show
-from laminar_py.bench.runs import train
+from laminar_lab.bench.kept import KeptResults
+from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import train
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "tiny_agent.yaml"

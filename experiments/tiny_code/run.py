@@ -13,11 +13,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import msgspec
 
-from laminar_py.bench.kept import KeptResults
-from laminar_py.bench.report import Row, show
-from laminar_py.bench.runs import train
+from laminar_lab.bench.kept import KeptResults
+from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import train
 from laminar_py.ledger.database import reading
-from laminar_py.telemetry.summary import EvaluationFigures
+from laminar_py.observe.telemetry.summary import EvaluationFigures
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "tiny_code.yaml"

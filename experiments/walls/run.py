@@ -14,15 +14,15 @@ from statistics import fmean
 import yaml
 from rich.console import Console
 
-from laminar_py.analytics.show.run_tables import make_table
-from laminar_py.analytics.triage.diagnosis import Diagnosis, what_if_set
-from laminar_py.analytics.triage.mean_step import MeanStep
-from laminar_py.analytics.triage.remedies import Remedy, Wall, remedies
-from laminar_py.analytics.triage.report import read_report
-from laminar_py.bench.report import Row, show
-from laminar_py.bench.runs import train
+from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import train
 from laminar_py.config.loading import load_config
 from laminar_py.config.staleness import Schedule
+from laminar_py.observe.analytics.show.run_tables import make_table
+from laminar_py.observe.analytics.triage.diagnosis import Diagnosis, what_if_set
+from laminar_py.observe.analytics.triage.mean_step import MeanStep
+from laminar_py.observe.analytics.triage.remedies import Remedy, Wall, remedies
+from laminar_py.observe.analytics.triage.report import read_report
 
 CONFIG = Path("configs/quickstart.yaml")
 HERE = Path(__file__).parent

@@ -33,7 +33,7 @@ from laminar_py.cli.lines import console, say
 from laminar_py.records.visible import visible
 
 if TYPE_CHECKING:
-    from laminar_py.audit.queries import Filters
+    from laminar_py.ledger.audit.queries import Filters
     from laminar_py.ledger.rows import TrajectoryRow
 
 audit = typer.Typer()
@@ -57,8 +57,8 @@ def audit_run(
 @audit.command(epilog="Example: laminar audit runs/quickstart-1 verify")
 def verify(context: typer.Context) -> None:
     """Check the seal and every rule of the ledger, and print each violation; exit code 1 if a law is broken."""
-    from laminar_py.audit.tasks import SIMULATED
-    from laminar_py.audit.verify import prove
+    from laminar_py.ledger.audit.tasks import SIMULATED
+    from laminar_py.ledger.audit.verify import prove
 
     proof = prove(context.obj)
     for note in proof.notes:
@@ -84,11 +84,11 @@ def show(
     model: OfModel = None,
 ) -> None:
     """Tell a trajectory's whole life: who made which tokens, interruptions, moves, reward, use; then its text."""
-    from laminar_py.audit.story import story, tell_story
     from laminar_py.cli.samples import print_lines, say_model
-    from laminar_py.samples.reading import read_sample
-    from laminar_py.samples.records import Colour
-    from laminar_py.samples.telling import tell_prompt, tell_response, tell_verdict
+    from laminar_py.ledger.audit.story import story, tell_story
+    from laminar_py.observe.samples.reading import read_sample
+    from laminar_py.observe.samples.records import Colour
+    from laminar_py.observe.samples.telling import tell_prompt, tell_response, tell_verdict
 
     for line in tell_story(story(context.obj, trajectory)):
         say(line)
@@ -121,7 +121,7 @@ def list_trajectories(
     as_json: AsJson = False,
 ) -> None:
     """List trajectories that meet all conditions, one line each, and say how many there are."""
-    from laminar_py.audit.queries import Filters
+    from laminar_py.ledger.audit.queries import Filters
 
     wanted = Filters(
         status=status,
@@ -144,7 +144,7 @@ def list_trajectories(
 
 
 def _write_list(run: Path, wanted: "Filters", limit: int | None) -> None:
-    from laminar_py.audit.queries import listing
+    from laminar_py.ledger.audit.queries import listing
     from laminar_py.ledger.rows import COLUMNS
 
     for row in listing(run, wanted, limit=limit):
@@ -152,7 +152,7 @@ def _write_list(run: Path, wanted: "Filters", limit: int | None) -> None:
 
 
 def _print_list(run: Path, wanted: "Filters", limit: int | None) -> None:
-    from laminar_py.audit.queries import count, listing
+    from laminar_py.ledger.audit.queries import count, listing
 
     listed = 0
     for row in listing(run, wanted, limit=limit):
@@ -178,7 +178,7 @@ def sql(
     as_json: AsJson = False,
 ) -> None:
     """Query the ledger, read-only."""
-    from laminar_py.audit.queries import select
+    from laminar_py.ledger.audit.queries import select
 
     select(context.obj, statement, show=_write_rows if as_json else _print_rows)
 
@@ -190,7 +190,7 @@ def export(
     responses: Annotated[bool, typer.Option("--responses", help="With prompts, tokens and spans")] = False,
 ) -> None:
     """Write all trajectories, with every column, to a file for other tools."""
-    from laminar_py.audit.export import export as write
+    from laminar_py.ledger.audit.export import export as write
 
     count = write(context.obj, out, responses=responses)
     say(f"{out}: {count} trajectories")
@@ -222,7 +222,7 @@ def _cell(value: object) -> str:
 
 
 def _print_accounting(run: Path) -> None:
-    from laminar_py.audit.queries import accounting, staleness_histogram
+    from laminar_py.ledger.audit.queries import accounting, staleness_histogram
 
     found = accounting(run)
     table = Table("", "issued", "consumed", "dropped", "live", "dropped by reason")

@@ -11,7 +11,7 @@ from rich.text import Text
 from laminar_py.cli.lines import console, say
 
 if TYPE_CHECKING:
-    from laminar_py.telemetry.summary import EvaluationFigures
+    from laminar_py.observe.telemetry.summary import EvaluationFigures
 
 
 def evaluate(
@@ -28,8 +28,8 @@ def evaluate(
     ] = False,
 ) -> None:
     """Evaluate a checkpoint or a model; everything it leaves is in runs/eval-<name>-<n>/."""
-    from laminar_py.orchestrator.eval_launch import EvalInterruptedError, EvalRequest
-    from laminar_py.orchestrator.eval_launch import evaluate as evaluate_source
+    from laminar_py.runtime.orchestrator.eval_launch import EvalInterruptedError, EvalRequest
+    from laminar_py.runtime.orchestrator.eval_launch import evaluate as evaluate_source
 
     request = EvalRequest(source=source, config=config, sets=sets or (), overrides=overrides or (), resume=resume)
     try:

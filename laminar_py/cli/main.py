@@ -4,62 +4,78 @@ Exit codes: 0 done; 1 a law is broken, the run failed, or the mistake is ours; 2
 error); 130 stopped by Ctrl-C with a checkpoint to go on from.
 """
 
+import importlib
 import inspect
 import sys
 import tempfile
 import traceback
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
 
 import typer
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
-from laminar_py.cli.audit import audit
-from laminar_py.cli.bench import bench
-from laminar_py.cli.calibrate import calibrate
-from laminar_py.cli.clean import clean
-from laminar_py.cli.dashboard import dashboard
-from laminar_py.cli.data import data
-from laminar_py.cli.doctor import doctor
-from laminar_py.cli.eval import evaluate
-from laminar_py.cli.launch import launch
-from laminar_py.cli.plan import plan
-from laminar_py.cli.relay import relay
-from laminar_py.cli.report import report
-from laminar_py.cli.reward import rescore, reward
-from laminar_py.cli.samples import samples
-from laminar_py.cli.scale import scale
-from laminar_py.cli.simulate import simulate
-from laminar_py.cli.train import export, train
 from laminar_py.config.section import ConfigError
 from laminar_py.records.visible import visible
 
-app = typer.Typer(
-    name="laminar",
-    help="Trajectory-level asynchronous RL post-training of language models.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=60")(train)
-app.command(epilog="Example: laminar launch experiments/launcher --dry-run")(launch)
-app.command(epilog="Example: laminar scale runs/quickstart-1 replicas=4")(scale)
-app.command(epilog="Example: laminar simulate configs/emulation/paper_7b.yaml repack.planner=none")(simulate)
-app.command(epilog="Example: laminar plan 7B --gpus 8x8xH100 --price 2.5 --write 7b.yaml")(plan)
-app.command(epilog="Example: laminar calibrate configs/quickstart.yaml --out profile.yaml")(calibrate)
-app.command(epilog="Example: laminar report runs/quickstart-1")(report)
-app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")(dashboard)
-app.command(epilog="Example: laminar data configs/quickstart.yaml")(data)
-app.command(epilog="Example: laminar samples runs/quickstart-1 --reward 0 --order longest")(samples)
-app.add_typer(audit, name="audit")
-app.add_typer(reward, name="reward")
-app.command(epilog="Example: laminar rescore runs/quickstart-1")(rescore)
-app.command(epilog="Example: laminar export runs/quickstart-1 out/quickstart --dtype bf16")(export)
-app.command("eval", epilog="Example: laminar eval runs/quickstart-1 eval.sets.heldout.samples=4")(evaluate)
-app.command(epilog="Example: laminar doctor experiments/math_long_cot/7b_8gpu.yaml")(doctor)
-app.command(epilog="Example: laminar clean --free")(clean)
-app.add_typer(bench, name="bench")
-app.add_typer(relay, name="relay")
+GROUP = "laminar_py.commands"  # entry points of installed packages, each a `typer.Typer`
+COMMANDS = {  # name: where its function or `typer.Typer` is, and an example for its help
+    "train": ("laminar_py.cli.train:train", "laminar train configs/quickstart.yaml seed=1 steps=60"),
+    "scale": ("laminar_py.cli.scale:scale", "laminar scale runs/quickstart-1 replicas=4"),
+    "report": ("laminar_py.cli.report:report", "laminar report runs/quickstart-1"),
+    "dashboard": ("laminar_py.cli.dashboard:dashboard", "laminar dashboard runs/quickstart-1 --port 8400"),
+    "data": ("laminar_py.cli.data:data", "laminar data configs/quickstart.yaml"),
+    "samples": (
+        "laminar_py.cli.samples:samples",
+        "laminar samples runs/quickstart-1 --reward 0 --order longest",
+    ),
+    "audit": ("laminar_py.cli.audit:audit", ""),
+    "reward": ("laminar_py.cli.reward:reward", ""),
+    "rescore": ("laminar_py.cli.reward:rescore", "laminar rescore runs/quickstart-1"),
+    "export": ("laminar_py.cli.train:export", "laminar export runs/quickstart-1 out/quickstart --dtype bf16"),
+    "eval": ("laminar_py.cli.eval:evaluate", "laminar eval runs/quickstart-1 eval.sets.heldout.samples=4"),
+    "doctor": ("laminar_py.cli.doctor:doctor", "laminar doctor experiments/math_long_cot/7b_8gpu.yaml"),
+    "clean": ("laminar_py.cli.clean:clean", "laminar clean --free"),
+    "relay": ("laminar_py.cli.relay:relay", ""),
+}
+
+
+class Commands(TyperGroup):
+    """Built-in commands and those of installed packages; a command is imported when it is called."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        """Names, the built-in ones first."""
+        return list(dict.fromkeys((*COMMANDS, *sorted(entry_points(group=GROUP).names))))
+
+    def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
+        """The command of a name. Raises `ConfigError` where its package cannot be imported."""
+        if cmd_name in COMMANDS:
+            module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+            return _built(cmd_name, getattr(importlib.import_module(module), attribute))
+        for point in entry_points(group=GROUP, name=cmd_name):
+            try:
+                return _built(cmd_name, point.load())
+            except ImportError as error:
+                package = point.module.partition(".")[0]
+                raise ConfigError(
+                    f"laminar {cmd_name}: {package} cannot be imported ({error}); install {package} again"
+                ) from error
+        return None
+
+
+def _built(name: str, target: object) -> TyperCommand | TyperGroup:
+    """Command line of a function or a `typer.Typer`."""
+    commands = target if isinstance(target, typer.Typer) else typer.Typer()
+    if commands is not target:
+        assert callable(target), f"{name} is a function or a Typer"
+        commands.command(name, epilog=f"Example: {COMMANDS[name][1]}")(target)
+    _set_help(commands)
+    command = typer.main.get_command(commands)
+    assert isinstance(command, TyperCommand | TyperGroup), "Typer makes these two"
+    command.name = name
+    return command
 
 
 def _set_help(commands: typer.Typer) -> None:
@@ -76,12 +92,19 @@ def _set_help(commands: typer.Typer) -> None:
             _set_help(group.typer_instance)
 
 
-_set_help(app)
+app = typer.Typer(
+    name="laminar", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+
+@app.callback()
+def laminar() -> None:
+    """Trajectory-level asynchronous RL post-training of language models."""
 
 
 def main() -> None:
     """Entry point: whatever ends a command becomes one line; exit code 2 for the user's faults, 1 for all else."""
-    from laminar_py.cluster.errors import RunFailedError, tell_unexpected
+    from laminar_py.runtime.cluster.errors import RunFailedError, tell_unexpected
 
     try:
         app()

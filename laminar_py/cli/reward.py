@@ -48,8 +48,8 @@ def try_samples(
     from laminar_py.config.loading import load_config
     from laminar_py.data.sources import other_fields, read_records, source_at
     from laminar_py.data.tokenizer import load_tokenizer
-    from laminar_py.preflight.inputs import prepare
     from laminar_py.reward.samples import Sample, SampleLine, make_sample
+    from laminar_py.runtime.preflight.inputs import prepare
 
     settings = load_config(config, overrides or [])
     if not samples.is_file():
@@ -81,8 +81,8 @@ def rescore(
     overrides: Overrides = None,
 ) -> None:
     """Compute every reward of a run again from its record, and list those that are not as recorded."""
-    from laminar_py.audit.rescoring import RecordedScore, recorded_scores
     from laminar_py.config.loading import load_config
+    from laminar_py.ledger.audit.rescoring import RecordedScore, recorded_scores
     from laminar_py.ledger.run_folder import RunFolder
 
     settings = load_config(RunFolder(run).config, overrides or [])
@@ -103,8 +103,8 @@ def rescore(
 
 def _checked(reward: "RewardConfig", requests: Iterable["ScoringRequest"]) -> Iterator["ScoringRequest"]:
     """Requests whose problems have what their reward needs; the first other one is a `ConfigError`."""
-    from laminar_py.preflight.rewards import check_problem
     from laminar_py.records.trajectory import Prompt
+    from laminar_py.runtime.preflight.rewards import check_problem
 
     for request in requests:
         place = request.trajectory_id
@@ -132,7 +132,7 @@ def _judge(
 ) -> None:
     """Have all scored and print what came out; exit code 1 where something failed or differs."""
     from laminar_py.cli.tally import ScoreTally
-    from laminar_py.preflight.rewards import check_answers, log_folder
+    from laminar_py.runtime.preflight.rewards import check_answers, log_folder
 
     check_answers(settings.reward)
     tally = ScoreTally()

@@ -26,12 +26,12 @@ from laminar_py.cli.filters import (
 )
 from laminar_py.cli.lines import console, say
 from laminar_py.config.section import ConfigError
+from laminar_py.observe.samples.records import Colour, SampleOrder
 from laminar_py.records.trajectory import Kind
-from laminar_py.samples.records import Colour, SampleOrder
 
 if TYPE_CHECKING:
-    from laminar_py.audit.queries import Filters
-    from laminar_py.samples.records import FullSample
+    from laminar_py.ledger.audit.queries import Filters
+    from laminar_py.observe.samples.records import FullSample
 
 _AT_ONCE = 8  # read by one look at the ledger
 
@@ -60,7 +60,7 @@ def samples(
 ) -> None:
     """Show what the model wrote: of the newest groups the best and the worst, or the trajectories that are named,
     or those that meet all conditions."""
-    from laminar_py.audit.queries import Filters
+    from laminar_py.ledger.audit.queries import Filters
 
     wanted = Filters(
         status=status,
@@ -89,8 +89,8 @@ def samples(
 
 def _find(run: Path, wanted: "Filters", order: SampleOrder | None, limit: int) -> list[str]:
     """Ids; where nothing is asked for, of contrasts of training, and of an evaluation where nothing trains."""
-    from laminar_py.audit.queries import Filters
-    from laminar_py.samples.reading import list_samples
+    from laminar_py.ledger.audit.queries import Filters
+    from laminar_py.observe.samples.reading import list_samples
 
     trained = Filters(kind=Kind.TRAIN)
     if wanted != Filters() or order:
@@ -103,7 +103,7 @@ def _find(run: Path, wanted: "Filters", order: SampleOrder | None, limit: int) -
 
 
 def _read(run: Path, ids: Sequence[str], model: Path | None) -> Iterator["FullSample"]:
-    from laminar_py.samples.reading import read_samples
+    from laminar_py.observe.samples.reading import read_samples
 
     for at in range(0, len(ids), _AT_ONCE):
         yield from read_samples(run, ids[at : at + _AT_ONCE], model=model)
@@ -115,7 +115,7 @@ def _write(found: Iterable["FullSample"]) -> None:
 
 
 def _print(found: Iterable["FullSample"], colour: Colour, *, whole: bool) -> None:
-    from laminar_py.samples.telling import tell_colours, tell_sample
+    from laminar_py.observe.samples.telling import tell_colours, tell_sample
 
     for place, sample in enumerate(found):
         if not place:
@@ -137,7 +137,7 @@ def print_lines(lines: Iterable[Text]) -> None:
 
 
 def _say_count(run: Path, wanted: "Filters", shown: int) -> None:
-    from laminar_py.audit.queries import count
+    from laminar_py.ledger.audit.queries import count
 
     total = count(run, wanted)
     if shown:

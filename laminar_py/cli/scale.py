@@ -57,7 +57,7 @@ def scale(
 
 def _await_answer(requests: "ScaleRequests", request: "ScaleRequest", folder: "RunFolder") -> "ScaleAnswer | None":
     """The controller's answer; None where it has ended without one. Raises `RunFailedError` if it gives none."""
-    from laminar_py.cluster.errors import RunFailedError
+    from laminar_py.runtime.cluster.errors import RunFailedError
 
     began = looked = time.monotonic()
     while (answer := requests.fetch(request)) is None:

@@ -18,7 +18,7 @@ from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
     from laminar_py.config.run import RunConfig
-    from laminar_py.telemetry.summary import (
+    from laminar_py.observe.telemetry.summary import (
         CheckpointFigures,
         EvaluationFigures,
         RelayFigures,
@@ -63,7 +63,7 @@ def train(
         raise ConfigError(f"--run={named}: names a run to go on with; add --resume, or leave it out")
     from laminar_py.ledger.run_folder import newest_run, run_at
     from laminar_py.ledger.scaling import fleet_on_record
-    from laminar_py.orchestrator.launch import RunInterruptedError, launch
+    from laminar_py.runtime.orchestrator.launch import RunInterruptedError, launch
 
     run = (newest_run(settings) if named is None else run_at(named)) if resume else None
     if run is not None:
@@ -127,7 +127,7 @@ def export(
     dtype: Annotated[ExportDtype | None, typer.Option(help="Of the weights; default: that of the model")] = None,
 ) -> None:
     """Write a plain Hugging Face folder of what a run has learned, also while it goes on."""
-    from laminar_py.orchestrator.exports import export as export_run
+    from laminar_py.runtime.orchestrator.exports import export as export_run
 
     exported = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype])
     say(f"{out}: {exported.checkpoint.name} of {source}")

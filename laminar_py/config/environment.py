@@ -113,11 +113,6 @@ ENVIRONMENTS = Registry(
     built_in={
         "agent": "laminar_py.environment.agents.kind:AGENT",
         CLASS: "laminar_py.environment.own_class:CLASS_KIND",
-        "gymnasium": "laminar_py.environment.gymnasium_kind:GYMNASIUM",
-        "openenv": "laminar_py.environment.openenv_kind:OPENENV",
-        "reasoning_gym": "laminar_py.environment.reasoning_gym_kind:REASONING_GYM",
-        "tools": "laminar_py.environment.tools.kind:TOOLS",
-        "trl": "laminar_py.environment.trl_kind:TRL",
     },
 )
 _read_section = named_section(EnvironmentConfig, key="kind", registry=ENVIRONMENTS)

@@ -185,7 +185,6 @@ REWARDS = Registry(
         "exact": "laminar_py.reward.text:EXACT",
         "format": "laminar_py.reward.text:FORMAT",
         "length": "laminar_py.reward.text:LENGTH",
-        "math": "laminar_py.reward.mathematics:MATH",
         "code": "laminar_py.reward.code:CODE",
         "environment": "laminar_py.reward.environment:ENVIRONMENT",
         "judge": "laminar_py.reward.judge:JUDGE",

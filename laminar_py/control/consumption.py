@@ -15,10 +15,10 @@ from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.staleness import StalenessBound
-from laminar_py.packing.balance import Bin
-from laminar_py.packing.buffer import Buffer, ReadyGroup
-from laminar_py.packing.stage import Packing, StagedGroups
-from laminar_py.packing.window import choose
+from laminar_py.learner.packing.balance import Bin
+from laminar_py.learner.packing.buffer import Buffer, ReadyGroup
+from laminar_py.learner.packing.stage import Packing, StagedGroups
+from laminar_py.learner.packing.window import choose
 from laminar_py.records.events import RefillStopped
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.spans import num_sampled, versions_of

@@ -16,8 +16,8 @@ from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
 from laminar_py.control.reports import Reports
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import LiveTrajectory, Recovered
+from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.records.trajectory import Kind, Status
-from laminar_py.segments.salvage import Salvaged
 
 
 def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> None:

@@ -13,11 +13,11 @@ from laminar_py.control.failing import Failing
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.losses import Losses
 from laminar_py.control.waiting import WaitingQueue
+from laminar_py.ledger.segments.salvage import Known, Salvaged
 from laminar_py.records.events import Cut, VersionLoaded
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.spans import clip_spans, num_turns
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Status
-from laminar_py.segments.salvage import Known, Salvaged
 
 REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
 

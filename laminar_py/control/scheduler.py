@@ -28,10 +28,10 @@ from laminar_py.control.reports import Reports
 from laminar_py.control.routing import Router
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import Recovered
+from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.protocols import Clock
 from laminar_py.records.trajectory import Prompt
-from laminar_py.segments.salvage import Salvaged
 
 
 class TrajectoryScheduler:

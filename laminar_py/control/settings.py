@@ -6,7 +6,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.book import ControlSettings
 from laminar_py.control.staleness import Admission, StalenessBound
-from laminar_py.packing.stage import Packing
+from laminar_py.learner.packing.stage import Packing
 
 COUNTERFACTUAL_SHARE = 8  # one in so many of what all replicas decode at a time
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
-from laminar_py.packing.packer import Packed, assign, step_terms
+from laminar_py.learner.packing.packer import Packed, assign, step_terms
 from laminar_py.records.events import AnyEvent, Stepped, StepSkipped
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow

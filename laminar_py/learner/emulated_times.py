@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 
 from laminar_py.config.emulated_profile import LearnerTimes
-from laminar_py.packing.balance import attention_share, sequence_cost
+from laminar_py.learner.packing.balance import attention_share, sequence_cost
 
 
 def emulated_step_s(times: LearnerTimes, lengths: Sequence[Sequence[int]], *, devices: int) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from laminar_py.packing.balance import attention_share, sequence_cost
+from laminar_py.learner.packing.balance import attention_share, sequence_cost
 
 # Dense bf16 FLOPS, half of the figure with sparsity that the data sheets print. NVIDIA, in TFLOPS with sparsity:
 # "A100 Tensor Core GPU" (624, SXM and PCIe), "H100 Tensor Core GPU" (1,979 SXM, 1,671 NVL; 1,513 PCIe in the sheet

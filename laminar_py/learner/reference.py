@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.model import ModelConfig
 from laminar_py.learner.model import load_reference, policy_logprobs
+from laminar_py.learner.packing.layout import PlacedResponse, lay_out
+from laminar_py.learner.packing.packer import Lazy, StepTerms, microbatch
 from laminar_py.learner.sharding import shard
-from laminar_py.packing.layout import PlacedResponse, lay_out
-from laminar_py.packing.packer import Lazy, StepTerms, microbatch
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS

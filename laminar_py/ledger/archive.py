@@ -22,13 +22,13 @@ import numpy.typing as npt
 from laminar_py.ledger.database import ARCHIVE_NAME, LedgerError, segments_path
 from laminar_py.ledger.pieces import PieceRow, StoredPiece, rebuilt, stored_pieces
 from laminar_py.ledger.rows import decode_event
+from laminar_py.ledger.segments.frames import describe
+from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.digests import file_digest
 from laminar_py.records.disk import sync
 from laminar_py.records.events import Archived
 from laminar_py.records.pieces import ColumnPiece
-from laminar_py.segments.frames import describe
-from laminar_py.segments.reader import PayloadReader
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -20,8 +20,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import LEDGER_NAME, LedgerError, is_copy, log_path, reading, write_copy
 from laminar_py.ledger.file_systems import network_kind
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.ledger.segments.local import link_local
 from laminar_py.records.disk import sync
-from laminar_py.segments.local import link_local
 
 
 def own_disk(folder: Path, disk: Path) -> Path | None:

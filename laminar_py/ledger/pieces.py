@@ -10,6 +10,9 @@ from itertools import islice
 
 import msgspec
 
+from laminar_py.ledger.segments.frames import AnyPiece, Buffer, arrays_of, describe, frame_digest, rebuild
+from laminar_py.ledger.segments.reader import ElsewhereError, PayloadReader
+from laminar_py.ledger.segments.writer import tokens_ref
 from laminar_py.records.columns import Dtype
 from laminar_py.records.pieces import (
     COUNTED,
@@ -21,9 +24,6 @@ from laminar_py.records.pieces import (
     TokensRef,
 )
 from laminar_py.records.spans import Span, clip_spans, decode_spans, encode_spans, replace_spans
-from laminar_py.segments.frames import AnyPiece, Buffer, arrays_of, describe, frame_digest, rebuild
-from laminar_py.segments.reader import ElsewhereError, PayloadReader
-from laminar_py.segments.writer import tokens_ref
 
 AT_ONCE = 256  # pieces that are read together
 NO_COLUMN = ""  # name of response tokens

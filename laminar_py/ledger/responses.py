@@ -14,11 +14,11 @@ from laminar_py.ledger.archive import archive_files, file_name, file_pieces, is_
 from laminar_py.ledger.database import LedgerError, segments_path
 from laminar_py.ledger.pieces import StoredPiece, column_values, piece_rows, split, stored_pieces
 from laminar_py.ledger.rows import TrajectoryRow
+from laminar_py.ledger.segments.payload import Payload, join
+from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.columns import TokenValues
 from laminar_py.records.pieces import PayloadLostError
 from laminar_py.records.spans import decode_spans, replace_spans
-from laminar_py.segments.payload import Payload, join
-from laminar_py.segments.reader import PayloadReader
 
 
 class Numbered(Protocol):

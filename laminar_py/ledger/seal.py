@@ -25,9 +25,9 @@ from laminar_py.ledger.database import (
     open_writer,
     segments_path,
 )
+from laminar_py.ledger.segments.folder import segments_in
 from laminar_py.records.digests import DIGEST_BYTES, file_digest
 from laminar_py.records.disk import sync, write_file
-from laminar_py.segments.folder import segments_in
 
 RECORD = (LEDGER_NAME, "config.yaml", "metrics.jsonl", "fleet.jsonl", "summary.json")
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import msgspec
 
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.columns import TokenValues
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError
 from laminar_py.records.scoring import PartialResponse, ScoringRequest, Unfinished, Unscored
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SegmentWriter
 
 
 class ScoredPayload:

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from laminar_py.ledger.segments.journal import Journal
+from laminar_py.ledger.segments.local import LEAST_FREE, make_folder
+from laminar_py.ledger.segments.payload import Payload
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
 from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment
-from laminar_py.segments.journal import Journal
-from laminar_py.segments.local import LEAST_FREE, make_folder
-from laminar_py.segments.payload import Payload
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
 SYNC_S = 5.0  # after so long what was written is on disk, for what a loss of power must not take
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.records.trajectory import Kind
 from tests.builders import make_evaluated
 from tests.ledger.runs import begin, issue, open_ledger, run_to, score

@@ -13,12 +13,14 @@ import struct
 
 import pytest
 
-from laminar_py.audit.verify import prove, verify
-from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.archive import archive_files
+from laminar_py.ledger.audit.verify import prove, verify
+from laminar_py.ledger.audit.violations import Rule, Violation
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.pieces import piece_rows
 from laminar_py.ledger.seal import seal_run
+from laminar_py.ledger.segments.folder import segments_in
+from laminar_py.ledger.segments.frames import frame_digest
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
     Assigned,
@@ -30,8 +32,6 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, Kind
-from laminar_py.segments.folder import segments_in
-from laminar_py.segments.frames import frame_digest
 from tests.builders import make_evaluated
 from tests.ledger.runs import (
     archive,
@@ -162,7 +162,7 @@ async def test_a_changed_byte_of_the_archive_is_a_finding_and_the_file_is_not_op
     def never(path, number=None):
         raise AssertionError(f"{path} was opened, which can end the process")
 
-    monkeypatch.setattr("laminar_py.audit.responses.file_pieces", never)
+    monkeypatch.setattr("laminar_py.ledger.audit.responses.file_pieces", never)
     flip(file, place % file.stat().st_size, 70)
     found = findings(tmp_path)
     assert any("was changed, so none of its 3 trajectories is read; restore it" in line for line in found), found

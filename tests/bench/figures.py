@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from laminar_py.bench.catalog import Catalog
-from laminar_py.bench.report import Row
-from laminar_py.cli.bench import BENCHMARKS
+from laminar_lab.bench.catalog import Catalog
+from laminar_lab.bench.report import Row
+from laminar_lab.commands.bench import BENCHMARKS
 
 
 def figures(

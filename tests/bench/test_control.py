@@ -1,7 +1,7 @@
 """The benchmark of the control plane in its smallest form: every figure comes, and the run was a real one."""
 
-from laminar_py.bench.control.measure import rows
-from laminar_py.cli.bench import BENCHMARKS
+from laminar_lab.bench.control.measure import rows
+from laminar_lab.commands.bench import BENCHMARKS
 
 NUM_REPLICAS = 8
 

@@ -5,8 +5,8 @@ import time
 import pytest
 from transformers import Qwen3Config
 
-from laminar_py.bench.engines.local import ResponseLengths, Traffic, rows
-from laminar_py.bench.engines.sglang import STREAMS, TOKENS, Crowd, client_round
+from laminar_lab.bench.engines.local import ResponseLengths, Traffic, rows
+from laminar_lab.bench.engines.sglang import STREAMS, TOKENS, Crowd, client_round
 
 TINY = Qwen3Config(
     vocab_size=32,

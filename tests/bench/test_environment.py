@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from laminar_py.bench.environment.measure import COMPUTED, LONG, SHORT, TurnTimes, rows
-from laminar_py.bench.environment.replica import PlayedTurn
+from laminar_lab.bench.environment.measure import COMPUTED, LONG, SHORT, TurnTimes, rows
+from laminar_lab.bench.environment.replica import PlayedTurn
 from tests.bench.figures import figures
 
 

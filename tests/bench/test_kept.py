@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from laminar_py.bench import kept as kept_module
-from laminar_py.bench.kept import KeptResults
-from laminar_py.bench.runs import call
+from laminar_lab.bench import kept as kept_module
+from laminar_lab.bench.kept import KeptResults
+from laminar_lab.bench.runs import call
 
 
 class Measurement:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.learner.packing import LLAMA
-from laminar_py.bench.learner import lora, mfu, speed
-from laminar_py.bench.learner.mfu import FULL, measure_steps
-from laminar_py.bench.learner.speed import StepBatches
+from laminar_lab.bench.learner import lora, mfu, speed
+from laminar_lab.bench.learner.mfu import FULL, measure_steps
+from laminar_lab.bench.learner.speed import StepBatches
 from tests.bench.figures import figures
 from tests.bench.test_engines import TINY
 

@@ -1,7 +1,7 @@
 """The benchmark of the packer in its smallest form: every figure comes, and those that no load changes hold."""
 
-from laminar_py.bench import packer
-from laminar_py.bench.packer import draw_lengths, make_trajectories, pack_here, quality
+from laminar_lab.bench import packer
+from laminar_lab.bench.packer import draw_lengths, make_trajectories, pack_here, quality
 from tests.bench.figures import figures
 
 

@@ -9,16 +9,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar_py.bench.plan import fleets, quickstart
-from laminar_py.bench.plan.cpu import LEARNER, REPLICA, CpuLog, CpuSpent, watching_cpu
-from laminar_py.bench.plan.facts import RunFacts, cores_left, modelled_s, sigma_of
-from laminar_py.bench.plan.fleets import FleetFigures
-from laminar_py.bench.plan.regret import MOST_PLACEMENTS, draw_case
-from laminar_py.bench.plan.settings import Compared
+from laminar_lab.bench.plan import fleets, quickstart
+from laminar_lab.bench.plan.cpu import LEARNER, REPLICA, CpuLog, CpuSpent, watching_cpu
+from laminar_lab.bench.plan.facts import RunFacts, cores_left, modelled_s, sigma_of
+from laminar_lab.bench.plan.fleets import FleetFigures
+from laminar_lab.bench.plan.regret import MOST_PLACEMENTS, draw_case
+from laminar_lab.bench.plan.settings import Compared
+from laminar_lab.plan.placements import placements
+from laminar_lab.simulate.run import check
 from laminar_py.config.emulated_profile import LearnerTimes, read_profile
 from laminar_py.config.loading import load_config
-from laminar_py.plan.placements import placements
-from laminar_py.simulate.run import check
 from tests.analytics.builders import make_fleet_row
 from tests.bench.figures import figures
 from tests.runs.runs import REPO

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.bench.catalog import SHARED_MEMORY
-from laminar_py.bench.relay import hop, steps
+from laminar_lab.bench.catalog import SHARED_MEMORY
+from laminar_lab.bench.relay import hop, steps
 from tests.bench.figures import figures
 from tests.bench.test_engines import TINY
 

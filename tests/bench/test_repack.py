@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar_py.bench import repacked_fleet
-from laminar_py.bench.repack import ramp_down, rows
+from laminar_lab.bench import repacked_fleet
+from laminar_lab.bench.repack import ramp_down, rows
 from laminar_py.config.emulated_profile import read_profile
 from tests.bench.figures import figures
 

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from laminar_py.bench.reward import mathematics, sandbox
-from laminar_py.bench.reward.answers import make_answers
-from laminar_py.bench.reward.programs import make_programs
+from laminar_lab.bench.reward import mathematics, sandbox
+from laminar_lab.bench.reward.answers import make_answers
+from laminar_lab.bench.reward.programs import make_programs
 from laminar_py.config.section import ConfigError
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier

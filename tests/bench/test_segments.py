@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from laminar_py.bench import segments
+from laminar_lab.bench import segments
 from tests.bench.figures import figures
 
 MEASUREMENTS = {"write": partial(segments.write_rows, num_bytes=2**16), "fetch": segments.fetch_rows}

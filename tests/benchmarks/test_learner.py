@@ -5,7 +5,7 @@ from functools import partial
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.learner import agreement, memory, packing
 from benchmarks.learner.packing import LLAMA
-from laminar_py.bench.learner.speed import StepBatches
+from laminar_lab.bench.learner.speed import StepBatches
 from tests.bench import figures as bench
 
 figures = partial(bench.figures, "learner", catalog=BENCHMARKS)

@@ -16,8 +16,8 @@ from benchmarks.__main__ import BENCHMARKS
 from benchmarks.relay import fanout, hosts, namespaces, sockets
 from benchmarks.relay.fleet import CpuWatch
 from benchmarks.relay.peers import SOURCE, here, http_side
-from laminar_py.bench.catalog import SHARED_MEMORY
-from laminar_py.bench.relay.tree import CHUNK_BYTES
+from laminar_lab.bench.catalog import SHARED_MEMORY
+from laminar_lab.bench.relay.tree import CHUNK_BYTES
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.store.digests import chunk_checksum
 from laminar_py.relay.wire.messages import CHECKSUM_BYTES

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.relay import namespaces
 from benchmarks.segments import hosts
-from laminar_py.bench.segments import PieceBatch
+from laminar_lab.bench.segments import PieceBatch
 from laminar_py.config.section import ConfigError
 
 

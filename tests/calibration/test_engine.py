@@ -2,14 +2,14 @@
 
 import pytest
 
-from laminar_py.calibration.engine import measure_engine, shapes_of
+from laminar_lab.calibration.engine import measure_engine, shapes_of
+from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.records.engine import SamplingParams
 from laminar_py.rollout.calibration import EngineBounds
-from laminar_py.simulate.virtual_loop import LoopClock, virtually
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.calibration.fit import TimedShape, fit
+from laminar_lab.calibration.fit import TimedShape, fit
 
 SHAPES = [(1, n, n * length) for n in (1, 8, 64) for length in (10, 400, 3000)]
 Share = st.floats(1e-6, 1.0) | st.just(0.0)

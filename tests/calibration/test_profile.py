@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from laminar_py.bench.models import write_model
-from laminar_py.calibration.fit import TimedShape, fit
-from laminar_py.calibration.learner import steps_of
-from laminar_py.calibration.profile import Calibration, calibrate, write
+from laminar_lab.bench.models import write_model
+from laminar_lab.calibration.fit import TimedShape, fit
+from laminar_lab.calibration.learner import steps_of
+from laminar_lab.calibration.profile import Calibration, calibrate, write
 from laminar_py.cli import app
 from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.loading import load_config, parse_config

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import benchmarks.__main__ as laboratory
-from laminar_py.bench.catalog import Benchmark, Measurement
-from laminar_py.bench.report import Report, Row
+from laminar_lab.bench.catalog import Benchmark, Measurement
+from laminar_lab.bench.report import Report, Row
+from laminar_lab.commands.bench import BENCHMARKS
 from laminar_py.cli import app
-from laminar_py.cli.bench import BENCHMARKS
 from laminar_py.config.section import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"

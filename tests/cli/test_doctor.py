@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_py.cli import app
-from laminar_py.preflight.doctor import Finding, examine
+from laminar_py.runtime.preflight.doctor import Finding, examine
 from laminar_py.sandbox.inside.seccomp import BY_MACHINE
 from laminar_py.sandbox.records import SandboxTier
 from tests.sandbox.machines import laminar_without_sandbox
@@ -20,7 +20,7 @@ REPO = Path(__file__).parents[2]
 def test_a_remedy_is_printed_with_its_brackets(monkeypatch):
     remedy = "pip install laminar-py[sglang]"
     monkeypatch.setattr(
-        "laminar_py.preflight.doctor.examine", lambda: [Finding("x", "[a]", good=False, remedy=remedy)]
+        "laminar_py.runtime.preflight.doctor.examine", lambda: [Finding("x", "[a]", good=False, remedy=remedy)]
     )
     told = CliRunner().invoke(app, ["doctor"]).stdout
     assert remedy in told

@@ -10,7 +10,7 @@ from laminar_py.cli import app
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import new_run
-from laminar_py.orchestrator import launch
+from laminar_py.runtime.orchestrator import launch
 
 SETTINGS = {
     "name": "mine",

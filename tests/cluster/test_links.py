@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.cluster.links import (
+from laminar_py.config.relay import RelayConfig
+from laminar_py.records.codec import decode
+from laminar_py.relay.planning.cost import Links
+from laminar_py.relay.planning.link import LinkSpeed
+from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.runtime.cluster.links import (
     ASSUMED,
     Pair,
     Told,
@@ -21,13 +26,8 @@ from laminar_py.cluster.links import (
     receive_to_measure,
     send_to_measure,
 )
-from laminar_py.cluster.placement import Needs, Placement
-from laminar_py.cluster.ray_cluster import nodes
-from laminar_py.config.relay import RelayConfig
-from laminar_py.records.codec import decode
-from laminar_py.relay.planning.cost import Links
-from laminar_py.relay.planning.link import LinkSpeed
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.runtime.cluster.placement import Needs, Placement
+from laminar_py.runtime.cluster.ray_cluster import nodes
 from tests.runs.fake_cluster import FakeCluster, joined
 
 INSIDE, OUTSIDE = LinkSpeed(1e9, 1e-4), LinkSpeed(1e8, 1e-3)
@@ -89,7 +89,8 @@ def test_an_end_of_a_probe_answers_why_it_failed():
     assert "ZMQError" in decode(Told, receive_to_measure("127.0.0.1", "9", "short", "key")).reason
     assert "ZMQError" in decode(Told, send_to_measure("127.0.0.1", "0", "short", "key")).reason
     code = (
-        "import resource; from laminar_py.records.codec import decode; from laminar_py.cluster import links\n"
+        "import resource; from laminar_py.records.codec import decode\n"
+        "from laminar_py.runtime.cluster import links\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
         "for end in links.send_to_measure, links.receive_to_measure:\n"
         "    print(decode(links.Told, end('127.0.0.1', '9', '', '')).reason)"
@@ -115,7 +116,7 @@ def placed(network="127.0.0"):
 
 async def test_hosts_that_nobody_described_are_measured(caplog):
     placement = placed()
-    caplog.set_level(logging.INFO, "laminar_py.cluster.links")
+    caplog.set_level(logging.INFO, "laminar_py.runtime.cluster.links")
     links = await find_links(AUTO, placement.plan.relays, ["r", "r", "s"], placement, KEYS)
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "measured from 127.0.0.1 to 127.0.0.2",
@@ -133,7 +134,7 @@ async def test_hosts_that_nobody_described_are_measured(caplog):
 )
 async def test_nothing_is_measured_where_nothing_depends_on_it(caplog, hosts):
     placement = placed()
-    caplog.set_level(logging.INFO, "laminar_py.cluster.links")
+    caplog.set_level(logging.INFO, "laminar_py.runtime.cluster.links")
     on = [placement.plan.relays[host] for host in hosts]
     links = await find_links(AUTO, on, [""] * len(on), placement, KEYS)
     assert (links.bytes_per_s, links.zone_bytes_per_s) == (ASSUMED.bytes_per_s, math.inf)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.cluster import memory
-from laminar_py.cluster.errors import PartDiedError, for_memory
-from laminar_py.cluster.memory import KernelKills, Kills, kernel_kills
-from laminar_py.cluster.placement import Place
 from laminar_py.records.codec import decode, encode
+from laminar_py.runtime.cluster import memory
+from laminar_py.runtime.cluster.errors import PartDiedError, for_memory
+from laminar_py.runtime.cluster.memory import KernelKills, Kills, kernel_kills
+from laminar_py.runtime.cluster.placement import Place
 
 PATIENCE_S = 60.0
 
@@ -139,9 +139,9 @@ GROUP = Path("/sys/fs/cgroup/memory/laminar-test")
 IN_GROUP = """
 import subprocess, sys
 from pathlib import Path
-from laminar_py.cluster.memory import kernel_kills
+from laminar_py.runtime.cluster.memory import kernel_kills
 from laminar_py.records.codec import decode
-from laminar_py.cluster.memory import Kills
+from laminar_py.runtime.cluster.memory import Kills
 (Path(sys.argv[1]) / "cgroup.procs").write_text("0")
 before = decode(Kills, kernel_kills())
 code = subprocess.run([sys.executable, "-c", "bytearray(1 << 30)"]).returncode

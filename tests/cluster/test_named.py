@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from laminar_py.cluster.named import NamedActor
-from laminar_py.cluster.part import Part, RayTaskError
-from laminar_py.cluster.ray_cluster import open_cluster
+from laminar_py.runtime.cluster.named import NamedActor
+from laminar_py.runtime.cluster.part import Part, RayTaskError
+from laminar_py.runtime.cluster.ray_cluster import open_cluster
 
 PATIENCE_S = 60.0
 

@@ -10,14 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.cluster import ray_thread
-from laminar_py.cluster.errors import PartBugError, PartDiedError, RunFailedError, UnwritableError, tell_unexpected
-from laminar_py.cluster.part import Part
-from laminar_py.cluster.ray_cluster import open_cluster
-from laminar_py.cluster.ray_thread import made, soon
 from laminar_py.config.section import ConfigError
 from laminar_py.records.protocols import RefusedError, StoreFullError
 from laminar_py.relay.store.version import NoRoomError
+from laminar_py.runtime.cluster import ray_thread
+from laminar_py.runtime.cluster.errors import (
+    PartBugError,
+    PartDiedError,
+    RunFailedError,
+    UnwritableError,
+    tell_unexpected,
+)
+from laminar_py.runtime.cluster.part import Part
+from laminar_py.runtime.cluster.ray_cluster import open_cluster
+from laminar_py.runtime.cluster.ray_thread import made, soon
 
 PATIENCE_S = 60.0
 BUG, DIED, USER = PartBugError, PartDiedError, ConfigError

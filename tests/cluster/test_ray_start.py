@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.cluster import ray_cluster
-from laminar_py.cluster.errors import RunFailedError
-from laminar_py.cluster.ray_cluster import _patient_on_loopback, open_cluster
+from laminar_py.runtime.cluster import ray_cluster
+from laminar_py.runtime.cluster.errors import RunFailedError
+from laminar_py.runtime.cluster.ray_cluster import _patient_on_loopback, open_cluster
 
 SERVICES = ray_cluster.ray._private.services
 
@@ -45,7 +45,7 @@ def test_a_node_that_registers_late_is_waited_for(monkeypatch):
 TAKEN = """
 import os
 {first}
-from laminar_py.cluster import use_token_of_cluster
+from laminar_py.runtime.cluster import use_token_of_cluster
 use_token_of_cluster()
 print(os.environ.get("RAY_AUTH_TOKEN", "that of the file"))
 """

@@ -14,6 +14,8 @@ from laminar_py.control.credit import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages
+from laminar_py.ledger.segments.salvage import Salvaged
+from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.columns import Dtype
 from laminar_py.records.engine import EngineStatus, SamplingParams
@@ -22,8 +24,6 @@ from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Break, DropReason, FinishReason
-from laminar_py.segments.salvage import Salvaged
-from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.builders import make_prompt, make_ref
 
 REFERENCE = "reference-0-1-0.1"  # segment of the reference model's columns

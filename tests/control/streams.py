@@ -2,16 +2,16 @@
 
 import numpy as np
 
+from laminar_py.ledger.segments.journal import Journal
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.salvage import Salvage, SalvageRequest, salvage
+from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import Delta, EngineStatus
 from laminar_py.records.replica import Assignment, ReplicaReport
 from laminar_py.records.spans import Span, merge_spans
 from laminar_py.records.trajectory import Break, FinishReason
 from laminar_py.rollout.running import begin
-from laminar_py.segments.journal import Journal
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.salvage import Salvage, SalvageRequest, salvage
-from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.builders import make_experts, make_mask
 from tests.control.fleet import Fleet
 

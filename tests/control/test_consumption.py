@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from laminar_py.config.staleness import StalePolicy
 from laminar_py.control import consumption as consumption_module
-from laminar_py.orchestrator.trainer import uncut
-from laminar_py.packing.stage import Packing
+from laminar_py.learner.packing.stage import Packing
 from laminar_py.records.events import Consumed, Dropped
 from laminar_py.records.trajectory import DropReason
+from laminar_py.runtime.orchestrator.trainer import uncut
 from tests.control.fleet import Fleet, settle
 from tests.control.test_scheduler import assert_law_one
 

@@ -5,8 +5,8 @@ import pytest
 from laminar_py.config.loading import load_config
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.steps import pack_step
-from laminar_py.packing.buffer import ReadyGroup
-from laminar_py.packing.packer import Packed, fit, make_entry
+from laminar_py.learner.packing.buffer import ReadyGroup
+from laminar_py.learner.packing.packer import Packed, fit, make_entry
 from tests.builders import make_finished, make_trajectory
 from tests.runs.runs import REPO
 

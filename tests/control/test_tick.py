@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.control.tick import Tick
-from laminar_py.simulate.virtual_loop import virtually
 
 EVERY_S = 0.02
 

@@ -6,15 +6,15 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from laminar_py.cluster.placement import Needs
 from laminar_py.config.cluster import Device
 from laminar_py.config.engine import BACKENDS, Backend, EngineConfig
 from laminar_py.config.loading import load_config, parse_config
 from laminar_py.config.section import ConfigError
-from laminar_py.preflight.inputs import check_engine
-from laminar_py.preflight.survey import Sight, look
 from laminar_py.records.codec import decode
-from laminar_py.workers.processes.replica import _telling_bugs
+from laminar_py.runtime.cluster.placement import Needs
+from laminar_py.runtime.preflight.inputs import check_engine
+from laminar_py.runtime.preflight.survey import Sight, look
+from laminar_py.runtime.workers.processes.replica import _telling_bugs
 from tests.runs.runs import REPO
 
 MINIMAL = {

@@ -8,13 +8,13 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
+from laminar_contrib.environments.gymnasium_kind import open_gymnasium
+from laminar_contrib.environments.reasoning_gym_tasks import EVALUATING, REFUSED
 from laminar_py.config.data import DataConfig
 from laminar_py.config.environment import ENVIRONMENTS, AnyEnvironmentConfig, EnvironmentConfig
 from laminar_py.config.reward import RewardConfig
-from laminar_py.environment.gymnasium_kind import open_gymnasium
 from laminar_py.environment.own_class import open_class
 from laminar_py.environment.protocol import Problem
-from laminar_py.environment.reasoning_gym_tasks import EVALUATING, REFUSED
 from tests.environment.text_story import TextStory
 from tests.environment.turns import HOME
 from tests.runs.runs import REPO
@@ -77,7 +77,7 @@ def test_the_configs_are_read(config):
 
 
 def test_every_kind_that_is_built_in_has_its_config():
-    assert {config["environment"]["kind"] for config in CONFIGS} == set(ENVIRONMENTS.built_in)
+    assert {config["environment"]["kind"] for config in CONFIGS} == set(ENVIRONMENTS.names())
 
 
 @pytest.mark.parametrize("place", [0, 1])

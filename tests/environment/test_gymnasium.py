@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from laminar_contrib.environments.gymnasium_kind import GymnasiumEnvironment, marked, open_gymnasium, written
 from laminar_py.config.environment import ENVIRONMENTS
 from laminar_py.config.section import ConfigError
-from laminar_py.environment.gymnasium_kind import GymnasiumEnvironment, marked, open_gymnasium, written
 from laminar_py.environment.protocol import End, Observation, Problem
 from tests.environment.text_story import TextStory
 from tests.environment.turns import HOME

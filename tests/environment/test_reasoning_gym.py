@@ -13,20 +13,20 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from laminar_contrib.environments.reasoning_gym_data import problems
+from laminar_contrib.environments.reasoning_gym_kind import ReasoningGymEnvironment, open_reasoning_gym
+from laminar_contrib.environments.reasoning_gym_tasks import EVALUATING, REFUSED
 from laminar_py.config.environment import ENVIRONMENTS
 from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import OWN_FIELDS
 from laminar_py.environment.protocol import End, Observation, Problem
-from laminar_py.environment.reasoning_gym_data import problems
-from laminar_py.environment.reasoning_gym_kind import ReasoningGymEnvironment, open_reasoning_gym
-from laminar_py.environment.reasoning_gym_tasks import EVALUATING, REFUSED
 from tests.environment.text_story import TextStory
 from tests.environment.turns import HOME
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"
 )
-SCRIPT = "laminar_py.environment.reasoning_gym_data"
+SCRIPT = "laminar_contrib.environments.reasoning_gym_data"
 
 
 def problem_of(row):
@@ -223,7 +223,7 @@ def test_the_script_writes_problems_of_this_projects_form(tmp_path):
     ],
 )
 def test_a_mistake_at_the_script_is_one_line_and_no_file(tmp_path, given, words):
-    from laminar_py.environment.reasoning_gym_data import main
+    from laminar_contrib.environments.reasoning_gym_data import main
 
     with pytest.raises(SystemExit, match=words) as caught:
         main([*given, "--size", "2", "--out", str(tmp_path / "out.jsonl")])

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from laminar_contrib.environments.trl_kind import TrlEnvironment, TrlTurns, argument_texts, open_trl
 from laminar_py.config.environment import ENVIRONMENTS
 from laminar_py.config.section import ConfigError
 from laminar_py.config.user_file import load_from_file
 from laminar_py.data.tiny_model import tiny_model
 from laminar_py.environment.protocol import End, Observation, Problem, Role
-from laminar_py.environment.tools.settings import CallFamily
-from laminar_py.environment.trl_kind import TrlEnvironment, TrlTurns, argument_texts, open_trl
+from laminar_py.environment.tool_calls import CallFamily
 from laminar_py.records.trajectory import DropReason
 from tests.environment.text_story import TextStory
 from tests.environment.tools.conftest import turn

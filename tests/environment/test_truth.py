@@ -16,8 +16,10 @@ from laminar_py.config.algorithm import Aggregation
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.model import policy_logprobs
-from laminar_py.packing.packer import Packed
-from laminar_py.packing.packer import pack as pack_step
+from laminar_py.learner.packing.packer import Packed
+from laminar_py.learner.packing.packer import pack as pack_step
+from laminar_py.ledger.segments.completion import complete_one
+from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.finished import FinishedTrajectory
@@ -27,8 +29,6 @@ from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.records.tree import is_tree
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
-from laminar_py.segments.completion import complete_one
-from laminar_py.segments.reader import PayloadReader
 from tests.environment.turns import Chatter, Wanderer, greedy_tokenizer, make_host, problem
 from tests.learner.builders import make_learner, make_model_folder
 from tests.rollout.folders import Folders

@@ -10,14 +10,14 @@ from contextlib import nullcontext
 
 import pytest
 
-from laminar_py.cluster.placement import Needs, Node, make_plan
 from laminar_py.config.loading import load_config
-from laminar_py.hardware.model_shape import read_shape
-from laminar_py.preflight import doctor, survey
-from laminar_py.preflight.doctor import fit
-from laminar_py.preflight.inputs import version_bytes
-from laminar_py.preflight.memory import gpu_memory, memory_faults
 from laminar_py.relay.planning.cost import versions_at_peak
+from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
+from laminar_py.runtime.preflight import doctor, survey
+from laminar_py.runtime.preflight.doctor import fit
+from laminar_py.runtime.preflight.inputs import version_bytes
+from laminar_py.runtime.preflight.memory import gpu_memory, memory_faults
+from laminar_py.runtime.preflight.model_shape import read_shape
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO
 

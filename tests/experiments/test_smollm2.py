@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from laminar_contrib.mathematics.verify import MathOutcome, verify
 from laminar_py.config.loading import load_config
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.prompts import read_prompts
@@ -21,7 +22,6 @@ from laminar_py.data.sources import source_at
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.records.engine import GenerateRequest, SamplingParams
-from laminar_py.reward.verifiers.math.verify import MathOutcome, verify
 
 FOLDER = Path(__file__).parents[2] / "experiments/smollm2"
 CONFIG = load_config(FOLDER / "smollm2.yaml", [])

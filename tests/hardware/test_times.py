@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.plan.known_models import KNOWN_MODELS, model_named
+from laminar_lab.plan.times import engine_times, kv_tokens, learner_times, weights_bytes
 from laminar_py.config.emulated_profile import read_profile
-from laminar_py.hardware.gpus import gpu_named
-from laminar_py.hardware.known_models import KNOWN_MODELS, model_named
-from laminar_py.hardware.times import engine_times, kv_tokens, learner_times, weights_bytes
+from laminar_py.runtime.preflight.gpus import gpu_named
 from tests.runs.runs import REPO
 
 TABLE = [("7B", 1, 927_000), ("32B", 2, 272_000), ("32B", 4, 794_000), ("72B", 4, 391_000), ("72B", 8, 1_230_000)]

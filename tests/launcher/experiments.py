@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from laminar_py.launcher.experiment import read_experiment
+from laminar_lab.launcher.experiment import read_experiment
 from tests.runs.runs import ALONE, REPO, SMALL
 
 LAUNCH = [sys.executable, "-P", "-m", "laminar_py.cli", "launch"]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.launcher.backlog import Backlog
+from laminar_lab.launcher.backlog import Backlog
 from tests.launcher.experiments import make_experiment
 
 

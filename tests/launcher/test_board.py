@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from laminar_py.launcher.board import Board, standing_table
-from laminar_py.launcher.forecast import deal, experiment_left, known_paces, seconds_left, tell_duration
-from laminar_py.launcher.standing import RunState, Standing, read_standing
+from laminar_lab.launcher.board import Board, standing_table
+from laminar_lab.launcher.forecast import deal, experiment_left, known_paces, seconds_left, tell_duration
+from laminar_lab.launcher.standing import RunState, Standing, read_standing
 from tests.analytics.builders import make_step_row
 from tests.launcher.experiments import make_experiment
 from tests.launcher.test_queue import write_summary

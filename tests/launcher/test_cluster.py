@@ -7,17 +7,17 @@ import time
 
 from typer.testing import CliRunner
 
+from laminar_lab.commands.launch import _work
+from laminar_lab.launcher import queue
+from laminar_lab.launcher.board import Board
+from laminar_lab.launcher.places import make_slots
+from laminar_lab.launcher.room import has_room
+from laminar_lab.launcher.standing import RunState, read_standings
 from laminar_py.cli import app
-from laminar_py.cli.launch import _work
-from laminar_py.cluster.ray_cluster import all_placed, ray
-from laminar_py.launcher import queue
-from laminar_py.launcher.board import Board
-from laminar_py.launcher.places import make_slots
-from laminar_py.launcher.room import has_room
-from laminar_py.launcher.standing import RunState, read_standings
 from laminar_py.ledger.database import open_writer
 from laminar_py.ledger.run_folder import new_run
-from laminar_py.telemetry.fleet import note_placed
+from laminar_py.observe.telemetry.fleet import note_placed
+from laminar_py.runtime.cluster.ray_cluster import all_placed, ray
 from tests.launcher.experiments import make_experiment, program, small_settings, start_launcher
 from tests.launcher.test_queue import COUNT, FINISH, write_summary
 from tests.runs.fake_cluster import FakeCluster, joined
@@ -27,7 +27,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 import ray
-from laminar_py.cluster.ray_cluster import nodes, open_cluster
+from laminar_py.runtime.cluster.ray_cluster import nodes, open_cluster
 from laminar_py.ledger.run_folder import RunFolder
 class Idle:
     pass

@@ -15,13 +15,13 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from laminar_py.analytics.measure.seeds import tell_mean
-from laminar_py.audit.verify import verify
+from laminar_lab.launcher.experiment import read_experiment
+from laminar_lab.launcher.page import make_page, write_page
+from laminar_lab.launcher.standing import RunState, read_standings
 from laminar_py.cli import app
-from laminar_py.launcher.experiment import read_experiment
-from laminar_py.launcher.page import make_page, write_page
-from laminar_py.launcher.standing import RunState, read_standings
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.run_folder import new_run
+from laminar_py.observe.analytics.measure.seeds import tell_mean
 from tests.analytics.builders import make_step_row
 from tests.analytics.show.browser import browsing, needs_browser
 from tests.launcher.experiments import (

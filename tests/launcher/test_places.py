@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from laminar_py.analytics.measure.quality import count_devices
-from laminar_py.cluster.placement import Needs, Node, make_plan
+from laminar_lab.launcher.places import busy_gpus, make_slots
 from laminar_py.config.section import ConfigError
-from laminar_py.launcher.places import busy_gpus, make_slots
 from laminar_py.ledger.run_folder import new_run
+from laminar_py.observe.analytics.measure.quality import count_devices
+from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
 from tests.launcher.experiments import make_experiment
 
 GPUS = {"set": {"cluster.learner_device": "cuda", "learner.world_size": 8}}

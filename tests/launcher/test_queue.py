@@ -14,14 +14,14 @@ import psutil
 import pytest
 from rich.console import Console
 
+from laminar_lab.launcher import begun, queue
+from laminar_lab.launcher.begun import held_gpus
+from laminar_lab.launcher.board import Board
+from laminar_lab.launcher.places import Slot
+from laminar_lab.launcher.process import RunProcess
+from laminar_lab.launcher.queue import Queue, python
+from laminar_lab.launcher.standing import RunState, last_words, read_standing
 from laminar_py.config.loading import load_config
-from laminar_py.launcher import begun, queue
-from laminar_py.launcher.begun import held_gpus
-from laminar_py.launcher.board import Board
-from laminar_py.launcher.places import Slot
-from laminar_py.launcher.process import RunProcess
-from laminar_py.launcher.queue import Queue, python
-from laminar_py.launcher.standing import RunState, last_words, read_standing
 from laminar_py.ledger.run_folder import new_run
 from tests.launcher.experiments import BASE, make_experiment, program
 
@@ -411,7 +411,7 @@ async def test_a_run_that_a_signal_ended_in_its_first_moments_has_not_failed(tmp
 
 def test_a_guarded_process_gets_a_signal_when_its_parent_is_killed(tmp_path):
     child = program(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(600)")
-    command = [*python("laminar_py.launcher.guard"), "PARENT", *child, "config"]
+    command = [*python("laminar_lab.launcher.guard"), "PARENT", *child, "config"]
     own = f"command = {command}; command[command.index('PARENT')] = str(os.getpid())"
     start = f"import os, subprocess; {own}; subprocess.run(command)"
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True) as parent:

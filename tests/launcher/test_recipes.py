@@ -11,8 +11,8 @@ import pytest
 import typer
 import yaml
 
+from laminar_lab.launcher.experiment import ExperimentSettings, read_experiment
 from laminar_py.cli import app
-from laminar_py.launcher.experiment import ExperimentSettings, read_experiment
 from tests.launcher.test_launch import wait_until
 from tests.runs.runs import REPO
 
@@ -39,7 +39,7 @@ def test_every_laminar_command_can_be_called_like_that(path):
     assert commands
     group = typer.main.get_command(app)
     for _, name, *arguments in commands:
-        group.commands[name].make_context(name, arguments)  # raises for what it does not know
+        group.get_command(None, name).make_context(name, arguments)  # raises for what it does not know
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from laminar_py.cluster.errors import unwritable
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.marker import MARKER, read_marker
+from laminar_py.runtime.cluster.errors import unwritable
 from tests.learner.builders import full_parameters, make_learner, make_model_folder, make_sequences, pack
 from tests.learner.ranks import FORKSERVER, prepared
 

@@ -6,11 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from laminar_py.ledger.segments.completion import complete_all
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TOKEN_REWARDS, token_values
 from laminar_py.records.spans import Span
-from laminar_py.segments.completion import complete_all
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SEGMENT, SegmentWriter
 from tests.builders import make_experts, make_mask, make_trajectory
 from tests.stored import assert_alike, store, store_all
 

@@ -11,12 +11,12 @@ from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.config.model import ModelConfig
 from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.packing.balance import fit, make_entry
+from laminar_py.learner.packing.packer import Packed, assign, step_terms
+from laminar_py.learner.packing.packer import pack as pack_step
 from laminar_py.learner.ranks import Ranks
 from laminar_py.learner.step import Learner
 from laminar_py.learner.terms import estimate_partition
-from laminar_py.packing.balance import fit, make_entry
-from laminar_py.packing.packer import Packed, assign, step_terms
-from laminar_py.packing.packer import pack as pack_step
 from tests.builders import make_trajectory
 from tests.learner.builders import (
     LENGTHS,

@@ -7,14 +7,14 @@ from msgspec.structs import replace
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.config.loading import load_config
 from laminar_py.learner.distributed import leave_group
+from laminar_py.learner.packing.packer import Packed, pack
 from laminar_py.learner.step import Learner
-from laminar_py.packing.packer import Packed, pack
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
 from laminar_py.records.codec import decode, encode
 from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SEGMENT, SegmentWriter
-from laminar_py.workers.processes.learner_part import LearnerPart
-from laminar_py.workers.specs import FetchRequest, LearnerSpec, StepOutcome, StepRequest
+from laminar_py.runtime.workers.processes.learner_part import LearnerPart
+from laminar_py.runtime.workers.specs import FetchRequest, LearnerSpec, StepOutcome, StepRequest
 from tests.builders import make_trajectory
 from tests.learner.builders import full_parameters
 from tests.runs.runs import REPO

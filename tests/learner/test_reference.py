@@ -6,9 +6,9 @@ from msgspec.structs import replace
 
 from laminar_py.config.algorithm import AlgorithmConfig, Divergence, ReferencePass
 from laminar_py.learner.distributed import join_group, leave_group
+from laminar_py.learner.packing.balance import fit, make_entry
+from laminar_py.learner.packing.packer import assign, step_terms
 from laminar_py.learner.reference import ReferenceModel
-from laminar_py.packing.balance import fit, make_entry
-from laminar_py.packing.packer import assign, step_terms
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.recordings import SamplingMask
 from tests.builders import make_trajectory

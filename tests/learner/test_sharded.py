@@ -14,9 +14,9 @@ from laminar_py.config.algorithm import AlgorithmConfig, Objective
 from laminar_py.config.learner import Recompute
 from laminar_py.config.model import ModelConfig
 from laminar_py.learner.distributed import join_group, leave_group
+from laminar_py.learner.packing.balance import fit, make_entry
+from laminar_py.learner.packing.packer import Packed, assign, step_terms
 from laminar_py.learner.sharding import shard
-from laminar_py.packing.balance import fit, make_entry
-from laminar_py.packing.packer import Packed, assign, step_terms
 from tests.builders import make_trajectory
 from tests.learner.builders import (
     SETTINGS,

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_py.bench.ledger.measure import archive_here
+from laminar_lab.bench.ledger.measure import archive_here
 from laminar_py.ledger.archive import ArchiveAnswer, ArchiveRequest, archive_pieces, file_name
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import rollback_events
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import read_rows
+from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.digests import response_digest
 from laminar_py.records.events import (
@@ -33,7 +34,6 @@ from laminar_py.records.pieces import ColumnPiece, ColumnRef, Piece
 from laminar_py.records.recordings import pack_experts, pack_mask
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason, Kind
-from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.builders import make_experts, make_mask, make_prompt
 
 

@@ -6,21 +6,21 @@ import os
 import numpy as np
 import pytest
 
-from laminar_py.audit.export import export
-from laminar_py.audit.story import story, tell_story
-from laminar_py.audit.verify import verify
 from laminar_py.ledger import archive
 from laminar_py.ledger.archive import archive_files, file_pieces
+from laminar_py.ledger.audit.export import export
+from laminar_py.ledger.audit.story import story, tell_story
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, LedgerError, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import read_rows
+from laminar_py.ledger.segments.folder import segments_in
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Assigned, Dropped, Restamped
 from laminar_py.records.recordings import SamplingMask, pack_mask
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
-from laminar_py.segments.folder import segments_in
 from tests.builders import make_experts
 from tests.ledger.runs import archive as move_to_archive
 from tests.ledger.runs import (
@@ -200,7 +200,11 @@ USES = {
 async def test_a_changed_file_of_the_archive_is_refused_in_one_line_and_not_opened(tmp_path, monkeypatch, use):
     file = await archived_run(tmp_path)
     use(tmp_path)
-    for name in ("laminar_py.ledger.responses", "laminar_py.audit.stored", "laminar_py.audit.responses"):
+    for name in (
+        "laminar_py.ledger.responses",
+        "laminar_py.ledger.audit.stored",
+        "laminar_py.ledger.audit.responses",
+    ):
         monkeypatch.setattr(f"{name}.file_pieces", lambda *_: pytest.fail("opened, which can end the process"))
     whole = file.read_bytes()
     file.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])

@@ -6,8 +6,8 @@ import subprocess
 import sys
 import time
 
-from laminar_py.audit.queries import accounting
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.queries import accounting
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, log_path, reading, write_copy
 from laminar_py.ledger.live import settle
 from laminar_py.ledger.run_folder import RunFolder

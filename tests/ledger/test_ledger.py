@@ -7,12 +7,13 @@ import time
 import numpy as np
 import pytest
 
-from laminar_py.audit.queries import accounting
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.queries import accounting
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, open_writer, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.machine import IllegalEventError, Machine
 from laminar_py.ledger.pieces import piece_rows, stored_pieces
+from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.events import (
     Assigned,
     Consumed,
@@ -31,7 +32,6 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
-from laminar_py.segments.reader import PayloadReader
 from tests.builders import make_experts
 from tests.ledger.runs import Ticks, begin, consume, finish, issue, make_ready, open_ledger, run_to, store
 

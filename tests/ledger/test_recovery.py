@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from laminar_py.audit.queries import accounting
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.queries import accounting
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, segments_path
 from laminar_py.ledger.recovery import recover
+from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
     Dropped,
@@ -25,7 +26,6 @@ from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, Kind, Status
 from laminar_py.records.weights import Published
-from laminar_py.segments.reader import PayloadReader
 from tests.builders import make_experts, make_mask
 from tests.ledger.runs import (
     begin,

@@ -5,14 +5,14 @@ import contextlib
 import random
 from contextlib import asynccontextmanager, contextmanager
 
-from laminar_py.link.hub import ReplicaHub
-from laminar_py.link.messages import Down, Up
-from laminar_py.link.replica_link import ReplicaLink
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import EngineStatus
 from laminar_py.records.replica import ReplicaReport, Survey
 from laminar_py.relay.wire.post import Peer, Post, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.runtime.link.hub import ReplicaHub
+from laminar_py.runtime.link.messages import Down, Up
+from laminar_py.runtime.link.replica_link import ReplicaLink
 
 KEYS = RelayKeys.generate()
 LOOPBACK = "127.0.0.1"

@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from laminar_py.link import hub as hub_module
-from laminar_py.link import replica_link
-from laminar_py.link.messages import CallOff, Submit
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
+from laminar_py.runtime.link import hub as hub_module
+from laminar_py.runtime.link import replica_link
+from laminar_py.runtime.link.messages import CallOff, Submit
 from tests.link.ends import Commands, linked, make_report, proxied, serving
 
 NUM_REPLICAS, NUM_REPORTS, NUM_ORDERS, NUM_FAULTS = 3, 60, 60, 25

@@ -5,11 +5,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from laminar_py.link import hub as hub_module
-from laminar_py.link.messages import Abort, Follow, Reply, Up
 from laminar_py.records.replica import Survey
 from laminar_py.relay.wire import post as post_module
 from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.runtime.link import hub as hub_module
+from laminar_py.runtime.link.messages import Abort, Follow, Reply, Up
 from tests.link.ends import KEYS, Commands, by_hand, linked, make_report, serving
 
 A, B = "replica-0-1-0", "replica-1-1-1"

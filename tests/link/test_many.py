@@ -6,10 +6,10 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager
 
-from laminar_py.link.messages import CallOff, Up
-from laminar_py.link.replica_link import ReplicaLink
 from laminar_py.records.codec import encode
 from laminar_py.relay.wire.post import Peer, peer_wire
+from laminar_py.runtime.link.messages import CallOff, Up
+from laminar_py.runtime.link.replica_link import ReplicaLink
 from tests.link.ends import KEYS, Commands, by_hand, make_report, serving
 
 MANY = 1000

@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar_py.link import replica_link
-from laminar_py.link.messages import Abort, CallOff, Down, Expect, Follow, GiveUp, Look, Stop, Submit, Up
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
 from laminar_py.relay.wire.post import Post
+from laminar_py.runtime.link import replica_link
+from laminar_py.runtime.link.messages import Abort, CallOff, Down, Expect, Follow, GiveUp, Look, Stop, Submit, Up
 from tests.link.ends import KEYS, LOOPBACK, PATIENCE_S, Commands, linked, make_report, serving
 
 A = "replica-0-1-0"

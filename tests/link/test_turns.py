@@ -9,12 +9,12 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from laminar_py.link import turns
-from laminar_py.link.turns import AskedTurn, PartsFrame, TurnReceiver, TurnSender
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import Peer, Post, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys, SocketError
+from laminar_py.runtime.link import turns
+from laminar_py.runtime.link.turns import AskedTurn, PartsFrame, TurnReceiver, TurnSender
 from tests.environment.turns import problem
 
 KEYS = RelayKeys.generate()

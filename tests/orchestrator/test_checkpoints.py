@@ -16,18 +16,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from laminar_py.audit.verify import verify
-from laminar_py.cluster.errors import PartDiedError
 from laminar_py.config.loading import load_config
 from laminar_py.learner.marker import MARKER, Architecture, complete
 from laminar_py.ledger.archive import archive_files, file_pieces
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
-from laminar_py.orchestrator.launch import tell_fallback
+from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.events import RolledBack, Undone
-from laminar_py.segments.reader import PayloadReader
+from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
+from laminar_py.runtime.orchestrator.launch import tell_fallback
 from tests.control.fleet import settle
 from tests.ledger.runs import Ticks, archive, begin, checkpoint, consume, make_ready, open_ledger
 from tests.ledger.syncs import CALLS, without_sync

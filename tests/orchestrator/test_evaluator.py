@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.evaluations import OpenPass
-from laminar_py.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.observe.telemetry.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.evaluations import pass_number, set_of
 from laminar_py.records.trajectory import Kind
-from laminar_py.telemetry.stats import Stats, Totals
+from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
 from tests.builders import make_evaluated, make_prompt
 from tests.control.fleet import Fleet, settle
 from tests.runs.runs import REPO

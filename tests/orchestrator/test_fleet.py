@@ -6,8 +6,8 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.scaling import scaled
 from laminar_py.control.moves import Round
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.orchestrator import fleet as fleet_module
-from laminar_py.orchestrator.fleet import ElasticFleet
+from laminar_py.runtime.orchestrator import fleet as fleet_module
+from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from tests.control.fleet import Fleet
 from tests.runs.runs import REPO
 from tests.workers.fakes import make_incarnation

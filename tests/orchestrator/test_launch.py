@@ -8,11 +8,11 @@ from contextlib import ExitStack, closing
 import pytest
 from rich.console import Console
 
-from laminar_py.cluster.errors import PartBugError, RunFailedError, UnwritableError
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.orchestrator import launch
+from laminar_py.runtime.cluster.errors import PartBugError, RunFailedError, UnwritableError
+from laminar_py.runtime.orchestrator import launch
 from tests.runs.runs import REPO
 
 

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 
 from laminar_py.config.loading import load_config
-from laminar_py.orchestrator import scoring as scoring_module
-from laminar_py.orchestrator.evaluator import Evaluator, Moment
-from laminar_py.orchestrator.scoring import Scoring
+from laminar_py.observe.telemetry.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Dropped
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind
-from laminar_py.telemetry.stats import Stats, Totals
+from laminar_py.runtime.orchestrator import scoring as scoring_module
+from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.runtime.orchestrator.scoring import Scoring
 from tests.builders import make_prompt
 from tests.control.fleet import Fleet
 from tests.runs.runs import REPO

@@ -8,28 +8,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from laminar_py.audit.verify import verify
-from laminar_py.cluster.errors import PartDiedError
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.refill import MIN_CEILINGS
 from laminar_py.control.settings import packing
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.orchestrator.evaluator import Evaluator
-from laminar_py.orchestrator.trainer import Trainer
-from laminar_py.orchestrator.versions import Versions
+from laminar_py.ledger.segments.completion import complete_all
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.observe.telemetry.stats import Stats, read_totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import RunStarted
 from laminar_py.records.metrics import OrderFigures, StepMetrics
 from laminar_py.records.scoring import Score
 from laminar_py.records.weights import Published
-from laminar_py.segments.completion import complete_all
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.telemetry.stats import Stats, read_totals
-from laminar_py.workers.specs import LearnerStarted, StepOutcome
-from laminar_py.workers.supervisor import Supervisor
+from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.orchestrator.evaluator import Evaluator
+from laminar_py.runtime.orchestrator.trainer import Trainer
+from laminar_py.runtime.orchestrator.versions import Versions
+from laminar_py.runtime.workers.specs import LearnerStarted, StepOutcome
+from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.control.fleet import Fleet, settle
 from tests.ledger.runs import archive, open_ledger
 from tests.orchestrator.test_checkpoints import write_checkpoint

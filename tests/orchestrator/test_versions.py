@@ -8,21 +8,21 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from laminar_py.audit.verify import verify
-from laminar_py.cluster.errors import PartDiedError
-from laminar_py.cluster.placement import Needs, Placement
-from laminar_py.cluster.ray_cluster import nodes
 from laminar_py.config.loading import parse_config
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.orchestrator.versions import Versions
 from laminar_py.records.codec import encode
 from laminar_py.records.events import Relayed, VersionLoaded
 from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
 from laminar_py.relay.store.version import NoRoomError
 from laminar_py.relay.wire.messages import FileEntry, Manifest
-from laminar_py.workers import learner as learner_link
-from laminar_py.workers.learner import LearnerLink
+from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.placement import Needs, Placement
+from laminar_py.runtime.cluster.ray_cluster import nodes
+from laminar_py.runtime.orchestrator.versions import Versions
+from laminar_py.runtime.workers import learner as learner_link
+from laminar_py.runtime.workers.learner import LearnerLink
 from tests.ledger.runs import begin, open_ledger
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.workers.fakes import Hosts, make_incarnation

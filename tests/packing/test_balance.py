@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.packing.balance import Entry, best_fit, deal, level, make_bin
+from laminar_py.learner.packing.balance import Entry, best_fit, deal, level, make_bin
 from tests.builders import make_finished
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=80)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from laminar_py.config.algorithm import Aggregation
-from laminar_py.packing.balance import fit, make_entry
-from laminar_py.packing.packer import STD_FLOOR, step_terms
+from laminar_py.learner.packing.balance import fit, make_entry
+from laminar_py.learner.packing.packer import STD_FLOOR, step_terms
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import TOKEN_REWARDS, token_values
 from laminar_py.records.pieces import TokensRef

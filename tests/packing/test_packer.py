@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from laminar_py.config.algorithm import Advantage, Aggregation
 from laminar_py.learner.losses.advantages import group_advantages
-from laminar_py.packing.balance import fit, make_entry
-from laminar_py.packing.packer import Packed, StepTerms, assign, pack, step_terms
+from laminar_py.learner.packing.balance import fit, make_entry
+from laminar_py.learner.packing.packer import Packed, StepTerms, assign, pack, step_terms
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.recordings import RoutedExperts

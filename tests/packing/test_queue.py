@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.packing.queue import PackQueue
+from laminar_py.learner.packing.queue import PackQueue
 from tests.builders import make_finished
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)

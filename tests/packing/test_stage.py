@@ -5,8 +5,8 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.packing.buffer import Buffer
-from laminar_py.packing.stage import Packing, StagedGroups
+from laminar_py.learner.packing.buffer import Buffer
+from laminar_py.learner.packing.stage import Packing, StagedGroups
 from tests.builders import make_finished
 
 SIZE = 3

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.packing.stream import WINDOW, StreamPacker
+from laminar_py.learner.packing.stream import WINDOW, StreamPacker
 from tests.builders import make_finished
 
 CAP = 16  # so that a few hundred sequences fill many bins

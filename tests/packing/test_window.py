@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.packing.window import choose
+from laminar_py.learner.packing.window import choose
 
 WINDOWS = st.lists(st.tuples(st.integers(0, 100), st.booleans()), min_size=1, max_size=30)
 

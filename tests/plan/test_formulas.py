@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from laminar_py.analytics.triage.remedies import Wall
+from laminar_lab.plan.placements import placements
+from laminar_lab.plan.request import Lengths
+from laminar_lab.plan.stages import ReplicaRates, estimate
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.staleness import Schedule
-from laminar_py.plan.placements import placements
-from laminar_py.plan.request import Lengths
-from laminar_py.plan.stages import ReplicaRates, estimate
+from laminar_py.observe.analytics.triage.remedies import Wall
 from tests.plan.builders import LENGTHS, make_request
 
 TIMES = EngineTimes(

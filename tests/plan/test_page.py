@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from laminar_py.plan.page import plain_plan, write_page
-from laminar_py.plan.planner import make_plan
+from laminar_lab.plan.page import plain_plan, write_page
+from laminar_lab.plan.planner import make_plan
 from tests.analytics.show.browser import browsing, needs_browser
 from tests.plan.builders import make_request
 

@@ -8,21 +8,21 @@ from statistics import mean
 import pytest
 from typer.testing import CliRunner
 
+from laminar_lab.plan.judge import judge, shrunk_fleet
+from laminar_lab.plan.placements import learner_bytes, placements
+from laminar_lab.plan.planner import MOST, TIED, make_plan
+from laminar_lab.plan.request import Lengths
+from laminar_lab.plan.run_lengths import lengths_by_task
+from laminar_lab.plan.stages import estimate, profile_of, publish_s
+from laminar_lab.plan.subject import read_subject
+from laminar_lab.plan.times import learner_times
+from laminar_lab.plan.writing import write_config
 from laminar_py.cli.main import app
 from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.loading import load_config, read_tree
 from laminar_py.config.section import ConfigError
 from laminar_py.config.staleness import Schedule
-from laminar_py.hardware.times import learner_times
-from laminar_py.plan.judge import judge, shrunk_fleet
-from laminar_py.plan.placements import learner_bytes, placements
-from laminar_py.plan.planner import MOST, TIED, make_plan
-from laminar_py.plan.request import Lengths
-from laminar_py.plan.run_lengths import lengths_by_task
-from laminar_py.plan.stages import estimate, profile_of, publish_s
-from laminar_py.plan.subject import read_subject
-from laminar_py.plan.writing import write_config
-from laminar_py.preflight.memory import memory_faults
+from laminar_py.runtime.preflight.memory import memory_faults
 from tests.plan.builders import make_request
 from tests.runs.runs import REPO
 

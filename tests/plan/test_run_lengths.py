@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from laminar_py.plan.judge import shrunk_fleet
-from laminar_py.plan.placements import placements
-from laminar_py.plan.run_lengths import TaskLengths, lengths_of, prompt_share
+from laminar_lab.plan.judge import shrunk_fleet
+from laminar_lab.plan.placements import placements
+from laminar_lab.plan.run_lengths import TaskLengths, lengths_of, prompt_share
 from tests.plan.builders import make_request
 
 GROUPS = 6_000

@@ -5,9 +5,15 @@ import pytest
 from laminar_py.config.loading import parse_config
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tiny_model import tiny_model, write_data
-from laminar_py.preflight import inputs
-from laminar_py.preflight.inputs import MemoryShare, check_adapters, memory_fault, version_bytes, weights_bytes
 from laminar_py.relay.planning.plan import TreeSpec, make_relay_plan
+from laminar_py.runtime.preflight import inputs
+from laminar_py.runtime.preflight.inputs import (
+    MemoryShare,
+    check_adapters,
+    memory_fault,
+    version_bytes,
+    weights_bytes,
+)
 from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
 
 SIZE = 2**20

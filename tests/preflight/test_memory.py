@@ -16,11 +16,11 @@ from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.loading import load_config
 from laminar_py.config.lora import LoraConfig
 from laminar_py.config.model import ModelConfig
-from laminar_py.hardware.model_shape import ModelShape, read_shape
 from laminar_py.learner.losses import logprob
 from laminar_py.learner.model import load_policy, policy_logprobs
-from laminar_py.preflight.doctor import fit
-from laminar_py.preflight.memory import HEAD_TOKENS, activations, gpu_memory, memory_faults, state_parts
+from laminar_py.runtime.preflight.doctor import fit
+from laminar_py.runtime.preflight.memory import HEAD_TOKENS, activations, gpu_memory, memory_faults, state_parts
+from laminar_py.runtime.preflight.model_shape import ModelShape, read_shape
 from tests.learner.builders import make_learner, make_model_folder, make_sequences, pack
 from tests.preflight.test_doctor import doctor
 from tests.runs.fake_cluster import FakeCluster

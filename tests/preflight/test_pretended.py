@@ -7,12 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_py.cli import app
-from laminar_py.cluster.placement import Needs, make_plan
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
-from laminar_py.preflight.doctor import fit, fit_pretended
-from laminar_py.preflight.memory import gpu_memory
-from laminar_py.preflight.pretended import pretended_cluster
+from laminar_py.runtime.cluster.placement import Needs, make_plan
+from laminar_py.runtime.preflight.doctor import fit, fit_pretended
+from laminar_py.runtime.preflight.memory import gpu_memory
+from laminar_py.runtime.preflight.pretended import pretended_cluster
 from tests.preflight.test_memory import QWEN_7B
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO
@@ -25,8 +25,8 @@ def no_ray(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("Ray is started")
 
-    monkeypatch.setattr("laminar_py.preflight.doctor.open_cluster", refuse)
-    monkeypatch.setattr("laminar_py.preflight.survey.on_node", refuse)
+    monkeypatch.setattr("laminar_py.runtime.preflight.doctor.open_cluster", refuse)
+    monkeypatch.setattr("laminar_py.runtime.preflight.survey.on_node", refuse)
 
 
 def config_7b(folder, *settings, name="7b_24gpu"):

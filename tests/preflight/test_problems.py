@@ -8,8 +8,8 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
-from laminar_py.preflight.inputs import Inputs, check
 from laminar_py.records.trajectory import Prompt
+from laminar_py.runtime.preflight.inputs import Inputs, check
 from tests.data.templates import EOS, SPECIAL, TEMPLATES, make_tokenizer_folder
 from tests.runs.runs import REPO, quickstart_model
 

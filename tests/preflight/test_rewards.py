@@ -11,8 +11,8 @@ import pytest
 
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.preflight import rewards
-from laminar_py.preflight.rewards import check_answers, check_rewards
+from laminar_py.runtime.preflight import rewards
+from laminar_py.runtime.preflight.rewards import check_answers, check_rewards
 from tests.data.builders import GOOD, read, written
 
 

@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from laminar_py.cluster.placement import Node
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
-from laminar_py.preflight import survey
-from laminar_py.preflight.memory import memory_faults, smallest_gpu
-from laminar_py.preflight.survey import place
 from laminar_py.records.codec import encode
+from laminar_py.runtime.cluster.placement import Node
+from laminar_py.runtime.preflight import survey
+from laminar_py.runtime.preflight.memory import memory_faults, smallest_gpu
+from laminar_py.runtime.preflight.survey import place
 from tests.preflight.test_memory import QWEN_7B, shipped
 from tests.runs.runs import REPO
 

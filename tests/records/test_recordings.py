@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_py.ledger.segments.frames import make_frame, read_frame
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece
 from laminar_py.records.recordings import (
@@ -21,7 +22,6 @@ from laminar_py.records.recordings import (
     unpack_mask,
 )
 from laminar_py.records.spans import Span
-from laminar_py.segments.frames import make_frame, read_frame
 from tests.builders import make_experts, make_mask
 
 ROWS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=8)

@@ -24,6 +24,8 @@ from laminar_py.engines.emulated.responses import Responses
 from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, segments_path
 from laminar_py.ledger.ledger import Ledger
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.salvage import Salvage, SalvageRequest, salvage
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.events import (
@@ -41,8 +43,6 @@ from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.salvage import Salvage, SalvageRequest, salvage
 from tests.rollout.folders import Folders
 
 TIMES = EngineTimes(step_s=0.02, kv_token_s=8e-8, prefill_tokens_per_s=25_000.0, load_s=0.5, reserve_tokens=60)

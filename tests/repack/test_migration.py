@@ -11,19 +11,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from laminar_py.audit.queries import accounting
-from laminar_py.audit.verify import verify
+from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.config.repack import PLANNERS
 from laminar_py.config.section import ConfigError
 from laminar_py.control.views import ReplicaView
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
+from laminar_py.ledger.audit.queries import accounting
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.engine import GenerateRequest, SamplingParams
 from laminar_py.repack.migration import choose
-from laminar_py.simulate.virtual_loop import virtually
 from tests.engines.engine_conformance import collect
 from tests.engines.sglang.rig import make_model, running_server
 from tests.learner.builders import make_model_folder

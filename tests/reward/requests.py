@@ -3,11 +3,11 @@
 import msgspec
 import numpy as np
 
+from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.pieces import Piece, TokensRef
 from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, PartialResponse, ScoringRequest, Unfinished, Unscored
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
-from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
 
 def make_request(response: str, *, index: int = 0, num_tokens: int = 1, **fields: object) -> ScoringRequest:

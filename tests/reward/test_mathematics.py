@@ -2,8 +2,8 @@
 
 import pytest
 
+from laminar_contrib.mathematics.term import MathTerm, fault_in_answer
 from laminar_py.records.trajectory import FinishReason, Prompt
-from laminar_py.reward.mathematics import MathTerm, fault_in_answer
 from tests.reward.requests import make_request
 from tests.reward.test_scorer import score, scorer_of
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
 from laminar_py.records.pieces import PayloadLostError
@@ -22,8 +24,6 @@ from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
 from laminar_py.reward.payload import ScoredPayload
 from laminar_py.reward.scorer import Scorer
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SEGMENT, SegmentWriter
 from tests.reward.requests import by_reference, make_request
 from tests.reward.test_scorer import PATIENCE_S, SEGMENTS, column, scorer_of, scores_of, serve, with_ids
 

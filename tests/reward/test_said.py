@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from laminar_contrib.mathematics.canonical import canonical
 from laminar_py.config.reward import RewardConfig, check_sets
 from laminar_py.config.section import ConfigError
 from laminar_py.records.columns import Column, Source
-from laminar_py.reward.verifiers.math.canonical import canonical
 from tests.reward.requests import make_request
 from tests.reward.test_scorer import score, scorer_of
 

@@ -14,6 +14,8 @@ from laminar_py.config import reward as reward_config
 from laminar_py.config.reward import RewardConfig, RewardKind, TermConfig
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.columns import TOKEN_REWARDS, Array, Column
 from laminar_py.records.roles import RoleCredit
 from laminar_py.records.scoring import (
@@ -30,8 +32,6 @@ from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
 from laminar_py.reward.payload import ScoredPayload
 from laminar_py.reward.scorer import Scorer
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SegmentWriter
 from tests.reward.requests import beginning, make_request
 
 PATIENCE_S = 60.0

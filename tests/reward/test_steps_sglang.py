@@ -16,9 +16,6 @@ import pytest_asyncio
 import torch
 from transformers import Qwen3ForCausalLM
 
-from laminar_py.audit.queries import accounting
-from laminar_py.audit.stored import stored_responses
-from laminar_py.audit.verify import verify
 from laminar_py.config.algorithm import Advantage
 from laminar_py.config.reward import ServeContext
 from laminar_py.config.sandbox import SandboxConfig
@@ -26,6 +23,9 @@ from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.engines.sglang import server as server_module
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.learner.losses.advantages import group_advantages
+from laminar_py.ledger.audit.queries import accounting
+from laminar_py.ledger.audit.stored import stored_responses
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.records.columns import TOKEN_REWARDS

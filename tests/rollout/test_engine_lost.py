@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from laminar_py.config.loading import parse_config
-from laminar_py.link.hub import ReplicaHub
-from laminar_py.link.replica_link import ReplicaLink
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.trajectory import Break
 from laminar_py.relay.wire.post import Peer, Post, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.workers.processes.replica import ReplicaActor
+from laminar_py.runtime.link.hub import ReplicaHub
+from laminar_py.runtime.link.replica_link import ReplicaLink
+from laminar_py.runtime.workers.processes.replica import ReplicaActor
 from tests.rollout.test_replica import assignment, folders, serving  # noqa: F401 (`folders` is a fixture)
 
 KEYS = RelayKeys.generate()

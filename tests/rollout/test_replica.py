@@ -11,6 +11,8 @@ import pytest
 
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.local.engine import LocalEngine
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.pieces import Piece
@@ -21,8 +23,6 @@ from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, 
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.running import Running
 from laminar_py.rollout.storing import SegmentStore
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.learner.builders import make_model_folder
 from tests.rollout.folders import Folders
 

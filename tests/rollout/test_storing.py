@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from laminar_py.ledger.segments.journal import JOURNAL, Journal
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, salvage
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, TokensRef
 from laminar_py.records.protocols import EngineLostError, StoreFullError
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.rollout.storing import LEAST_FREE, SegmentStore
-from laminar_py.segments.journal import JOURNAL, Journal
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.salvage import Known, Salvage, SalvageRequest, salvage
 from tests.builders import make_ref
 from tests.rollout.test_replica import assignment, folders, serving  # noqa: F401 (`folders` is a fixture)
 

@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from laminar_lab.simulate.virtual_loop import LoopClock, virtually
+from laminar_lab.simulate.weights import ModelledRelay, PulledWeights
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.emulated.engine import EmulatedEngine
@@ -15,8 +17,6 @@ from laminar_py.records.pieces import COUNTED, TokensRef
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind
 from laminar_py.rollout.replica import Replica
-from laminar_py.simulate.virtual_loop import LoopClock, virtually
-from laminar_py.simulate.weights import ModelledRelay, PulledWeights
 
 TIMES = EngineTimes(step_s=0.02, kv_token_s=0.0, prefill_tokens_per_s=1e6, load_s=0.5, reserve_tokens=10)
 MAX_LEN = 512

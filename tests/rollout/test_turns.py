@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from laminar_py.config.rollout import OnNewWeights
+from laminar_py.ledger.segments.frames import whole_frames
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.environment import EnvironmentTurn, Problem
@@ -18,7 +19,6 @@ from laminar_py.records.tree import sequences_of
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import StreamState
 from laminar_py.rollout.streams import Streams
-from laminar_py.segments.frames import whole_frames
 from tests.builders import make_ref
 from tests.learner.builders import VOCAB, make_model_folder
 from tests.rollout.test_replica import assignment, serving

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.segments.frames import whole_frames
+from laminar_py.ledger.segments.frames import whole_frames
 
 REPO = Path(__file__).parent.parent.parent
 LAMINAR = str(Path(sys.executable).with_name("laminar"))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.audit.queries import accounting
 from laminar_py.cli import main
-from laminar_py.preflight import doctor as preflight
+from laminar_py.ledger.audit.queries import accounting
+from laminar_py.runtime.preflight import doctor as preflight
 from tests.runs.runs import ALONE, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 
@@ -51,7 +51,7 @@ sys.meta_path.insert(0, Planter())
 @pytest.mark.parametrize(
     "place",
     [
-        "laminar_py.telemetry.stats:Stats.row",
+        "laminar_py.observe.telemetry.stats:Stats.row",
         "laminar_py.engines.emulated.scheduler:EmulatedScheduler.flush",
         "laminar_py.data.tokenizer:Tokenizer.decode",
     ],

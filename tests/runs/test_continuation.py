@@ -9,11 +9,11 @@ from contextlib import closing
 
 import pytest
 
-from laminar_py.audit.queries import Filters, listing
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.queries import Filters, listing
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.orchestrator.checkpoints import find_checkpoint
 from laminar_py.records.trajectory import Kind, Status
+from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint
 from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions
 
 STEPS = 4

@@ -1,7 +1,7 @@
 """A node that Ray adds to a run that waits for one: a replica starts there, and nobody else stops."""
 
-from laminar_py.audit.queries import accounting
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.queries import accounting
+from laminar_py.ledger.audit.verify import verify
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import TrainProcess
 from tests.runs.test_elastic_run import events_of, left, scale, serving

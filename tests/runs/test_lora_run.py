@@ -6,8 +6,8 @@ from contextlib import closing, suppress
 
 import psutil
 
-from laminar_py.audit.queries import Filters, accounting, listing
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.queries import Filters, accounting, listing
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.records.trajectory import Kind, Status
 from tests.runs.runs import TrainProcess, wait_until_gone
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from laminar_py.audit.queries import Filters, accounting, listing
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.queries import Filters, accounting, listing
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.records.trajectory import DropReason, Kind, Status
 from tests.runs.runs import TrainProcess, forget_versions
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
@@ -16,7 +16,7 @@ import os, sys, time
 
 class Late:
     def find_spec(self, name, path, target=None):
-        if name == "laminar_py.workers.processes.learner_part":
+        if name == "laminar_py.runtime.workers.processes.learner_part":
             sys.meta_path.remove(self)
             while not os.path.exists(os.environ["LEARNER_MAY_START"]):
                 time.sleep(0.05)

@@ -3,8 +3,8 @@
 import json
 import subprocess
 
-from laminar_py.audit.queries import accounting
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.queries import accounting
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.records.trajectory import DropReason
 from tests.runs.runs import ALONE, LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions
 from tests.runs.test_emulated_run import CONFIG, SETTINGS

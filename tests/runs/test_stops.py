@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.verify import verify
 from tests.runs.runs import ALONE, LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 
@@ -32,7 +32,7 @@ sys.meta_path.insert(0, Interrupter())
     ("module", "line"),
     [
         ("laminar_py.cli.train", "laminar: stopped before it began"),
-        ("laminar_py.orchestrator.launch", "laminar: stopped"),
+        ("laminar_py.runtime.orchestrator.launch", "laminar: stopped"),
     ],
     ids=["of-the-command-line", "of-the-run"],
 )

@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar_py.audit.queries import Filters, count, listing
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.audit.queries import Filters, count, listing
+from laminar_py.observe.samples.reading import list_samples, read_sample, read_samples
+from laminar_py.observe.samples.records import FullSample, SampleOrder, TokenSpan
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped, Ready, Restamped
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, Kind, Status
-from laminar_py.samples.reading import list_samples, read_sample, read_samples
-from laminar_py.samples.records import FullSample, SampleOrder, TokenSpan
 from tests.ledger.runs import archive, begin, checkpoint, consume, open_ledger, store
 from tests.samples.runs import (
     HOSTILE,

@@ -6,7 +6,7 @@ import pytest
 
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.environment.tools.python_session import PythonSession
+from laminar_py.environment.python_session import PythonSession
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
 from laminar_py.sandbox.slot import SandboxSlot

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from laminar_py.ledger.segments.store import PieceStore, StoreLimits, listen
 from laminar_py.records.pieces import Piece
 from laminar_py.records.spans import Span
-from laminar_py.segments.store import PieceStore, StoreLimits, listen
 
 KEY = bytes(range(32))
 PATIENCE_S = 60.0

@@ -10,13 +10,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from laminar_py.ledger.segments import fetch, wire
+from laminar_py.ledger.segments.fetch import StoreClient, split
+from laminar_py.ledger.segments.frames import read_frame
+from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError
+from laminar_py.ledger.segments.store import StoreLimits
+from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.pieces import PayloadLostError, PieceRef
-from laminar_py.segments import fetch, wire
-from laminar_py.segments.fetch import StoreClient, split
-from laminar_py.segments.frames import read_frame
-from laminar_py.segments.reader import PayloadReader, StoreAwayError
-from laminar_py.segments.store import StoreLimits
-from laminar_py.segments.writer import SegmentWriter
 from tests.segments.pieces import KEY, PATIENCE_S, ThreadStore, random_piece, served
 
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_py.ledger.segments.frames import frame_digest, make_frame, read_frame, rebuild, whole_frames
 from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.pieces import ColumnPiece, PayloadLostError, Piece
 from laminar_py.records.spans import Span
-from laminar_py.segments.frames import frame_digest, make_frame, read_frame, rebuild, whole_frames
 from tests.segments.pieces import make_piece
 
 EMPTY = {"trajectory_id": "a", "name": "rewards", "values": TokenValues(Dtype.FLOAT32, b"")}

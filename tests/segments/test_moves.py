@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from laminar_py.segments.fetch import StoreClient
-from laminar_py.segments.frames import read_frame
-from laminar_py.segments.moves import forget_moves, note_move, present_address
-from laminar_py.segments.reader import StoreAwayError
-from laminar_py.segments.writer import SegmentWriter
+from laminar_py.ledger.segments.fetch import StoreClient
+from laminar_py.ledger.segments.frames import read_frame
+from laminar_py.ledger.segments.moves import forget_moves, note_move, present_address
+from laminar_py.ledger.segments.reader import StoreAwayError
+from laminar_py.ledger.segments.writer import SegmentWriter
 from tests.segments.pieces import KEY, random_piece, served
 
 

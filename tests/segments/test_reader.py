@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
+from laminar_py.ledger.segments import reader as reader_module
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, TokensRef
-from laminar_py.segments import reader as reader_module
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.segments.pieces import make_piece
 
 COLUMN = ColumnPiece(trajectory_id="a", name="rewards", values=TokenValues(Dtype.FLOAT32, bytes(40)))

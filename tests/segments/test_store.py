@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_py.ledger.segments import wire
+from laminar_py.ledger.segments.store import BadRequestError, PieceStore, StoreLimits, check_request, listen
+from laminar_py.ledger.segments.writer import SegmentWriter, new_name
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import PieceRef
-from laminar_py.segments import wire
-from laminar_py.segments.store import BadRequestError, PieceStore, StoreLimits, check_request, listen
-from laminar_py.segments.writer import SegmentWriter, new_name
 from tests.segments.pieces import KEY, PATIENCE_S, random_piece, served
 
 NAME = "replica-3.18f2a4c1b.9e41"

@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import pytest
 
+from laminar_py.ledger.segments.fetch import StoreClient
+from laminar_py.ledger.segments.frames import read_frame, whole_frames
+from laminar_py.ledger.segments.journal import Journal
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, salvage
+from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PayloadLostError
-from laminar_py.segments.fetch import StoreClient
-from laminar_py.segments.frames import read_frame, whole_frames
-from laminar_py.segments.journal import Journal
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.salvage import Known, Salvage, SalvageRequest, salvage
-from laminar_py.segments.writer import SEGMENT, SegmentWriter
 from tests.segments.pieces import KEY, make_piece, served
 
 PIECES = [make_piece("a"), make_piece("b"), make_piece("c")]

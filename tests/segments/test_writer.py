@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.segments.frames import make_frame, whole_frames
-from laminar_py.segments.journal import Journal
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SegmentWriter, new_name, part_of, write_whole
+from laminar_py.ledger.segments.frames import make_frame, whole_frames
+from laminar_py.ledger.segments.journal import Journal
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SegmentWriter, new_name, part_of, write_whole
 from tests.segments.pieces import make_piece, random_piece
 
 DISK_BYTES = 256 * 2**10
@@ -162,7 +162,7 @@ def test_a_write_that_a_limit_cuts_short_is_taken_back(tmp_path):
     code = f"""
         import resource, signal
         from pathlib import Path
-        from laminar_py.segments.writer import SegmentWriter
+        from laminar_py.ledger.segments.writer import SegmentWriter
         from tests.segments.pieces import make_piece, random_piece
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         writer = SegmentWriter(Path({str(tmp_path)!r}), "replica-3")

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from laminar_lab.simulate.record import new_simulated_run
+from laminar_lab.simulate.run import simulate
 from laminar_py.config.loading import load_config
-from laminar_py.simulate.record import new_simulated_run
-from laminar_py.simulate.run import simulate
 
 CONFIG = Path("configs/emulation/repack.yaml")
 SMALL = (

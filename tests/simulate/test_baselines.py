@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
 from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import Consumption
 from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.records.spans import versions_of
-from laminar_py.simulate.baselines.schedules import Baseline, simulate_baseline
 
 CONFIG = Path("configs/emulation/repack.yaml")
 PROFILE = read_profile(Path("configs/emulation/h100_7b.yaml"))

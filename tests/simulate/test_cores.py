@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_lab.simulate.cores import SharedCores, shares
+from laminar_lab.simulate.run import simulate
+from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.loading import load_config
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.records.engine import SamplingParams
 from laminar_py.rollout.calibration import EngineBounds, TimedRequests
-from laminar_py.simulate.cores import SharedCores, shares
-from laminar_py.simulate.run import simulate
-from laminar_py.simulate.virtual_loop import LoopClock, virtually
 from tests.simulate.small import CONFIG, SMALL
 
 TIMES = EngineTimes(step_s=0.01, kv_token_s=0.0, prefill_tokens_per_s=1e9, load_s=0.0, reserve_tokens=1)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from laminar_lab.simulate.parts import CountedTokens
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.ledger.database import reading
+from laminar_py.ledger.segments.salvage import Known
 from laminar_py.records.pieces import Piece
 from laminar_py.records.spans import Span
-from laminar_py.segments.salvage import Known
-from laminar_py.simulate.parts import CountedTokens
 from tests.simulate.small import FAILING, run, run_recorded
 
 

@@ -3,8 +3,8 @@
 import asyncio
 from functools import partial
 
-from laminar_py.simulate.link import OneWay
-from laminar_py.simulate.virtual_loop import virtually
+from laminar_lab.simulate.link import OneWay
+from laminar_lab.simulate.virtual_loop import virtually
 
 
 def test_what_is_sent_arrives_in_its_order_so_much_later():

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from laminar_py.analytics.show.page import make_page
-from laminar_py.analytics.show.run_tables import run_tables
-from laminar_py.analytics.triage.report import read_report
-from laminar_py.audit.verify import prove
 from laminar_py.cli.main import app, main
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.audit.verify import prove
 from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.ledger.rows import read_accounting
 from laminar_py.ledger.rows import read_rows as read_trajectories
 from laminar_py.ledger.run_folder import RunFolder, runs_of
-from laminar_py.orchestrator.resumed_data import refuse_simulated
+from laminar_py.observe.analytics.show.page import make_page
+from laminar_py.observe.analytics.show.run_tables import run_tables
+from laminar_py.observe.analytics.triage.report import read_report
+from laminar_py.observe.telemetry.summary import Summary
 from laminar_py.records.metrics import FleetRow, StepRow
-from laminar_py.telemetry.summary import Summary
+from laminar_py.runtime.orchestrator.resumed_data import refuse_simulated
 from tests.simulate.small import CONFIG, FAILING, SMALL, run, run_recorded, small
 
 CASES = {

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.simulate import run as simulate_run
+from laminar_lab.simulate.run import simulate
 from laminar_py.config.emulated_profile import EngineTimes, read_profile
 from laminar_py.config.section import ConfigError
+from laminar_py.observe.telemetry.stats import Stats
 from laminar_py.rollout.replica import Replica
-from laminar_py.simulate import run as simulate_run
-from laminar_py.simulate.run import simulate
-from laminar_py.telemetry.stats import Stats
 from tests.simulate.small import run, small
 
 PROFILE = Path("configs/emulation/h100_7b.yaml")

@@ -2,8 +2,8 @@
 
 import pytest
 
+from laminar_lab.simulate.stalls import STALLED_S, StallWatch
 from laminar_py.config.section import ConfigError
-from laminar_py.simulate.stalls import STALLED_S, StallWatch
 from tests.simulate.small import small
 
 LIMIT_S = STALLED_S / 20  # by the clock of the run

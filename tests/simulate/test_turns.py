@@ -2,11 +2,11 @@
 
 import pytest
 
+from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
+from laminar_lab.simulate.run import simulate
 from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.section import ConfigError
 from laminar_py.records.spans import num_sampled, num_turns
-from laminar_py.simulate.baselines.schedules import Baseline, simulate_baseline
-from laminar_py.simulate.run import simulate
 from tests.simulate.small import FAILING, run, small
 
 GAP, COUNT = 40, 4
@@ -20,7 +20,7 @@ ONE = ("rollout.sampling.max_new_tokens=4096",)
 @pytest.fixture
 def finished(monkeypatch):
     """Trajectories of a simulation that have ended, by their names."""
-    from laminar_py.simulate.rewards import SimulatedRewards
+    from laminar_lab.simulate.rewards import SimulatedRewards
 
     seen, submit = {}, SimulatedRewards.submit
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from laminar_py.simulate.virtual_loop import LoopClock, virtually
+from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 
 
 def test_a_day_passes_at_once_and_timers_fire_in_order():

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from laminar_py.simulate.virtual_loop import virtually
+from laminar_lab.simulate.virtual_loop import virtually
 from tests.tapes.plain import Given, Look, Said, Tape, Verdict, luck
 from tests.tapes.plans import Plan
 from tests.tapes.production import Batch, Control, Left

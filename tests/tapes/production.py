@@ -25,14 +25,18 @@ from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
+from laminar_py.learner.packing.balance import attention_share, fit, make_entry
+from laminar_py.learner.packing.packer import Packed, assign, pack, step_terms
+from laminar_py.learner.packing.stage import Packing
+from laminar_py.learner.packing.stream import StreamPacker
+from laminar_py.learner.packing.window import choose
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import recover, unpublished
-from laminar_py.packing.balance import attention_share, fit, make_entry
-from laminar_py.packing.packer import Packed, assign, pack, step_terms
-from laminar_py.packing.stage import Packing
-from laminar_py.packing.stream import StreamPacker
-from laminar_py.packing.window import choose
+from laminar_py.ledger.segments.completion import complete_all
+from laminar_py.ledger.segments.payload import Payload
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.columns import (
     REFERENCE_LOGPROBS,
     TEACHER_LOGPROBS,
@@ -67,10 +71,6 @@ from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, 
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.planner import PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
-from laminar_py.segments.completion import complete_all
-from laminar_py.segments.payload import Payload
-from laminar_py.segments.reader import PayloadReader
-from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.builders import make_experts, make_mask
 from tests.ledger.runs import undo_since
 from tests.tapes.plain import Given, Look, Said, Tape, Told, Verdict, number

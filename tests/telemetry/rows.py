@@ -1,8 +1,8 @@
 """Rows of `metrics.jsonl` as a run makes them."""
 
+from laminar_py.observe.telemetry.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.metrics import Mismatch, StepMetrics, TokenMetrics, Work
-from laminar_py.telemetry.stats import Stats, Totals
 
 
 def make_row(step, *, entropy=1.0):

@@ -6,12 +6,12 @@ import subprocess
 import sys
 import time
 
-from laminar_py.analytics.read.samples import read_samples
 from laminar_py.ledger.row_files import append_row
+from laminar_py.observe.analytics.read.samples import read_samples
+from laminar_py.observe.telemetry import fleet
+from laminar_py.observe.telemetry.fleet import OwnCpu, cpu_use, watch_fleet
+from laminar_py.observe.telemetry.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
-from laminar_py.telemetry import fleet
-from laminar_py.telemetry.fleet import OwnCpu, cpu_use, watch_fleet
-from laminar_py.telemetry.stats import Stats, Totals
 
 
 def test_cores_that_a_loop_fills_are_busy():

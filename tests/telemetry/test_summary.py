@@ -2,10 +2,7 @@
 
 from laminar_py.cli.train import tell_checkpoints, tell_relay
 from laminar_py.ledger.database import reading
-from laminar_py.records.events import Checkpointed, Dropped, Relayed, VersionPublished
-from laminar_py.records.metrics import TurnFigures
-from laminar_py.records.trajectory import DropReason, Kind
-from laminar_py.telemetry.summary import (
+from laminar_py.observe.telemetry.summary import (
     CheckpointFigures,
     RelayFigures,
     UnscoredFigures,
@@ -14,6 +11,9 @@ from laminar_py.telemetry.summary import (
     read_turn_figures,
     read_unscored,
 )
+from laminar_py.records.events import Checkpointed, Dropped, Relayed, VersionPublished
+from laminar_py.records.metrics import TurnFigures
+from laminar_py.records.trajectory import DropReason, Kind
 from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 from tests.ledger.runs import begin, issue, make_ready, open_ledger
 

@@ -4,8 +4,8 @@ import re
 
 import msgspec
 
+from laminar_py.observe.telemetry.tracking import flat_evaluation, flat_row, flat_settings
 from laminar_py.records.metrics import StepRow, TokenMetrics
-from laminar_py.telemetry.tracking import flat_evaluation, flat_row, flat_settings
 from tests.builders import make_evaluated
 from tests.runs.runs import REPO
 from tests.telemetry.rows import make_row

@@ -5,12 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
+from laminar_py.observe.telemetry import view as view_module
+from laminar_py.observe.telemetry.stats import Stats, Totals
+from laminar_py.observe.telemetry.view import LiveView, PlainView, evaluation_line
+from laminar_py.observe.telemetry.waits import Waits, tell_time_left
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.metrics import LearnerProgress
-from laminar_py.telemetry import view as view_module
-from laminar_py.telemetry.stats import Stats, Totals
-from laminar_py.telemetry.view import LiveView, PlainView, evaluation_line
-from laminar_py.telemetry.waits import Waits, tell_time_left
 from tests.builders import make_evaluated
 
 NOTES = ["learner waits 35 s", "12 of 480 responses could not be scored (reward_failed 12)"]

@@ -5,13 +5,13 @@ import inspect
 from dataclasses import fields
 from itertools import count
 
-from laminar_py.cluster.errors import PartDiedError
-from laminar_py.cluster.part import Part
-from laminar_py.segments.salvage import Salvage
-from laminar_py.segments.writer import part_of
-from laminar_py.workers import keeper as keeper_module
-from laminar_py.workers.incarnation import NO_KINDS, Incarnation
-from laminar_py.workers.supervisor import Supervisor
+from laminar_py.ledger.segments.salvage import Salvage
+from laminar_py.ledger.segments.writer import part_of
+from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.part import Part
+from laminar_py.runtime.workers import keeper as keeper_module
+from laminar_py.runtime.workers.incarnation import NO_KINDS, Incarnation
+from laminar_py.runtime.workers.supervisor import Supervisor
 
 
 def make_incarnation(**given):

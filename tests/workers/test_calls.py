@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.cluster.errors import PartDiedError
-from laminar_py.cluster.placement import Needs, Node, Placement
 from laminar_py.config.loading import load_config
+from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.packing.packer import Packed
+from laminar_py.observe.telemetry.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import Dtype
@@ -17,12 +16,19 @@ from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.scoring import Score, Unscored
 from laminar_py.records.weights import Published
 from laminar_py.reward.stage import ScoringStage
-from laminar_py.telemetry.stats import Stats, Totals
-from laminar_py.workers.learner import LearnerLink
-from laminar_py.workers.reference import ReferenceStage
-from laminar_py.workers.scorers import Scorers
-from laminar_py.workers.specs import FetchRequest, LearnerSpec, LearnerStarted, ReferenceAnswer, ReferenceRequest
-from laminar_py.workers.supervisor import Supervisor
+from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.placement import Needs, Node, Placement
+from laminar_py.runtime.workers.learner import LearnerLink
+from laminar_py.runtime.workers.reference import ReferenceStage
+from laminar_py.runtime.workers.scorers import Scorers
+from laminar_py.runtime.workers.specs import (
+    FetchRequest,
+    LearnerSpec,
+    LearnerStarted,
+    ReferenceAnswer,
+    ReferenceRequest,
+)
+from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.builders import make_finished, make_ref
 from tests.reward.requests import make_requests
 from tests.runs.runs import REPO

@@ -7,11 +7,11 @@ import threading
 import psutil
 import pytest
 
-from laminar_py.cluster.part import Part
-from laminar_py.cluster.ray_cluster import open_cluster
-from laminar_py.workers.processes.replica import ReplicaActor
-from laminar_py.workers.processes.setup import PartActor
-from laminar_py.workers.processes.weights import WeightsActor
+from laminar_py.runtime.cluster.part import Part
+from laminar_py.runtime.cluster.ray_cluster import open_cluster
+from laminar_py.runtime.workers.processes.replica import ReplicaActor
+from laminar_py.runtime.workers.processes.setup import PartActor
+from laminar_py.runtime.workers.processes.weights import WeightsActor
 
 PATIENCE_S = 60.0
 

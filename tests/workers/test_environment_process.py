@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from laminar_py.link.turns import AskedTurn
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
-from laminar_py.workers.processes.environment import EnvironmentActor
+from laminar_py.runtime.link.turns import AskedTurn
+from laminar_py.runtime.workers.processes.environment import EnvironmentActor
 from tests.environment.turns import problem
 
 

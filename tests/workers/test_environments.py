@@ -2,10 +2,10 @@
 
 import pytest
 
-from laminar_py.cluster.errors import PartDiedError
 from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.records.events import PartDied
-from laminar_py.workers.environments import count_unless_spent
+from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.workers.environments import count_unless_spent
 from tests.workers.test_keeper import Life, kept
 
 

@@ -5,12 +5,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from laminar_py.cluster.errors import PartDiedError, RunFailedError
-from laminar_py.cluster.placement import Place
+from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.records.events import PartDied, PartStarted
-from laminar_py.simulate.virtual_loop import virtually
-from laminar_py.workers.keeper import Keeper, PartSpec
-from laminar_py.workers.supervisor import Supervisor
+from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.workers.keeper import Keeper, PartSpec
+from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.workers.fakes import Processes, make_incarnation
 
 PATIENCE_S = 10.0

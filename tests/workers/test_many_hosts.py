@@ -8,27 +8,27 @@ import asyncio
 import shutil
 from types import SimpleNamespace
 
-from laminar_py.audit.queries import accounting
-from laminar_py.audit.verify import verify
-from laminar_py.cluster.part import RayError
-from laminar_py.cluster.placement import Needs, Node, Placement
 from laminar_py.config.loading import load_config
 from laminar_py.ledger import archive as archive_module
+from laminar_py.ledger.audit.queries import accounting
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.ledger.segments.completion import complete_all
+from laminar_py.ledger.segments.journal import Journal
+from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError
+from laminar_py.ledger.segments.writer import SegmentWriter
+from laminar_py.observe.telemetry.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Consumed
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason
-from laminar_py.segments.completion import complete_all
-from laminar_py.segments.journal import Journal
-from laminar_py.segments.reader import PayloadReader, StoreAwayError
-from laminar_py.segments.writer import SegmentWriter
-from laminar_py.telemetry.stats import Stats, Totals
-from laminar_py.workers import payload as payload_module
-from laminar_py.workers.payload import PayloadHosts, take_up
-from laminar_py.workers.replicas import Replicas
-from laminar_py.workers.supervisor import Supervisor
+from laminar_py.runtime.cluster.part import RayError
+from laminar_py.runtime.cluster.placement import Needs, Node, Placement
+from laminar_py.runtime.workers import payload as payload_module
+from laminar_py.runtime.workers.payload import PayloadHosts, take_up
+from laminar_py.runtime.workers.replicas import Replicas
+from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.control.fleet import Fleet, make_piece
 from tests.ledger.runs import begin, checkpoint, consume, open_ledger
 from tests.runs.runs import REPO

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from laminar_py.workers.processes.one_thread import OneThread
+from laminar_py.runtime.workers.processes.one_thread import OneThread
 
 
 def test_calls_of_many_threads_compute_on_one_thread_one_after_the_other():

@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 from msgspec import structs
 
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.ledger.segments.journal import JOURNAL, Journal
+from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.events import Dropped, Interrupted
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
-from laminar_py.segments.journal import JOURNAL, Journal
-from laminar_py.segments.writer import SegmentWriter
-from laminar_py.workers import payload as payload_module
-from laminar_py.workers.payload import PayloadHosts, take_up
+from laminar_py.runtime.workers import payload as payload_module
+from laminar_py.runtime.workers.payload import PayloadHosts, take_up
 from tests.control.fleet import Fleet, make_piece
 from tests.ledger.runs import begin, open_ledger
 from tests.segments.pieces import random_piece

@@ -4,12 +4,12 @@ import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from laminar_py.cluster.placement import Place, Plan
 from laminar_py.records.codec import decode, encode
 from laminar_py.relay.planning.cost import SMALLEST_CHUNK_BYTES
 from laminar_py.relay.planning.topology import Shape
-from laminar_py.workers import relays as relays_module
-from laminar_py.workers.specs import RelaySpec
+from laminar_py.runtime.cluster.placement import Place, Plan
+from laminar_py.runtime.workers import relays as relays_module
+from laminar_py.runtime.workers.specs import RelaySpec
 from tests.workers.fakes import Processes
 from tests.workers.test_relays import make_relays
 

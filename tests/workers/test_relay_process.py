@@ -8,9 +8,9 @@ from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import run_of
 from laminar_py.records.codec import encode
 from laminar_py.relay.wire.transport import PortInUseError, RelayKeys
-from laminar_py.workers.processes import setup
-from laminar_py.workers.processes.relay import RelayActor
-from laminar_py.workers.specs import RelaySpec
+from laminar_py.runtime.workers.processes import setup
+from laminar_py.runtime.workers.processes.relay import RelayActor
+from laminar_py.runtime.workers.specs import RelaySpec
 from tests.runs.runs import REPO
 
 

@@ -10,16 +10,16 @@ import psutil
 import pytest
 import torch
 
-from laminar_py.cluster.errors import PartBugError, PartDiedError
-from laminar_py.cluster.placement import Needs, Place, Placement
-from laminar_py.cluster.ray_cluster import nodes
 from laminar_py.config.loading import parse_config
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.relay.planning.cost import SMALLEST_CHUNK_BYTES
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.workers import relays as relays_module
-from laminar_py.workers.relays import Relays
+from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError
+from laminar_py.runtime.cluster.placement import Needs, Place, Placement
+from laminar_py.runtime.cluster.ray_cluster import nodes
+from laminar_py.runtime.workers import relays as relays_module
+from laminar_py.runtime.workers.relays import Relays
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
 from tests.workers.fakes import make_incarnation
 

@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar_py.link.turns import AskedTurn, TurnReceiver
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.workers import remote_environments
-from laminar_py.workers.remote_environments import RemoteEnvironments
+from laminar_py.runtime.link.turns import AskedTurn, TurnReceiver
+from laminar_py.runtime.workers import remote_environments
+from laminar_py.runtime.workers.remote_environments import RemoteEnvironments
 from tests.environment.turns import problem
 
 KEYS = RelayKeys.generate()

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from laminar_py.cluster.errors import PartDiedError
-from laminar_py.cluster.placement import Needs, Node, Placement
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.link.replica_link import ReplicaLink
+from laminar_py.ledger.segments.salvage import Salvaged
+from laminar_py.observe.telemetry.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode
 from laminar_py.records.engine import EngineStatus
@@ -25,13 +24,14 @@ from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 from laminar_py.relay.wire.post import Peer, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.segments.salvage import Salvaged
-from laminar_py.telemetry.stats import Stats, Totals
-from laminar_py.workers import replicas as replicas_module
-from laminar_py.workers.replica_lines import pace_of
-from laminar_py.workers.replicas import Replicas
-from laminar_py.workers.specs import ReplicaSpec
-from laminar_py.workers.supervisor import Supervisor
+from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.placement import Needs, Node, Placement
+from laminar_py.runtime.link.replica_link import ReplicaLink
+from laminar_py.runtime.workers import replicas as replicas_module
+from laminar_py.runtime.workers.replica_lines import pace_of
+from laminar_py.runtime.workers.replicas import Replicas
+from laminar_py.runtime.workers.specs import ReplicaSpec
+from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.builders import make_ref
 from tests.control.fleet import Fleet, make_tokens
 from tests.runs.runs import REPO

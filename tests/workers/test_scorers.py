@@ -6,7 +6,7 @@ import pytest
 
 from laminar_py.records.codec import decode
 from laminar_py.records.scoring import Unscored
-from laminar_py.workers.scorers import MESSAGE_BYTES, RemoteScorer
+from laminar_py.runtime.workers.scorers import MESSAGE_BYTES, RemoteScorer
 from tests.reward.requests import make_requests
 from tests.workers.fakes import Hosts
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from laminar_py.cluster.errors import PartDiedError, RunFailedError
-from laminar_py.cluster.placement import Place
 from laminar_py.config.loading import load_config
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.servers import ServerAddress
-from laminar_py.workers.servers import RewardServers
-from laminar_py.workers.specs import ServerStart
+from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.workers.servers import RewardServers
+from laminar_py.runtime.workers.specs import ServerStart
 from tests.runs.runs import REPO
 from tests.workers.fakes import Processes, make_incarnation
 

@@ -11,20 +11,20 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from laminar_py.cluster.errors import PartDiedError
-from laminar_py.cluster.placement import Needs, Placement
-from laminar_py.cluster.ray_cluster import nodes, on_node
 from laminar_py.config.loading import parse_config
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.ledger.segments.fetch import StoreClient
+from laminar_py.ledger.segments.frames import read_frame
+from laminar_py.ledger.segments.moves import NAME
+from laminar_py.ledger.segments.salvage import Known, SalvageRequest, salvage
+from laminar_py.ledger.segments.wire import split_address
+from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.codec import encode
-from laminar_py.segments.fetch import StoreClient
-from laminar_py.segments.frames import read_frame
-from laminar_py.segments.moves import NAME
-from laminar_py.segments.salvage import Known, SalvageRequest, salvage
-from laminar_py.segments.wire import split_address
-from laminar_py.segments.writer import SegmentWriter
-from laminar_py.workers import stores as stores_module
-from laminar_py.workers.stores import Stores
+from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.placement import Needs, Placement
+from laminar_py.runtime.cluster.ray_cluster import nodes, on_node
+from laminar_py.runtime.workers import stores as stores_module
+from laminar_py.runtime.workers.stores import Stores
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
 from tests.segments.pieces import random_piece
 from tests.workers.fakes import make_incarnation

@@ -9,16 +9,16 @@ import time
 import psutil
 import pytest
 
-from laminar_py.cluster.placement import Needs, Placement
-from laminar_py.cluster.ray_cluster import nodes, open_cluster
 from laminar_py.config.loading import parse_config
 from laminar_py.config.tracking import TrackerKind
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.observe.telemetry.stats import Stats, Totals
+from laminar_py.observe.telemetry.summary import summarise
+from laminar_py.observe.telemetry.trackers import Opening, Values
 from laminar_py.records.clock import SystemClock
-from laminar_py.telemetry.stats import Stats, Totals
-from laminar_py.telemetry.summary import summarise
-from laminar_py.telemetry.trackers import Opening, Values
-from laminar_py.workers.trackers import TrackerLink, Trackers
+from laminar_py.runtime.cluster.placement import Needs, Placement
+from laminar_py.runtime.cluster.ray_cluster import nodes, open_cluster
+from laminar_py.runtime.workers.trackers import TrackerLink, Trackers
 from tests.builders import make_evaluated
 from tests.ledger.runs import begin, open_ledger
 from tests.telemetry.rows import make_row

@@ -17,7 +17,7 @@ from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.agents.requests import AgentHistory, Chat, Prompt
 from laminar_py.environment.agents.token_paths import TokenPaths
 from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
-from laminar_py.environment.tools.python_session import PythonSession, SessionClosedError
+from laminar_py.environment.python_session import PythonSession, SessionClosedError
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.roles import credits_of
 

@@ -18,9 +18,8 @@ from laminar_py.environment.agents.launcher import Program
 from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.agents.runner import AgentRunner, LauncherError, open_runner
 from laminar_py.environment.protocol import Environment
-from laminar_py.environment.tools.calls import HermesCalls, LlamaCalls
-from laminar_py.environment.tools.python_session import PythonSession
-from laminar_py.environment.tools.settings import CallFamily
+from laminar_py.environment.python_session import PythonSession
+from laminar_py.environment.tool_calls import CallFamily, HermesCalls, LlamaCalls
 from laminar_py.sandbox.pool import SandboxPool
 
 LOOPBACK = "127.0.0.1"

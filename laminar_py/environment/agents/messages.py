@@ -3,7 +3,7 @@
 import json
 
 from laminar_py.environment.agents.conversation import Message
-from laminar_py.environment.tools.calls import CallFormat, WrittenCall, outside_reasoning
+from laminar_py.environment.tool_calls import CallFormat, WrittenCall, outside_reasoning
 
 
 class AssistantMessages:

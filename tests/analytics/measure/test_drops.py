@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from laminar_py.analytics.measure.drops import measure_drops
-from laminar_py.analytics.read.columns import CAPS
-from laminar_py.analytics.read.counterfactuals import Counterfactuals
-from laminar_py.analytics.triage.dropping import tell_dropping
+from laminar_py.observe.analytics.measure.drops import measure_drops
+from laminar_py.observe.analytics.read.columns import CAPS
+from laminar_py.observe.analytics.read.counterfactuals import Counterfactuals
+from laminar_py.observe.analytics.triage.dropping import tell_dropping
 from laminar_py.records.trajectory import DropReason, Status
 from tests.analytics.builders import make_trajectories
 

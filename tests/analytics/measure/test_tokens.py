@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.analytics.measure.tokens import account_tokens
-from laminar_py.analytics.read.snapshot import read_snapshot
-from laminar_py.audit.verify import verify
+from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.machine import IllegalEventError
+from laminar_py.observe.analytics.measure.tokens import account_tokens
+from laminar_py.observe.analytics.read.snapshot import read_snapshot
 from laminar_py.records.events import CounterfactualScored, Cut
 from laminar_py.records.trajectory import DropReason, FinishReason
 from tests.analytics.builders import make_step_row, write_rows

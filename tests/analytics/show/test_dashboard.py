@@ -15,13 +15,13 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
-from laminar_py.analytics.measure.tails import NAMES, OF_TURNS, Measure
-from laminar_py.analytics.read.snapshot import read_snapshot
-from laminar_py.analytics.show.dashboard import Reader, check_binding, make_app
-from laminar_py.analytics.show.figures import histograms
-from laminar_py.analytics.show.gauges import expose
-from laminar_py.analytics.triage.report import RunReport
 from laminar_py.config.loading import dump_config, load_config
+from laminar_py.observe.analytics.measure.tails import NAMES, OF_TURNS, Measure
+from laminar_py.observe.analytics.read.snapshot import read_snapshot
+from laminar_py.observe.analytics.show.dashboard import Reader, check_binding, make_app
+from laminar_py.observe.analytics.show.figures import histograms
+from laminar_py.observe.analytics.show.gauges import expose
+from laminar_py.observe.analytics.triage.report import RunReport
 from laminar_py.records.events import PartDied
 from laminar_py.records.trajectory import Status
 from tests.analytics.scripted import CONFIG
@@ -253,7 +253,7 @@ async def command(run, *, first=""):
 
 
 async def test_ctrl_c_ends_it_in_the_midst_of_a_reading(run):
-    reads_long = "from laminar_py.analytics.show import dashboard as d; import time"
+    reads_long = "from laminar_py.observe.analytics.show import dashboard as d; import time"
     reads_long += f"; d.Reader.look = lambda self: time.sleep({5 * PATIENCE_S})"
     async with (
         command(run, first=reads_long) as address,
@@ -264,7 +264,7 @@ async def test_ctrl_c_ends_it_in_the_midst_of_a_reading(run):
 
 
 async def test_ctrl_c_ends_it_in_the_midst_of_a_question(run):
-    asks_long = "from laminar_py.analytics.show import dashboard as d; import time"
+    asks_long = "from laminar_py.observe.analytics.show import dashboard as d; import time"
     asks_long += f"; d.find_texts = lambda run, _: (run / 'asked').touch() or time.sleep({5 * PATIENCE_S})"
     async with aiohttp.ClientSession() as session:
         async with command(run, first=asks_long) as address, asyncio.timeout(PATIENCE_S):

@@ -5,11 +5,11 @@ from math import isnan
 
 import pytest
 
-from laminar_py.analytics.read.snapshot import read_snapshot
-from laminar_py.analytics.show.figures import curves, drops, headline, learner_curves
-from laminar_py.analytics.show.timeline import make_timeline
-from laminar_py.analytics.triage.report import RunReport
 from laminar_py.ledger.database import reading
+from laminar_py.observe.analytics.read.snapshot import read_snapshot
+from laminar_py.observe.analytics.show.figures import curves, drops, headline, learner_curves
+from laminar_py.observe.analytics.show.timeline import make_timeline
+from laminar_py.observe.analytics.triage.report import RunReport
 from laminar_py.records.events import RunEnded
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.analytics.builders import make_step_row, write_rows

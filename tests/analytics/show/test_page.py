@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar_py.analytics.read.snapshot import read_snapshot
-from laminar_py.analytics.show import timeline
-from laminar_py.analytics.show.page import write_page
-from laminar_py.analytics.show.timeline import draw
-from laminar_py.analytics.show.walls import MEANINGS
-from laminar_py.analytics.triage.report import RunReport
 from laminar_py.config.loading import dump_config, load_config
+from laminar_py.observe.analytics.read.snapshot import read_snapshot
+from laminar_py.observe.analytics.show import timeline
+from laminar_py.observe.analytics.show.page import write_page
+from laminar_py.observe.analytics.show.timeline import draw
+from laminar_py.observe.analytics.show.walls import MEANINGS
+from laminar_py.observe.analytics.triage.report import RunReport
 from laminar_py.records.events import Dropped, Pulled, Relayed
 from laminar_py.records.trajectory import DropReason
 from tests.analytics.scripted import CONFIG

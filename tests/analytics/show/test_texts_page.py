@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from laminar_py.samples.reading import read_sample
+from laminar_py.observe.samples.reading import read_sample
 from tests.analytics.show.browser import browsing, needs_browser
 from tests.analytics.show.test_dashboard import command
 from tests.analytics.show.test_page import local_only

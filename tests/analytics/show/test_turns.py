@@ -6,15 +6,15 @@ import json
 import pytest
 from rich.console import Console
 
-from laminar_py.analytics.read.snapshot import read_snapshot
-from laminar_py.analytics.show.gauges import expose
-from laminar_py.analytics.show.page import make_page, write_page
-from laminar_py.analytics.show.run_tables import run_tables
-from laminar_py.analytics.show.trace import write_trace
-from laminar_py.analytics.triage.remedies import Wall, remedies
-from laminar_py.analytics.triage.report import RunReport
+from laminar_py.cli.choices import choices, command
 from laminar_py.config.loading import load_config
-from laminar_py.plan.selector import choices, command
+from laminar_py.observe.analytics.read.snapshot import read_snapshot
+from laminar_py.observe.analytics.show.gauges import expose
+from laminar_py.observe.analytics.show.page import make_page, write_page
+from laminar_py.observe.analytics.show.run_tables import run_tables
+from laminar_py.observe.analytics.show.trace import write_trace
+from laminar_py.observe.analytics.triage.remedies import Wall, remedies
+from laminar_py.observe.analytics.triage.report import RunReport
 from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 from tests.analytics.show.browser import browsing, needs_browser
 from tests.runs.runs import REPO

@@ -2,12 +2,12 @@
 
 import pytest
 
-from laminar_py.analytics.read.snapshot import read_snapshot
-from laminar_py.analytics.show.walls import MEANINGS, stage_bars, wall_panel
-from laminar_py.analytics.triage.goodput import StageTimes, StepStage, compose
-from laminar_py.analytics.triage.remedies import Wall
-from laminar_py.analytics.triage.report import RunReport, read_report
 from laminar_py.config.staleness import Schedule
+from laminar_py.observe.analytics.read.snapshot import read_snapshot
+from laminar_py.observe.analytics.show.walls import MEANINGS, stage_bars, wall_panel
+from laminar_py.observe.analytics.triage.goodput import StageTimes, StepStage, compose
+from laminar_py.observe.analytics.triage.remedies import Wall
+from laminar_py.observe.analytics.triage.report import RunReport, read_report
 from tests.analytics.scripted import scripted
 from tests.analytics.synthetic import simulate
 

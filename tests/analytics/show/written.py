@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from laminar_py.analytics.read.snapshot import read_snapshot
-from laminar_py.analytics.show.page import write_page
-from laminar_py.analytics.triage.report import RunReport
 from laminar_py.config.loading import dump_config, load_config
+from laminar_py.observe.analytics.read.snapshot import read_snapshot
+from laminar_py.observe.analytics.show.page import write_page
+from laminar_py.observe.analytics.triage.report import RunReport
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped, Interrupted, Ready
 from laminar_py.records.spans import Span

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.config.emulated_profile import EngineTimes, read_profile
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.emulated.engine import EmulatedEngine
@@ -23,7 +24,6 @@ from laminar_py.engines.emulated.scheduler import EmulatedScheduler
 from laminar_py.records.engine import PauseMode
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.trajectory import FinishReason
-from laminar_py.simulate.virtual_loop import virtually
 from tests.engines import engine_conformance as conformance
 from tests.engines.engine_conformance import Rig, caught, collect, make_request, until
 

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_lab.simulate.parts import CountedTokens
+from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.emulation import TurnsConfig
 from laminar_py.config.rollout import OnNewWeights
@@ -25,8 +27,6 @@ from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, num_sampled, num_turns
 from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.rollout.replica import Replica
-from laminar_py.simulate.parts import CountedTokens
-from laminar_py.simulate.virtual_loop import LoopClock, virtually
 from tests.engines.emulated.test_engine import make_scheduler
 from tests.engines.engine_conformance import make_request
 from tests.rollout.folders import Folders

@@ -15,7 +15,7 @@ from laminar_py.environment.agents.connections import ConnectionBounds
 from laminar_py.environment.agents.endpoint import serve
 from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.protocol import Problem, SampledTurn
-from laminar_py.environment.tools.calls import HermesCalls
+from laminar_py.environment.tool_calls import HermesCalls
 
 IDS = np.array([5, 6], np.int32)
 

@@ -22,7 +22,7 @@ from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost
 from laminar_py.environment.saved import SavedTurns
-from laminar_py.environment.tools.calls import HermesCalls
+from laminar_py.environment.tool_calls import HermesCalls
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import ModelTurn, Problem, TurnPart
 from laminar_py.records.spans import ANEW, Span, add_span

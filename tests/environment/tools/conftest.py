@@ -2,9 +2,9 @@
 
 import pytest
 
-from laminar_py.environment.tools.calls import HermesCalls, WrittenCall
-from laminar_py.environment.tools.settings import CallFamily, ToolSettings
-from laminar_py.environment.tools.toolbox import Toolbox
+from laminar_contrib.tools.settings import ToolSettings
+from laminar_contrib.tools.toolbox import Toolbox
+from laminar_py.environment.tool_calls import CallFamily, HermesCalls, WrittenCall
 
 OWN_TOOLS = '''
 import asyncio

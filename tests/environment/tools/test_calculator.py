@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.environment.tools.calculator import MOST_DIGITS, calculator
-from laminar_py.environment.tools.signature import ToolError
+from laminar_contrib.tools.calculator import MOST_DIGITS, calculator
+from laminar_contrib.tools.signature import ToolError
 
 NUMBERS = st.integers(0, 10**12).map(str)
 EXPRESSIONS = st.recursive(

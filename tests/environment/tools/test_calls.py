@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.environment.tools.calls import (
+from laminar_py.environment.tool_calls import (
     BrokenCall,
     HermesCalls,
     LlamaCalls,

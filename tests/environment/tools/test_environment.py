@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from laminar_contrib.tools.settings import ToolSettings
+from laminar_contrib.tools.toolbox import Toolbox
 from laminar_py.environment.protocol import End, Environment, Observation, Problem, Restorable, Role
-from laminar_py.environment.tools.settings import ToolSettings
-from laminar_py.environment.tools.toolbox import Toolbox
 from tests.environment.tools.conftest import turn
 
 

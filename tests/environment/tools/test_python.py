@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
+from laminar_contrib.tools.settings import ToolSettings
+from laminar_contrib.tools.toolbox import open_toolbox
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.environment.protocol import Restorable
-from laminar_py.environment.tools.python_session import PythonSession, SessionClosedError
-from laminar_py.environment.tools.settings import CallFamily, ToolSettings
-from laminar_py.environment.tools.toolbox import open_toolbox
+from laminar_py.environment.python_session import PythonSession, SessionClosedError
+from laminar_py.environment.tool_calls import CallFamily
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError
 from tests.environment.tools.conftest import turn

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from laminar_contrib.tools.search import Passage, PassageSearch, read_corpus
 from laminar_py.config.section import ConfigError
-from laminar_py.environment.tools.search import Passage, PassageSearch, read_corpus
 
 TEXTS = ["Paris is the capital of France.", "Rome is the capital of Italy.", "Bread is made of flour. " * 100]
 needs_bm25s = pytest.mark.skipif(importlib.util.find_spec("bm25s") is None, reason="needs laminar-py[search]")

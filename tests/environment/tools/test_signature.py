@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel, Field
 from transformers.utils import get_json_schema
 
+from laminar_contrib.tools.signature import ToolError, make_tool
 from laminar_py.config.section import ConfigError
-from laminar_py.environment.tools.signature import ToolError, make_tool
 
 
 class Place(BaseModel):

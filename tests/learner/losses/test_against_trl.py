@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from laminar_py.config.algorithm import AlgorithmConfig, Correction
-from laminar_py.packing.balance import fit, make_entry
-from laminar_py.packing.packer import assign, step_terms
+from laminar_py.learner.packing.balance import fit, make_entry
+from laminar_py.learner.packing.packer import assign, step_terms
 from tests.builders import make_trajectory
 from tests.learner.builders import VOCAB, backward, make_learner, make_model_folder, referred
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.reward.verifiers.math.extract import MAX_ANSWER, MAX_RESPONSE, extract_answer
-from laminar_py.reward.verifiers.math.verify import MathOutcome, MathVerdict, check_reference, verify
+from laminar_contrib.mathematics.extract import MAX_ANSWER, MAX_RESPONSE, extract_answer
+from laminar_contrib.mathematics.verify import MathOutcome, MathVerdict, check_reference, verify
 
 LATEX = (
     r"\frac \boxed{ \text{ \begin{pmatrix} \end{pmatrix} \left( \right] \{ \} { } ( ) [ ] | $ \\ & , ; : = < >"

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from laminar_py.reward.verifiers.math.verify import MathOutcome, verify
+from laminar_contrib.mathematics.verify import MathOutcome, verify
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("pairs_unseen.jsonl").read_text().splitlines()]
 

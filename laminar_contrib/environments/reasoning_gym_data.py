@@ -1,0 +1,97 @@
+"""Problems of a task of reasoning-gym as JSONL:
+
+    python -m laminar_contrib.environments.reasoning_gym_data chain_sum --out sums.jsonl --size 1000 min_terms=3
+
+Invariant: no problem is written whose own answer, with the entry as JSON keeps it, is not worth 1. Seeds that
+are less than a size apart share problems: those of a held-out set are to be further away.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+
+from laminar_contrib.environments.reasoning_gym_tasks import make_task, require_package
+from laminar_py.config.section import ConfigError
+from laminar_py.data.tiny_model import jsonl
+
+LEAST = 1 - 1e-6  # score of an own answer
+
+
+def problems(
+    task: str, *, size: int, seed: int, config: Mapping[str, JsonValue], evaluates_answers: bool = False
+) -> Iterator[dict[str, JsonValue]]:
+    """Rows of `size` problems, those left out whose question stood before. Raises `ConfigError`.
+
+    E.g. `{"prompt": "1 + 2 =", "answer": "3", "task": "chain_sum", "entry": {...}, "config": {}}`.
+    """
+    generator = make_task(task, {**config, "size": size, "seed": seed}, evaluates_answers=evaluates_answers)
+    asked: set[str] = set()
+    for place in range(size):
+        entry = _as_json(task, generator[place])
+        if entry["question"] in asked:
+            continue
+        asked.add(entry["question"])
+        score = generator.score_answer(entry["answer"].strip(), entry)  # as it is read from a turn
+        if score < LEAST:
+            fault = f"scores its own answer to problem {place} {score:g}, as JSON has it"
+            raise ConfigError(f"reasoning-gym task {task}: {fault}; choose another task")
+        row = {"prompt": entry["question"], "answer": entry["answer"], "task": task}
+        yield {**row, "entry": entry, "config": dict(config)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the file that the command line asks for; a mistake is one line and exit code 1."""
+    parser = argparse.ArgumentParser(description="Write problems of a task of reasoning-gym.")
+    parser.add_argument("task", help="e.g. chain_sum")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the task, values in JSON")
+    parser.add_argument("--size", type=int, required=True, help="problems; those that repeat are left out")
+    parser.add_argument("--seed", type=int, default=0, help="problem i follows from seed + i alone")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument(
+        "--evaluates-answers", action="store_true", help="allow a scorer that runs answers as Python code"
+    )
+    given = parser.parse_intermixed_args(arguments)  # settings may stand anywhere
+    try:
+        require_package(f"task={given.task}")
+        config = dict(map(_setting, given.settings))
+        rows = problems(
+            given.task,
+            size=given.size,
+            seed=given.seed,
+            config=config,
+            evaluates_answers=given.evaluates_answers,
+        )
+        text = jsonl(rows)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(text)
+
+
+def _setting(given: str) -> tuple[str, JsonValue]:
+    """A setting and its value, e.g. of `min_terms=3`; a value that is no JSON is a text."""
+    name, equals, value = given.partition("=")
+    if not equals or not name.isidentifier() or name in ("size", "seed"):
+        raise ConfigError(f"{given}: no setting of a task; write key=value, and --size and --seed as options")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _as_json(task: str, entry: Any) -> dict[str, Any]:
+    """An entry as it is read from JSON again."""
+    try:
+        read: dict[str, Any] = json.loads(json.dumps(entry, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        fault = f"an entry of it has no form in JSON ({error})"
+        raise ConfigError(f"reasoning-gym task {task}: {fault}; choose another task") from error
+    return read
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The kind `reasoning_gym`: problems of a single turn, which the package's own scorers judge.
+
+`reasoning_gym_data` writes the problems; each has the `entry` that its scorer needs. Invariant: whatever a model
+says has a score, unless the problem itself is at fault.
+"""
+
+import json
+import logging
+import math
+import re
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from pydantic import JsonValue, model_validator
+
+from laminar_contrib.environments.reasoning_gym_tasks import make_task, require_package
+from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
+from laminar_py.environment.answers import check_pattern, last_group
+from laminar_py.environment.protocol import End, Environment, Observation, Problem
+from laminar_py.environment.tool_calls import outside_reasoning
+
+log = logging.getLogger(__name__)
+
+TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+SCRIPT = "python -m laminar_contrib.environments.reasoning_gym_data"
+
+
+class ReasoningGymEnvironment(EnvironmentConfig):
+    """Tasks of the package reasoning-gym: the first turn is the answer, and its score the reward."""
+
+    kind: str = "reasoning_gym"
+    pattern: str | None = None
+    """Regular expression whose first group is the answer: its last match in the turn, outside of reasoning,
+    counts, and a turn without one is worth 0. Default: what stands in the last `<answer>` tags, or else the whole
+    turn."""
+    opens_reasoning: bool = False
+    """True where the chat template itself writes the `<think>` that the turn begins in."""
+    evaluates_answers: bool = False
+    """True: allow tasks whose scorer runs the answer as Python code in this process, with all its rights."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_pattern(self.pattern)
+        return self
+
+
+class TaskScorers:
+    """Scorers of a process, each made once, e.g. `TaskScorers().score("4", entry, {})`."""
+
+    def __init__(self, *, evaluates_answers: bool = False) -> None:
+        self._evaluates_answers = evaluates_answers
+        self._lock = threading.Lock()
+        self._made: dict[str, Any] = {}  # by task and its config
+        self._told: set[str] = set()  # tasks whose scorer has raised
+
+    def make(self, entry: Mapping[str, Any], config: Mapping[str, JsonValue]) -> Any:
+        """The task of an entry. Raises `ConfigError` where it is refused."""
+        name = entry["metadata"]["source_dataset"]
+        key = json.dumps([name, config], sort_keys=True)
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = make_task(name, config, evaluates_answers=self._evaluates_answers)
+            return self._made[key]
+
+    def score(self, answer: str, entry: Mapping[str, Any], config: Mapping[str, JsonValue]) -> float:
+        """Score of an answer; 0 where the scorer raises, which is said once of each task."""
+        task = self.make(entry, config)
+        try:
+            score = float(task.score_answer(answer, entry))
+            if math.isfinite(score):
+                return score
+            fault = f"it returned {score}"
+        except Exception as error:  # noqa: BLE001 - a scorer may raise anything at a text that it does not expect
+            fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        self._tell(entry["metadata"]["source_dataset"], fault)
+        return 0.0
+
+    def _tell(self, name: str, fault: str) -> None:
+        with self._lock:
+            is_new = name not in self._told
+            self._told.add(name)
+        if is_new:
+            log.warning("the scorer of %s fails on some answers, which are worth 0: %s", name, fault)
+
+
+class ReasoningGymTurn:
+    """Trajectory of one turn, for a problem that `reasoning_gym_data` wrote."""
+
+    deterministic = True
+
+    def __init__(self, scorers: TaskScorers, *, settings: ReasoningGymEnvironment) -> None:
+        self._scorers = scorers
+        self._settings = settings
+        self._pattern = TAGS if settings.pattern is None else re.compile(settings.pattern)
+
+    def reset(self, problem: Problem) -> Observation:
+        """Say nothing: the prompt is the question. Raises `ConfigError` for a task that is refused."""
+        entry: Any = problem.fields.get("entry")
+        config: Any = problem.fields.get("config", {})
+        metadata = entry.get("metadata") if isinstance(entry, dict) else None
+        if not isinstance(metadata, dict) or "source_dataset" not in metadata or not isinstance(config, dict):
+            raise ValueError(f"the problem has no `entry` of reasoning-gym; write problems with {SCRIPT}")
+        self._entry, self._config = entry, config
+        self._scorers.make(self._entry, config)
+        return Observation()
+
+    def step(self, action: str) -> End:
+        """End with the score of the answer."""
+        said = outside_reasoning(action, begun=self._settings.opens_reasoning)
+        answer = last_group(self._pattern, said)
+        if answer is None and self._settings.pattern is None:
+            answer = said.strip()
+        return End(self._scorers.score(answer, self._entry, self._config) if answer else 0.0)
+
+
+@asynccontextmanager
+async def open_reasoning_gym(
+    settings: ReasoningGymEnvironment, home: EnvironmentHome
+) -> AsyncIterator[Callable[[], Environment]]:
+    """Maker of environments, which share their scorers. Raises `ConfigError` without the package."""
+    require_package("environment.kind=reasoning_gym")
+    scorers = TaskScorers(evaluates_answers=settings.evaluates_answers)
+    yield lambda: ReasoningGymTurn(scorers, settings=settings)
+
+
+REASONING_GYM = EnvironmentKind(settings=ReasoningGymEnvironment, open=open_reasoning_gym)

@@ -1,0 +1,285 @@
+"""Comparison of an answer with a reference, kind by kind.
+
+Pure; `verify` calls it. Rules beyond equality of numbers, which `equality` has:
+
+- Several answers side by side and sets have no order; points, vectors and matrices have one. A point (1, 2), a set
+  {1, 2} and an interval [1, 2] are three things; (1, 2) may be a point or an open interval.
+- A unit or a name ("x = 5") that one side leaves out says nothing. Known units that both give must fit, by size.
+- "50%" is 0.5, and 50 too, as percent may have been asked for, but "0.5%" is not 0.5; 30 degrees are 30, and pi/6.
+- A subscript for a base counts: 1011_2 is neither 1011 nor 11.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from laminar_contrib.mathematics.equality import difference, proportional, same_expression
+from laminar_contrib.mathematics.evaluate import UndefinedError, evaluate, inexact
+from laminar_contrib.mathematics.expressions import Applied, Expression, Numeral, Variable, variables
+from laminar_contrib.mathematics.quantities import DEGREE, RADIAN
+from laminar_contrib.mathematics.regions import Region, same_region
+from laminar_contrib.mathematics.sets import as_region
+from laminar_contrib.mathematics.tokens import UnreadableError
+from laminar_contrib.mathematics.units import MeasureUnit
+from laminar_contrib.mathematics.values import (
+    AnswerValue,
+    BasedNumber,
+    Bracketed,
+    Collection,
+    Grid,
+    Lettered,
+    Listing,
+    Named,
+    Phrase,
+    Proportion,
+    Quantity,
+    Statement,
+    share,
+)
+
+
+def same(reference: AnswerValue, answer: AnswerValue) -> bool:
+    """True where an answer says what the reference says. Raises `TooLargeError`."""
+    reference, answer = _unwrapped(reference), _unwrapped(answer)
+    match reference, answer:
+        case (Lettered(), _) | (_, Lettered()):
+            return _same_choice(reference, answer)
+        case (Region(), _) | (_, Region()):
+            return _same_region(reference, answer)
+        case (Named(), Named()):
+            return _same_named(reference, answer)
+        case (Listing(), _) | (_, Listing()):
+            return _same_listing(reference, answer)
+        case (Named(), _) | (_, Named()):
+            return _same_unnamed(reference, answer)
+        case (Collection(), _) | (_, Collection()):
+            return _same_members(_distinct(_members(reference)), _distinct(_members(answer)))
+        case (Quantity(), Quantity()):
+            return _same_quantity(reference, answer)
+        case (Bracketed(), Bracketed()):
+            return _same_bracketed(reference, answer)
+        case (Grid(), _) | (_, Grid()):
+            return _same_grid(reference, answer)
+        case (Proportion(), _) | (_, Proportion()):
+            return _same_proportion(reference, answer)
+        case (Statement(), Statement()):
+            return _same_statement(reference, answer)
+        case (Phrase(), _) | (_, Phrase()):
+            return _said(reference) == _said(answer) != ""
+        case (BasedNumber(), BasedNumber()):
+            return reference == answer
+    return False
+
+
+def _unwrapped(value: AnswerValue) -> AnswerValue:
+    """Several values without the name of what has them."""
+    return value.value if isinstance(value, Named) and isinstance(value.value, Listing | Collection) else value
+
+
+def _same_choice(reference: AnswerValue, answer: AnswerValue) -> bool:
+    """Letters must agree if both have one, and else what they stand for."""
+    letters = [_letter(value) for value in (reference, answer)]
+    if all(letters):
+        return letters[0] == letters[1]
+    stands = [value.value if isinstance(value, Lettered) else value for value in (reference, answer)]
+    return stands[0] is not None and stands[1] is not None and same(stands[0], stands[1])
+
+
+def _letter(value: AnswerValue) -> str:
+    if isinstance(value, Lettered):
+        return value.letter
+    said = _said(value)
+    return said if len(said) == 1 else ""
+
+
+def _said(value: AnswerValue) -> str:
+    """Text of an answer in words, and of a variable alone."""
+    if isinstance(value, Phrase):
+        return value.words
+    if isinstance(value, Quantity) and isinstance(value.expression, Variable) and value.unit is None:
+        return value.expression.name
+    return ""
+
+
+def _same_region(reference: AnswerValue, answer: AnswerValue) -> bool:
+    try:
+        return same_region(as_region(reference), as_region(answer))
+    except UnreadableError:
+        return False
+
+
+def _same_named(reference: Named, answer: Named) -> bool:
+    labels = [value.label for value in (reference, answer)]
+    if (labels[0] == labels[1] or not all(labels)) and same(reference.value, answer.value):
+        return True
+    if reference.equation is None or answer.equation is None:
+        return False
+    return _same_statement(reference.equation, answer.equation)
+
+
+def _same_unnamed(reference: AnswerValue, answer: AnswerValue) -> bool:
+    """Comparison where one side says what its value is the value of."""
+    if isinstance(reference, Statement) or isinstance(answer, Statement):
+        equations = [value.equation if isinstance(value, Named) else value for value in (reference, answer)]
+        return all(isinstance(each, Statement) for each in equations) and same(*equations)  # type: ignore[arg-type]
+    values = [value.value if isinstance(value, Named) else value for value in (reference, answer)]
+    return same(values[0], values[1])
+
+
+def _same_listing(reference: AnswerValue, answer: AnswerValue) -> bool:
+    wanted, given = _members(reference), _members(answer)
+    if _is_system(wanted) != _is_system(given):
+        return _same_in_order(_by_name(wanted), _by_name(given))
+    if len(wanted) == 1 or len(given) == 1:
+        return all(same(one, other) for one in wanted for other in given)
+    if isinstance(reference, Collection) or isinstance(answer, Collection):
+        wanted, given = _distinct(wanted), _distinct(given)
+    return _same_members(wanted, given)
+
+
+def _members(value: AnswerValue) -> Sequence[AnswerValue]:
+    return value.items if isinstance(value, Listing | Collection) else (value,)
+
+
+def _is_system(items: Sequence[AnswerValue]) -> bool:
+    """True for values of several variables, such as "x = 1, y = 2"; x_1 and x_2 are two values of one."""
+    names = {item.label.partition(" _ ")[0] for item in items if isinstance(item, Named)}
+    return len(names) > 1 and all(isinstance(item, Named) for item in items)
+
+
+def _by_name(items: Sequence[AnswerValue]) -> Sequence[AnswerValue]:
+    """Values of several variables in the order of their names, and what is in a point; others as they stand."""
+    if _is_system(items):
+        return [item.value for item in sorted(items, key=_label) if isinstance(item, Named)]
+    value = items[0].value if len(items) == 1 and isinstance(items[0], Named) else items[0]
+    is_point = len(items) == 1 and isinstance(value, Bracketed) and (value.opening, value.closing) == ("(", ")")
+    return value.items if is_point and isinstance(value, Bracketed) else items
+
+
+def _label(value: AnswerValue) -> str:
+    return value.label if isinstance(value, Named) else ""
+
+
+def _same_members(wanted: Sequence[AnswerValue], given: Sequence[AnswerValue]) -> bool:
+    """True where the items fit in some order."""
+    left = list(given)
+    for one in wanted:
+        match = next((index for index, other in enumerate(left) if same(one, other)), None)
+        if match is None:
+            return False
+        del left[match]
+    return not left
+
+
+def _distinct(items: Sequence[AnswerValue]) -> list[AnswerValue]:
+    kept: list[AnswerValue] = []
+    for item in items:
+        if not any(same(other, item) for other in kept):
+            kept.append(item)
+    return kept
+
+
+def _same_in_order(wanted: Sequence[AnswerValue], given: Sequence[AnswerValue]) -> bool:
+    return len(wanted) == len(given) and all(map(same, wanted, given))
+
+
+def _same_bracketed(reference: Bracketed, answer: Bracketed) -> bool:
+    """Points and vectors of any brackets, but of two items, which may be an interval."""
+    brackets = [(value.opening, value.closing) for value in (reference, answer)]
+    return (brackets[0] == brackets[1] or len(reference.items) != 2) and _same_in_order(
+        reference.items, answer.items
+    )
+
+
+def _rows(value: AnswerValue) -> Sequence[Sequence[AnswerValue]]:
+    """Rows of a matrix, also of one in plain brackets; of a vector that is no matrix the only row."""
+    if isinstance(value, Grid):
+        return value.rows
+    if not isinstance(value, Bracketed):
+        return ()
+    if all(isinstance(item, Bracketed) for item in value.items):
+        return [item.items for item in value.items if isinstance(item, Bracketed)]
+    return (value.items,)
+
+
+def _same_grid(reference: AnswerValue, answer: AnswerValue) -> bool:
+    """Matrices row by row; a vector may stand as a row, as a column, or as a point."""
+    wanted, given = _rows(reference), _rows(answer)
+    if isinstance(reference, Grid) and isinstance(answer, Grid):
+        return len(wanted) == len(given) and all(map(_same_in_order, wanted, given))
+    columns = [rows if len(rows) == 1 else list(zip(*rows, strict=False)) for rows in (wanted, given)]
+    if len(columns[0]) == len(columns[1]) == 1:
+        return _same_in_order(columns[0][0], columns[1][0])
+    return bool(wanted) and len(wanted) == len(given) and all(map(_same_in_order, wanted, given))
+
+
+def _same_proportion(reference: AnswerValue, answer: AnswerValue) -> bool:
+    wanted, given = _parts(reference), _parts(answer)
+    if len(wanted) != len(given) or not wanted:
+        return False
+    return all(
+        same_expression(Applied("multiply", (one, given[0])), Applied("multiply", (other, wanted[0])))
+        for one, other in zip(wanted, given, strict=True)
+    )
+
+
+def _parts(value: AnswerValue) -> tuple[Expression, ...]:
+    """Parts of a ratio; a number is its ratio to 1."""
+    if isinstance(value, Proportion):
+        return value.parts
+    if isinstance(value, Quantity) and value.unit is None and not value.is_percent:
+        return (value.expression, Numeral(Fraction(1), "1"))
+    return ()
+
+
+def _same_statement(reference: Statement, answer: Statement) -> bool:
+    if reference.sign != answer.sign:
+        return False
+    sides = [difference(each.left, each.right) for each in (reference, answer)]
+    return proportional(sides[0], sides[1], positive=reference.sign in ("<", "le"))
+
+
+def _same_quantity(reference: Quantity, answer: Quantity) -> bool:
+    if reference.is_percent or answer.is_percent:
+        return _same_percent(reference, answer)
+    wanted, given = reference.expression, answer.expression
+    if reference.unit is not None and answer.unit is not None:
+        if reference.unit.dimensions != answer.unit.dimensions:
+            return {reference.unit, answer.unit} == {DEGREE, RADIAN} and _same_angle(reference, answer)
+        if reference.unit.size != answer.unit.size:
+            return same_expression(_in_base(wanted, reference.unit), _in_base(given, answer.unit))
+    if same_expression(wanted, given):
+        return True
+    return {reference.unit, answer.unit} == {DEGREE, None} and _same_angle(reference, answer)
+
+
+def _same_angle(reference: Quantity, answer: Quantity) -> bool:
+    return same_expression(_in_radians(reference), _in_radians(answer))
+
+
+def _in_base(expression: Expression, unit: MeasureUnit) -> Expression:
+    return Applied("multiply", (expression, Numeral(unit.size)))
+
+
+def _in_radians(value: Quantity) -> Expression:
+    return Applied("degrees", (value.expression,)) if value.unit == DEGREE else value.expression
+
+
+def _same_percent(reference: Quantity, answer: Quantity) -> bool:
+    if reference.unit is not None or answer.unit is not None:
+        return False
+    wanted, given = reference.expression, answer.expression
+    if reference.is_percent and answer.is_percent:
+        return same_expression(wanted, given)
+    if same_expression(share(reference), share(answer)):
+        return True
+    return _is_above_one(wanted) and same_expression(wanted, given)
+
+
+def _is_above_one(expression: Expression) -> bool:
+    """True for a number that hardly is a share, and so may be meant in percent."""
+    if variables(expression):
+        return False
+    try:
+        return bool(abs(inexact(evaluate(expression, {}))) > 1)
+    except UndefinedError:
+        return False

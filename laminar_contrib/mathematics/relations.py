@@ -1,0 +1,243 @@
+"""Chains of relations such as "x = 10/2 = 5", "1 < x <= 2" or "x in (1, 2)", read from tokens.
+
+Pure; `structure` calls it, and is called for the sides. Invariant: all sides of a chain of numbers must agree, or
+the chain is refused: "5 = 6" is no answer.
+"""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+from laminar_contrib.mathematics import words
+from laminar_contrib.mathematics.brackets import Tokens, has_outside, is_enclosed, split_at
+from laminar_contrib.mathematics.equality import as_decimal, difference, rounds_to, same_expression
+from laminar_contrib.mathematics.expressions import (
+    Applied,
+    Expression,
+    Numeral,
+    Variable,
+    negated,
+    parse_expression,
+    variables,
+)
+from laminar_contrib.mathematics.regions import (
+    MINUS,
+    PLUS,
+    Interval,
+    Region,
+    everything,
+    union,
+    without_points,
+)
+from laminar_contrib.mathematics.tokens import Token, TokenKind, UnreadableError
+from laminar_contrib.mathematics.values import AnswerValue, Named, Quantity, Statement, share
+
+RELATIONS = ("=", "<", ">", "le", "ge", "ne", "in", "approx")
+MARKS = ("^", "{", "}", "-", "'", "_")  # on the name of a function
+FLIPPED = {">": "<", "ge": "le"}
+Reader = Callable[[Tokens], AnswerValue]
+
+
+def read_relation(tokens: Tokens, read: Reader) -> AnswerValue:
+    """Value of a chain of relations; `read` reads a side. Raises `UnreadableError`."""
+    sides, signs = split_at(tokens, *RELATIONS)
+    if not sides[0] and signs[0] in ("=", "approx", "in"):
+        sides, signs = sides[1:], signs[1:]  # "= 5"
+        if not signs:
+            return read(sides[0])
+    if not all(sides):
+        raise UnreadableError("a relation without a side")
+    if set(signs) <= {"=", "approx"}:
+        return _read_equal(sides, signs, read)
+    if signs == ["in"]:
+        return Named(_label(sides[0]), read(sides[1]))
+    return _read_order([_plain(side) for side in sides], signs)
+
+
+def _label(tokens: Tokens) -> str:
+    """Text of what is named; nothing where it is named in words, which differ from writer to writer."""
+    if any(token.text.lower() in words.NEGATIONS for token in tokens):
+        raise UnreadableError("a relation that is denied")
+    if all(token.kind is TokenKind.WORD for token in tokens):
+        return ""
+    return " ".join(token.text for token in tokens if not token.is_sign("{", "}"))
+
+
+def _plain(tokens: Tokens) -> Expression:
+    """Expression without a unit."""
+    expression, rest = parse_expression(tokens)
+    if rest:
+        raise UnreadableError("a unit in a relation")
+    return expression
+
+
+def _read_equal(sides: Sequence[Tokens], signs: Sequence[str], read: Reader) -> AnswerValue:
+    if _is_label(sides[0], sides[1]):
+        values = [read(side) for side in sides[1:]]
+        numbers = [index for index, value in enumerate(values) if not _has_variables([value])]
+        if 0 < len(numbers) < len(values):  # "S = ab/2 = 12"
+            values, signs = values[numbers[0] :], signs[numbers[0] :]
+        value = _agreed(values, signs[1:])
+        return Named(_label(sides[0]), value, _equation(sides) if len(sides) == 2 else None)
+    if len(sides) == 2 and _is_label(sides[1], sides[0]):
+        return Named(_label(sides[1]), read(sides[0]), _equation(sides))
+    values = [read(side) for side in sides]
+    try:
+        return _agreed(values, signs)
+    except UnreadableError:
+        if len(sides) != 2 or signs != ["="] or not _has_variables(values):
+            raise
+    equation = _equation(sides)
+    if equation is None:
+        raise UnreadableError("an equation of what is no number")
+    return equation
+
+
+def _has_variables(values: Sequence[AnswerValue]) -> bool:
+    return any(isinstance(value, Quantity) and variables(value.expression) for value in values)
+
+
+def _is_label(side: Tokens, other: Tokens) -> bool:
+    """True for what names the other side: "x_1", "f(x)", "Area", or e.g. "x + y" before a number."""
+    if all(token.kind is TokenKind.WORD for token in side) or _is_application(side) or _is_tuple(side):
+        return True
+    bare = _without_subscripts(side)
+    if not any(map(_is_name, bare)) or any(map(_is_operation, bare)) or bare[0].is_sign("-"):
+        return False
+    is_variable = bare[0].kind is TokenKind.NAME and all(token.is_sign("'") for token in bare[1:])
+    return is_variable or not any(map(_is_name, other))
+
+
+def _is_operation(token: Token) -> bool:
+    """True for what has to be undone before the value of the variable is known, as in "x^2 = 4"."""
+    is_logarithm = token.kind is TokenKind.FUNCTION and token.text in ("ln", "log", "lg", "exp")
+    return token.kind is TokenKind.NUMBER or is_logarithm or token.is_sign("sqrt", "^", "!")
+
+
+def _is_name(token: Token) -> bool:
+    return token.kind is TokenKind.NAME and token.text not in ("e", "i")
+
+
+def _without_subscripts(side: Tokens) -> list[Token]:
+    """Tokens less a subscript after each of them."""
+    kept, place = [], 0
+    while place < len(side):
+        if not side[place].is_sign("_"):
+            kept.append(side[place])
+        elif place + 1 < len(side) and side[place + 1].is_sign("{"):
+            while place < len(side) and not side[place].is_sign("}"):
+                place += 1
+        else:
+            place += 1
+        place += 1
+    return kept
+
+
+def _is_application(side: Tokens) -> bool:
+    """True for e.g. "f(x)", "P(2)" or "f^{-1}(x)"."""
+    begin = next((index for index, token in enumerate(side) if token.is_sign("(")), 0)
+    marks = all(
+        token.is_sign(*MARKS) or token.kind in (TokenKind.NUMBER, TokenKind.NAME) for token in side[1:begin]
+    )
+    return begin > 0 and side[0].kind is TokenKind.NAME and marks and is_enclosed(side[begin:])
+
+
+def _is_tuple(side: Tokens) -> bool:
+    """True for e.g. "(x, y)"."""
+    inner = [token for token in side if not token.is_sign("(", ")", ",", "_", "{", "}")]
+    return (
+        is_enclosed(side)
+        and has_outside(side[1:-1], ",")
+        and any(map(_is_name, inner))
+        and all(token.kind in (TokenKind.NAME, TokenKind.NUMBER) for token in inner)
+    )
+
+
+def _equation(sides: Sequence[Tokens]) -> Statement | None:
+    try:
+        return Statement("=", _plain(sides[0]), _plain(sides[1]))
+    except UnreadableError:
+        return None
+
+
+def _agreed(values: Sequence[AnswerValue], signs: Sequence[str]) -> AnswerValue:
+    """Value that all sides have: the first one that is no decimal. Raises where two of them differ."""
+    for (left, right), sign in zip(pairwise(values), signs, strict=True):
+        if not (isinstance(left, Quantity) and isinstance(right, Quantity)):
+            raise UnreadableError("a chain of what is no number")
+        one, other = share(left), share(right)
+        is_equal = same_expression(one, other) or same_expression(other, one)
+        if not is_equal and not (sign == "approx" and (_is_near(one, other) or _is_near(other, one))):
+            raise UnreadableError("an equation that is wrong")
+    exact = [each for each in values if not (isinstance(each, Quantity) and as_decimal(each.expression))]
+    value = (exact or list(values))[0]
+    units = [each.unit for each in values if isinstance(each, Quantity) and each.unit is not None]
+    if isinstance(value, Quantity) and value.unit is None and units:
+        return Quantity(value.expression, units[-1])
+    return value
+
+
+def _is_near(exact: Expression, decimal: Expression) -> bool:
+    """True where a decimal is a rounding of a number, to however few digits."""
+    rounded = as_decimal(decimal)
+    return rounded is not None and not variables(exact) and rounds_to(exact, rounded)
+
+
+def _read_order(sides: list[Expression], signs: list[str]) -> AnswerValue:
+    """Inequalities: of one variable a region, else a statement."""
+    if len(sides) == 2 and signs == ["ne"]:
+        return _read_unequal(*sides)
+    if all(sign in FLIPPED for sign in signs):
+        sides, signs = sides[::-1], [FLIPPED[sign] for sign in signs[::-1]]
+    if not set(signs) <= {"<", "le"} or len(sides) > 3:
+        raise UnreadableError("relations that do not go together")
+    places = [index for index, side in enumerate(sides) if isinstance(side, Variable)]
+    constant = [side for side in sides if not variables(side)]
+    if len(places) == 1 and len(constant) == len(sides) - 1 and (len(sides) == 2 or places == [1]):
+        variable = sides[places[0]]
+        assert isinstance(variable, Variable)
+        is_below = places[0] > 0  # something is below the variable
+        is_above = places[0] < len(sides) - 1
+        interval = Interval(
+            low=sides[0] if is_below else MINUS,
+            has_low=is_below and signs[0] == "le",
+            high=sides[-1] if is_above else PLUS,
+            has_high=is_above and signs[-1] == "le",
+        )
+        return union([interval], variable.name)
+    if len(sides) == 2 and len(constant) == 1:
+        below = sides[1] in constant
+        region = _read_absolute(*(sides if below else sides[::-1]), below=below, closed=signs[0] == "le")
+        return region or Statement(signs[0], sides[0], sides[1])
+    if len(sides) == 2 and not constant:
+        return Statement(signs[0], sides[0], sides[1])
+    raise UnreadableError("an inequality of another kind")
+
+
+def _read_absolute(side: Expression, bound: Expression, *, below: bool, closed: bool) -> Region | None:
+    """Region of |x - a| < b or |x - a| > b; None of anything else."""
+    if not isinstance(side, Applied) or side.name != "absolute":
+        return None
+    inner: Expression = side.args[0]
+    shift: Expression = Numeral(Fraction(0))
+    if isinstance(inner, Applied) and inner.name == "add" and not variables(inner.args[1]):
+        shift = inner.args[1]
+        inner = inner.args[0]
+    if not isinstance(inner, Variable):
+        return None
+    low, high = difference(negated(bound), shift), difference(bound, shift)
+    if below:
+        return union([Interval(low=low, high=high, has_low=closed, has_high=closed)], inner.name)
+    outside = [
+        Interval(low=MINUS, has_low=False, high=low, has_high=closed),
+        Interval(low=high, has_low=closed, high=PLUS, has_high=False),
+    ]
+    return union(outside, inner.name)
+
+
+def _read_unequal(left: Expression, right: Expression) -> Region | Statement:
+    if isinstance(left, Variable) and not variables(right):
+        return union(without_points([everything()], [right]), left.name)
+    if not variables(left) and not variables(right):
+        raise UnreadableError("an inequality of numbers")
+    return Statement("ne", left, right)

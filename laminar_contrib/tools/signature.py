@@ -1,0 +1,149 @@
+"""A typed Python function as a tool: what a chat template says of it, and a validated call.
+
+    def add(a: int, b: int = 1) -> int:
+        '''Sum of two numbers.'''
+        return a + b
+
+    tool = make_tool(add)
+    await tool.call({"a": 2})  # 3
+
+A tool keeps nothing from one call to the next, unless it is a method of an object of its own for each trajectory.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
+
+from laminar_py.config.section import ConfigError
+from laminar_py.environment.tool_calls import Json
+
+SHOWN_FAULTS = 3  # of the arguments of a call
+TYPES = "give it types that JSON has a form for, e.g. int, str, list[float], a pydantic model"
+
+
+class ToolError(ValueError):
+    """Reason for the model why a call has no answer, e.g. `ToolError("division by zero")`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that a model may call, see `make_tool`."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Json]  # JSON schema of the arguments, an object
+    function: Callable[..., object]  # may be a coroutine function
+    arguments: type[BaseModel]  # model of the arguments, whose fields have their names as aliases
+    is_timed: bool = True  # False: it has limits of its own
+
+    @property
+    def definition(self) -> dict[str, Json]:
+        """The tool as chat templates take it, e.g. `{"type": "function", "function": {"name": "add", ...}}`."""
+        parameters = dict(self.parameters)
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    @property
+    def sole_argument(self) -> str | None:
+        """Name of the argument that a call with one must give; None where it is not exactly one."""
+        required = list(self.parameters.get("required", ()))
+        names = required or list(self.parameters["properties"])
+        return names[0] if len(names) == 1 else None
+
+    def read(self, given: Mapping[str, Json]) -> dict[str, object]:
+        """Arguments for the function. Raises `ToolError` where they are not what its types ask for."""
+        try:
+            read = self.arguments.model_validate(given, by_alias=True)
+        except ValidationError as error:
+            faults = error.errors(include_url=False, include_context=False, include_input=False)
+            told = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults[:SHOWN_FAULTS]]
+            raise ToolError("; ".join(told)) from error
+        fields = type(read).model_fields
+        return {str(fields[place].alias): getattr(read, place) for place in read.model_fields_set}
+
+    async def call(self, given: Mapping[str, Json]) -> object:
+        """Answer of the function, which runs in a thread unless it is a coroutine function.
+
+        Raises `ToolError` where it was not called, and whatever it raises.
+        """
+        return await called(self.function, self.read(given))
+
+
+class ArgumentsSchema(GenerateJsonSchema):
+    """JSON schema without titles, which repeat the names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """False for all fields."""
+        return False
+
+
+async def called(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
+    """Answer of a function, which runs in a thread unless it is a coroutine function. Raises what it raises."""
+    if inspect.iscoroutinefunction(function):
+        answer: object = function(**arguments)
+    else:
+        answer = await asyncio.to_thread(_answer, function, arguments)
+    return await answer if inspect.isawaitable(answer) else answer  # a decorator may hide a coroutine function
+
+
+def _answer(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
+    try:
+        return function(**arguments)
+    except StopIteration as error:  # no future can carry it, and who waits would wait on
+        raise RuntimeError(f"StopIteration: {error}") from error
+
+
+def make_tool(function: Callable[..., object], *, name: str = "", given: str = "") -> Tool:
+    """The tool that a function is; `name` is its own unless given, and `given` the setting that has named it.
+
+    `Annotated[int, Field(description="...")]` describes an argument. Raises `ConfigError` where the function is
+    not typed in a way that a model can be told of.
+    """
+    plain = inspect.unwrap(function)
+    name = name or str(getattr(plain, "__name__", type(plain).__name__))
+    given = given or f"tools.use={name}"
+    if not (inspect.isfunction(plain) or inspect.ismethod(plain)) or not name.isidentifier():
+        raise _refused(given, "is no Python function with a name", "write it with def")
+    arguments = _arguments_model(function, name=name, given=given)
+    try:
+        schema = arguments.model_json_schema(by_alias=True, schema_generator=ArgumentsSchema)
+    except PydanticUserError as error:
+        raise _refused(given, f"a type of it has no JSON schema ({_line(error)})", TYPES) from error
+    parameters = {key: value for key, value in schema.items() if key not in ("title", "additionalProperties")}
+    description = " ".join((inspect.getdoc(plain) or "").partition("\n\n")[0].split())
+    return Tool(name=name, description=description, parameters=parameters, function=function, arguments=arguments)
+
+
+def _arguments_model(function: Callable[..., object], *, name: str, given: str) -> type[BaseModel]:
+    """Model of a function's arguments. Fields are numbered, since a name may mean something else to pydantic."""
+    try:
+        types = get_type_hints(inspect.unwrap(function), include_extras=True)
+    except (NameError, TypeError, SyntaxError, AttributeError) as error:
+        raise _refused(given, f"a type of it cannot be found ({_line(error)})", "import it") from error
+    fields: dict[str, Any] = {}
+    for place, argument in enumerate(inspect.signature(function).parameters.values()):
+        if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
+            raise _refused(given, f"argument {argument} has no name for a model", "give it a plain one")
+        if argument.name not in types:
+            fault = f"argument {argument.name} has no type"
+            raise _refused(given, fault, f"annotate it, e.g. {argument.name}: str")
+        default = ... if argument.default is argument.empty else argument.default
+        fields[f"a{place}"] = (types[argument.name], Field(default, alias=argument.name))
+    try:
+        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    except (PydanticUserError, TypeError) as error:
+        raise _refused(given, f"a type of it cannot be read ({_line(error)})", TYPES) from error
+
+
+def _refused(given: str, fault: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{given}: {fault}; {remedy}")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).partition(". ")[0].partition("\n")[0].split())

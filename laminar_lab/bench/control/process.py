@@ -1,0 +1,88 @@
+"""The controller's process of `bench.control`: a run like any other, and samples of the process that leads it.
+
+Started as `python -m laminar_lab.bench.control.process FOLDER REPLICAS RATE STEPS`.
+"""
+
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import psutil
+from rich.console import Console
+
+from laminar_lab.bench.control.generator import Generators, ReadingScorerActor
+from laminar_lab.bench.control.inputs import write_inputs
+from laminar_py.observe.telemetry.summary import Summary
+from laminar_py.observe.telemetry.view import make_view
+from laminar_py.runtime.orchestrator.controller import Controller
+from laminar_py.runtime.orchestrator.launch import lead
+from laminar_py.runtime.workers.incarnation import Opened, PartKinds
+
+SAMPLES = "samples.json"
+DELAY_S = 0.01  # between looks at the event loop
+USE_S = 0.2  # between looks at processor and memory
+NUM_GENERATORS = 2
+
+
+class ProcessSamples(msgspec.Struct):
+    """Samples of the process, each with its time on this host's monotonic clock."""
+
+    delays: list[tuple[float, float]] = []  # seconds by which a timer would be late, one every `DELAY_S`
+    uses: list[tuple[float, float, int]] = []  # CPU seconds of all threads so far, bytes of resident memory
+
+    async def take(self) -> None:
+        """Take samples until cancelled."""
+        loop, process = asyncio.get_running_loop(), psutil.Process()
+        due = next_s = loop.time()
+        while True:
+            await asyncio.sleep(due - loop.time())
+            now = loop.time()
+            while due <= now:  # whoever had come while the loop stood still would have waited, too
+                self.delays.append((due, now - due))
+                due += DELAY_S
+            if now >= next_s:
+                next_s = now + USE_S
+                times = process.cpu_times()
+                self.uses.append((now, times.user + times.system, process.memory_info().rss))
+
+
+class SampledLeader:
+    """A controller, and samples of its process while it leads."""
+
+    def __init__(self, controller: Controller, samples: ProcessSamples) -> None:
+        self._controller = controller
+        self._samples = samples
+
+    def interrupt(self) -> None:
+        """See `Controller.interrupt`."""
+        self._controller.interrupt()
+
+    async def lead(self) -> Summary:
+        """See `Controller.lead`."""
+        sampling = asyncio.create_task(self._samples.take(), name="samples")
+        try:
+            return await self._controller.lead()
+        finally:
+            sampling.cancel()
+
+
+def main(folder: Path, *, replicas: int, rate: float, steps: int) -> None:
+    """Lead the run; the samples are in the folder then."""
+    config = write_inputs(folder, replicas=replicas, rate=rate, steps=steps)
+    console = Console(file=sys.stderr)
+    samples = ProcessSamples()
+
+    def make(opened: Opened) -> SampledLeader:
+        kinds = PartKinds(replica=Generators(NUM_GENERATORS).make, scorer=ReadingScorerActor)
+        opened = replace(opened, kinds=kinds)
+        controller = Controller(opened, view=make_view(console, steps=steps, max_rl_s=None))
+        return SampledLeader(controller, samples)
+
+    lead(config, make, what=f"{replicas} emulated replicas", resume=None, console=console)
+    (folder / SAMPLES).write_bytes(msgspec.json.encode(samples))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), replicas=int(sys.argv[2]), rate=float(sys.argv[3]), steps=int(sys.argv[4]))

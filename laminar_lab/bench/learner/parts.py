@@ -1,0 +1,66 @@
+"""Common parts of the learner's benchmarks: learners, lengths, trajectories and their packing."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laminar_lab.calibration.trajectories import make_trajectory
+from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
+from laminar_py.config.learner import LearnerConfig
+from laminar_py.config.lora import LoraConfig
+from laminar_py.config.model import ModelConfig
+from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.packing.packer import microbatches, pack
+from laminar_py.learner.step import Learner
+from laminar_py.records.batch import MicroBatch
+from laminar_py.records.trajectory import Trajectory
+
+MAX_TOKENS = 2048
+SIGMA = float(np.log(5) / 1.645)  # p95 = 5 * p50
+RATE = 1e-5  # of learning, where nothing else is said
+
+
+def make_learner(folder: Path, *, lora: LoraConfig | None = None) -> Learner:
+    """A learner of the model in `folder`."""
+    settings = LearnerConfig(lr=RATE, lora=lora)
+    return Learner(ModelConfig(path=folder), settings, AlgorithmConfig(), temperature=1.0, seed=0)
+
+
+def pack_here(items: Sequence[Trajectory], *, max_tokens: int = MAX_TOKENS) -> list[MicroBatch]:
+    """Microbatches of one rank; one for each sequence where `max_tokens` holds none."""
+    alone = max_tokens < max(item.num_tokens for item in items)
+    step = pack(
+        items,
+        max_tokens=10**9 if alone else max_tokens,
+        ranks=1,
+        aggregation=Aggregation.TOKEN_MEAN,
+        attention_share=0.0,
+    )
+    if alone:
+        return [microbatches([[item]], step.terms)[0] for item in items]
+    return list(step.microbatches(0))
+
+
+def gradient(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Gradient of each parameter of a policy-gradient loss over `batches`."""
+    for batch in batches:
+        logprobs, _ = policy_logprobs(learner.model, batch)
+        (torch.tensor(batch.loss_weights * batch.advantages) * logprobs).sum().backward()  # type: ignore[no-untyped-call]
+    gradients = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
+    learner.model.zero_grad()
+    return gradients
+
+
+def draw_lengths(count: int, *, median: int, seed: int, longest: int = 1024) -> list[int]:
+    """Log-normal lengths of prompt and response together."""
+    normal = np.random.default_rng(seed).standard_normal(count)
+    lengths: list[int] = np.clip(np.rint(median * np.exp(SIGMA * normal)), 4, longest).astype(int).tolist()
+    return lengths
+
+
+def make_trajectories(lengths: Sequence[int], *, vocab: int = 512) -> list[Trajectory]:
+    """Finished trajectories of these lengths."""
+    return [make_trajectory(index, length, vocab=vocab) for index, length in enumerate(lengths)]

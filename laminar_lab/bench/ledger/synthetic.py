@@ -1,0 +1,199 @@
+"""A run as its controller records it, without the run: for measuring the ledger and its readers.
+
+Groups of 8 of about 100 response tokens each, every trajectory interrupted once and moved, so that it has 8 events
+and two pieces; 256 of them a step, three steps' worth live, a version a step. Driven by `measure`; seeded.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.ledger.database import SCHEMA_VERSION
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.engine import SamplingParams
+from laminar_py.records.events import Checkpointed, RunStarted, Stepped, VersionLoaded, VersionPublished
+from laminar_py.records.pieces import Piece
+from laminar_py.records.replica import Progress
+from laminar_py.records.scoring import Score
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
+
+GROUP = 8
+STEP = 32  # groups
+LIVE = 96  # groups
+REPLICAS = 16
+MEAN_TOKENS = 100
+CHECKPOINT_EVERY = 10  # steps
+HOST = "host-1"
+_DROPPED_EVERY = 41  # groups
+_SAMPLING = SamplingParams(max_new_tokens=4000)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveGroup:
+    """A group in flight: its number, its version, its members and the response that each is to have."""
+
+    number: int
+    version: int
+    members: list[tuple[Lifecycle, IntArray, FloatArray]]
+
+
+class SyntheticRun:
+    """Appends to `ledger` what a run would; each call of `advance` is a learner step."""
+
+    def __init__(self, ledger: Ledger, segments: Path, *, seed: int = 0) -> None:
+        self._ledger = ledger
+        self._segment = SegmentWriter(segments, "replica-0-1-0")
+        self._rng = np.random.default_rng(seed)
+        self._live: deque[LiveGroup] = deque()
+        self._issued = 0
+        self.step = 0
+        self._ids = self._rng.integers(0, 150_000, 1 << 20).astype(np.int32)
+        self._logprobs = -self._rng.exponential(0.5, 1 << 20).astype(np.float32)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Number of trajectories issued so far."""
+        return self._issued * GROUP
+
+    def begin(self) -> None:
+        """Start the run, with version 0."""
+        self._ledger.append(
+            RunStarted(
+                incarnation=1,
+                host=HOST,
+                pid=1,
+                schema=SCHEMA_VERSION,
+                config_digest="c0",
+                drain=True,
+                max_staleness=None,
+            )
+        )
+        self._publish()
+
+    def advance(self) -> None:
+        """Make a learner step, and issue the groups that come in its place."""
+        while len(self._live) < LIVE:
+            self._issue()
+        ready = [member for _ in range(STEP) for member in self._finish(self._live.popleft())]
+        version, self.step = self.step, self.step + 1
+        consumed = [
+            member.consume(step=self.step, version=version, staleness=version - member.oldest_version, weight=1.0)
+            for member in ready
+        ]
+        stepped = Stepped(
+            step=self.step,
+            incarnation=1,
+            num_trajectories=len(consumed),
+            num_tokens=MEAN_TOKENS * len(consumed),
+            loss=0.1,
+            grad_norm=0.2,
+            reward=0.5,
+            elapsed_s=0.3,
+        )
+        self._ledger.append_all([stepped, *consumed])
+        self._publish()
+
+    def checkpoint(self) -> None:
+        """Make everything consumed so far final."""
+        path = f"checkpoints/step-{self.step}-1.0"
+        self._ledger.append(
+            Checkpointed(step=self.step, version=self.step, path=path, stall_s=0.01, elapsed_s=0.5)
+        )
+
+    def _publish(self) -> None:
+        version, digest = self.step, f"{self.step:032x}"
+        self._ledger.append(
+            VersionPublished(
+                version=version,
+                step=self.step,
+                incarnation=1,
+                parent=version - 1 or None,
+                digest=digest,
+                num_bytes=10**6,
+                stall_s=0.005,
+            )
+        )
+        for replica in range(REPLICAS):
+            self._ledger.append(VersionLoaded(replica=replica, version=version, digest=digest, elapsed_s=0.05))
+
+    def _issue(self) -> None:
+        number = self._issued
+        self._issued += 1
+        prompt = Prompt(
+            id=f"p{number}",
+            index=number,
+            text=f"What is {number} times {number + 7}? Think step by step and box the answer.",
+            ids=self._ids[number % 4096 :][:64],
+            answer=str(number * (number + 7)),
+            task="times",
+        )
+        self._ledger.store_prompt(prompt)
+        members = []
+        lengths = np.clip(self._rng.lognormal(np.log(MEAN_TOKENS) - 0.18, 0.6, GROUP), 1, 4000).astype(int)
+        for index, length in enumerate(lengths.tolist()):
+            start = int(self._rng.integers(0, len(self._ids) - length))
+            member = Lifecycle(
+                id=f"g{number}.{index}",
+                group_id=f"g{number}",
+                sample_index=index,
+                prompt=prompt,
+                kind=Kind.TRAIN,
+                sampling=_SAMPLING,
+            )
+            self._ledger.append(member.issued())
+            self._ledger.append(member.assign(number % REPLICAS))
+            members.append((member, self._ids[start : start + length], self._logprobs[start : start + length]))
+        self._live.append(LiveGroup(number, self.step, members))
+
+    def _finish(self, group: LiveGroup) -> list[Lifecycle]:
+        """Finish a group; the members that are ready to be trained on."""
+        members = [member for member, _, _ in group.members]
+        for member, ids, logprobs in group.members:
+            half = len(ids) // 2
+            if half:
+                self._generate(member, group.version, ids[:half], logprobs[:half])
+                self._ledger.append(member.interrupt("repacked"))
+                self._ledger.append(member.assign((group.number + 1) % REPLICAS))
+            last = self._generate(member, group.version, ids[half:], logprobs[half:])
+            self._ledger.append(member.finish(last))
+            value = float(member.sample_index % 2)
+            self._ledger.append(member.score(Score(trajectory_id=member.id, value=value, elapsed_s=0.002)))
+        if group.number % _DROPPED_EVERY == 0:
+            for member in members:
+                self._ledger.append(member.drop(DropReason.NO_SIGNAL))
+            return []
+        for member in members:
+            self._ledger.append(member.make_ready(1.0 if member.sample_index % 2 else -1.0))
+        return members
+
+    def _generate(self, member: Lifecycle, version: int, ids: IntArray, logprobs: FloatArray) -> Progress:
+        """Store a piece of a response; it may be the last one."""
+        start, spans = member.length, (Span(version, member.length, member.length + len(ids)),)
+        piece = Piece(
+            trajectory_id=member.id,
+            epoch=member.epoch,
+            start=start,
+            spans=spans,
+            ids=ids.tobytes(),
+            logprobs=logprobs.tobytes(),
+        )
+        tokens = tokens_ref(piece, self._segment.write(piece))
+        self._ledger.store_tokens(member.id, tokens, spans)
+        progress = Progress(
+            trajectory_id=member.id,
+            epoch=member.epoch,
+            start=start,
+            tokens=tokens,
+            spans=spans,
+            finish_reason=FinishReason.STOP,
+            queue_s=0.5,
+            generate_s=2.5,
+        )
+        member.grow(progress)
+        return progress

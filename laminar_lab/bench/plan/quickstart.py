@@ -1,0 +1,144 @@
+"""The quickstart's task, predicted and run: rows `plan_*` of `laminar bench plan --only quickstart`.
+
+In each round the machine is calibrated; a run of the base setting tells lengths and what the machinery takes, and
+the next settings are simulated with that and run for real. Invariant: nothing of a run that is predicted is used
+to predict it. Run it in the project's folder.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from laminar_lab.bench.plan.cpu import watching_cpu
+from laminar_lab.bench.plan.facts import RunFacts, read_facts
+from laminar_lab.bench.plan.settings import Compared, Setting, median_error, trained_tokens_per_s, warm_steps
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.runs import train
+from laminar_lab.bench.turns import Tell, spread
+from laminar_lab.calibration.profile import calibrate
+from laminar_lab.simulate.figures import SimulatedFigures
+from laminar_lab.simulate.run import simulate
+from laminar_py.config.emulated_profile import EmulationProfile
+from laminar_py.config.loading import load_config
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.relay.cores import num_cores
+
+CONFIG = Path("configs/quickstart.yaml")
+STEPS = 20
+LIMIT_S = 600.0  # for a run, its warm start included
+CALIBRATIONS = 2  # rounds of a calibration
+RUNS_OF_A_BASE = 2  # that are predicted by one run of the base setting, since a machine's speed drifts
+SEEDS = 3  # of a simulation
+BASE = ("rollout.without_signal=train", "eval.sets={}", f"steps={STEPS}")
+BASE_SETTING = Setting("base", ())
+SLOW_REWARD = "reward.use=[experiments/slow_reward/reward.py:slow]"
+SETTINGS = (
+    Setting("sync", ("schedule=sync",)),
+    Setting("one_step", ("schedule=one_step",)),
+    Setting("one_replica", ("rollout.replicas=1",)),
+    Setting("sync_one_replica", ("schedule=sync", "rollout.replicas=1")),
+    Setting("half_batch", ("rollout.prompts_per_step=16",)),
+    Setting("double_batch", ("rollout.prompts_per_step=64",)),
+    Setting("stale_0", ("staleness.max_staleness=0",)),
+    Setting("slow_reward", (SLOW_REWARD,), ("simulation.reward_median_s=0.5", "simulation.reward_sigma=1.4")),
+)
+WITHIN, SPREADS = 0.15, 2.0  # an error that is asked for, or so many times the spread of the runs
+
+
+def rows(*, runs: int, tell: Tell) -> list[Row]:
+    """Predicted over measured, medians of `runs` rounds; each takes about nine minutes on two cores."""
+    if not CONFIG.is_file():
+        raise ConfigError(f"{CONFIG}: no such file; run this in the project's folder")
+    predicted: dict[str, list[float]] = {one.name: [] for one in SETTINGS}
+    measured: dict[str, list[float]] = {one.name: [] for one in SETTINGS}
+    loads: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-") as name:
+        folder = Path(name)
+        for turn in range(runs):
+            config = load_config(CONFIG, list(BASE))
+            alone = calibrate(config, repeats=CALIBRATIONS, tell=lambda line: None).profile
+            first = turn % len(SETTINGS)
+            for number, one in enumerate(SETTINGS[first:] + SETTINGS[:first]):
+                if number % RUNS_OF_A_BASE == 0:
+                    base = _base(folder, alone, config, tell)
+                predicted[one.name].append(base.predict(one).trained_tokens_per_s)
+                done = train(CONFIG, [f"name={one.name}", f"runs={folder}", *BASE, *one.settings], limit_s=LIMIT_S)
+                measured[one.name].append(trained_tokens_per_s(done))
+                loads.append(os.getloadavg()[0])
+                tell(
+                    f"round {turn + 1} of {runs}, {one.name}: predicted {predicted[one.name][-1]:,.0f}, measured"
+                    f" {measured[one.name][-1]:,.0f} trained tokens/s; load average {loads[-1]:.1f}"
+                )
+    return table([Compared(one.name, predicted[one.name], measured[one.name]) for one in SETTINGS], loads)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownBase:
+    """A run of the base setting, by which other settings are predicted."""
+
+    facts: RunFacts
+    profile: EmulationProfile  # of a machine whose cores and caches are shared
+
+    def predict(self, one: Setting) -> SimulatedFigures:
+        """Figures of a simulated run: of several seeds that with the median speed."""
+        settings = one.settings if one.simulated is None else one.simulated
+        given = ["emulation.profile=calibrated", "warm_start=null", *self.facts.settings, *settings]
+        found = [
+            simulate(load_config(CONFIG, [*BASE, *given, f"seed={seed}"]), profile=self.profile).figures
+            for seed in range(SEEDS)
+        ]
+        return sorted(found, key=lambda figures: figures.trained_tokens_per_s)[SEEDS // 2]
+
+    def fitted(self) -> "KnownBase":
+        """With engines that take for a token what the replicas of the run took, handling it included.
+
+        Slower engines have larger batches, so a second fit finds less to change.
+        """
+        slower = self.facts.replica_cpu_s / self.predict(BASE_SETTING).engine_s_per_token
+        engine = self.profile.engine.slower(slower)
+        return replace(self, profile=self.profile.model_copy(update={"engine": engine}))
+
+
+def _base(folder: Path, alone: EmulationProfile, config: RunConfig, tell: Tell) -> KnownBase:
+    """Run the base setting; `alone` is what engine and learner take where nothing else runs."""
+    with watching_cpu() as cpu:
+        done = train(CONFIG, ["name=base", f"runs={folder}", *BASE], limit_s=LIMIT_S)
+    facts = read_facts(done, cpu, alone.learner, cap=config.rollout.sampling.max_new_tokens)
+    learner = alone.learner.model_copy(
+        update={
+            "train_tokens_per_s": alone.learner.train_tokens_per_s / facts.learner_slowdown,
+            "optimizer_s": alone.learner.optimizer_s * facts.learner_slowdown + facts.handover_s,
+        }
+    )
+    known = KnownBase(facts, alone.model_copy(update={"learner": learner})).fitted().fitted()
+    tell(
+        f"base: measured {trained_tokens_per_s(done):,.0f},"
+        f" explained {known.predict(BASE_SETTING).trained_tokens_per_s:,.0f} trained tokens/s; {known}"
+    )
+    return known
+
+
+def table(found: Sequence[Compared], loads: Sequence[float]) -> list[Row]:
+    """Rows of all settings; `loads` are the load averages at the end of the runs."""
+    conditions = (
+        f"{CONFIG} without a group filter and evaluations, steps {warm_steps(STEPS) + 1} to {STEPS} of {STEPS};"
+        f" each round calibrates; before each {RUNS_OF_A_BASE} settings the base setting runs, whose ledger gives"
+        " log-normal lengths (median, sigma with which the mean is right, how alike those of a prompt are), and"
+        " whose processes' CPU time says how much slower engines and learner are than alone; learner, engines and"
+        f" all else share {num_cores()} cores, less what others took of them in the base run; load average after a"
+        f" run {spread(loads, '.1f')}"
+    )
+    within = [one for one in found if abs(one.error) <= max(WITHIN, SPREADS * one.spread)]
+    return [
+        Row("plan_error_median", median_error(found), "of measured trained tokens/s", conditions),
+        Row(
+            "plan_within",
+            float(len(within)),
+            f"settings of {len(found)} within 15 % or twice the spread",
+            conditions,
+        ),
+        *(one.row(f"plan_{one.name}", conditions=conditions) for one in found),
+    ]

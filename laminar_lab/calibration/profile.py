@@ -1,0 +1,156 @@
+"""A profile of the machine at hand: a run's engine and learner, measured, as YAML with a comment that says how.
+
+Called by `laminar calibrate`. What computes on a core of this process is measured in CPU seconds, which other work
+on the machine changes least, and all else in seconds. Invariant: what is written is what `emulation.profile`
+reads.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol, runtime_checkable
+
+import yaml
+
+from laminar_lab.calibration.engine import MeasuredEngine, measure_engine
+from laminar_lab.calibration.fit import LinearFit
+from laminar_lab.calibration.learner import MeasuredLearner, check, measure_learner
+from laminar_py.config.cluster import Device
+from laminar_py.config.emulated_profile import EmulationProfile
+from laminar_py.config.engine import BACKENDS, EngineLaunch
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.model_sizes import read_sizes
+from laminar_py.learner.model import check_model_folder
+from laminar_py.records.clock import SystemClock
+from laminar_py.rollout.calibration import EngineBounds
+
+EMBEDDED = "local"  # the engine that computes in this process
+EMBEDDED_RESERVE = 16  # tokens that it keeps free for the growth of a request
+RESERVE = 600  # of other engines, an assumption
+POOR = 0.2  # mean error of a fit that should not be trusted
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """An engine that has connections to let go of; what it runs on ends with this process, as a replica's does."""
+
+    async def close(self) -> None:
+        """Let go of them."""
+        ...
+
+
+class CpuClock:
+    """CPU time of this process and all its threads, see `records.protocols.Clock`."""
+
+    def now(self) -> float:
+        """CPU seconds; only differences mean anything."""
+        return time.process_time()
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A profile, and how well it fits what was measured."""
+
+    profile: EmulationProfile
+    engine: LinearFit
+    learner: LinearFit
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each fit that is bad."""
+        fits = {"engine": self.engine, "learner": self.learner}
+        return [
+            f"{name}: the fit is off by {fit.mean_error:.0%} on average; measure again with more --repeats, on a"
+            " machine that does nothing else"
+            for name, fit in fits.items()
+            if fit.mean_error > POOR
+        ]
+
+
+def calibrate(config: RunConfig, *, repeats: int, tell: Callable[[str], None]) -> Calibration:
+    """Measure the learner, then an engine with its weights. Raises `ConfigError`, `EngineLostError`."""
+    if config.emulation is not None:
+        raise ConfigError(
+            f"emulation.profile={config.emulation.profile}: emulated engines have their times from there; leave"
+            " the section emulation out, or name a config without it"
+        )
+    check(config)
+    check_model_folder(config.model)
+    BACKENDS.get(config.rollout.engine.kind).check_start(config)
+    shm = config.relay.shm
+    with TemporaryDirectory(prefix="laminar-calibrate-", dir=shm if shm.is_dir() else None) as folder:
+        clock = CpuClock() if config.learner_device is Device.CPU else SystemClock()
+        learner = measure_learner(config, clock, store=Path(folder), repeats=repeats, tell=tell)
+        engine = asyncio.run(_measure_engine(config, learner, repeats=repeats, tell=tell))
+    return Calibration(EmulationProfile(engine=engine.times, learner=learner.times), engine.steps, learner.steps)
+
+
+async def _measure_engine(
+    config: RunConfig, learner: MeasuredLearner, *, repeats: int, tell: Callable[[str], None]
+) -> MeasuredEngine:
+    rollout, section = config.rollout, config.rollout.engine
+    is_embedded = section.kind == EMBEDDED
+    with TemporaryDirectory(prefix="laminar-calibrate-") as logs:
+        launch = EngineLaunch(
+            model_dir=config.model.path,
+            logs=Path(logs),
+            index=0,
+            secret=section.secret(),
+            server=next(iter(section.servers), ""),
+        )
+        tell("engine: starts")
+        engine = await BACKENDS.get(section.kind).open(config, launch)
+        bounds = EngineBounds(
+            vocab=read_sizes(config.model.path).vocab_size,
+            slots=rollout.max_batch,
+            max_len=rollout.max_len,
+            kv_capacity=engine.status().kv_capacity,
+            sampling=rollout.sampling.params(),
+        )
+        found = await measure_engine(
+            engine,
+            bounds,
+            CpuClock() if is_embedded else SystemClock(),
+            weights=learner.weights,
+            reserve_tokens=EMBEDDED_RESERVE if is_embedded else RESERVE,
+            gpus=max(1, section.gpus),
+            repeats=repeats,
+            tell=tell,
+        )
+        if isinstance(engine, Closable):
+            await engine.close()
+        return found
+
+
+def write(found: Calibration, path: Path, *, measured: str) -> None:
+    """Write the profile; `measured` says of what and where, e.g. "configs/quickstart.yaml on a CPU"."""
+    fits = {"Decode steps": found.engine, "Learner steps": found.learner}
+    lines = [
+        f"Measured by `laminar calibrate` on {datetime.now(UTC):%Y-%m-%d} (`emulation.profile`): {measured}",
+        f"laminar-py {version('laminar-py')}, torch {version('torch')}; load average at the end"
+        f" {os.getloadavg()[0]:.1f}",
+        *(
+            f"{name}: {len(fit.observations)} sizes, error of the fit {fit.mean_error:.1%}, at most"
+            f" {fit.worst_error:.1%}"
+            for name, fit in fits.items()
+        ),
+        "`reserve_tokens` is not measured.",
+    ]
+    comment = "".join(f"# {line}\n" for line in lines)
+    body = yaml.safe_dump(_rounded(found.profile.model_dump()), sort_keys=False)
+    path.write_text(comment + body)
+
+
+def _rounded(tree: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Measured times to four digits; more are noise."""
+    return {
+        name: {key: value if isinstance(value, int) else float(f"{value:.4g}") for key, value in section.items()}
+        for name, section in tree.items()
+    }

@@ -1,0 +1,60 @@
+"""`laminar calibrate`: what a run's engine and learner take on this machine, as a profile for the simulator."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from laminar_py.cli.lines import console, say
+
+if TYPE_CHECKING:
+    from laminar_lab.calibration.profile import Calibration
+app = typer.Typer()
+
+
+@app.command(epilog="Example: laminar calibrate configs/quickstart.yaml --out profile.yaml")
+def calibrate(
+    config: Annotated[Path, typer.Argument(help="YAML file of a run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.max_batch=64")] = None,
+    out: Annotated[Path, typer.Option(help="Profile to write, for emulation.profile")] = Path("profile.yaml"),
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians")] = 5,
+) -> None:
+    """Measure the engine and the learner of a run on this machine, each alone, and write a profile of them that
+    `laminar simulate` and emulated runs read.
+
+    Takes a minute for a small model. The machine should do nothing else meanwhile.
+    """
+    from laminar_lab.bench.report import machine
+    from laminar_lab.calibration.profile import calibrate as measure
+    from laminar_lab.calibration.profile import write
+    from laminar_py.config.loading import load_config
+    from laminar_py.config.section import ConfigError
+    from laminar_py.records.protocols import EngineLostError
+    from laminar_py.runtime.cluster.errors import RunFailedError
+    from laminar_py.runtime.preflight.inputs import prepare
+
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"--out {out}: cannot be written; name a file in a folder that is there")
+    settings = load_config(config, overrides or [])
+    prepare(settings)
+    try:
+        found = measure(settings, repeats=repeats, tell=lambda line: say(line, style="dim"))
+    except EngineLostError as error:
+        raise RunFailedError(f"the engine is lost: {error}") from None
+    command = " ".join([str(config), *(overrides or [])])
+    write(found, out, measured=f"{command}, median of {repeats}, {machine()}")
+    console.print(_errors(found))
+    for warning in found.warnings:
+        say(warning, style="yellow")
+    say(f"{out} has the profile, which a config with the section emulation names: emulation.profile={out}")
+
+
+def _errors(found: "Calibration") -> Table:
+    table = Table("measured", "ms", "the profile says", "off by", title="fit of the profile")
+    for name, fit in (("decode step", found.engine), ("learner step", found.learner)):
+        for one, error in zip(fit.observations, fit.errors, strict=True):
+            said_ms = 1000 * fit.seconds(one.terms)
+            table.add_row(f"{name}, {one.name}", f"{1000 * one.seconds:.3g}", f"{said_ms:.3g}", f"{error:+.0%}")
+        table.add_section()
+    return table

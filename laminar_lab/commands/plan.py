@@ -1,0 +1,191 @@
+"""`laminar plan`: which placement a model wants on a fleet that is not rented yet, and what it would do there."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from laminar_py.cli.lines import console, say
+from laminar_py.config.section import ConfigError
+
+if TYPE_CHECKING:
+    from laminar_lab.plan.planner import Ranked, RankedPlan
+    from laminar_lab.plan.request import Lengths, PlanRequest
+    from laminar_lab.plan.subject import Subject
+    from laminar_py.config.emulated_profile import EmulationProfile
+
+SHOWN = 8  # placements
+P50, TAIL = 1500.0, 10.0  # tokens, and p99 over it, where nobody tells
+MFU = 0.4  # systems show 0.1 to 0.45
+GBIT = 1e9 / 8  # bytes
+app = typer.Typer()
+
+
+@app.command(epilog="Example: laminar plan 7B --gpus 8x8xH100 --price 2.5 --write 7b.yaml")
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A model's folder, its config.json, a size such as 7B, or a config")
+    ],
+    gpus: Annotated[str, typer.Option(help="Nodes x GPUs of each x kind, e.g. 8x8xH100")],
+    run: Annotated[Path | None, typer.Option(help="Run whose ledger tells the lengths of responses")] = None,
+    p50: Annotated[float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500")] = None,
+    p99: Annotated[float | None, typer.Option(min=1, help="Their 99th percentile; default: 10 x p50")] = None,
+    cap: Annotated[int | None, typer.Option(min=1, help="Longest response; default: config's, or 16384")] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt")] = 400,
+    prompts_per_step: Annotated[int | None, typer.Option(min=1, help="Default: the config's, or 128")] = None,
+    group_size: Annotated[int | None, typer.Option(min=2, help="Default: the config's, or 16")] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=0, help="Steps; default: the config's, or 4")] = None,
+    reward_s: Annotated[float, typer.Option(min=0, help="Median seconds from a response to its score")] = 0.05,
+    mfu: Annotated[float | None, typer.Option(min=0.01, max=1, help="Of the learner; default: 0.4")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Times that `laminar calibrate` measured")] = None,
+    network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
+    price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
+    write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for a page with the trade-offs")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show each formula with its numbers")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+) -> None:
+    """Rank the ways to use a fleet of GPUs: schedule, GPUs of the learner, tensor parallelism, replicas.
+
+    Formulas choose the likeliest placements; a simulation of each with the run's own policies, on fewer replicas,
+    judges them. Times are scaling rules over data sheets (docs/scale.md says how good they are), or a profile.
+    """
+    from laminar_lab.plan.request import PlanRequest
+    from laminar_lab.plan.subject import read_fleet, read_subject
+    from laminar_lab.plan.writing import refuse_existing
+
+    refuse_existing(write)
+    subject = read_subject(model)
+    request = PlanRequest(
+        model=subject.name,
+        shape=subject.shape,
+        fleet=read_fleet(gpus, network_bytes_per_s=network_gbit * GBIT),
+        lengths=_lengths(run, (p50, p99), cap=cap or subject.cap, prompt=prompt, quiet=as_json),
+        prompts_per_step=prompts_per_step or subject.prompts_per_step,
+        group_size=group_size or subject.group_size,
+        max_staleness=subject.max_staleness if max_staleness is None else max_staleness,
+        reward_s=reward_s,
+        mfu=mfu or MFU,
+        price=price,
+        measured=_measured(profile, mfu),
+        learner=subject.learner,
+    )
+    _print(made := _make(request), as_json=as_json, explain=explain)
+    _write(made, subject, write=write, html=html, quiet=as_json)
+
+
+def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | None":
+    from laminar_py.config.emulated_profile import read_profile
+
+    if profile is not None and mfu is not None:
+        raise ConfigError(f"--mfu={mfu:g}: the profile says how fast the learner is; leave out one of the two")
+    return None if profile is None else read_profile(profile, setting="--profile")
+
+
+def _make(request: "PlanRequest") -> "RankedPlan":
+    from laminar_lab.plan.planner import make_plan
+    from laminar_lab.plan.pool import judged_side_by_side
+
+    return make_plan(request, look=judged_side_by_side(request))
+
+
+def _lengths(
+    run: Path | None, given: tuple[float | None, float | None], *, cap: int, prompt: int, quiet: bool
+) -> "Lengths":
+    """Lengths as given, or as the ledger of a run has them."""
+    from laminar_lab.plan.request import Lengths
+    from laminar_lab.plan.run_lengths import lengths_by_task, lengths_of
+
+    p50, p99 = given
+    if run is None:
+        return Lengths.of_percentiles(p50 or P50, p99 or TAIL * (p50 or P50), cap=cap, prompt=prompt)
+    if p50 is not None or p99 is not None:
+        raise ConfigError(f"--run={run}: tells the lengths; leave out --p50 and --p99")
+    tasks = lengths_by_task(run)
+    if not quiet:
+        table = Table("task", "responses", "p50", "p99", "between prompts", title=f"response tokens of {run.name}")
+        for one in tasks:
+            between = f"{one.prompt_share:.0%} of the variance"
+            table.add_row(one.task, f"{one.count:,}", f"{one.p50:,.0f}", f"{one.p99:,.0f}", between)
+        console.print(table)
+    return lengths_of(tasks[0], cap=cap, prompt=prompt)
+
+
+def _print(plan: "RankedPlan", *, as_json: bool, explain: bool) -> None:
+    from laminar_lab.plan.page import plain_plan
+    from laminar_lab.plan.words import tell
+
+    if as_json:
+        print(msgspec.json.encode(plain_plan(plan)).decode())
+        return
+    console.print(_ranking(plan))
+    console.print(_memory(plan))
+    if explain:
+        console.print(_formulas(plan.best))
+    for line in tell(plan):
+        say(line)
+
+
+def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: Path | None, quiet: bool) -> None:
+    from laminar_lab.plan.page import write_page
+    from laminar_lab.plan.writing import write_config
+
+    if write is not None:
+        write_config(plan, plan.best, write, model=subject.folder, base=subject.tree)
+    if html is not None:
+        write_page(plan, html)
+    if not quiet:
+        if write is None:
+            say("--write FILE makes the config of the first choice, --html FILE a page with the trade-offs")
+        else:
+            fleet = plan.request.fleet
+            pretend = f"{fleet.nodes}x{fleet.per_node}x{fleet.gpu.name}"
+            say(f"the config: {write}; check it with laminar doctor {write} --pretend {pretend}")
+            if not (subject.folder / "config.json").is_file():
+                say(f"before that put the model into {subject.folder}")
+        if html is not None:
+            say(f"the page: {html}")
+
+
+def _ranking(plan: "RankedPlan") -> Table:
+    table = Table(box=None, pad_edge=False)  # it fits 80 columns
+    titles = ("", "learner +\nreplicas x TP", "admits", "tokens/s", "step, s", "stale,\nmost", "vers.\nalive")
+    for title in (*titles, "binds, by\nformula", "1,000\nsteps"):
+        table.add_column(title, no_wrap=True)
+    for place, one in enumerate(plan.ranked[:SHOWN], start=1):
+        where, judged, cost = one.placement, one.judgement, plan.cost(one)
+        figures = judged.figures
+        cells = (
+            str(place),
+            f"{where.schedule} {where.learner_gpus}+{where.replicas}x{where.tensor_parallel}",
+            f"{where.batch_per_replica}",
+            f"{one.tokens_per_s:,.0f}",
+            f"{judged.step_s:.1f}",
+            f"{figures.staleness_mean:.1f}, {figures.staleness_max}",
+            f"{figures.versions_alive_max}",
+            f"{one.estimate.binds.value}",
+            f"{1000 * judged.step_s / 3600:,.1f} h" if cost is None else f"{cost:,.0f}",
+        )
+        table.add_row(*cells, style="bold" if place == 1 else None)
+    return table
+
+
+def _memory(plan: "RankedPlan") -> Table:
+    """GB at the peak by part of the first choice, a column for each kind of GPU."""
+    learner, engine = plan.learner_memory(plan.best), plan.engine_memory(plan.best)
+    table = Table("GB of a GPU, by formula", "learner", "engine")
+    for name in (*learner, *engine):
+        row = [f"{parts[name] / 1e9:.1f}" if name in parts else "-" for parts in (learner, engine)]
+        if set(row) - {"-", "0.0"}:
+            table.add_row(name, *row)
+    table.add_row("all", *(f"{sum(parts.values()) / 1e9:.1f}" for parts in (learner, engine)), style="bold")
+    return table
+
+
+def _formulas(ranked: "Ranked") -> Table:
+    table = Table("formula", "with its numbers", "gives")
+    for formula in ranked.estimate.formulas:
+        table.add_row(formula.name, formula.text, formula.result)
+    return table

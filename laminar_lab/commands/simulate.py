@@ -1,0 +1,89 @@
+"""`laminar simulate`: what a run would do on GPUs that are not here, by its own policies on a virtual clock."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from laminar_py.cli.lines import console, say
+
+if TYPE_CHECKING:
+    from laminar_lab.simulate.figures import SimulatedFigures
+    from laminar_py.records.metrics import StepRow
+
+TOLD_S = 5.0  # between lines
+app = typer.Typer()
+
+
+@app.command(epilog="Example: laminar simulate configs/emulation/paper_7b.yaml repack.planner=none")
+def simulate(
+    config: Annotated[Path, typer.Argument(help="YAML file of a run with the section emulation")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.replicas=64")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep a run folder, for laminar report, audit and dashboard")
+    ] = False,
+) -> None:
+    """Lead a run on a virtual clock: its own scheduling, repacking, staleness and packing, among engines and a
+    learner that take the time of the GPUs in the profile.
+
+    Figures are in seconds of the GPUs, of all steps but the first quarter. The same config trains emulated engines
+    in real time with `laminar train`. With --record everything is in runs/simulated-<name>-<n>/, as if it had been
+    trained, and says that it was not.
+    """
+    from laminar_lab.simulate.record import new_simulated_run
+    from laminar_lab.simulate.run import check
+    from laminar_lab.simulate.run import simulate as lead
+    from laminar_py.config.emulated_profile import read_profile
+    from laminar_py.config.loading import load_config
+
+    settings = load_config(config, overrides or [])
+    check(settings)
+    assert settings.emulation is not None, "`check` has looked"
+    profile = read_profile(settings.emulation.profile)  # before there is a folder
+    run = new_simulated_run(settings) if record else None
+    began = told = time.monotonic()
+
+    def show(row: "StepRow") -> None:
+        nonlocal told
+        if not as_json and (time.monotonic() - told > TOLD_S or row.step == settings.steps):
+            told = time.monotonic()
+            say(
+                f"step {row.step}/{settings.steps}  staleness {row.staleness_mean:.1f} max {row.staleness_max}"
+                f"  learner waiting {row.learner_waiting_share:.0%}  {told - began:.0f} s"
+            )
+
+    figures = lead(settings, run=run, show=show, profile=profile).figures
+    if as_json:
+        print(msgspec.json.encode(figures).decode())
+        return
+    console.print(_table(figures))
+    if run is not None:
+        say(f"laminar report {run.path} has all figures, and draws report.html")
+        say(f"laminar audit {run.path} verify checks the record")
+
+
+def _control_rates(figures: "SimulatedFigures") -> str:
+    rates = (figures.trajectories_per_s, figures.events_per_s, figures.reports_per_s)
+    return ", ".join(f"{rate:,.0f}" for rate in rates)
+
+
+def _table(figures: "SimulatedFigures") -> Table:
+    table = Table("simulated, of a step once under way", "")
+    for name, value in (
+        ("trained tokens/s", f"{figures.trained_tokens_per_s:,.0f}"),
+        ("generated tokens/s", f"{figures.generated_tokens_per_s:,.0f}"),
+        ("seconds", f"{figures.step_s:.1f}"),
+        ("learner waits for a batch", f"{figures.learner_waiting_share:.0%}"),
+        ("KV caches in use", f"{figures.kv_use:.0%}"),
+        ("staleness, steps", f"{figures.staleness_mean:.2f}, at most {figures.staleness_max}"),
+        ("versions alive", f"at most {figures.versions_alive_max}"),
+        ("failures of replicas", f"{figures.failures}"),
+        ("response, s", f"p50 {figures.latency_p50_s:.0f}, p95 {figures.latency_p95_s:.0f}"),
+        ("trajectories that end, events, reports a second", _control_rates(figures)),
+    ):
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,90 @@
+"""Shapes of public models, for whoever names a size in place of a folder. Data, from their `config.json`."""
+
+import re
+from pathlib import Path
+
+from laminar_py.config.section import ConfigError
+from laminar_py.runtime.preflight.model_shape import ModelShape, read_shape
+
+NEAR = 0.15  # share by which a size that is named may differ from that of the model that stands for it
+
+
+def _dense(
+    hidden: int,
+    layers: int,
+    heads: int,
+    keys: int,
+    inner: int,
+    *,
+    vocab: int,
+    tied: bool = False,
+    kind: str = "qwen2",
+) -> ModelShape:
+    return ModelShape(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        intermediate_size=inner,
+        tie_word_embeddings=tied,
+        model_type=kind,
+    )
+
+
+KNOWN_MODELS = {
+    "Qwen2.5-0.5B": _dense(896, 24, 14, 2, 4864, vocab=151_936, tied=True),
+    "Qwen2.5-1.5B": _dense(1536, 28, 12, 2, 8960, vocab=151_936, tied=True),
+    "Qwen2.5-3B": _dense(2048, 36, 16, 2, 11_008, vocab=151_936, tied=True),
+    "Qwen2.5-7B": _dense(3584, 28, 28, 4, 18_944, vocab=152_064),
+    "Llama-3.1-8B": _dense(4096, 32, 32, 8, 14_336, vocab=128_256, kind="llama"),
+    "Qwen2.5-14B": _dense(5120, 48, 40, 8, 13_824, vocab=152_064),
+    "Qwen3-30B-A3B": ModelShape(
+        vocab_size=151_936,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        model_type="qwen3_moe",
+    ),
+    "Qwen2.5-32B": _dense(5120, 64, 40, 8, 27_648, vocab=152_064),
+    "Llama-3.1-70B": _dense(8192, 80, 64, 8, 28_672, vocab=128_256, kind="llama"),
+    "Qwen2.5-72B": _dense(8192, 80, 64, 8, 29_568, vocab=152_064),
+    "Llama-3.1-405B": _dense(16_384, 126, 128, 8, 53_248, vocab=128_256, kind="llama"),
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)[bB]")
+
+
+def model_named(model: str) -> tuple[str, ModelShape]:
+    """Name and shape of a model: its folder, its `config.json`, a name of `KNOWN_MODELS`, or a size such as `7B`.
+
+    A folder that is not there may have such a name; a size stands for the known dense model that is nearest.
+    Raises `ConfigError`.
+    """
+    path = Path(model)
+    if path.exists():
+        folder = path if path.is_dir() else path.parent
+        shape = read_shape(folder)
+        if shape is None:
+            raise ConfigError(
+                f"model={model}: {folder / 'config.json'} is missing, lacks a size, or has latent attention, of"
+                " which no formula is known here; name the folder of another model"
+            )
+        return folder.resolve().name, shape
+    for name, shape in KNOWN_MODELS.items():
+        if name.lower() == path.name.lower():
+            return name, shape
+    size = _SIZE.fullmatch(model)
+    dense = {name: shape for name, shape in KNOWN_MODELS.items() if not shape.experts}
+    if size is not None and (wanted := 1e9 * float(size[1])):
+        name = min(dense, key=lambda one: abs(dense[one].total - wanted))
+        if abs(dense[name].total / wanted - 1) <= NEAR:
+            return name, dense[name]
+    raise ConfigError(
+        f"model={model}: no folder, and no model that is known; name a folder with config.json, or one of"
+        f" {', '.join(KNOWN_MODELS)}"
+    )

@@ -1,0 +1,169 @@
+"""`plan.html`: one file without network with the trade-offs of a plan. Owns what the page shows."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+
+from laminar_lab.plan.placements import placements
+from laminar_lab.plan.planner import Ranked, RankedPlan
+from laminar_lab.plan.request import PlanRequest
+from laminar_lab.plan.stages import Formula, estimate
+from laminar_lab.plan.words import tell
+from laminar_py.config.section import ConfigError
+from laminar_py.config.staleness import Schedule
+from laminar_py.observe.analytics.show.html import fill
+from laminar_py.runtime.preflight.memory import Parts
+
+BOUNDS = (1, 2, 4, 8, 16)  # on staleness
+FEWER_AND_MORE = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the nodes
+
+
+class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A placement that was simulated, with the figures of the whole fleet."""
+
+    schedule: str
+    learner_gpus: int
+    replicas: int
+    tensor_parallel: int
+    max_batch: int
+    batch_per_replica: int
+    pack_tokens: int
+    recompute: str
+    tokens_per_s: float
+    step_s: float
+    staleness_mean: float
+    staleness_max: int
+    versions_alive: int
+    kv_use: float
+    binds: str
+    binds_next: str
+    generation_s: float
+    learner_s: float
+    weights_s: float
+    freshness_s: float
+    cost: float | None  # of 1,000 steps
+    learner_memory: Parts
+    engine_memory: Parts
+
+
+class TradeOff(msgspec.Struct, frozen=True, kw_only=True):
+    """The best placement under another bound or on another fleet, by formula."""
+
+    label: str
+    tokens_per_s: float
+    gpus: int
+    hours: float  # of 1,000 steps
+
+
+class PlanPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of the page and of `--json`."""
+
+    model: str
+    fleet: str
+    price: float | None
+    words: list[str]
+    rows: list[PlacementRow]
+    formulas: list[tuple[str, str, str]]
+    by_bound: list[TradeOff]
+    by_gpus: list[TradeOff]
+    considered: int
+    shrink_error: float | None
+
+
+def write_page(plan: RankedPlan, path: Path) -> None:
+    """Write the page. Raises `ConfigError` where it cannot be written."""
+    shared, web = files("laminar_py.observe.analytics.show") / "web", files("laminar_lab.plan") / "web"
+    html = fill(
+        (web / "page.html").read_text("utf-8"),
+        style="\n".join(shared.joinpath(name).read_text("utf-8") for name in ("page.css", "tables.css")),
+        scripts="\n".join(script.read_text("utf-8") for script in (shared / "panels.js", web / "page.js")),
+        data=msgspec.json.encode(plain_plan(plan)),
+    )
+    try:
+        path.write_text(html, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html={path}: cannot be written ({error.strerror}); name another file") from None
+
+
+def plain_plan(plan: RankedPlan) -> PlanPage:
+    """A plan as its page has it."""
+    request = plan.request
+    fleet = request.fleet
+    return PlanPage(
+        model=request.model,
+        fleet=f"{fleet.nodes} x {fleet.per_node} {fleet.gpu.name}",
+        price=request.price,
+        words=list(tell(plan)),
+        rows=[_row(plan, one) for one in plan.ranked],
+        formulas=[_line(formula) for formula in plan.best.estimate.formulas],
+        by_bound=list(_by_bound(request)),
+        by_gpus=list(_by_gpus(request)),
+        considered=plan.considered,
+        shrink_error=plan.shrink_error,
+    )
+
+
+def _line(formula: Formula) -> tuple[str, str, str]:
+    return formula.name, formula.text, formula.result
+
+
+def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
+    place, judged, times = ranked.placement, ranked.judgement, ranked.estimate.times
+    return PlacementRow(
+        schedule=str(place.schedule),
+        learner_gpus=place.learner_gpus,
+        replicas=place.replicas,
+        tensor_parallel=place.tensor_parallel,
+        max_batch=place.max_batch,
+        batch_per_replica=place.batch_per_replica,
+        pack_tokens=place.pack_tokens,
+        recompute=str(place.recompute),
+        tokens_per_s=ranked.tokens_per_s,
+        step_s=judged.step_s,
+        staleness_mean=judged.figures.staleness_mean,
+        staleness_max=judged.figures.staleness_max,
+        versions_alive=judged.figures.versions_alive_max,
+        kv_use=judged.figures.kv_use,
+        binds=ranked.estimate.binds.value,
+        binds_next=ranked.estimate.binds_next.value,
+        generation_s=times.generation_s,
+        learner_s=times.learner_s,
+        weights_s=times.weights_s,
+        freshness_s=ranked.estimate.freshness_s,
+        cost=plan.cost(ranked),
+        learner_memory=plan.learner_memory(ranked),
+        engine_memory=plan.engine_memory(ranked),
+    )
+
+
+def _by_bound(request: PlanRequest) -> Iterator[TradeOff]:
+    """The best by formula under each schedule that bounds staleness by itself, and each bound."""
+    for schedule, label in ((Schedule.SYNC, "sync"), (Schedule.ONE_STEP, "one step")):
+        yield _best(request, label, only=schedule)
+    for bound in BOUNDS:
+        yield _best(replace(request, max_staleness=bound), str(bound), only=Schedule.ASYNC)
+    yield _best(replace(request, max_staleness=None), "none", only=Schedule.ASYNC)
+
+
+def _by_gpus(request: PlanRequest) -> Iterator[TradeOff]:
+    """The best by formula on fewer and more nodes, where anything fits."""
+    for nodes in sorted({max(1, round(times * request.fleet.nodes)) for times in FEWER_AND_MORE}):
+        other = replace(request, fleet=replace(request.fleet, nodes=nodes))
+        try:
+            yield _best(other, f"{other.fleet.gpus} GPUs", only=None)
+        except ConfigError:  # too few to hold the model
+            continue
+
+
+def _best(request: PlanRequest, label: str, *, only: Schedule | None) -> TradeOff:
+    found = [estimate(request, one) for one in placements(request) if only in (None, one.schedule)]
+    best = max(found, key=lambda one: one.tokens_per_s)
+    return TradeOff(
+        label=label,
+        tokens_per_s=best.tokens_per_s,
+        gpus=request.fleet.gpus,
+        hours=1000 * best.step_s / 3600,
+    )

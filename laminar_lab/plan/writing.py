@@ -1,0 +1,90 @@
+"""A placement as the config of a run. Called by `laminar plan --write`.
+
+A config that was given keeps all that has nothing to do with placement; without one, problems and reward are those
+of public math problems, to be replaced.
+"""
+
+from pathlib import Path
+
+import yaml
+
+from laminar_lab.plan.placements import STATIC_SHARE
+from laminar_lab.plan.planner import Ranked, RankedPlan
+from laminar_py.config.loading import parse_config
+from laminar_py.config.section import ConfigError
+from laminar_py.config.staleness import Schedule
+
+STEPS = 500
+HEARTBEAT_S = 60.0
+
+Tree = dict[str, object]
+_BEGINNING: Tree = {
+    "steps": STEPS,
+    "data": {
+        "train": {"path": "open-r1/DAPO-Math-17k-Processed", "subset": "en", "columns": {"answer": "solution"}},
+        "chat": {"texts": True},
+    },
+    "reward": {"use": ["math"]},
+}
+
+
+def refuse_existing(path: Path | None) -> None:
+    """Raise `ConfigError` where a file is there already."""
+    if path is not None and path.exists():
+        raise ConfigError(f"--write={path}: is there already; name another file, or delete it")
+
+
+def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, base: Tree | None = None) -> None:
+    """Write the config of a placement. Raises `ConfigError` where `path` is there, or `base` does not fit."""
+    tree = _merged(base or {"name": path.stem, **_BEGINNING}, placement_settings(plan, ranked, model=model))
+    parse_config(tree)
+    fleet = plan.request.fleet
+    head = (
+        f"# {plan.request.model} on {fleet.nodes} nodes of {fleet.per_node} {fleet.gpu.name}, by `laminar plan`:"
+        f" {ranked.tokens_per_s:,.0f} trained tokens/s, simulated.\n"
+    )
+    refuse_existing(path)
+    try:
+        path.write_text(head + yaml.safe_dump(tree, sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"--write={path}: cannot be written ({error.strerror}); name another file") from None
+
+
+def placement_settings(plan: RankedPlan, ranked: Ranked, *, model: Path) -> Tree:
+    """Settings that make a placement, as a tree."""
+    request, place = plan.request, ranked.placement
+    bounded = place.schedule is Schedule.ASYNC
+    return {
+        "schedule": str(place.schedule),
+        "model": {"path": str(model)},
+        "rollout": {
+            "engine": {
+                "kind": "sglang",
+                "device": "cuda",
+                "tensor_parallel": place.tensor_parallel,
+                "flags": {"mem-fraction-static": STATIC_SHARE},
+            },
+            "replicas": place.replicas,
+            "max_batch": place.max_batch,
+            "max_len": request.lengths.most,
+            "kv_capacity": place.kv_tokens,
+            "batch_per_replica": place.batch_per_replica,
+            "prompts_per_step": request.prompts_per_step,
+            "group_size": request.group_size,
+            "sampling": {"max_new_tokens": request.lengths.cap},
+        },
+        "staleness": {"max_staleness": request.max_staleness if bounded else None},
+        "packer": {"max_tokens": place.pack_tokens},
+        "learner": {"world_size": place.learner_gpus, "recompute": str(place.recompute)},
+        "cluster": {"address": "auto" if request.fleet.nodes > 1 else None},
+        "supervisor": {"heartbeat_timeout_s": HEARTBEAT_S},
+    }
+
+
+def _merged(below: Tree, above: Tree) -> Tree:
+    """Settings of both, with those above where both have one; a section is merged, not replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged

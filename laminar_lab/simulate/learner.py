@@ -1,0 +1,145 @@
+"""The learner of a simulation: batch, a step that takes its time, commit, publish.
+
+Owned by `simulate.run`. Batches come from the production scheduler and are packed as in any run.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from laminar_lab.simulate.cores import SharedCores
+from laminar_lab.simulate.parts import HeardRecorder
+from laminar_lab.simulate.weights import ModelledWeights, version_bytes, weights_digest
+from laminar_py.config.emulated_profile import LearnerTimes
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.control.consumption import StepBatch
+from laminar_py.control.refill import RefillWatch
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.steps import pack_step, step_events
+from laminar_py.learner.emulated_times import emulated_step_s
+from laminar_py.learner.packing.balance import attention_share
+from laminar_py.observe.telemetry.stats import Stats
+from laminar_py.records.events import VersionPublished
+from laminar_py.records.metrics import StepMetrics, StepRow, Work
+
+INCARNATION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerParts:
+    """Parts of a simulation that its learner works with; `show` has each step's row."""
+
+    scheduler: TrajectoryScheduler
+    recorder: HeardRecorder
+    weights: ModelledWeights
+    stats: Stats
+    cores: SharedCores
+    show: Callable[[StepRow], None]
+
+
+class SimulatedLearner:
+    """Takes `config.steps` steps; `version` is the newest that it published, of which `weights` hear later."""
+
+    def __init__(self, config: RunConfig, times: LearnerTimes, parts: LearnerParts) -> None:
+        assert config.emulation is not None, "a simulation has an emulated learner"
+        self._config, self._emulation, self._times = config, config.emulation, times
+        self._scheduler = parts.scheduler
+        self._recorder = parts.recorder
+        self._weights = parts.weights
+        self._stats = parts.stats
+        self._cores = parts.cores
+        self._show = parts.show
+        self._attention_share = attention_share(
+            hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
+        )
+        self._groups_at_once = config.rollout.prompts_per_step
+        self.step, self.version = 0, -1
+        self._refill = RefillWatch(
+            max_refill=config.rollout.max_refill,
+            record=self._recorder.append,
+            end=self._give_up,
+            remedy=f"set simulation.solved={config.simulation.solved:g} nearer to one half",
+        )
+
+    def publish(self) -> None:
+        """Have the weights as they are on their way to all hosts; the learner goes on."""
+        parent, self.version = self.version, self.version + 1
+        self._scheduler.published(self.version)
+        self._weights.publish(self.version, after_s=self._config.simulation.publish_s)
+        self._recorder.append(
+            VersionPublished(
+                version=self.version,
+                step=self.step,
+                incarnation=INCARNATION,
+                parent=parent if parent >= 0 else None,
+                digest=weights_digest(self.version),
+                num_bytes=version_bytes(self._times.num_parameters),
+                stall_s=0.0,
+            )
+        )
+
+    async def run(self, limit_s: float | None) -> None:
+        """Until all steps are done, or so much time of RL has passed. Raises `ConfigError`."""
+        consumption = self._scheduler.consumption
+        while self.step < self._config.steps:
+            batch = await self._next_batch(limit_s)
+            if batch is None:
+                return
+            self._refill.see(batch, consumption.refill_stopped(batch, self.step + 1))
+            metrics = await self._learn(batch) if batch.trajectories else None
+            if batch.groups:
+                await self._commit(batch, metrics)
+
+    async def _next_batch(self, limit_s: float | None) -> StepBatch | None:
+        """The next batch; None once time is up."""
+        left_s = None if limit_s is None else max(0.0, limit_s - self._stats.rl_s)
+        groups = self._groups_at_once
+        if left_s == 0.0:
+            return None  # a batch that is there already would be taken without a wait
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._scheduler.next_batch(groups=groups, version=self.version)
+        except TimeoutError:
+            return None
+
+    async def _commit(self, batch: StepBatch, metrics: StepMetrics | None) -> None:
+        scheduler, publishes = self._scheduler, metrics is not None and self._is_due
+        self.step += 1
+        row = self._stats.row(
+            step=self.step,
+            version=batch.version,
+            batch=batch.trajectories,
+            staleness=batch.staleness,
+            metrics=metrics,
+            generated_tokens=scheduler.book.generated_tokens,
+            versions_alive=scheduler.book.versions_alive(),
+            stall_s=0.0,
+        )
+        with self._recorder.together():
+            await scheduler.consumption.commit(batch, self.step)
+            for event in step_events(row, batch, incarnation=INCARNATION, skipped=0):
+                self._recorder.append(event)
+            if publishes:
+                self.publish()
+        scheduler.consumption.checkpointed(self.step)
+        self._show(row)
+
+    def _give_up(self, fault: str) -> None:
+        raise ConfigError(fault)
+
+    @property
+    def _is_due(self) -> bool:
+        """True where the step in hand publishes."""
+        unpublished = 1 + self._scheduler.book.ages.of(self.version)  # steps, with this one
+        return unpublished >= self._config.learner.publish_every or self.step + 1 == self._config.steps
+
+    async def _learn(self, batch: StepBatch) -> StepMetrics:
+        packed = pack_step(self._config, batch, stand_ins=batch.reweighted, attention_share=self._attention_share)
+        lengths = [[one.num_tokens for one in bundle] for rank in packed.bundles for bundle in rank]
+        emulated_s = emulated_step_s(self._times, lengths, devices=self._emulation.learner_devices)
+        elapsed_s = emulated_s / self._emulation.compression
+        self._stats.step_begins()
+        await self._cores.compute(elapsed_s)
+        self._stats.step_ends()
+        return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))

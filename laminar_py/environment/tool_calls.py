@@ -1,0 +1,194 @@
+"""Calls of tools as the families of models write them in a turn, read and written.
+
+Invariants: no text raises; calls come in their order; what is meant as a call and cannot be read is a
+`BrokenCall`. The formats are those of the chat templates of Qwen2.5 and Qwen3, and of Llama 3.1 to 3.3.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol, TypeAlias
+
+Json: TypeAlias = Any  # what JSON has a form for
+
+MARK = re.compile("(</?think>)")
+SPACE = re.compile(r"\s*")
+
+
+class CallFamily(StrEnum):
+    """Ways in which models write calls."""
+
+    HERMES = "hermes"
+    LLAMA = "llama"
+    TAGS = "tags"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """A call of a tool, e.g. `WrittenCall("calculator", {"expression": "12*3"})`."""
+
+    name: str
+    arguments: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenCall:
+    """Text that is meant as a call and is none, e.g. `BrokenCall("no </tool_call> after it")`."""
+
+    fault: str
+
+
+Call: TypeAlias = WrittenCall | BrokenCall
+
+
+class CallFormat(Protocol):
+    """How a family writes calls."""
+
+    result_form: str  # a result as its models read it, with `{}` in its place
+
+    def parse(self, text: str) -> Iterator[Call]:
+        """Calls in what a turn says outside of its reasoning."""
+        ...
+
+    def render(self, calls: Sequence[WrittenCall]) -> str:
+        """A turn with these calls alone, as a demonstration would have it."""
+        ...
+
+
+def outside_reasoning(turn: str, *, begun: bool = False) -> str:
+    """Text of a turn outside of `<think>` and `</think>`; reasoning that is never closed lasts to the end.
+
+    It begins in reasoning where that was `begun` before it, or where the first mark closes one.
+    """
+    pieces = MARK.split(turn)  # text, mark, text, ..., text
+    inside = begun or pieces[1:2] == ["</think>"]
+    said = []
+    for place, piece in enumerate(pieces):
+        if place % 2:
+            inside = piece == "<think>"
+        elif not inside:
+            said.append(piece)
+    return "\n".join(said)
+
+
+class HermesCalls:
+    """JSON between marks, with text around: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`."""
+
+    result_form = "{}"
+    _open, _close = "<tool_call>", "</tool_call>"
+
+    def parse(self, text: str) -> Iterator[Call]:
+        """Each call; one that is not closed is broken."""
+        place = text.find(self._open)
+        while place >= 0:
+            start = place + len(self._open)
+            call, end = _read_call(text, start, "arguments")
+            closed = text.find(self._close, start if end is None else end)
+            if closed < 0:
+                yield BrokenCall(f"no {self._close} after it")
+                return
+            alone = end is None or not text[end:closed].strip()
+            yield call if alone else BrokenCall(f"more than one JSON object before {self._close}")
+            place = text.find(self._open, closed)
+
+    def render(self, calls: Sequence[WrittenCall]) -> str:
+        """Calls, each on lines of its own."""
+        return "\n".join(f"{self._open}\n{_json(call, 'arguments')}\n{self._close}" for call in calls)
+
+
+class LlamaCalls:
+    """JSON alone, or after text and a mark, e.g. `<|python_tag|>{"name": "add", "parameters": {"a": 1}}`.
+
+    Several are separated by semicolons or lines. Text after them is none.
+    """
+
+    result_form = "{}"
+    _mark = "<|python_tag|>"
+    _begin = re.compile(r'\s*\{\s*"(?:name|type|parameters)"\s*:')  # other JSON may be an answer
+    _between = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
+
+    def parse(self, text: str) -> Iterator[Call]:
+        """Each call, up to the first whose end cannot be found."""
+        place: int | None = 0 if self._begin.match(text) else text.find(self._mark)
+        first = True
+        while place is not None and place >= 0:
+            place = self._after(text, place)
+            if not first and text[place : place + 1] != "{":
+                return
+            call, place = _read_call(text, place, "parameters", "arguments")
+            yield call
+            first = False
+
+    def render(self, calls: Sequence[WrittenCall]) -> str:
+        """Calls, separated by semicolons."""
+        return "; ".join(_json(call, "parameters") for call in calls)
+
+    def _after(self, text: str, place: int) -> int:
+        """Place of what follows separators."""
+        found = self._between.match(text, place)
+        return place if found is None else found.end()
+
+
+class TagCalls:
+    """The tool as a tag around its only argument, e.g. `<calculator>12*3</calculator>`, with text around.
+
+    Made with the name of that argument for each tool; other tags are text.
+    """
+
+    result_form = "<result>{}</result>"
+
+    def __init__(self, arguments: Mapping[str, str]) -> None:
+        self._arguments = arguments
+        self._opening = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
+
+    def parse(self, text: str) -> Iterator[Call]:
+        """Each call; one that is not closed is broken."""
+        place = 0
+        while opening := self._opening.search(text, place):
+            name, start = opening[1], opening.end()
+            closed = text.find(f"</{name}>", start)
+            if closed < 0:
+                yield BrokenCall(f"no </{name}> after <{name}>")
+                return
+            yield WrittenCall(name, {self._arguments[name]: text[start:closed]})
+            place = closed
+
+    def render(self, calls: Sequence[WrittenCall]) -> str:
+        """Calls, one on a line. Raises `ValueError` for an argument that holds its end or a mark of reasoning."""
+        return "\n".join(map(self._tag, calls))
+
+    def _tag(self, call: WrittenCall) -> str:
+        body = str(call.arguments[self._arguments[call.name]])
+        if f"</{call.name}>" in body or MARK.search(body):
+            raise ValueError(f"{call.name}: {body!r} cannot stand between tags; use another family")
+        return f"<{call.name}>{body}</{call.name}>"
+
+
+def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:
+    """JSON call after `start`, whose arguments have one of these keys, and its end; None where that is unknown."""
+    found = SPACE.match(text, start)
+    try:
+        read, end = DECODER.raw_decode(text, start if found is None else found.end())
+    except (ValueError, RecursionError) as error:
+        fault = error.msg if isinstance(error, json.JSONDecodeError) else "too deep or with too large a number"
+        return BrokenCall(f"it is no JSON ({fault})"), None
+    if isinstance(read, dict) and isinstance(read.get("name"), str):
+        arguments = next((read[key] for key in keys if key in read), None)
+        if isinstance(arguments, dict):
+            return WrittenCall(read["name"], arguments), end
+    return BrokenCall(f'write {{"name": "...", "{keys[0]}": {{...}}}}'), end
+
+
+def _json(call: WrittenCall, key: str) -> str:
+    """A call as JSON in which no mark of reasoning stands."""
+    text = json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c") if MARK.search(text) else text
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_number)

@@ -1,0 +1,318 @@
+"""Finished trajectories to varlen microbatches. Pure.
+
+The controller decides by their numbers which trajectories share a microbatch (`assign`); the rank that trains on
+them reads their tokens and writes the arrays, one microbatch at a time (`microbatches`).
+Invariants: no microbatch exceeds `max_tokens`; all ranks get equally many; every trained token stands in exactly
+one; loss weights of all microbatches together sum to 1 (less where staleness reweights, or responses of groups
+without signal are left out).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeAlias, TypeVar, overload
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.config.algorithm import Aggregation
+from laminar_py.learner.packing.balance import Bin, Entry, PackedT, deal, fit, make_entry
+from laminar_py.learner.packing.layout import Layout, lay_out, next_ids, positions
+from laminar_py.records.batch import MicroBatch
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.columns import Array, Column
+from laminar_py.records.finished import Packable
+from laminar_py.records.recordings import SamplingMask
+from laminar_py.records.returns import Returns, earlier_rewards, returns_of
+from laminar_py.records.roles import role_advantages, role_returns
+from laminar_py.records.spans import versions_of
+from laminar_py.records.trajectory import Trajectory
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order of 1
+
+# of one microbatch; without any it is a microbatch that teaches nothing
+Bundle: TypeAlias = list[Trajectory]
+
+
+class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights and advantages of a step's tokens, e.g. of 256 trajectories:
+
+    `StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=256, num_trained=81_920, ages={6: 1, 7: 0})`.
+
+    With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories of the step:
+    `sequence_mean` `w_i / (n_i * N)`, `token_mean` `w_i / sum_j n_j`, `constant` `w_i / (constant * N)`.
+    """
+
+    aggregation: Aggregation
+    num_trajectories: int  # those without signal included
+    num_trained: int  # tokens of all of these
+    ages: dict[int, int] | None = None  # by version, see `records.ages`; None: all tokens are as of now
+    constant: int = 1
+    advantage_mean: float = 0.0  # taken off all advantages
+    advantage_scale: float = 1.0  # and then their factor
+    groups: tuple[str, ...] = ()  # of the step
+    columns: tuple[Column, ...] = ()  # that trajectories have and the loss needs
+
+    def of(self, trajectory: Trajectory) -> FloatArray:
+        """[L] loss weight of each response token, 0 where its loss mask is False."""
+        return trajectory.loss_mask * np.float32(trajectory.weight / self._denominator(trajectory))
+
+    def _denominator(self, trajectory: Trajectory) -> int:
+        if self.aggregation is Aggregation.TOKEN_MEAN:
+            return max(1, self.num_trained)
+        if self.aggregation is Aggregation.CONSTANT:
+            return self.constant * self.num_trajectories
+        return max(1, trajectory.num_trained) * self.num_trajectories
+
+    def advantages(self, trajectory: Trajectory) -> float | FloatArray:
+        """[L] advantage of each response token, or one number for every token."""
+        if trajectory.roles:
+            by_token = role_advantages(trajectory.roles, trajectory.spans) - np.float32(self.advantage_mean)
+            return by_token * np.float32(self.advantage_scale)
+        advantage = (trajectory.advantage - self.advantage_mean) * self.advantage_scale
+        earlier = earlier_rewards(trajectory.columns)
+        if earlier is None:
+            return advantage
+        scale = trajectory.advantage_scale * self.advantage_scale
+        return (advantage - scale * earlier).astype(np.float32)
+
+    def places(self, bundle: Bundle) -> IntArray:
+        """[S] place in the step of each trajectory's group."""
+        place = {group: index for index, group in enumerate(self.groups)}
+        return np.array([place[trajectory.group_id] for trajectory in bundle], np.int32)
+
+    def staleness(self, trajectory: Trajectory) -> IntArray:
+        """[L] learner steps since the weights, or the older KV cache, that made each token."""
+        out = np.zeros(len(trajectory.response_ids), np.int32)
+        if self.ages is not None:
+            for span in trajectory.spans:
+                out[span.start : span.end] = max(
+                    (self.ages[version] for version in versions_of([span])), default=0
+                )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(Generic[PackedT]):
+    """A step: for each rank its bundles, equally many, and the weights of their tokens."""
+
+    bundles: list[list[list[PackedT]]]  # [ranks][n]
+    terms: StepTerms
+
+    def microbatches(self: "Packed[Trajectory]", rank: int) -> Sequence[MicroBatch]:
+        """Microbatches of a rank, of trajectories that have their tokens."""
+        return microbatches(self.bundles[rank], self.terms)
+
+
+class Lazy(Sequence[Made], Generic[Given, Made]):
+    """Sequence whose entries are made when they are asked for, and kept by nobody, e.g. `Lazy(texts, len)`."""
+
+    def __init__(self, given: Sequence[Given], make: Callable[[Given], Made]) -> None:
+        self._given = given
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    @overload
+    def __getitem__(self, index: int) -> Made: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Lazy[Given, Made]": ...
+    def __getitem__(self, index: int | slice) -> "Made | Lazy[Given, Made]":
+        if isinstance(index, slice):
+            return Lazy(self._given[index], self._make)
+        return self._make(self._given[index])
+
+
+def microbatches(bundles: Sequence[Bundle], terms: StepTerms) -> Sequence[MicroBatch]:
+    """Microbatches of a rank; their arrays are written one microbatch at a time."""
+    return Lazy(bundles, partial(microbatch, terms=terms))
+
+
+def pack(
+    trajectories: Sequence[PackedT],
+    *,
+    max_tokens: int,
+    ranks: int,
+    aggregation: Aggregation,
+    attention_share: float,
+) -> Packed[PackedT]:
+    """A step of trajectories that are all there. Raises ValueError for one above `max_tokens`."""
+    bins = fit([make_entry(trajectory) for trajectory in trajectories], max_tokens=max_tokens)
+    terms = step_terms(bins, aggregation=aggregation)
+    return assign(bins, terms, max_tokens=max_tokens, ranks=ranks, attention_share=attention_share)
+
+
+def step_terms(
+    bins: Sequence[Bin[PackedT]],
+    *,
+    silent_tokens: Sequence[int] = (),
+    aggregation: Aggregation,
+    ages: dict[int, int] | None = None,
+    constant: int = 1,
+    normalises: bool = False,
+    columns: Sequence[Column] = (),
+) -> StepTerms:
+    """Terms of the step that these bins are; `normalises` advantages by their mean and deviation in the step.
+
+    `silent_tokens` are the trained tokens of responses without signal, which are left out since their advantage
+    is 0 (but for `algorithm.overlong_tokens`, which they are spared). They count in every mean, so that the
+    gradient is what it would be with them, and a group weighs the same beside many of them as beside few: which
+    groups share a step is a matter of how long they take.
+    """
+    entries = [entry for item in bins for entry in item.entries]
+    mean, scale = _normalisation(entries) if normalises else (0.0, 1.0)
+    return StepTerms(
+        aggregation=aggregation,
+        num_trajectories=len(entries) + len(silent_tokens),
+        num_trained=sum([item.num_trained for item in bins]) + sum(silent_tokens),
+        ages=ages,
+        constant=constant,
+        advantage_mean=mean,
+        advantage_scale=scale,
+        groups=tuple(sorted({entry.trajectory.group_id for entry in entries})),
+        columns=tuple(columns),
+    )
+
+
+def _normalisation(entries: Sequence[Entry[PackedT]]) -> tuple[float, float]:
+    """Mean of the step's advantages, and 1 over their deviation, each trained token counting once.
+
+    REINFORCE++, Hu et al. 2025, eq. 10; where whole responses are scored, a token's return is its response's.
+    """
+    trained = [entry for entry in entries if entry.num_trained]
+    if not trained:
+        return 0.0, 1.0
+    found = [_returns(entry.trajectory) for entry in trained]
+    counts = np.array([entry.num_trained for entry in trained], np.float64)
+    means = np.array([item.mean for item in found])
+    mean = float(np.average(means, weights=counts))
+    variance = np.average(np.array([item.variance for item in found]) + (means - mean) ** 2, weights=counts)
+    deviation, noise = float(np.sqrt(variance)), max(item.noise for item in found)
+    return mean, 1.0 / (deviation + STD_FLOOR) if deviation >= noise else 0.0
+
+
+def _returns(trajectory: Packable) -> Returns:
+    """Advantages of a trajectory's trained tokens in short."""
+    if trajectory.roles:
+        return role_returns(trajectory.roles, trajectory.spans)
+    return returns_of(trajectory.advantage, trajectory.earned)
+
+
+def assign(
+    bins: Sequence[Bin[PackedT]],
+    terms: StepTerms,
+    *,
+    max_tokens: int,
+    ranks: int,
+    attention_share: float,
+    stand_ins: Mapping[str, PackedT] | None = None,
+) -> Packed[PackedT]:
+    """Bins to ranks, the most costly first, balanced by FLOPs; at least one bundle each.
+
+    `stand_ins` take the places of trajectories of the same id. Where there is too little for all ranks some
+    bundles are empty, since every rank takes part in every collective.
+    """
+    indices = deal(bins, ranks=ranks, capacity=max_tokens, attention_share=attention_share)
+    bundles = [[[entry.trajectory for entry in index[rank].entries] for index in indices] for rank in range(ranks)]
+    if stand_ins:
+        bundles = [[[stand_ins.get(t.id, t) for t in bundle] for bundle in mine] for mine in bundles]
+    return Packed([mine or [[]] for mine in bundles], terms)
+
+
+def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
+    """Arrays of the trajectories that share a microbatch."""
+    if not bundle:
+        return _nothing(terms)
+    layout = lay_out(bundle)
+    total = len(layout.ids)
+    loss_weights, logprobs, advantages = (np.zeros(total, np.float32) for _ in range(3))
+    staleness, counts = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    for trajectory, placed in zip(bundle, layout.placed, strict=True):
+        rows, places = placed.rows, placed.places
+        loss_weights[rows] = terms.of(trajectory)[places]
+        logprobs[rows] = trajectory.logprobs[places]
+        advantage = terms.advantages(trajectory)
+        advantages[rows] = advantage if isinstance(advantage, float) else advantage[places]
+        staleness[rows] = terms.staleness(trajectory)[places]
+        if trajectory.sampling_mask is not None:
+            counts[rows] = trajectory.sampling_mask.counts[places]
+    return MicroBatch(
+        input_ids=layout.ids,
+        cu_seqlens=np.cumsum([0, *layout.lengths], dtype=np.int32),
+        position_ids=positions(layout.lengths),
+        labels=next_ids(layout.ids, layout.lengths),
+        loss_weights=loss_weights,
+        behaviour_logprobs=logprobs,
+        advantages=advantages,
+        staleness=staleness,
+        responses=layout.responses,
+        rewards=np.array([item.reward or 0.0 for item in bundle], np.float32),
+        groups=terms.places(bundle),
+        columns={column.name: _column(bundle, layout, column) for column in terms.columns},
+        support=_support(bundle, layout, counts),
+        experts=_experts(bundle, layout),
+    )
+
+
+def _support(bundle: Bundle, layout: Layout, counts: IntArray) -> SamplingMask | None:
+    """Vocabulary that each token was drawn from, `counts` [T] ids of each; None where none is recorded."""
+    masks = [
+        placed.mask_ids(trajectory.sampling_mask)
+        for trajectory, placed in zip(bundle, layout.placed, strict=True)
+        if trajectory.sampling_mask is not None
+    ]
+    return SamplingMask(counts, np.concatenate(masks)) if masks else None
+
+
+def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
+    """[T] numbers of a column, [L] of each response, where its tokens are predicted."""
+    out = np.full(len(layout.ids), column.padding, column.dtype.value)
+    for trajectory, placed in zip(bundle, layout.placed, strict=True):
+        own = trajectory.columns.get(column.name)
+        assert own is not None, f"{trajectory.id} has no column {column.name}"
+        assert own.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {own.dtype}"
+        out[placed.rows] = own.array[placed.places]
+    return out
+
+
+def _experts(bundle: Bundle, layout: Layout) -> npt.NDArray[np.int16] | None:
+    """[T, layers, k] of all sequences; -1 where none are recorded, as of a last token, which is never an input.
+
+    No trajectory whose response is a tree has any: each is one sequence.
+    """
+    recorded = [trajectory.routed_experts for trajectory in bundle]
+    shapes = {(experts.layers, experts.top_k) for experts in recorded if experts is not None}
+    if not shapes:
+        return None
+    (shape,) = shapes
+    out = np.full((len(layout.ids), *shape), -1, np.int16)
+    starts = np.cumsum([0, *(trajectory.num_tokens for trajectory in bundle)]).tolist()
+    for experts, start in zip(recorded, starts, strict=False):
+        if experts is not None:
+            out[start + experts.start : start + experts.start + experts.positions] = experts.table
+    return out
+
+
+def _nothing(terms: StepTerms) -> MicroBatch:
+    """A microbatch of one token that teaches nothing."""
+    zero = np.zeros(1, np.int32)
+    nothing = np.zeros(1, np.float32)
+    return MicroBatch(
+        input_ids=zero,
+        cu_seqlens=np.array([0, 1], np.int32),
+        position_ids=zero,
+        labels=zero,
+        loss_weights=nothing,
+        behaviour_logprobs=nothing,
+        advantages=nothing,
+        staleness=zero,
+        responses=zero,
+        rewards=nothing,
+        groups=zero,
+        columns={column.name: np.full(1, column.padding, column.dtype.value) for column in terms.columns},
+    )

@@ -1,0 +1,83 @@
+"""Law 9 as far as the record has it: what an environment wrote is no sample of an engine, and trains nothing.
+
+Spans without a version are what environments wrote, and are kept out of the loss by that alone. So a token of one
+that stands as sampled, or a sampled one that has what only others have, is told with its place. Called by
+`audit.responses` for each response, and by `audit.tasks` along the log.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from laminar_py.ledger.audit.checks import Check
+from laminar_py.ledger.audit.violations import Rule, Violation
+from laminar_py.ledger.rows import TrajectoryRow
+from laminar_py.ledger.segments.payload import Payload
+from laminar_py.records.codec import BoolArray
+from laminar_py.records.events import AnyEvent, Consumed
+from laminar_py.records.pieces import Piece
+from laminar_py.records.spans import Span, clip_spans, sampled_mask, shift_spans
+from laminar_py.records.trajectory import Kind
+
+
+class TruthCheck(Check):
+    """Tokens that an engine sampled are in each trajectory that the learner consumes."""
+
+    sees = (Consumed,)
+
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Look at consumption by the learner."""
+        if row is None or row.kind is Kind.EVAL or row.oldest_version is not None:
+            return []
+        return [Violation(Rule.TRUTH, row.id, "was trained on, and no token of it was sampled by an engine")]
+
+
+def check_truth(response: Payload, spans: tuple[Span, ...]) -> Iterator[str]:
+    """Faults of the tokens that environments wrote; `spans` are those that the response finished with."""
+    count = len(response.ids)
+    sampled = sampled_mask(response.spans, count)
+    moved = np.flatnonzero(sampled_mask(spans, count) != sampled)
+    if len(moved):
+        stored = "sampled by an engine" if sampled[moved[0]] else "written by an environment"
+        yield f"token {moved[0]} was stored as {stored}, and not finished as such; {len(moved)} such"
+    yield from _overlong(spans)
+    if sampled.all():
+        return
+    strays = np.flatnonzero(~sampled & (response.logprobs != 0))
+    if len(strays):
+        value = response.logprobs[strays[0]]
+        yield _told(strays[0], f"has a log-probability of {value:g}, not 0", count=len(strays))
+    mask = response.sampling_mask
+    if mask is not None and len(mask.counts) == count:  # else that is told
+        strays = np.flatnonzero(~sampled & (mask.counts > 0))
+        if len(strays):
+            yield _told(strays[0], "has a sampling mask", count=len(strays))
+    for span in spans:
+        if span.version is None and span.kv_version is not None:
+            yield _told(span.start, f"has a KV cache of version {span.kv_version}", count=span.end - span.start)
+
+
+def _overlong(spans: tuple[Span, ...]) -> Iterator[str]:
+    """Turns of the model with more tokens than their environment let them have."""
+    start, limit = 0, None
+    for span in spans:
+        if span.version is None:
+            start, limit = span.end, span.turn_limit
+        elif limit is not None and span.end - start > limit:
+            yield f"the turn from token {start} on has more than {limit} tokens, which its environment allowed it"
+            limit = None
+
+
+def _told(place: int | np.intp, what: str, *, count: int) -> str:
+    return f"token {place}, which an environment wrote, {what}; {count} such"
+
+
+def sampled_in(piece: Piece) -> BoolArray:
+    """[n] True on tokens of a piece that an engine sampled."""
+    own = shift_spans(clip_spans(piece.spans, piece.start), -piece.start)
+    return sampled_mask(own, piece.end - piece.start)
+
+
+def last_sampled(spans: tuple[Span, ...]) -> int:
+    """End of the last token that an engine sampled; 0 without any."""
+    return max((span.end for span in spans if span.version is not None), default=0)

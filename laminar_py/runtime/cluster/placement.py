@@ -1,0 +1,352 @@
+"""Places of a run's parts: which Ray node, and how many of its GPUs. Nodes are looked at in a thread.
+
+Asked by the owners of the parts (relays, replicas, learner, reference, servers, scorers) when they start one, and
+by `laminar doctor`. Invariant: no GPU is promised twice, the GPUs of a part are on one node, the root relay is
+beside learner rank 0, and every host with replicas has a relay. Which of its node's GPUs a part gets is Ray's own
+accounting: it sets CUDA_VISIBLE_DEVICES in the part's process, to nothing where it has none.
+"""
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from laminar_py.config.section import ConfigError
+from laminar_py.relay.planning import topology
+from laminar_py.runtime.cluster.errors import RunFailedError
+from laminar_py.runtime.cluster.needs import Needs as Needs
+from laminar_py.runtime.cluster.needs import Node as Node
+from laminar_py.runtime.cluster.needs import Place as Place
+from laminar_py.runtime.cluster.relay_places import place_relays
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every part's place; relay 0 is the root.
+
+    None: after a death, or where the fleet grows, a replica or a server that has no room, a replica that has left,
+    and a relay that nobody needs.
+    """
+
+    learner: tuple[Place, ...]  # [ranks]
+    replicas: tuple[Place | None, ...]  # [replicas]
+    relays: tuple[str | None, ...]  # [relay nodes] Ray node of each
+    reference: Place | None = None  # where it is a stage
+    servers: tuple[Place | None, ...] = ()  # as in `Needs.servers`
+
+    @cached_property
+    def nodes(self) -> frozenset[str]:
+        """Ray nodes in use."""
+        parts = (*self.learner, *self.replicas, *self.servers, self.reference)
+        places = (place.node for place in parts if place is not None)
+        return frozenset(node for node in (*places, *self.relays) if node is not None)
+
+    def relay_of(self, replica: int, tree: topology.Topology) -> int:
+        """The relay that a replica pulls from: that of its host, or where all are on one host, leaves in turn."""
+        if len(set(self.relays)) == 1:
+            return tree.node_of_replica(replica)
+        place = self.replicas[replica]
+        assert place is not None, f"replica {replica} has no place"
+        return self.relays.index(place.node)
+
+
+def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) -> Plan:
+    """Places for all parts on `nodes`, the controller's among them.
+
+    `keep` is a plan of which some nodes have died, or of a fleet of another size: what lives stays where it is,
+    and replicas for which there is no room have no place, nor servers of which another of the pool has one. The
+    learner's ranks live and die together. Raises `ConfigError` if there is not enough of something.
+    """
+    alive = {node.id for node in nodes}
+    free = Counter({node.id: node.gpus for node in nodes})
+    lived = ((i, place) for i, place in enumerate(keep.replicas if keep else ()) if i not in needs.gone)
+    replicas = {i: place for i, place in lived if place is not None and place.node in alive}
+    reference = keep.reference if keep and keep.reference and keep.reference.node in alive else None
+    servers = [place if place and place.node in alive else None for place in keep.servers] if keep else []
+    servers = servers or [None for _ in needs.servers]
+    _take(free, [*replicas.values(), *servers, reference])
+    learner = keep.learner if keep and all(place.node in alive for place in keep.learner) else None
+    if learner is None:
+        occupied = {place.node for place in replicas.values()} if not needs.shared_nodes else set()
+        learner = _place_learner(needs, [node for node in nodes if node.id not in occupied], free)
+    _take(free, learner)
+    if needs.reference and reference is None:
+        reference = _place_reference(needs, nodes, free, learner)
+        _take(free, [reference])
+    for index, place in enumerate(servers):
+        if place is None:
+            servers[index] = _place_server(needs, index, nodes, free, (*learner, *servers), first=keep is None)
+            _take(free, [servers[index]])
+    replicas = _place_replicas(needs, nodes, free, learner, replicas, first=keep is None)
+    placed = tuple(replicas.get(index) for index in range(needs.replicas))
+    return Plan(
+        learner=learner,
+        replicas=placed,
+        relays=place_relays(
+            needs.relays,
+            learner=[place.node for place in learner],
+            hosts=[place.node for place in placed if place is not None],
+            alive=alive,
+            before=keep.relays if keep else (),
+        ),
+        reference=reference,
+        servers=tuple(servers),
+    )
+
+
+def _take(free: Counter[str], places: Iterable[Place | None]) -> None:
+    for place in filter(None, places):
+        assert place.node is not None, "a plan names a node for every part"
+        free[place.node] -= place.gpus
+
+
+def _place_learner(needs: Needs, nodes: Sequence[Node], free: Mapping[str, int]) -> tuple[Place, ...]:
+    """Place the ranks on as few nodes as possible; the last of these costs the fewest replicas."""
+    wanted, total = needs.ranks * needs.rank_gpus, sum(free[node.id] for node in nodes)
+    if not nodes or wanted > total:
+        raise ConfigError(
+            f"learner.world_size={needs.ranks}: needs {wanted} GPUs, {total} are free on {len(nodes)} nodes; lower"
+            " it, set cluster.learner_device=cpu, or join a cluster with more (cluster.address)"
+        )
+    chosen: list[Place] = []
+    rest = sorted(nodes, key=lambda node: -free[node.id])
+    while free[rest[0].id] < wanted - len(chosen):
+        chosen += [Place(rest[0].id, 1)] * free[rest[0].id]
+        rest = rest[1:]
+    gpus = wanted - len(chosen)
+
+    def cost(node: Node) -> tuple[int, bool, int]:
+        """Replicas that find no room on it any more; whether it is not the controller's; its GPUs."""
+        have, size = free[node.id], needs.replica_gpus
+        left = have - gpus if needs.shared_nodes else 0
+        return (have // size - left // size if size else 0, not node.here, have)
+
+    last = min((node for node in rest if free[node.id] >= gpus), key=cost)
+    return (*chosen, *[Place(last.id, needs.rank_gpus)] * (needs.ranks - len(chosen)))
+
+
+def _place_reference(
+    needs: Needs, nodes: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
+) -> Place:
+    """Place the reference where it costs no replica, where that is possible, and then beside the learner."""
+    if not needs.rank_gpus:
+        return Place(learner[0].node)
+    room = [node for node in nodes if free[node.id]]
+    if not room:
+        raise ConfigError(
+            f"algorithm.reference_pass=stage: needs a GPU beside the learner's {needs.ranks}, and none is left;"
+            " set it to learner, lower learner.world_size, or join a cluster with more (cluster.address)"
+        )
+    return Place(_cheapest(needs, needs.rank_gpus, room, free, learner).id, needs.rank_gpus)
+
+
+def _cheapest(
+    needs: Needs, gpus: int, room: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
+) -> Node:
+    """The node on which so many GPUs cost the fewest replicas, then one of the learner's, then the fullest."""
+    beside, size = {place.node for place in learner}, needs.replica_gpus
+
+    def cost(node: Node) -> tuple[int, bool, int]:
+        """Rank a node: replicas lost there, is it not the learner's, how many GPUs are free."""
+        serves = size > 0 and (needs.shared_nodes or node.id not in beside)
+        lost = free[node.id] // size - (free[node.id] - gpus) // size if serves else 0
+        return (lost, node.id not in beside, free[node.id])
+
+    return min(room, key=cost)
+
+
+def _place_server(
+    needs: Needs,
+    index: int,
+    nodes: Sequence[Node],
+    free: Mapping[str, int],
+    residents: Sequence[Place | None],
+    *,
+    first: bool,
+) -> Place | None:
+    """Servers with GPUs are where they cost the fewest replicas, others over all nodes by their CPUs.
+
+    None where there is no room, unless that is in the first plan or leaves no server of the pool.
+    """
+    pool, gpus = needs.servers[index]
+    room = [node for node in nodes if free[node.id] >= gpus]
+    if room and gpus:
+        learner = [place for place in residents[: needs.ranks] if place is not None]
+        return Place(_cheapest(needs, gpus, room, free, learner).id, gpus)
+    there = Counter(place.node for place in residents if place is not None)
+    if room:
+        return Place(min(room, key=lambda node: (there[node.id] + 1) / max(1, node.cpus)).id)
+    others = zip(needs.servers, residents[needs.ranks :], strict=True)
+    if not first and any(other == pool and place is not None for (other, _), place in others):
+        return None
+    most = max(free[node.id] for node in nodes)
+    reference = " and the reference's" if needs.reference else ""
+    raise ConfigError(
+        f"reward.servers.{pool}.gpus={gpus}: each of its servers needs {gpus} GPUs of one node, and no node has"
+        f" more than {most} left beside the learner's {needs.ranks * needs.rank_gpus}{reference} and those of"
+        " other servers; lower gpus, count or learner.world_size, or join a cluster with more (cluster.address)"
+    )
+
+
+def _place_replicas(
+    needs: Needs,
+    nodes: Sequence[Node],
+    free: Counter[str],
+    learner: Sequence[Place],
+    there: Mapping[int, Place],
+    *,
+    first: bool,
+) -> dict[int, Place]:
+    """Places of replicas: those `there`, and others as far as there is room, which a first plan must have."""
+    replicas = dict(there)
+    apart = {place.node for place in learner} if not needs.shared_nodes else set()
+    pool = [node for node in nodes if node.id not in apart]
+    for index in range(needs.replicas):
+        if index not in replicas and index not in needs.gone:
+            residents = Counter(place.node for place in (*learner, *replicas.values()))
+            try:
+                replicas[index] = _place_replica(needs, index, pool, free, residents)
+            except ConfigError:
+                if first:
+                    raise
+                continue
+            _take(free, [replicas[index]])
+    return replicas
+
+
+def _place_replica(
+    needs: Needs, index: int, pool: Sequence[Node], free: Mapping[str, int], residents: Counter[str | None]
+) -> Place:
+    """Replicas with GPUs are on as few nodes as possible, others spread over all nodes by their CPUs."""
+    size = needs.replica_gpus
+    if not pool:
+        raise ConfigError(
+            "cluster.shared_nodes=false: the learner has every node, and replicas need others; set it to true, or"
+            " join a cluster of more (cluster.address)"
+        )
+    if needs.hosts and len(pool) > 1:
+        pool = _nodes_of_server(needs, index, pool)
+    if not size:
+        return Place(min(pool, key=lambda node: (residents[node.id] + 1) / max(1, node.cpus)).id)
+    fitting = [node for node in pool if free[node.id] >= size]
+    if fitting:
+        return Place(max(fitting, key=lambda node: (residents[node.id] > 0, free[node.id] // size)).id, size)
+    most = max(free[node.id] for node in pool)
+    raise ConfigError(
+        f"rollout.replicas={needs.replicas}: there is room for {residents.total() - needs.ranks}; each needs"
+        f" {size} GPUs of one node ({needs.placed_by}), and no node has more than {most} left beside"
+        f" {needs.before_replicas}; lower one of these, or join a cluster with more (cluster.address)"
+    )
+
+
+def _nodes_of_server(needs: Needs, index: int, nodes: Sequence[Node]) -> list[Node]:
+    """Nodes of a server's host, which reads versions from its own shared memory."""
+    host = needs.hosts[index]
+    loopback = host in ("localhost", "::1") or host.startswith("127.")
+    found = [node for node in nodes if node.ip == host or (loopback and node.here)]
+    if not found:
+        known = ", ".join(sorted({node.ip for node in nodes}))
+        raise ConfigError(
+            f"{needs.placed_by}[{index}]: no Ray node has the address {host}, and a server reads weights from"
+            f" its own host's memory; name one of {known}, or run `ray start` there"
+        )
+    return found
+
+
+class Placement:
+    """The plan in force, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a death.
+
+    GPUs that were free when a node was first used are this run's from then on. Raises `ConfigError` as `make_plan`
+    does when it is made.
+    """
+
+    def __init__(self, needs: Needs, see: Callable[[], list[Node]]) -> None:
+        self._needs = needs
+        self._see = see
+        self._known = {node.id: node for node in see()}
+        self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that have died
+        self._here = next((node.id for node in self._known.values() if node.here), None)
+        self.plan = make_plan(needs, list(self._known.values()))
+        self.used = set(self.plan.nodes)  # of all plans so far
+        self._looking = asyncio.Lock()
+        self._looked = -math.inf  # when the last look began, on the loop's clock
+
+    async def refresh(self, *, age_s: float = 0.0) -> None:
+        """Plan anew if a node in use died or a replica has no place; `RunFailedError` if too little is left.
+
+        Callers share a look that began after they asked, or at most `age_s` before.
+        """
+        loop = asyncio.get_running_loop()
+        oldest = loop.time() - age_s
+        async with self._looking:
+            if self._looked <= oldest:
+                began = loop.time()
+                self._plan_anew(await asyncio.to_thread(self._see))
+                self._looked = began
+
+    async def scale(self, needs: Needs) -> None:
+        """Plan anew for a fleet of another size; what lives stays where it is. Raises `RunFailedError`."""
+        async with self._looking:
+            self._needs = needs
+            self._plan_anew(await asyncio.to_thread(self._see), scaled=True)
+
+    @property
+    def needs(self) -> Needs:
+        """Demand of the run, as it is now."""
+        return self._needs
+
+    def _plan_anew(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
+        alive = {node.id: node for node in nodes}
+        self._ips |= {node.id: node.ip for node in alive.values()}
+        self._known = {id: node for id, node in self._known.items() if id in alive}  # others join below
+        dead = self.plan.nodes - set(alive)
+        replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self._needs.gone]
+        if not dead and not scaled and None not in (*replicas, *self.plan.servers):
+            return
+        # where it has nothing others may have taken GPUs since, or given some back
+        self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes}
+        before = self.plan
+        try:
+            self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
+        except ConfigError as error:
+            raise RunFailedError(f"nodes of the cluster died, and what is left is too little: {error}") from None
+        self.used |= self.plan.nodes
+        if not any(self.plan.replicas):
+            raise RunFailedError("nodes of the cluster died, and no replica has a place; join others and --resume")
+        if self.plan != before:
+            log.log(logging.WARNING if dead else logging.INFO, "nodes %s died; plan: %s", sorted(dead), self.plan)
+
+    @property
+    def spread(self) -> bool:
+        """True where parts, the controller among them, are on more than one node."""
+        nodes = self.plan.nodes
+        return len(nodes) + (self._here is not None and self._here not in nodes) > 1
+
+    @property
+    def alive(self) -> list[str]:
+        """Nodes that were there at the last look, the controller's first."""
+        return sorted(self._known, key=lambda node: (not self._known[node].here, node))
+
+    def is_alive(self, node: str) -> bool:
+        """True where a node was there at the last look."""
+        return node in self._known
+
+    @property
+    def here(self) -> Place:
+        """The controller's own node, on its CPUs."""
+        return Place(next(node.id for node in self._known.values() if node.here))
+
+    def of_scorer(self, index: int) -> Place:
+        """Scorers are on the nodes of the run in turn, on the learner's first."""
+        first = self.plan.learner[0].node
+        nodes = sorted(self.plan.nodes, key=lambda node: (node != first, node))
+        return Place(nodes[index % len(nodes)])
+
+    def ip(self, node: str) -> str:
+        """Address of a node that is or was alive."""
+        return self._ips[node]

@@ -1,0 +1,194 @@
+"""`laminar eval`: a checkpoint of a run, or a model folder, on the sets of a config. Called by the command line.
+
+The evaluation is a run of its own, `runs/eval-<name>-<n>`, whose weights never change; those of a checkpoint are
+written out inside it. Invariant: it changes nothing of the run that it is of, and nothing of another evaluation.
+"""
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from laminar_py.config.cluster import Device
+from laminar_py.config.loading import dump_config, load_config, parse_config
+from laminar_py.config.repack import NO_PLANNER
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.ledger.recovery import is_finished
+from laminar_py.ledger.run_folder import RunFolder, new_run, runs_of
+from laminar_py.observe.telemetry.tracking import flat_settings
+from laminar_py.observe.telemetry.view import PlainView
+from laminar_py.records.disk import write_file
+from laminar_py.runtime.orchestrator.eval_controller import EvalController, EvalSource, EvalSummary
+from laminar_py.runtime.orchestrator.exports import export, run_of
+from laminar_py.runtime.orchestrator.launch import lead
+from laminar_py.runtime.workers.incarnation import Opened
+
+MODEL = "model"  # folder in it, of the weights of a checkpoint
+
+
+class EvalInterruptedError(Exception):
+    """The evaluation was stopped by a signal, to be gone on with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRequest:
+    """Request for an evaluation; without `sets` all are evaluated, without a `config` those of the run."""
+
+    source: Path
+    config: Path | None = None
+    sets: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+    resume: bool = False
+
+
+def evaluate(request: EvalRequest, *, console: Console) -> EvalSummary:
+    """Evaluate, or go on with it. Raises ConfigError, RunFailedError or EvalInterruptedError."""
+    settings = settings_of(request)
+    if request.resume:
+        return _led(find_open(settings, request.source), resumed=True, console=console)
+    _clear_unbegun(settings)
+    run = new_run(settings)
+    run.lock()
+    try:
+        begin(run, settings, request.source)
+        return _led(run, resumed=False, console=console)
+    except (ConfigError, KeyboardInterrupt):
+        if not run.has_ledger:  # what could not begin leaves nothing behind
+            shutil.rmtree(run.path)
+        raise
+
+
+def _led(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary:
+    """Evaluate what a folder says."""
+    source, config = _read_source(run), load_config(run.config, [])
+    assert source is not None, f"{run.path} has not begun"
+
+    def make(opened: Opened) -> EvalController:
+        return EvalController(opened, source, view=PlainView(console, steps=0))
+
+    what = f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas"
+    begun, resume = (None, run) if resumed else (run, None)
+    summary = lead(config, make, what=what, resume=resume, begun=begun, console=console, trains=False)
+    if not summary.finished:
+        raise EvalInterruptedError(summary.run)
+    shutil.rmtree(run.path / MODEL, ignore_errors=True)  # not there where a model folder was evaluated
+    return summary
+
+
+def settings_of(request: EvalRequest) -> RunConfig:
+    """Config of the evaluation but for its model: nothing trains, and each set is evaluated once."""
+    if request.config is not None:
+        path = request.config
+    elif _is_model(request.source):
+        raise ConfigError(f"source={request.source}: a model folder has no sets; name a config with --config")
+    else:
+        path = run_of(request.source).config
+    config = load_config(path, list(request.overrides))
+    if config.emulation is not None:
+        raise ConfigError("emulation: what is emulated says nothing; evaluate a run without it")
+    sets = _chosen(config, request.sets)
+    tree = config.model_dump(mode="json")
+    tree |= {"name": f"eval-{config.name}", "warm_start": None, "algorithm": {}, "learner": {}, "tracking": {}}
+    tree["repack"] = {"planner": NO_PLANNER}
+    tree["cluster"]["learner_device"] = str(Device.CPU)  # which keeps its GPUs for replicas
+    tree["eval"] = {"sets": {name: tree["eval"]["sets"][name] for name in sets}}
+    tree["reward"]["by_set"] = {name: terms for name, terms in tree["reward"]["by_set"].items() if name in sets}
+    return parse_config(tree)
+
+
+def _chosen(config: RunConfig, names: Sequence[str]) -> list[str]:
+    """Sets to evaluate, in the order of the config."""
+    known = list(config.eval.sets)
+    if not known:
+        raise ConfigError("eval.sets: has no set; add one, e.g. eval.sets.math=math.jsonl")
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--set={name}: no such set in eval.sets; name one of {', '.join(known)}")
+    return [name for name in known if name in names or not names]
+
+
+def begin(run: RunFolder, settings: RunConfig, source: Path) -> None:
+    """Put into the evaluation's folder what it is of: weights, config, and last the source."""
+    if _is_model(source):
+        evaluated, model = EvalSource(path=str(source), step=0), source
+    else:
+        model = run.path / MODEL
+        exported = export(source, model)  # of a run that goes on it may be a newer one than was there just now
+        evaluated = EvalSource(path=str(exported.checkpoint), step=exported.step)
+    run.config.write_text(dump_config(_of_model(settings, model)))
+    partial = run.source.with_name(f"{run.source.name}.tmp")
+    write_file(partial, msgspec.json.encode(evaluated))
+    partial.replace(run.source)
+
+
+def _clear_unbegun(settings: RunConfig) -> None:
+    """Delete what evaluations left that were killed while they wrote their weights out."""
+    for run in runs_of(settings):
+        if (run.path / MODEL).is_dir() and _read_source(run) is None and run.try_lock():
+            shutil.rmtree(run.path)
+            run.unlock()
+
+
+def _is_model(source: Path) -> bool:
+    return (source / "config.json").is_file()
+
+
+def _of_model(config: RunConfig, model: Path) -> RunConfig:
+    tree = config.model_dump(mode="json")
+    tree["model"] |= {"path": str(model), "from_scratch": False}
+    return parse_config(tree)
+
+
+def find_open(settings: RunConfig, source: Path) -> RunFolder:
+    """The newest evaluation of `source` with these settings that is not finished, rather one that nobody leads.
+
+    Raises `ConfigError`.
+    """
+    known = [run for run in runs_of(settings) if _is_of(run, source)]
+    if not known:
+        raise ConfigError(
+            f"source={source}: {settings.runs} has no {settings.name}-<n> of it to go on with; leave --resume out"
+        )
+    same = [run for run in known if _difference(run, settings) is None]
+    if not same:
+        raise ConfigError(
+            f"{_difference(known[0], settings)} in {known[0].path}; give the settings that it has, or leave"
+            " --resume out"
+        )
+    open_ones = [run for run in same if not (run.has_ledger and is_finished(run.path))]
+    if not open_ones:
+        raise ConfigError(
+            f"run={same[0].path}: is finished, with its figures in {same[0].summary.name}; to evaluate once more,"
+            " leave --resume out"
+        )
+    return next((run for run in open_ones if not run.is_led), open_ones[0])
+
+
+def _is_of(run: RunFolder, source: Path) -> bool:
+    """True for an evaluation of `source`, or of a checkpoint in it."""
+    found = _read_source(run)
+    return found is not None and Path(found.path).resolve().is_relative_to(source.resolve())
+
+
+def _read_source(run: RunFolder) -> EvalSource | None:
+    """Source of an evaluation; None where it was killed before it began."""
+    with suppress(FileNotFoundError):
+        return msgspec.json.decode(run.source.read_bytes(), type=EvalSource)
+    return None
+
+
+def _difference(run: RunFolder, settings: RunConfig) -> str | None:
+    """The first setting that an evaluation did not begin with, and what it was then; None where all are equal."""
+    try:
+        then = load_config(run.config, [])
+    except ConfigError as error:
+        return f"config={run.config.name}: is of another release ({error})"
+    before = flat_settings(then.model_dump(mode="json"))
+    now = flat_settings(_of_model(settings, then.model.path).model_dump(mode="json"))
+    names = [name for name in now | before if now.get(name) != before.get(name)]
+    return next((f"{name}={now.get(name)}: was {before.get(name)}" for name in names), None)

@@ -1,0 +1,224 @@
+"""Held-out evaluation: when, under which version, and what comes of it. Owned by the controller.
+
+An evaluation during RL begins at once, among the training trajectories, under the newest version that a replica
+serves then; its result is of that version's step. A deferred one has its version held by the root relay and runs
+when RL is over.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from laminar_py.control.evaluation import Evaluation, EvaluationLostError
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.ledger.evaluations import OpenPass
+from laminar_py.records.estimates import set_figures
+from laminar_py.records.evaluations import EvalAnswer, pass_number, set_of
+from laminar_py.records.events import Evaluated
+from laminar_py.runtime.workers.incarnation import Incarnation
+from laminar_py.runtime.workers.replicas import Replicas
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A version, the step it came from, and when in the RL phase that was, in seconds."""
+
+    version: int
+    step: int
+    rl_s: float
+
+
+class Evaluator:
+    """Evaluates the sets; `hold` makes the relays keep a version, `publish` takes results, `say` lines.
+
+    A resumed run repeats no marks of the RL phase that are over and no results, and goes on with passes that were
+    open.
+    """
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        *,
+        scheduler: TrajectoryScheduler,
+        replicas: Replicas,
+        hold: Callable[[int], Awaitable[None]],
+        publish: Callable[[Evaluated], None],
+        say: Callable[[str], None],
+    ) -> None:
+        config = incarnation.config
+        self._config = config.eval
+        self._intervals = config.eval.intervals()
+        self._requests = config.eval.requests(config.rollout.sampling.params())
+        self._reward = config.reward
+        self._inputs = incarnation.inputs
+        self._scheduler = scheduler
+        self._hold = hold
+        self._replicas = replicas
+        self._publish = publish
+        self._say = say
+        to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
+        self._marks_s = sorted(to_come, reverse=True)
+        self._held: list[tuple[Moment, list[str]]] = []  # with the sets to evaluate
+        self._running: set[asyncio.Task[None]] = set()
+        self._previous: Moment | None = None
+        self._moments: dict[int, Moment] = {}  # when each version came
+        self._results: set[tuple[int, str]] = set()  # step and set of each
+
+    @property
+    def _all(self) -> list[str]:
+        """Names of all sets."""
+        return list(self._inputs.sets)
+
+    def take_up(
+        self,
+        passes: Iterable[OpenPass],
+        *,
+        results: Iterable[Evaluated],
+        requests: Mapping[str, str],
+        now: Moment,
+        passed_s: Mapping[int, float],
+    ) -> None:
+        """Go on with passes that were open when the run stopped, but for those of sets that are asked otherwise.
+
+        `results` are on record; `requests` are those of then, as in `EvalConfig.requests`; `passed_s` has the
+        seconds of RL by step.
+        """
+        self._results |= {(one.step, one.set_name) for one in results}
+        for one in passes:
+            name = set_of(one.id)
+            if name not in self._requests or self._requests[name] != requests.get(name):
+                continue
+            step = now.step if one.step is None else one.step
+            moment = Moment(
+                now.version if one.version is None else one.version, step, passed_s.get(step, now.rl_s)
+            )
+            self._running.add(
+                self._begin(moment, name, one.version, index=pass_number(one.id), answers=one.answers)
+            )
+
+    async def first(self, moment: Moment) -> None:
+        """Evaluate this version, and have one response scored of each task whose reward no set is scored by.
+
+        What a reward makes of a task is known before RL; only the held-out answers make figures.
+        """
+        sets = (prompts for name, prompts in self._inputs.sets.items() if name not in self._reward.by_set)
+        tasks = {prompt.task for prompts in sets for prompt in prompts}
+        others = [
+            prompt
+            for prompt in self._inputs.first_of_tasks
+            if prompt.task not in tasks and self._reward.of_task(prompt.task)
+        ]
+        if self._running:  # those that were taken up
+            await asyncio.wait(self._running)
+        under_way = [self._begin(moment, name, moment.version) for name in self._missing(moment)]
+        scored = [self._scheduler.evaluations.request(others, moment.version)] if others else []
+        await asyncio.gather(*under_way)
+        await asyncio.gather(*scored, return_exceptions=True)
+
+    def version_came(self, moment: Moment) -> None:
+        """A version came, with a step or with a learner that starts; results of later steps are undone then."""
+        self._moments.setdefault(moment.version, moment)
+        self._results = {(step, name) for step, name in self._results if step <= moment.step}
+
+    async def stepped(self, moment: Moment, *, last: bool) -> None:
+        """A step was committed: evaluate if it is time to. The last one is evaluated anyway, by `finish`."""
+        self.version_came(moment)
+        previous, self._previous = self._previous, moment
+        while self._marks_s and moment.rl_s >= self._marks_s[-1]:
+            self._marks_s.pop()
+            await self._schedule(previous or moment, self._all)  # the weights that were in force at the mark
+        due = [name for name, every in self._intervals.items() if moment.step % every == 0]
+        if due and not last:
+            await self._schedule(moment, due)
+        for task in [task for task in self._running if task.done()]:
+            self._running.discard(task)
+            task.result()
+
+    async def finish(self, last: Moment) -> None:
+        """RL is over and the replicas are idle: do what was deferred, then the last version."""
+        if not self._all:
+            return
+        await asyncio.gather(*self._running)
+        rest = self._missing(last)
+        held = [one for one in self._held if one[0].version != last.version]
+        under_way = [
+            self._begin(moment, name, moment.version) for moment, names in [*held, (last, rest)] for name in names
+        ]
+        self._running |= set(under_way)
+        if held:
+            self._replicas.restart()  # an engine's versions never go back
+        for evaluation in under_way:
+            await evaluation
+
+    def abandon(self) -> None:
+        """The run stops: nothing more will be evaluated."""
+        for task in self._running:
+            task.cancel()
+
+    def _missing(self, moment: Moment) -> list[str]:
+        """Sets without a result of that step."""
+        return [name for name in self._all if (moment.step, name) not in self._results]
+
+    async def _schedule(self, moment: Moment, names: list[str]) -> None:
+        if not names:
+            return
+        if self._config.deferred:
+            await self._hold(moment.version)
+            self._held.append((moment, names))
+            return
+        self._running |= {self._begin(moment, name, None) for name in names}
+
+    def _begin(
+        self,
+        moment: Moment,
+        name: str,
+        version: int | None,
+        *,
+        index: int | None = None,
+        answers: Mapping[str, EvalAnswer] | None = None,
+    ) -> "asyncio.Task[None]":
+        """Ask for it now, but for the `answers` that are known; the task ends with its result."""
+        asked = self._scheduler.evaluations.request(
+            self._inputs.sets[name],
+            version,
+            index=index,
+            set_name=name,
+            samples=self._config.sets[name].samples,
+            answers=answers,
+        )
+        self._replicas.wake()
+        return asyncio.create_task(self._finish(moment, name, asked), name=f"evaluate-{name}-{moment.step}")
+
+    async def _finish(self, moment: Moment, name: str, asked: "asyncio.Future[Evaluation]") -> None:
+        try:
+            evaluation = await asked
+        except EvaluationLostError as error:
+            log.warning("evaluation of %s at step %d is left out: %s is lost", name, moment.step, error)
+            return
+        if evaluation.replica is not None and evaluation.version is not None:  # which was left to that
+            moment = self._moments.get(evaluation.version, moment)
+        result = await evaluated(evaluation, name, step=moment.step, rl_s=moment.rl_s)
+        if result is None:
+            self._say(unscored_line(evaluation, name, step=moment.step))
+        else:
+            self._results.add((result.step, name))
+            self._publish(result)
+
+
+async def evaluated(evaluation: Evaluation, name: str, *, step: int, rl_s: float) -> Evaluated | None:
+    """Result of a pass that is done; None where no answer has a score."""
+    figures = await asyncio.to_thread(set_figures, list(evaluation.answers.values()), samples=evaluation.samples)
+    if figures is None:
+        return None
+    assert evaluation.version is not None, f"{evaluation.id} ended without a version"
+    return Evaluated(
+        pass_id=evaluation.id, set_name=name, version=evaluation.version, step=step, rl_s=rl_s, figures=figures
+    )
+
+
+def unscored_line(evaluation: Evaluation, name: str, *, step: int) -> str:
+    """Line on a pass without figures."""
+    return f"{name}: no figures at step {step}: none of {len(evaluation.answers)} answers could be scored"

@@ -1,0 +1,102 @@
+"""`laminar export`: the weights of a checkpoint as a plain Hugging Face folder. Called by the command line.
+
+Invariant: it reads a run, also one that goes on, and changes nothing of it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar_py.config.loading import load_config
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.model_sizes import served_dtype
+from laminar_py.learner.marker import read_marker
+from laminar_py.ledger.recovery import newest_there
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.events import Checkpointed
+from laminar_py.runtime.orchestrator.checkpoints import on_record
+from laminar_py.runtime.preflight.inputs import check_adapters, stop_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Checkpoint that was written out, e.g. `Exported(Path("runs/math-1/checkpoints/step-40-1.0"), 40)`."""
+
+    checkpoint: Path  # which the run may have deleted since
+    step: int
+
+
+def export(source: Path, out: Path, *, dtype: str | None = None) -> Exported:
+    """Write `out` from a run's newest checkpoint, or from the checkpoint that `source` is; which one it was.
+
+    Without a `dtype` it has that of the model, in which the run served it. Raises ConfigError.
+    """
+    if out.exists():
+        raise ConfigError(f"out={out}: is there already; name a folder that is not, or delete it")
+    run = run_of(source)
+    if out.resolve().is_relative_to(run.path.resolve()):
+        raise ConfigError(f"out={out}: is inside the run's own folder {run.path}; name one outside of it")
+    if run.path != source:
+        return _export(run, source, out, dtype)
+    while True:
+        newest = _newest(run)
+        try:
+            return _export(run, run.path / newest.path, out, dtype)
+        except (ConfigError, OSError):
+            if _newest(run) == newest:
+                raise
+            # else the run may have deleted it for the newer one while it was read
+
+
+def run_of(source: Path) -> RunFolder:
+    """The run that `source` is, or is a checkpoint of. Raises ConfigError."""
+    for path in (source, source.absolute().parent.parent):
+        if (path / "config.yaml").is_file():
+            return RunFolder(path)
+    raise ConfigError(
+        f"source={source}: neither a run's folder nor a checkpoint in one; name for example runs/quickstart-1"
+    )
+
+
+def _newest(run: RunFolder) -> Checkpointed:
+    found = newest_there(on_record(run), run.has)
+    if found is None:
+        raise ConfigError(f"run={run.path}: has no checkpoint yet; wait for its first one")
+    return found
+
+
+def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> Exported:
+    from laminar_py.learner.export import export_checkpoint
+
+    step = read_marker(checkpoint).step
+    config = load_config(run.config, [])
+    model, lora = config.model.path, config.learner.lora
+    base = None if lora is None else _base(config)
+    export_checkpoint(
+        checkpoint,
+        out,
+        source=model,
+        dtype=dtype or served_dtype(model),
+        lora=lora,
+        base=base,
+        stop_ids=stop_ids(config),
+    )
+    return Exported(checkpoint, step)
+
+
+def _base(config: RunConfig) -> Path:
+    """Model that the run's adapters are added to."""
+    from laminar_py.runtime.workers.processes.learner_part import start_model
+
+    check_adapters(config)
+    warm_start = config.warm_start
+    data = None if warm_start is None else warm_start.data
+    if data is not None and not data.is_hub_name and not Path(data.path).exists():
+        raise ConfigError(f"warm_start.data={data.path}: is gone, and its result is found by it; put it back")
+    base = start_model(config).path
+    if warm_start is not None and not base.is_dir():
+        raise ConfigError(
+            f"warm_start.cache={warm_start.cache}: no {base.name} in it, which the run's adapters are added"
+            " to; put it back, or call from the folder that the run was started in"
+        )
+    return base

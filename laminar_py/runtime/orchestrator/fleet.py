@@ -1,0 +1,308 @@
+"""The replicas that a run is to have, while it runs: who joins, who leaves, and what becomes of what they had.
+
+Owned by the controller. `laminar scale` asks by files in the run's folder (`ledger.scaling`); each request is
+checked like a config, on record as `Scaled`, and answered. A replica passes these states:
+
+    JOINED -> LEAVING  the fleet is to be smaller, or without its server: it is given nothing new
+    LEAVING -> JOINED  it is wanted again before it had nothing left
+    LEAVING -> LEFT    it has nothing: what it had ended there, or moved to others
+
+Invariant: nothing is lost by a change of size (law 1): what a leaving replica has goes to one of its version with
+a slot free, by the moves of repacking, and ends where it runs if there is none. Nobody else stops or reloads.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from laminar_py.config.engine import BACKENDS
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.config.run import RunConfig
+from laminar_py.config.scaling import scaled
+from laminar_py.config.section import ConfigError
+from laminar_py.control.deadlines import HOUSEKEEPING_S
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.settings import max_counterfactual, max_groups
+from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, ScaleRequests
+from laminar_py.records.events import Scaled
+from laminar_py.repack.leaving import plan_leaving
+from laminar_py.repack.migration import Migration
+from laminar_py.runtime.orchestrator import policies
+from laminar_py.runtime.orchestrator.scoring import Scoring
+from laminar_py.runtime.preflight.inputs import version_bytes
+from laminar_py.runtime.workers.incarnation import Incarnation
+from laminar_py.runtime.workers.replicas import SCALED, Replicas
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Step from one fleet to another, e.g. `Change(stay=[0, 1], back=[], leave=[], join=4, servers=[])`."""
+
+    stay: list[int]
+    back: list[int]  # that were to leave, and are wanted again
+    leave: list[int]
+    join: int  # how many are new
+    servers: list[str]  # [join] that the new ones attach to; empty where the run starts its engines
+
+    @property
+    def is_none(self) -> bool:
+        """True where everybody stays, and nobody comes."""
+        return not (self.back or self.leave or self.join)
+
+
+class ElasticFleet:
+    """Members of the fleet by number; `run` is the loop that serves requests, and sees leaving replicas off."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        *,
+        scheduler: TrajectoryScheduler,
+        replicas: Replicas,
+        migration: Migration,
+        scoring: Scoring,
+    ) -> None:
+        self._incarnation = incarnation
+        self._placement = incarnation.placement
+        self._scheduler = scheduler
+        self._views = scheduler.views
+        self._replicas = replicas
+        self._migration = migration
+        self._scoring = scoring
+        self._config = incarnation.config  # as the fleet is wanted now
+        self._requests = ScaleRequests(incarnation.run.path)
+        self._members = list(range(self._config.rollout.replicas))  # that stay
+        self._leaving: list[int] = []
+        self._gone: set[int] = set()
+        self._servers = dict(enumerate(self._config.rollout.engine.servers))
+        self._hosts = dict(enumerate(self._config.rollout.engine.hosts))
+        self._planning = asyncio.Lock()
+        self._told: set[int] = set()  # that do not start
+        self._repacks = self._config.repacks  # else from when there is more than one replica
+
+    async def run(self, *, say: Callable[[str], None]) -> None:
+        """Serve requests until cancelled; those of before are answered, and not done."""
+        await asyncio.to_thread(self._requests.clear)
+        await asyncio.to_thread(self._requests.refuse_all, "the run was started again meanwhile; ask once more")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._see_off(tasks, say), name="see-off")
+            while True:
+                for request in await asyncio.to_thread(self._requests.take):
+                    answer = await self._serve(request)
+                    say(answer.line)
+                    await asyncio.to_thread(self._requests.answer, request, answer)
+                if self._config.repacks and not self._repacks:
+                    self._repacks = True
+                    tasks.create_task(self._repack(), name="repack")
+                await asyncio.sleep(HOUSEKEEPING_S)
+
+    async def close(self) -> None:
+        """Answer what nobody will do any more."""
+        await asyncio.to_thread(self._requests.refuse_all, "the run ends; go on with it under --resume")
+
+    async def _repack(self) -> None:
+        """Have a fleet repack that began as one replica."""
+        await self._migration.run(await self._replicas.speed())
+
+    # ---- requests
+
+    async def _serve(self, request: ScaleRequest) -> ScaleAnswer:
+        try:
+            config = scaled(self._config, replicas=request.replicas, urls=request.urls)
+            change = await self._checked(config)
+        except ConfigError as error:
+            return ScaleAnswer(False, str(error))
+        except Exception:  # a check of a backend that fails ends no run that goes on
+            log.exception("%s could not be checked", request)
+            return ScaleAnswer(False, f"{request}: could not be checked; see logs/controller.log")
+        before = len(self._members)
+        if not change.is_none:
+            await self._change(config, change)
+        return ScaleAnswer(True, self._tell(before, change))
+
+    async def _checked(self, config: RunConfig) -> Change:
+        """Step to the fleet of a config as it is at this moment, whose new ones were checked.
+
+        Raises `ConfigError`. Others leave while a check goes on: what was chosen before it may hold no more.
+        """
+        checked = self._choose(config)
+        while True:
+            await asyncio.to_thread(_check_new, config, checked)
+            change = self._choose(config)
+            if (change.join, change.servers) == (checked.join, checked.servers):
+                return change
+            checked = change
+
+    def _choose(self, config: RunConfig) -> Change:
+        """Step to the fleet of a config; first those leave that have no place, then those with the least to do."""
+        members = [index for index in self._members if not self._replicas.is_ended(index)]
+        may_return = [index for index in self._leaving if not self._replicas.is_ended(index)]
+        wanted = [_plain(url) for url in config.rollout.engine.servers]
+        if wanted:
+            known = {index: _plain(url) for index, url in self._servers.items()}
+            stay = [index for index in members if known[index] in wanted]
+            back = [index for index in may_return if known[index] in wanted]
+            there = {known[index] for index in (*stay, *back)}
+            new = [url for url in config.rollout.engine.servers if _plain(url) not in there]
+        else:
+            most = config.rollout.replicas
+            stay = sorted(members, key=self._worth)[:most]
+            back = sorted(may_return, key=self._worth)[: most - len(stay)]
+            new = []
+        return Change(
+            stay=sorted(stay),
+            back=back,
+            leave=[index for index in members if index not in stay],
+            join=config.rollout.replicas - len(stay) - len(back),
+            servers=new,
+        )
+
+    def _worth(self, index: int) -> tuple[bool, int, int]:
+        """Order in which replicas stay."""
+        return (not self._replicas.has_process(index), -len(self._views.by_index[index].in_flight), index)
+
+    async def _change(self, config: RunConfig, change: Change) -> None:
+        """Have it so; on disk, and in the run's folder, before whoever asked is told."""
+        first = len(self._views.by_index)
+        joining = list(range(first, first + change.join))
+        servers = dict(zip(joining, change.servers, strict=False))
+        hosts = dict(zip(config.rollout.engine.servers, config.rollout.engine.hosts, strict=True))
+        self._servers |= servers
+        self._hosts |= {index: hosts[server] for index, server in servers.items()}
+        self._config = config
+        self._members = sorted([*change.stay, *change.back, *joining])
+        self._leaving = [index for index in self._leaving if index not in change.back] + change.leave
+        told = tuple(self._servers[index] for index in self._members) if self._servers else ()
+        self._incarnation.ledger.append(Scaled(tuple(self._members), told))
+        for index in (*change.back, *joining):
+            self._scheduler.join(index)
+        for index in change.leave:
+            self._scheduler.leave(index)
+        capacity, others = max_groups(config), max_counterfactual(config)
+        self._scheduler.resize(capacity=capacity, max_counterfactual=others)
+        self._scoring.grow(policies.max_scored(config, self._incarnation.inputs))
+        await self._plan()
+        self._replicas.join(config, servers)
+        await self._incarnation.ledger.commit()
+        await self._incarnation.ledger.copy()
+
+    async def _plan(self) -> None:
+        """Have the plan follow: places for those that joined, none for those that have left."""
+        async with self._planning:  # so that the last of two has the newest needs
+            count = len(self._views.by_index)
+            hosts = tuple(self._hosts[index] for index in range(count)) if self._hosts else ()
+            needs = replace(self._placement.needs, replicas=count, gone=frozenset(self._gone), hosts=hosts)
+            await self._placement.scale(needs)
+        self._replicas.wake()
+
+    def _tell(self, before: int, change: Change) -> str:
+        """Words on what is done, e.g. "replicas 2 -> 6: 4 join; 6 have a place"."""
+        places = self._placement.plan.replicas
+        placed = sum(places[index] is not None for index in self._members)
+        words = [
+            f"{count} {verb}" for count, verb in ((change.join, "join"), (len(change.back), "come back")) if count
+        ]
+        if change.leave:
+            words.append(f"{len(change.leave)} leave as soon as what they have has moved or ended")
+        more = "" if placed == len(self._members) else ", the others wait for a node that has room"
+        done = ", ".join(words) or "nothing changes"
+        return f"replicas {before} -> {len(self._members)}: {done}; {placed} have a place{more}"
+
+    # ---- those that leave
+
+    async def _see_off(self, moving: asyncio.TaskGroup, say: Callable[[str], None]) -> None:
+        """Empty leaving replicas, and end those that have nothing, until cancelled."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            if left := self._replicas.take_left():
+                self._gone |= set(left)
+                for index, reason in left.items():
+                    if reason != SCALED:
+                        say(f"replica {index} is taken out again: {reason}")
+                self._members = [index for index in self._members if index not in left]
+                self._leaving = [index for index in self._leaving if index not in left]
+                await self._plan()
+            for index in set(self._replicas.failing) - self._told:
+                self._told.add(index)
+                reason = self._replicas.failing[index]
+                say(f"replica {index} does not start ({reason}); it is tried again, see logs/replica-{index}.log")
+            if self._leaving:
+                self._replicas.dispatch()  # what nobody else can go on with goes out to them first
+            for index in [index for index in self._leaving if not self._replicas.is_ended(index)]:
+                if not self._views.by_index[index].in_flight and not self._scheduler.moves.expected(index):
+                    self._replicas.remove(index)
+            await self._empty(moving)
+
+    async def _empty(self, moving: asyncio.TaskGroup) -> None:
+        """Have what leaving replicas have go where there is room for it; one plan for all of a version."""
+        drains = self._config.rollout.on_new_weights is OnNewWeights.DRAIN
+        by_version: dict[int | None, list[int]] = {}
+        for index in self._leaving:
+            view = self._views.running(index)  # others have no answer yet
+            if view is not None and view.in_flight and not self._replicas.is_ended(index):
+                by_version.setdefault(view.version if drains else None, []).append(index)
+        rooms = self._rooms(by_version)
+        plans = (self._empty_all(version, by_version[version], room, moving) for version, room in rooms.items())
+        await asyncio.gather(*plans)
+
+    def _rooms(self, versions: Collection[int | None]) -> dict[int | None, dict[int, int]]:
+        """Trajectories that each replica that stays has room for, by version, of those where any has.
+
+        Where versions are kept, what is on its way to a replica counts as there; None is any version.
+        """
+        rooms: dict[int | None, dict[int, int]] = {}
+        if not versions:
+            return rooms
+        for view in map(self._views.by_index.__getitem__, self._members):
+            if None in versions:
+                version, free = None, view.admissible
+            else:
+                version, taken = view.version, len(view.in_flight) + self._scheduler.moves.num_expected(view.index)
+                takes = view.in_flight and self._views.serves(view.index, version)
+                free = self._config.rollout.max_batch - taken if takes else 0
+            if version in versions and free > 0:
+                rooms.setdefault(version, {})[view.index] = free
+        return rooms
+
+    async def _empty_all(
+        self, version: int | None, leaving: Sequence[int], room: Mapping[int, int], moving: asyncio.TaskGroup
+    ) -> None:
+        """Empty replicas of one version, or of any, into what room there is."""
+        asked = await asyncio.gather(*(self._replicas.survey(index) for index in leaving))
+        surveys = [survey for survey in asked if survey is not None and version in (None, survey.version)]
+        moves = plan_leaving(surveys, room=room, is_moving=self._scheduler.moves.is_under_way)
+        if version is not None:
+            await self._migration.carry_out(version, moves, moving)
+            return
+        sources: dict[int, list[str]] = {}
+        for move in moves:
+            sources.setdefault(move.source, []).append(move.trajectory_id)
+        for index, trajectory_ids in sources.items():
+            self._replicas.give_up(index, trajectory_ids)
+
+
+def _check_new(config: RunConfig, change: Change) -> None:
+    """Look at servers that are new to the run, and for room for what others hold. Raises `ConfigError`."""
+    rollout, shm = config.rollout, config.relay.shm
+    if change.join and config.cluster.address is None:
+        free, needed = shutil.disk_usage(shm).free, change.join * version_bytes(config)
+        if needed > free:
+            raise ConfigError(
+                f"replicas={rollout.replicas}: {change.join} more may hold a weight version each,"
+                f" {needed / 2**30:.2f} GiB, and relay.shm={shm} has {free / 2**30:.2f} free; ask for fewer, or"
+                " free some (laminar clean)"
+            )
+    if change.servers:
+        engine = rollout.engine.model_copy(update={"urls": tuple(change.servers)})
+        new = rollout.model_copy(update={"engine": engine, "replicas": len(change.servers)})
+        kind = engine.kind
+        with BACKENDS.blaming(kind):
+            BACKENDS.get(kind).check_start(config.model_copy(update={"rollout": new}))
+
+
+def _plain(url: str) -> str:
+    return url.rstrip("/")

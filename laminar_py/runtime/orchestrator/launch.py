@@ -1,0 +1,266 @@
+"""From a config to a finished run: preflight, run folder, cluster, controller, signals. Called by the CLI."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Protocol, TypeVar
+
+import psutil
+from rich.console import Console
+
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.ledger.live import own_disk, settle
+from laminar_py.ledger.run_folder import RunFolder, new_run
+from laminar_py.observe.telemetry.memory import folder_bytes
+from laminar_py.observe.telemetry.summary import Summary
+from laminar_py.observe.telemetry.view import make_view
+from laminar_py.runtime.cluster.errors import (
+    RunFailedError,
+    UnwritableError,
+    bug_in,
+    errors_in,
+    tell_unexpected,
+    unwritable,
+)
+from laminar_py.runtime.cluster.ray_cluster import open_cluster
+from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint, on_record
+from laminar_py.runtime.orchestrator.controller import Controller
+from laminar_py.runtime.orchestrator.resumed_data import refuse_other_prompts, refuse_other_rows, refuse_simulated
+from laminar_py.runtime.preflight.inputs import Inputs, check
+from laminar_py.runtime.preflight.survey import clear, place
+from laminar_py.runtime.workers.incarnation import Opened
+
+log = logging.getLogger(__name__)
+
+CONTROLLER_LOG = "controller.log"
+ENDED_AT_ONCE = b"laminar: ended at once, as asked three times; go on with --resume\n"
+SAME_S = 1.0  # in which SIGTERM and SIGINT are one request: the end of a job comes by a run's launcher, too
+SHOW_CURSOR = b"\x1b[?25h"  # the view had hidden it
+UNBOUNDED = (
+    "staleness.max_staleness=null: nothing bounds staleness; set it to 4 to 8, or see in `laminar report` how much"
+    " of the weight of old data is gone"
+)
+
+
+ResultT = TypeVar("ResultT", bound="Led")
+LedT = TypeVar("LedT", bound="Led", covariant=True)
+
+
+class RunInterruptedError(Exception):
+    """The run was stopped by a signal, with a checkpoint to go on from."""
+
+    def __init__(self, summary: Summary) -> None:
+        super().__init__(f"{summary.run} stopped at step {summary.steps}")
+        self.summary = summary
+
+
+class Led(Protocol):
+    """Summary of a run, or of an evaluation."""
+
+    @property
+    def finished(self) -> bool:
+        """False where it was stopped, to be gone on with."""
+        ...
+
+
+class Leader(Protocol[LedT]):
+    """Controller of a run, or of an evaluation."""
+
+    def interrupt(self) -> None:
+        """End soon, so that it can be gone on with."""
+        ...
+
+    async def lead(self) -> LedT:
+        """Lead it from its start, or a resume, to its end."""
+        ...
+
+
+def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
+    """Start a run, or go on with one. Raises ConfigError, RunFailedError or RunInterruptedError."""
+
+    what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
+    with ExitStack() as views:
+        summary = lead(
+            config,
+            lambda opened: make_controller(opened, console, views),
+            what=what,
+            resume=resume,
+            console=console,
+        )
+    if not summary.finished:
+        raise RunInterruptedError(summary)
+    return summary
+
+
+def make_controller(opened: Opened, console: Console, views: ExitStack) -> Controller:
+    """Controller of a run, with a view that `views` closes."""
+    config = opened.config
+    if config.staleness.unbounded(config.schedule):
+        console.print(UNBOUNDED, soft_wrap=True, highlight=False)
+    view = make_view(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
+    views.callback(view.close)
+    return Controller(opened, view=view)
+
+
+def lead(
+    config: RunConfig,
+    make: Callable[[Opened], Leader[ResultT]],
+    *,
+    what: str,
+    resume: RunFolder | None,
+    console: Console,
+    begun: RunFolder | None = None,
+    trains: bool = True,
+) -> ResultT:
+    """Have what `make` makes led in a run folder on a cluster; the console is told `what` it is.
+
+    `begun` is a new run's folder that is locked already; without it one is made when all has its place. What does
+    not train reads no problems to train on. Raises ConfigError and RunFailedError.
+    """
+    disk = own_disk(resume.path if resume else config.runs, config.runs_local)
+    inputs = check(config, trains=trains)
+    if resume:
+        _take_up(resume, inputs, console, config=config, disk=disk)
+    with open_cluster(config.cluster.address):
+        # what cannot be placed leaves no run behind
+        placement = asyncio.run(place(config, resume=resume is not None))
+        run = resume or begun or new_run(config)
+        if run not in (resume, begun):
+            run.lock()
+        if run is not resume:
+            _settle_ledger(run, disk, console)
+        console.print(f"run {run.path}: {what}")
+        console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
+        opened = Opened(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
+        ending = _lead_logged(opened, make)
+        if ending.finished:
+            asyncio.run(clear(placement, run.shm(config.relay.shm)))
+    return ending
+
+
+def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, config: RunConfig, disk: Path | None) -> None:
+    """Own a run to go on with, and end what a killed controller left of it. Raises ConfigError."""
+    run.lock()
+    reaped = run.reap()
+    _settle_ledger(run, disk, console)
+    if run.has_ledger:
+        refuse_simulated(run)
+        refuse_other_rows(run, inputs.digests)
+        refuse_other_prompts(run, inputs, config)
+        tell_fallback(run, console)  # better refused now than when all parts are up
+    if reaped:
+        console.print(f"ended {reaped} processes that a killed run had left")
+
+
+def _settle_ledger(run: RunFolder, disk: Path | None, console: Console) -> None:
+    for line in settle(run, disk):
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def tell_fallback(run: RunFolder, console: Console) -> None:
+    """Say so if the newest checkpoint of a run to resume is gone, and which one is taken.
+
+    Raises `ConfigError` if that one cannot be, or if there is none any more.
+    """
+    found = find_checkpoint(run)
+    if found is not None and (newest := on_record(run)[0]) != found:
+        console.print(
+            f"{newest.path} is gone: the run goes back to step {found.step}, {found.path}",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def _lead_logged(opened: Opened, make: Callable[[Opened], Leader[ResultT]]) -> ResultT:
+    """Lead it, with a log in its folder; what ends it is one error for the user."""
+    run = opened.run
+    logging.raiseExceptions = False  # a full disk is told in one line, and not for each line of a log
+    logging.basicConfig(
+        filename=run.logs / CONTROLLER_LOG,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    try:
+        return asyncio.run(_lead(make(opened)))
+    except asyncio.CancelledError:
+        raise RunFailedError(f"{run.path} was stopped at once; go on with --resume") from None
+    except Exception as error:
+        bug, errors = bug_in(error), list(errors_in(error))
+        unwritten = next(filter(None, (_why_unwritten(one, run) for one in errors)), None)
+        if unwritten is not None:
+            log.critical("the run ends", exc_info=error)
+            raise RunFailedError(_needs(run, unwritten)) from None
+        told = next((one for one in errors if isinstance(one, (RunFailedError, ConfigError))), None)
+        if bug is None and told is not None:
+            raise told from None
+        log.critical("the run ends", exc_info=error)
+        raise RunFailedError(tell_unexpected(bug or errors[0], run.logs / CONTROLLER_LOG)) from None
+
+
+def _why_unwritten(error: BaseException, run: RunFolder) -> str | None:
+    """Reason why the run folder could not be written; None for another error."""
+    if isinstance(error, UnwritableError):
+        return str(error)
+    if isinstance(error, PermissionError) and error.filename and run.path in Path(error.filename).parents:
+        return str(error)
+    return unwritable(error)
+
+
+def _needs(run: RunFolder, reason: str) -> str:
+    """Line on a run folder that could not be written: why, and what it needs."""
+    free = shutil.disk_usage(run.path).free / 2**20
+    saved = [folder_bytes(folder) / 2**20 for folder in run.checkpoints.glob("*/")]
+    checkpoint = f"{max(saved):,.0f} MiB for each checkpoint" if saved else "room for checkpoints"
+    disk = run.live_ledger.parent.parent  # the folder on it is gone once all is in the run's
+    is_elsewhere = run.live_ledger != run.ledger
+    beside = f", {shutil.disk_usage(disk).free / 2**20:,.0f} MiB in {disk}" if is_elsewhere else ""
+    return (
+        f"{run.path}: cannot be written ({reason}); {free:,.0f} MiB are free there{beside}, and it needs"
+        f" {checkpoint} beside a ledger that grows; make room or make it writable, and go on with --resume"
+    )
+
+
+async def _lead(controller: Leader[ResultT]) -> ResultT:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    # the first request; a second one ends at once, but for SIGTERM, which the kernel may send twice for a launcher
+    asked: tuple[signal.Signals, float] | None = None
+
+    def stop(number: signal.Signals) -> None:
+        nonlocal asked
+        if asked is None:
+            asked = number, loop.time()
+            controller.interrupt()
+        elif number is signal.SIGINT and (asked[0] is number or loop.time() - asked[1] > SAME_S):
+            task.cancel()
+            end_at_once = partial(_end_at_once, psutil.Process().children(recursive=True))
+            for each in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(each)
+                signal.signal(each, end_at_once)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    return await controller.lead()
+
+
+def _end_at_once(family: Sequence[psutil.Process], number: int, frame: FrameType | None) -> None:
+    """Leave as a kill would, with all processes below this one; the record stands.
+
+    `family` are those of a moment before: some are below it no more once Ray has begun to end.
+    """
+    for process in {*family, *psutil.Process().children(recursive=True)}:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    os.write(sys.stderr.fileno(), (SHOW_CURSOR if sys.stderr.isatty() else b"") + ENDED_AT_ONCE)
+    os._exit(128 + number)

@@ -1,0 +1,52 @@
+"""Refusals of a resume whose problems are others than those of the run on record. Called by `launch`.
+
+The record names problems by their rows and by their ids, so each of these must be the same problem still.
+"""
+
+from laminar_py.config.loading import load_config
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.ledger.recovery import known_prompts, last_start
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.runtime.preflight.changed_prompts import is_same, tell_change
+from laminar_py.runtime.preflight.inputs import Inputs
+
+MOST = 1000  # prompts that are made again; another tokenizer or template shows in most, a task in its own
+
+
+def refuse_simulated(run: RunFolder) -> None:
+    """Refuse the record of a simulation, which has no weights to go on from. Raises `ConfigError`."""
+    started = last_start(run.live_ledger)
+    if started is not None and started.simulated:
+        raise ConfigError(
+            f"run={run.path}: was simulated, and nothing was trained in it; start a run of its config"
+        )
+
+
+def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
+    """Refuse rows that are others than those that a run's places and ids are of. Raises `ConfigError`.
+
+    Evaluation sets may come and go.
+    """
+    started = last_start(run.live_ledger)
+    known = started.data if started else {}
+    fields = [name for name in known | digests if name.startswith("data.train") or name in known.keys() & digests]
+    changed = next((name for name in fields if known and known.get(name) != digests.get(name)), None)
+    if changed is not None:
+        raise ConfigError(
+            f"{changed}: has other rows than when {run.path} began, whose record names problems by their rows;"
+            " bring these back, or start a new run"
+        )
+
+
+def refuse_other_prompts(run: RunFolder, inputs: Inputs, config: RunConfig) -> None:
+    """Refuse a tokenizer, a chat template or a task that makes other prompts of the same rows.
+
+    Prompts on record are made again, a sample of `MOST` that is spread over all. Raises `ConfigError`.
+    """
+    evaluated = {prompt.id: prompt for prompts in inputs.sets.values() for prompt in prompts}
+    for known in known_prompts(run.live_ledger, most=MOST):
+        now = inputs.stream.find(known.id) or evaluated.get(known.id)
+        if now is not None and not is_same(known, now):
+            change = tell_change(known, now, inputs.tokenizer, config, began=load_config(run.config, []))
+            raise ConfigError(f"{change} than when {run.path} began; bring that back, or start a new run")

@@ -1,0 +1,370 @@
+"""The learner's loop: batch, step, commit, publish, checkpoint; and its way back after a death.
+
+Owned by the controller. Invariant: a step and the consumption of its trajectories are one transaction of the
+ledger, and what lies after the last checkpoint can be undone (law 1).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+
+import msgspec
+
+from laminar_py.config.staleness import Schedule
+from laminar_py.control.book import Phase
+from laminar_py.control.consumption import StepBatch
+from laminar_py.control.refill import RefillWatch
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.steps import pack_step, step_events
+from laminar_py.learner.packing.balance import attention_share
+from laminar_py.learner.packing.packer import Packed
+from laminar_py.ledger.row_files import append_row, open_rows
+from laminar_py.observe.telemetry.stats import read_totals
+from laminar_py.records.events import RolledBack
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.metrics import StepRow
+from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
+from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.runtime.orchestrator.versions import Versions
+from laminar_py.runtime.workers.incarnation import Incarnation
+from laminar_py.runtime.workers.learner import LearnerLink
+from laminar_py.runtime.workers.payload import PayloadHosts
+from laminar_py.runtime.workers.specs import StepOutcome
+
+log = logging.getLogger(__name__)
+
+MAX_SKIPPED = 3  # steps in a row without an update, after which the run ends
+
+
+class BatchLostError(Exception):
+    """Tokens of a batch are gone; `lost` has what, by trajectory."""
+
+    def __init__(self, lost: Mapping[str, str]) -> None:
+        super().__init__(f"tokens of {len(lost)} trajectories of a batch are gone")
+        self.lost = lost
+
+
+class Trainer:
+    """The learner's loop; `step` and `version` are where it is."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        *,
+        scheduler: TrajectoryScheduler,
+        learner: LearnerLink,
+        payload: PayloadHosts,
+        evaluator: Evaluator,
+        versions: Versions,
+        show: Callable[[StepRow], None],
+    ) -> None:
+        self.step = 0
+        self.stop = asyncio.Event()
+        self.fault: str | None = None  # why the run ends before its time, if it fails
+        self._failed = asyncio.Event()
+        self._config, self._run = incarnation.config, incarnation.run
+        self._stream = incarnation.inputs.stream
+        self._ledger = incarnation.ledger
+        self._stats = incarnation.stats
+        self._supervisor = incarnation.supervisor
+        self._incarnation = incarnation.number
+        self._scheduler = scheduler
+        self._learner = learner
+        self._evaluator = evaluator
+        self._versions = versions
+        self._checkpoints = Checkpoints(
+            incarnation,
+            save=learner.save,
+            saved=learner.saved,
+            recorded=versions.on_record,
+            settled=scheduler.consumption.checkpointed,
+            archive=partial(payload.archive, scheduler=scheduler),
+        )
+        self._show = show
+        self._attention_share = 0.0
+        self._refill = RefillWatch(
+            max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=self.end
+        )
+        self._skipped = 0  # steps in a row without a finite gradient
+        self._saved_step = -1  # of the checkpoint that was begun last
+
+    @property
+    def version(self) -> int:
+        """The newest that the learner published, -1 before the first."""
+        return self._versions.newest
+
+    @property
+    def moment(self) -> Moment:
+        """Version, step and time of now."""
+        return Moment(self.version, self.step, self._stats.rl_s)
+
+    async def start(self) -> None:
+        """Bring the learner up from the last checkpoint, publish what it holds, have a checkpoint of it."""
+        while True:
+            try:
+                await self._start()
+            except PartDiedError as error:
+                await self._replace(await self._bury(error))
+            else:
+                self._evaluator.version_came(self.moment)
+                return
+
+    async def run(self) -> None:
+        """Train until all steps are done, time is up or `stop` is set; then checkpoint."""
+        while self.step < self._config.steps:
+            try:
+                batch = await self._next_batch()
+            except PartDiedError as error:
+                await self._go_back(error)
+                continue
+            if batch is None:
+                break
+            try:
+                outcome = await self._learn(batch)
+            except PartDiedError as error:
+                await self._scheduler.consumption.put_back(batch)
+                await self._go_back(error)
+                continue
+            except BatchLostError as error:
+                await self._scheduler.consumption.put_back(batch)
+                await self._scheduler.losses.of(error.lost)
+                continue
+            self._refill.see(batch, self._scheduler.consumption.refill_stopped(batch, self.step + 1))
+            if self.stop.is_set() or self.step + bool(batch.groups) == self._config.steps:
+                self._scheduler.pause()  # what began now would be interrupted
+            if not batch.groups:
+                continue  # others are generated
+            await self._commit(batch, outcome)
+            self._count_skipped(outcome)
+            if self.step % self._config.learner.checkpoint_every == 0 or self.step == self._config.steps:
+                await self._save_or_go_back()
+        await self._save_last()
+
+    def end(self, fault: str) -> None:
+        """Have the run fail with this after the step in hand; a checkpoint of it is written."""
+        self.fault = self.fault or fault
+        self.stop.set()
+        self._failed.set()
+
+    async def close(self) -> None:
+        """Give up a checkpoint that is still being written."""
+        await self._checkpoints.close()
+
+    # ---- one step
+
+    async def _next_batch(self) -> StepBatch | None:
+        """The next batch, or None when the run is to end.
+
+        Raises PartDiedError if the learner dies over the version that the batch may be waiting for, or over a
+        checkpoint; and whatever else a checkpoint fails with.
+        """
+        groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
+        take = asyncio.create_task(
+            self._scheduler.next_batch(groups=groups, version=self.version), name="next-batch"
+        )
+        stop = asyncio.create_task(self._asked_to_stop(), name="stop")
+        failures = [
+            asyncio.create_task(self._versions.any_lost(), name="version-lost"),
+            asyncio.create_task(self._checkpoints.any_failure(), name="checkpoint-failed"),
+        ]
+        left = None if limit is None else max(0.0, limit - self._stats.rl_s)
+        await asyncio.wait([take, stop, *failures], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        stopped, failure = stop.done(), self._versions.lost or self._checkpoints.failure
+        for task in (stop, *failures):
+            task.cancel()
+        if take.done() and failure is None and not stopped and left != 0.0:
+            return take.result()
+        take.cancel()
+        await asyncio.wait([take])
+        if not take.cancelled():
+            await self._scheduler.consumption.put_back(take.result())
+        if failure is not None and not stopped:
+            raise failure
+        return None
+
+    async def _asked_to_stop(self) -> None:
+        """Until the run is to stop here. Under `sync` a batch that has begun is trained first: nothing is cut.
+
+        Once the scheduler is paused no batch is completed any more, whatever is live, and perhaps none of a run
+        that fails, before it is asked to stop or after.
+        """
+        await self.stop.wait()
+        book = self._scheduler.book
+        if self._config.schedule is Schedule.SYNC and book.groups and book.phase is not Phase.PAUSED:
+            await self._failed.wait()
+        self._scheduler.pause()
+
+    async def _learn(self, batch: StepBatch) -> StepOutcome | None:
+        """Take an optimizer step; None if no group of the batch has signal.
+
+        Raises PartDiedError, or BatchLostError where tokens of it are gone, and nothing was learned.
+        """
+        if not batch.trajectories:
+            return None
+        packed = pack_step(
+            self._config,
+            batch,
+            stand_ins=batch.reweighted,
+            attention_share=self._attention_share,
+        )
+        self._stats.step_begins()
+        try:
+            return await self._learn_packed(packed)
+        finally:
+            self._stats.step_ends()
+
+    async def _learn_packed(self, packed: Packed[FinishedTrajectory]) -> StepOutcome:
+        lost = await self._learner.fetch(packed)
+        if lost:
+            raise BatchLostError(lost)
+        step = self.step + 1
+        unpublished = 1 + self._scheduler.book.ages.of(self.version)  # steps, with this one
+        publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
+        return await self._learner.step(packed.terms, version=self._versions.number() if publishes else None)
+
+    async def _commit(self, batch: StepBatch, outcome: StepOutcome | None) -> None:
+        self.step += 1
+        row = self._stats.row(
+            step=self.step,
+            version=batch.version,
+            batch=batch.trajectories,
+            staleness=batch.staleness,
+            metrics=outcome.metrics if outcome else None,
+            generated_tokens=self._scheduler.book.generated_tokens,
+            versions_alive=self._scheduler.book.versions_alive(),
+            stall_s=outcome.stall_s if outcome else 0.0,
+        )
+        row = msgspec.structs.replace(row, order=self._stream.figures)
+        await uncut(self._record(batch, row, outcome))
+        with open_rows(self._run.metrics) as file:
+            append_row(file, row)
+        self._show(row)
+        await self._evaluator.stepped(self.moment, last=self.step == self._config.steps)
+
+    async def _record(self, batch: StepBatch, row: StepRow, outcome: StepOutcome | None) -> None:
+        """Put a step on record, in one transaction; the next one need not wait for the disk."""
+        skipped = outcome.metrics.skipped if outcome else 0
+        with self._ledger.together():
+            await self._scheduler.consumption.commit(batch, self.step)
+            self._ledger.append_all(step_events(row, batch, incarnation=self._incarnation, skipped=skipped))
+            if outcome is not None and outcome.version is not None:
+                self._copied(outcome.version, parent=batch.version)
+
+    def _count_skipped(self, outcome: StepOutcome | None) -> None:
+        """Raises RunFailedError after too many steps in a row that taught nothing."""
+        if outcome is None:
+            return
+        metrics = outcome.metrics
+        self._skipped = self._skipped + 1 if metrics.skipped == metrics.updates else 0
+        if self._skipped:
+            log.warning("step %d: an update was skipped, its loss or gradient is not finite", self.step)
+        if self._skipped >= MAX_SKIPPED:
+            raise RunFailedError(
+                f"the loss or gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {self.step};"
+                " lower learner.lr or look at the rewards, and --resume"
+            )
+
+    def _copied(self, version: int, *, parent: int | None) -> None:
+        """The learner has copied its weights."""
+        self._scheduler.published(version)
+        self._versions.copied(version, step=self.step, parent=parent)
+
+    # ---- checkpoints
+
+    async def _save(self) -> None:
+        """Begin a checkpoint of this step. Raises PartDiedError."""
+        restarts = self._supervisor.total_restarts
+        name = checkpoint_name(self.step, incarnation=self._incarnation, restarts=restarts)
+        self._saved_step = self.step
+        await self._checkpoints.begin(name, step=self.step, version=self.version)
+
+    async def _save_or_go_back(self) -> None:
+        """The last one is waited for: what the run has learned is not done before it is on record."""
+        try:
+            await self._save()
+            if self.step == self._config.steps:
+                await self._checkpoints.finish()
+        except PartDiedError as error:
+            await self._go_back(error)
+
+    async def _save_last(self) -> None:
+        """The run ends here; if the learner dies over this checkpoint, the one before it stands."""
+        try:
+            if self._saved_step != self.step:
+                await self._save()
+            await self._checkpoints.finish()
+        except PartDiedError as error:
+            death = await self._bury(error)
+            standing = self._checkpoints.last
+            assert standing is not None, "a learner trains only once there is a checkpoint"
+            log.warning("the checkpoint of step %d is lost; %s stands", self.step, standing.path)
+            self._supervisor.died(death)
+
+    # ---- the learner's life
+
+    async def _start(self) -> None:
+        checkpoint = self._checkpoints.last
+        started = await self._learner.start(self._run.path / checkpoint.path if checkpoint else None)
+        # A step without signal counts, though the learner saw none.
+        self.step = self._saved_step = checkpoint.step if checkpoint else 0
+        log.info("learner: %d parameters, attention %s", started.num_parameters, started.attention)
+        self._attention_share = attention_share(
+            hidden_size=started.hidden_size,
+            num_layers=started.num_layers,
+            num_parameters=started.num_parameters,
+        )
+        await self._adopt()
+        version = self._versions.number()
+        await self._learner.publish(version)
+        self._copied(version, parent=checkpoint.version if checkpoint else None)
+        await self._versions.recorded()
+        if self._versions.lost is not None:
+            raise self._versions.lost
+        await self._ledger.commit()
+        if checkpoint is None:
+            await self._save()
+            await self._checkpoints.finish()
+
+    async def _adopt(self) -> None:
+        """Put on record what a dead learner published without a word."""
+        for version in await self._versions.adopt(step=self.step):
+            self._scheduler.book.ages.published(version)
+
+    async def _go_back(self, error: PartDiedError) -> None:
+        """The learner died: start it from the last checkpoint; what was consumed since is ready again."""
+        first = await self._bury(error)
+        checkpoint = self._checkpoints.last
+        assert checkpoint is not None, "a learner trains only once there is a checkpoint"
+        await self._versions.recorded()
+        await self._adopt()
+        self._ledger.append(RolledBack(checkpoint.step, "learner_died"))
+        undone = await self._scheduler.consumption.roll_back(checkpoint.step)
+        totals = read_totals(self._run.metrics, checkpoint.step)
+        self._stats.totals.trained_tokens = totals.trained_tokens
+        log.warning("back to step %d; %d trajectories are ready again", checkpoint.step, undone)
+        await self._replace(first)
+        await self.start()
+        self._scheduler.admit()
+
+    async def _bury(self, error: PartDiedError) -> PartDiedError:
+        """End what is left of the learner, settle its last checkpoint; what it died of."""
+        self._learner.kill()
+        return await self._checkpoints.settle() or error
+
+    async def _replace(self, death: PartDiedError) -> None:
+        """Count how the learner died, and let another one start over."""
+        self._versions.start_over()
+        self._checkpoints.start_over()
+        await self._learner.replace(death)
+
+
+async def uncut(work: Coroutine[object, object, None]) -> None:
+    """Do work of a moment to its end, also where the caller is cancelled meanwhile, which goes on after it."""
+    task = asyncio.create_task(work, name="uncut")
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -1,0 +1,229 @@
+"""Findings about this machine, and places for the parts of a config; what is missing comes with a remedy."""
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import psutil
+
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.runtime.cluster.placement import Needs, Node, Placement, Plan
+from laminar_py.runtime.cluster.ray_cluster import nodes, open_cluster
+from laminar_py.runtime.preflight import survey
+from laminar_py.runtime.preflight.inputs import check_engine
+from laminar_py.runtime.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
+from laminar_py.runtime.preflight.pretended import PretendedCluster, model_fault
+from laminar_py.sandbox.pool import REMEDY
+from laminar_py.sandbox.records import SandboxTier
+from laminar_py.sandbox.survey import available_tiers
+
+FILES_WANTED = 4096
+SHM_WANTED = 1 << 30
+
+Holders = Mapping[str, Collection[str]]
+"""Nodes on which each kind of GPU of a plan is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Row of `laminar doctor`."""
+
+    subject: str
+    state: str
+    good: bool
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a config fits a cluster."""
+
+    nodes: list[Node]  # as Ray sees them, or as they are pretended
+    memory: list[GpuMemory]  # of each kind of GPU
+    rows: list[tuple[str, str, str]]  # parts, address of their node, GPUs
+    warnings: list[str]  # it runs, though not as well as it could
+    faults: list[str]  # it does not run before these are mended
+    unplaced: ConfigError | None = None  # why its parts have no place
+
+
+def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
+    """Place a config's parts on the cluster that it names, and compute the memory of their GPUs.
+
+    `gpu_bytes` of a GPU are by default those of the smallest that its kind is placed on, or 80 GB where no node
+    tells.
+    """
+
+    def tell(held: Holders) -> dict[str, float]:
+        return {kind: gpu_bytes or told for kind, told in asyncio.run(survey.gpu_bytes(held)).items()}
+
+    def look(placement: Placement) -> list[str]:
+        return asyncio.run(survey.faults(config, placement))
+
+    with open_cluster(config.cluster.address):
+        return _fit(config, nodes, tell=tell, look=look)
+
+
+def fit_pretended(config: RunConfig, cluster: PretendedCluster, *, gpu_bytes: float | None = None) -> Fit:
+    """Place a config's parts on a cluster that is not there, as on one that is; no node of it is looked at.
+
+    `gpu_bytes` of a GPU are by default those of the catalog.
+    """
+
+    def tell(held: Holders) -> dict[str, float]:
+        return {kind: gpu_bytes or told for kind, told in cluster.gpu_bytes(held).items()}
+
+    def look(placement: Placement) -> list[str]:
+        return [fault] if (fault := model_fault(config)) is not None else []
+
+    found = _fit(cluster.joined(config), lambda: list(cluster.nodes), tell=tell, look=look)
+    return replace(found, warnings=cluster.warnings(config) + found.warnings)
+
+
+def _fit(
+    config: RunConfig,
+    see: Callable[[], list[Node]],
+    *,
+    tell: Callable[[Holders], dict[str, float]],
+    look: Callable[[Placement], list[str]],
+) -> Fit:
+    """Fit of the nodes that `see` sees, with the bytes of their smallest GPUs and what a look at them finds."""
+    needs, seen = Needs.of(config), see()
+    try:
+        placement, unplaced = Placement(needs, see), None
+        held = survey.gpu_nodes(placement.plan)
+    except ConfigError as error:
+        placement, unplaced = None, error
+        held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}
+    memory, found = [], []
+    for kind, told in tell(held).items():
+        size = told or GPU_BYTES
+        memory += gpu_memory(config, gpu_bytes=size, kinds=[kind])
+        found += memory_faults(config, gpu_bytes=size, kinds=[kind])
+    if placement is None:
+        return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=unplaced)
+    found += look(placement)
+    try:
+        if (config.model.path / "config.json").is_file():  # `data.prepare` may be about to make it
+            check_engine(config)
+    except ConfigError as error:
+        if not any(line.startswith(str(error)) for line in found):
+            found.append(str(error))
+    rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(needs, placement.plan)]
+    return Fit(nodes=seen, memory=memory, rows=rows, warnings=_warnings(needs, seen), faults=found)
+
+
+def _rows(needs: Needs, plan: Plan) -> list[tuple[str, str, str]]:
+    """(parts, node, GPUs) with neighbours of a kind on one node as one row."""
+    places = {
+        "learner": [(place.node, place.gpus) for place in plan.learner],
+        "reference": [(place.node, place.gpus) for place in (plan.reference,) if place is not None],
+        "replica": [(place.node, place.gpus) for place in plan.replicas if place is not None],
+        "relay": [(node, 0) for node in plan.relays],
+    }
+    for (pool, gpus), place in zip(needs.servers, plan.servers, strict=True):
+        assert place is not None, "a first plan has no gaps"
+        places.setdefault(f"server-{pool}", []).append((place.node, gpus))
+    rows = []
+    for kind, parts in places.items():
+        for (node, gpus), group in groupby(enumerate(parts), key=lambda part: part[1]):
+            indices = [index for index, _ in group]
+            names = f"{kind}-{indices[0]}" + (f" to {indices[-1]}" if len(indices) > 1 else "")
+            assert node is not None, "a first plan has no gaps"
+            rows.append((names, node, f"{gpus} each" if gpus and len(indices) > 1 else str(gpus or "-")))
+    return rows
+
+
+def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
+    learner, rollout = needs.ranks * needs.rank_gpus, needs.replicas * needs.replica_gpus
+    idle = (
+        sum(node.gpus for node in seen) - learner - rollout - needs.reference * needs.rank_gpus - needs.server_gpus
+    )
+    lines = []
+    if learner > rollout > 0:
+        lines.append(
+            f"the learner has {learner} GPUs and rollout {rollout}; generation is mostly what takes longer"
+        )
+    if needs.hosts and needs.rank_gpus:
+        lines.append(
+            f"Ray does not know which GPUs the servers in {needs.placed_by} hold; leave them out of `ray start"
+            " --num-gpus`, or the learner may be given one"
+        )
+    if needs.hosts and not needs.rank_gpus and idle > 0:
+        lines.append("the learner runs on CPUs; cluster.learner_device=cuda gives it GPUs")
+    elif learner + rollout and idle > 0:
+        lines.append(f"{idle} GPUs stay idle; raise rollout.replicas to use them")
+    return lines
+
+
+def examine() -> list[Finding]:
+    """Findings, the plain ones first."""
+    return [_machine(), _shared_memory(), _files(), _sandbox(), _torch(), _gpu(), *_optional()]
+
+
+def _machine() -> Finding:
+    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
+    good = cores >= 2 and memory >= 6 << 30
+    remedy = "" if good else "the quickstart wants two cores and 6 GiB"
+    return Finding("machine", f"{cores} cores, {memory / 2**30:.0f} GiB", good, remedy)
+
+
+def _shared_memory() -> Finding:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding("shared memory", "no /dev/shm", False, "mount a tmpfs and name it in relay.shm")
+    free = shutil.disk_usage(path).free
+    remedy = "" if free >= SHM_WANTED else "enlarge it (docker run --shm-size=8g), or name another in relay.shm"
+    return Finding("shared memory", f"{free / 2**30:.1f} GiB free in {path}", free >= SHM_WANTED, remedy)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "" if soft >= FILES_WANTED else f"ulimit -n {min(hard, 65536)}"
+    return Finding("open files", f"{soft} allowed", soft >= FILES_WANTED, remedy)
+
+
+def _torch() -> Finding:
+    import torch
+
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    return Finding("torch", f"{torch.__version__} (OMP_NUM_THREADS {threads}; parts compute on one thread)", True)
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("GPU", "none", True, "not needed for the quickstart; the embedded engine runs on CPU")
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Finding("GPU", f"{names}; CUDA {torch.version.cuda}", True)
+
+
+def _sandbox() -> Finding:
+    """The strongest fences for programs of a model, and why no stronger ones."""
+    offers = available_tiers()
+    best = next(offer for offer in offers if offer.offered)
+    missing = [f"{offer.tier.value}: {offer.reason}" for offer in offers[: offers.index(best)]]
+    weaker = "; ".join([best.reason] * bool(best.reason) + missing)
+    good = best.tier is not SandboxTier.NONE
+    return Finding("sandbox", f"{best.tier.value}{f' ({weaker})' if weaker else ''}", good, "" if good else REMEDY)
+
+
+def _optional() -> list[Finding]:
+    wanted = {
+        "flash_attn": "pip install --no-build-isolation laminar-py[flash-attn] (CUDA only)",
+        "sglang": "pip install laminar-py[sglang], or sglang in an environment of its own (rollout on GPUs)",
+    }
+    findings = []
+    for module, remedy in wanted.items():
+        present = importlib.util.find_spec(module) is not None
+        state = importlib.metadata.version(module.replace("_", "-")) if present else "not installed"
+        findings.append(Finding(module, state, present, "" if present else remedy))
+    return findings

@@ -1,0 +1,300 @@
+"""Everything that can be wrong is found before a process is started. Called by the command line.
+
+Raises ConfigError with one line that names field, value and remedy; returns what was read on the way.
+"""
+
+import importlib.util
+import logging
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar_py.config.cluster import Device
+from laminar_py.config.engine import BACKENDS
+from laminar_py.config.reward import RewardConfig
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.data.chat import PromptEncoder
+from laminar_py.data.prompts import check_disjoint, first_of_tasks
+from laminar_py.data.stream import PromptStream
+from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from laminar_py.data.unknown import UnknownWords, unknown_words
+from laminar_py.engines.model_sizes import read_sizes
+from laminar_py.engines.sglang.pools import check_pool
+from laminar_py.observe.telemetry.trackers import check_trackers
+from laminar_py.records.recordings import Recording
+from laminar_py.records.trajectory import Prompt
+from laminar_py.relay.planning.cost import versions_at_peak
+from laminar_py.runtime.preflight.problems import Problems, read_problems, read_warm_start, shown_prompt
+from laminar_py.runtime.preflight.rewards import check_rewards
+from laminar_py.runtime.preflight.room import room_fault, store_field
+
+PREPARE_S = 600
+MOST_LOOKED_AT = 10_000  # rows of a source, for unknown words: a second or two
+FRAME = re.compile(r'File "(.+)", line (\d+)')
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Inputs of a run: tokenizer, the stream of prompts, those of each set of `eval`, digests of their rows."""
+
+    tokenizer: Tokenizer
+    stream: PromptStream
+    sets: dict[str, list[Prompt]]
+    first_of_tasks: list[Prompt]  # of each: one to train on, or a held-out one where it is evaluated alone
+    digests: dict[str, str]  # by field of the config
+    messages: bool = False  # prompts are written by the chat template, some at least
+
+    @property
+    def example(self) -> str:
+        """Lines for the start of a run: a prompt as the model gets it."""
+        return shown_prompt(self.first_of_tasks[0], self.tokenizer)
+
+
+def check(config: RunConfig, *, trains: bool = True) -> Inputs:
+    """Prepare the run's files if it has a script for that, then check files, reward, ports and memory.
+
+    Without training its problems are not read.
+    """
+    check_trackers(config.tracking.kinds)
+    prepare(config)
+    _check_model(config)
+    tokenizer = load_tokenizer(config.model.path)
+    _check_vocabulary(config, tokenizer)
+    encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment)
+    problems = read_problems(config, encoder, limited=True, trains=trains)
+    for heldout in problems.sets.values():
+        check_disjoint(heldout, problems.train)
+    demonstrations = read_warm_start(config, encoder, limited=True)
+    unknown = unknown_words(problems.all, demonstrations, encoder=encoder, most=MOST_LOOKED_AT)
+    _tell_unknown(unknown, config.model.path)
+    check_adapters(config)
+    _check_learner(config)
+    reward = config.reward if trains else _of_sets(config.reward, problems)
+    check_rewards(reward, problems.all, sandbox=config.sandbox if config.cluster.address is None else None)
+    check_engine(config)
+    if config.cluster.address is None:  # else `preflight.survey` looks at the nodes themselves
+        for pool in config.reward.servers:
+            check_pool(config.reward, pool)
+        check_shared_memory(config)
+        _check_room(config)
+        _check_ports(config)
+    return Inputs(
+        tokenizer=encoder.tokenizer,  # where there were messages the end of a turn ends a response too
+        stream=PromptStream(problems.train, config.data, seed=config.seed),
+        sets={name: list(of) for name, of in problems.sets.items()},
+        first_of_tasks=first_of_tasks(problems.all),
+        messages=encoder.uses_template,
+        digests=problems.digests,
+    )
+
+
+def _tell_unknown(found: dict[str, UnknownWords], model: Path) -> None:
+    """Say in a line which words the tokenizer does not have: a task for which that is well is a task too."""
+    if found:
+        first = next(iter(found.values()))
+        seen = ", ".join(f"{words.number:,} in {field} ({words.rows} looked at)" for field, words in found.items())
+        log.warning(
+            "model.path=%s: its tokenizer lacks some words, and reads each as its unknown token: %s; the first is"
+            " %r in %s; add them to the tokenizer (`laminar data` counts those of all rows)",
+            *(model, seen, first.first, first.place),
+        )
+
+
+def _of_sets(reward: RewardConfig, problems: Problems) -> RewardConfig:
+    """Rewards of the tasks that evaluation sets have."""
+    tasks = {task for of in problems.all for task in of.tasks}
+    return reward.model_copy(update={"by_task": {t: terms for t, terms in reward.by_task.items() if t in tasks}})
+
+
+def stop_ids(config: RunConfig) -> tuple[int, ...]:
+    """Ids that may end a response of a run: those of its model, first what ends a turn by its chat template."""
+    tokenizer = load_tokenizer(config.model.path)
+    encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment)
+    return tokenizer.ending(encoder.template_ends()).eos_ids
+
+
+def prepare(config: RunConfig) -> None:
+    """Make the files of a run that are missing, if it has a script for that. Raises `ConfigError`."""
+    script = config.data.prepare
+    if script is None:
+        return
+    if not script.is_file():
+        raise ConfigError(f"data.prepare={script}: no such file; name a Python script or leave the field out")
+    try:
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=PREPARE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"data.prepare={script}: not done after {PREPARE_S} s; run it by hand, and leave the field out"
+        ) from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1] + _line_of(script, done.stderr)
+        raise ConfigError(f"data.prepare={script}: exit code {done.returncode} ({last}); mend the script")
+    if not (config.model.path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={config.model.path}: no config.json in it, and data.prepare={script} ran and did not make"
+            " it; name the folder that the script makes, or one that is there"
+        )
+
+
+def _line_of(script: Path, traceback: str) -> str:
+    """The last line of a script in a traceback, e.g. " (at make.py:7)"; "" without one."""
+    frames = [(Path(file), line) for file, line in FRAME.findall(traceback)]
+    line = next((line for file, line in reversed(frames) if file.name == script.name), None)
+    return "" if line is None else f" at {script}:{line}"
+
+
+def _check_model(config: RunConfig) -> None:
+    reference = config.algorithm.reference if config.algorithm.refers else None
+    if reference is not None and not list(reference.glob("*.safetensors")):
+        raise ConfigError(f"algorithm.reference={reference}: no *.safetensors in it; name a folder with a model")
+    path = config.model.path
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path={path}: no config.json in it; name a Hugging Face model folder")
+    if not config.model.from_scratch and not list(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path={path}: no *.safetensors in it; name a folder with weights or set model.from_scratch=true"
+        )
+
+
+def _check_learner(config: RunConfig) -> None:
+    """Refuse settings that the learner's devices or layers cannot have."""
+    learner, device = config.learner, config.learner_device
+    if learner.offload and device is not Device.CUDA:
+        raise ConfigError(
+            f"learner.offload=true: the learner is on {device}, whose memory is the host's; set it to false"
+        )
+    if learner.compile and read_sizes(config.model.path).num_experts_per_tok is not None:
+        raise ConfigError(
+            "learner.compile=true: layers with experts are not compiled, since each step has other shapes and may"
+            " force other experts; set it to false"
+        )
+
+
+def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Every id that the tokenizer makes has a row in the embeddings, which are often padded to more."""
+    path = config.model.path
+    rows = read_sizes(path).vocab_size
+    if tokenizer.num_ids > rows:
+        raise ConfigError(
+            f"model.path={path}: its tokenizer has {tokenizer.num_ids} ids and its model a vocab_size of {rows};"
+            " name a folder whose tokenizer.json belongs to its config.json"
+        )
+
+
+def check_engine(config: RunConfig) -> None:
+    """Look for what engines record, and what their backend needs here. Raises ConfigError."""
+    experts = read_sizes(config.model.path).num_experts_per_tok
+    if Recording.ROUTED_EXPERTS in config.rollout.record and experts is None:
+        raise ConfigError("rollout.record=routed_experts: the model in model.path has no experts; leave it out")
+    kind = config.rollout.engine.kind
+    with BACKENDS.blaming(kind):
+        BACKENDS.get(kind).check_start(config)
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Refuse adapters that the model cannot have, if they are asked for. Raises ConfigError."""
+    if config.learner.lora is None:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("learner.lora: needs peft; install laminar-py[lora], or leave learner.lora out")
+    if read_sizes(config.model.path).num_experts_per_tok is not None:
+        raise ConfigError(
+            f"learner.lora: the model in model.path={config.model.path} has experts, which are not adapted; leave"
+            " learner.lora out"
+        )
+
+
+def weights_bytes(model: Path) -> int:
+    """Size of all weights: that of the safetensors, or an estimate from config.json without them."""
+    files = list(model.glob("*.safetensors"))
+    if files:
+        return sum(file.stat().st_size for file in files)
+    sizes = read_sizes(model)
+    hidden, layers = sizes.hidden_size or 0, sizes.num_hidden_layers or 0
+    per_layer = 4 * hidden * hidden + 3 * hidden * (sizes.intermediate_size or 0)
+    return 4 * (layers * per_layer + 2 * sizes.vocab_size * hidden)
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Size of a published version: of all weights, or of adapters, which is at most this."""
+    lora = config.learner.lora
+    if lora is None:
+        return weights_bytes(config.model.path)
+    sizes = read_sizes(config.model.path)
+    hidden, layers, inner = sizes.hidden_size or 0, sizes.num_hidden_layers or 0, sizes.intermediate_size or 0
+    return 4 * lora.rank * layers * len(lora.targets) * (hidden + max(hidden, inner))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """Parts of a run that keep versions on one host, e.g. a laptop's `MemoryShare(3, 2, has_root=True)`."""
+
+    num_relays: int
+    num_replicas: int
+    has_root: bool
+
+
+def check_shared_memory(config: RunConfig, *, runs: int = 1) -> None:
+    """Raise `ConfigError` where this host has no room for the weight versions of so many runs side by side."""
+    relay = config.relay
+    if not relay.shm.is_dir():
+        raise ConfigError(f"relay.shm={relay.shm}: no such folder; name one in shared memory, e.g. /dev/shm")
+    free = shutil.disk_usage(relay.shm).free
+    share = MemoryShare(relay.nodes, config.rollout.replicas, has_root=True)
+    fault = memory_fault(config, share, free=free // runs)
+    if fault is not None:
+        beside = f"; {runs} runs share it, so set parallel lower" if runs > 1 else ""
+        raise ConfigError(f"{fault}{beside}; `laminar clean` lists what stopped runs keep there")
+
+
+def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str = "") -> str | None:
+    """Complaint, in one line, about a host whose `free` bytes have no room for the versions of its relays.
+
+    `where` names it, e.g. " on node 10.0.0.4". This machine must see the model.
+    """
+    relay = config.relay
+    held = config.num_evaluations if config.eval.deferred and share.has_root else 0
+    versions = versions_at_peak(
+        keep_versions=relay.keep_versions, num_replicas=share.num_replicas + held, num_nodes=share.num_relays
+    )
+    needed = versions * version_bytes(config)
+    if needed <= free:
+        return None
+    holders = f"{share.num_replicas} held by replicas" + (f", {held} by deferred evaluations" if held else "")
+    return (
+        f"relay.shm={relay.shm}: {free / 2**30:.2f} GiB free{where}, {needed / 2**30:.2f} needed for {versions}"
+        f" versions (at each of {share.num_relays} relays relay.keep_versions={relay.keep_versions}, 1 arriving"
+        f" and 1 that deltas build on or a slow child fetches; {holders}); enlarge it, or lower one of these"
+    )
+
+
+def _check_room(config: RunConfig) -> None:
+    """Raise `ConfigError` where this host has no room for responses."""
+    field = store_field(config)
+    folder = config.runs if field == "runs" else config.runs_local
+    if (fault := room_fault(field, folder)) is not None:
+        raise ConfigError(fault)
+
+
+def _check_ports(config: RunConfig) -> None:
+    relay = config.relay
+    if relay.base_port is None:
+        return
+    for port in range(relay.base_port, relay.base_port + relay.nodes):
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind((relay.host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"relay.base_port={relay.base_port}: cannot listen on {relay.host}:{port}"
+                    f" ({error.strerror}); choose another port or leave the field out"
+                ) from None

@@ -1,0 +1,288 @@
+"""Memory of each kind of GPU of a run, by what takes it: a formula over a config and a model's shape.
+
+Called by `laminar doctor`, and before a run. The learner's parts are those at its peak, the largest of three
+moments of a step: the output embedding's backward pass, that of a layer, and the reduction of the embeddings'
+gradients at the end. Sizes of activations follow transformers' layers: bf16, with norms in fp32; a norm that
+`learner.norms` has fused takes less.
+Invariant: states of the learner and weights and KV cache of an engine are exact; activations and what CUDA and its
+allocator keep are estimates.
+"""
+
+import subprocess
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from laminar_py.config.cluster import Device
+from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
+from laminar_py.config.run import RunConfig
+from laminar_py.engines.model_sizes import served_dtype
+from laminar_py.records.codec import encode
+from laminar_py.runtime.preflight.model_shape import ModelShape, kv_token_bytes, read_shape
+
+GPU_BYTES = 80e9  # of a GPU of which nobody has told more
+HEAD_TOKENS = 2048  # whose logits exist at a time: `learner.losses.logprob.FUSED_CHUNK`
+SPARE_SHARE = 0.05  # of a GPU, for CUDA, NCCL and what the allocator cannot use
+MOST_RANKS = 1024
+KINDS = ("learner", "engine")  # of GPUs
+TELL_S = 10.0
+
+Parts = dict[str, float]
+"""Bytes by what takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of one kind of GPU, e.g. `GpuMemory("learner", {"masters": 15.2e9, "moments": 30.5e9})`."""
+
+    kind: str  # of `KINDS`; the column's title
+    parts: Parts
+
+    @property
+    def total(self) -> float:
+        """Bytes at the peak."""
+        return sum(self.parts.values())
+
+
+def gpu_memory(
+    config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS
+) -> list[GpuMemory]:
+    """A column for each kind of GPU that the run computes on; none where no formula knows the model's shape."""
+    shape = read_shape(config.model.path)
+    if shape is None or config.emulation is not None:
+        return []
+    columns, engine = [], config.rollout.engine
+    if config.learner_device is Device.CUDA:
+        parts = learner_parts(shape, config, reference=_reference_shape(config, shape))
+        columns.append(GpuMemory("learner", parts | {"CUDA, NCCL, fragmentation": SPARE_SHARE * gpu_bytes}))
+    if engine.gpus and not engine.hosts:
+        columns.append(GpuMemory("engine", engine_parts(shape, config, gpu_bytes=gpu_bytes)))
+    return [column for column in columns if column.kind in kinds]
+
+
+def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS) -> list[str]:
+    """Complaint, in a line, about each kind of GPU that the run does not fit, with a setting that it fits with."""
+    faults = {"learner": _learner_fault, "engine": _engine_fault}
+    columns = gpu_memory(config, gpu_bytes=gpu_bytes, kinds=kinds)
+    return list(filter(None, (faults[column.kind](config, column, gpu_bytes) for column in columns)))
+
+
+def smallest_gpu() -> bytes:
+    """Bytes of the smallest GPU of this host, by nvidia-smi; 0 where it has none or does not tell."""
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=TELL_S, check=True).stdout
+        return encode(min(int(line) for line in told.split()) * 2**20)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return encode(0)
+
+
+# ---- the learner
+
+
+def learner_parts(shape: ModelShape, config: RunConfig, *, reference: ModelShape | None = None) -> Parts:
+    """Bytes of a learner's GPU at its peak, without what CUDA takes; `reference` is a model beside the policy."""
+    learner = config.learner
+    beside: Parts = {}
+    if reference is not None:  # its embeddings stay gathered after its pass
+        held = 0.0 if learner.offload else 4.0 * reference.total / learner.world_size
+        beside = {"reference model": held + 2.0 * reference.root}
+    return learner_memory(shape, learner, tokens=config.packer.max_tokens) | beside
+
+
+def learner_memory(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Parts:
+    """Bytes of a learner's GPU at its peak, with microbatches of so many tokens and no model beside the policy."""
+    peaks = _peaks(shape, learner, tokens=tokens)
+    return state_parts(shape, learner) | max(peaks, key=lambda parts: sum(parts.values()))
+
+
+def state_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
+    """Bytes of fp32 masters, gradients and AdamW's moments on a rank's GPU."""
+    trained = shape.total if learner.lora is None else shape.adapters(learner.lora)
+    weights = shape.total + (0 if learner.lora is None else trained)
+    ranks, host = learner.world_size, learner.offload
+    gradients = 0.0 if host else 4.0 * trained / ranks
+    if learner.accumulate is Accumulate.WHOLE and (ranks > 1 or host):
+        gradients = 4.0 * trained
+    return {
+        "masters (fp32)": 0.0 if host else 4.0 * weights / ranks,
+        "gradients (fp32)": gradients,
+        "moments (fp32)": 0.0 if host else 8.0 * trained / ranks,
+    }
+
+
+def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterator[Parts]:
+    """Bytes on top of the states at each of the moments of a step that may be its peak."""
+    root, layer = 2.0 * shape.root, 2.0 * shape.layer  # in bf16, gathered
+    head = 2.0 * shape.embedding
+    trains = learner.lora is None
+    kept = activations(shape, learner.recompute, tokens=tokens)
+    logits = 4.0 * HEAD_TOKENS * shape.vocab_size  # with their gradient, bf16
+    yield {
+        "embedding and head (bf16)": root,
+        "layers (bf16)": 0.0,
+        "activations": kept + 6.0 * tokens * shape.hidden_size,
+        "head: logits and gradient": logits + 3 * head,  # summed up in fp32, and once in bf16
+    }
+    again = 0.0 if learner.recompute is Recompute.NONE else _of_layer(shape)
+    reduced = 2 * layer + 2 * layer / learner.world_size if trains else 0.0
+    yield {
+        "embedding and head (bf16)": root,
+        "layers (bf16)": 2 * layer + (layer + reduced if trains else 0.0),  # the next one, gradient, reduction
+        "activations": kept + tokens * (again + _of_layer(shape) / 2),  # half: gradients of what it computed
+        "head: logits and gradient": head if trains else 0.0,
+    }
+    yield {
+        "embedding and head (bf16)": root + (2 * root + 2 * root / learner.world_size if trains else 0.0),
+        "layers (bf16)": 0.0,
+        "activations": 0.0,
+        "head: logits and gradient": 0.0,
+    }
+
+
+def activations(shape: ModelShape, recompute: Recompute, *, tokens: int) -> float:
+    """Bytes that the layers keep of a microbatch for its backward pass."""
+    entry = 2.0 * shape.hidden_size
+    if recompute is Recompute.NONE:
+        each = _of_layer(shape)
+    elif recompute is Recompute.ALL:
+        each = entry
+    else:  # attention's result, and every second of the seven products
+        products = shape.key_width + shape.hidden_size + shape.used_width
+        each = entry + 2.0 * (shape.query_width + products)
+    return tokens * shape.num_hidden_layers * each
+
+
+def _of_layer(shape: ModelShape) -> float:
+    """Bytes a token that a layer computes and its backward pass needs."""
+    norms = 16.0 * shape.hidden_size  # two, each its input in fp32, the same normalised, and its result
+    queries, keys = shape.query_width, shape.key_width
+    attention = 4.0 * queries + 4.0 * keys  # queries, keys, values, result
+    if shape.normalises_heads:
+        attention += 6.0 * (queries + keys)
+    routed = 4.0 * shape.hidden_size * (shape.num_experts_per_tok or 0)  # sorted by expert, and back
+    return norms + attention + routed + 8.0 * shape.used_width  # gate, its activation, up, their product
+
+
+def _reference_shape(config: RunConfig, shape: ModelShape) -> ModelShape | None:
+    """Shape of a reference model of its own inside the learner, if there is one."""
+    algorithm = config.algorithm
+    if not algorithm.refers or algorithm.refers_in_stage:
+        return None
+    if algorithm.reference is not None:
+        return read_shape(algorithm.reference) or shape
+    return None if config.learner.lora is not None else shape
+
+
+def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str | None:
+    if column.total <= gpu_bytes:
+        return None
+    learner, needs = config.learner, _needs(column, gpu_bytes)
+    for change in _changes(learner):
+        changed = config.model_copy(update={"learner": learner.model_copy(update=dict(change))})
+        if gpu_memory(changed, gpu_bytes=gpu_bytes)[0].total <= gpu_bytes:
+            (first, value), *others = change.items()
+            further = "".join(f" and learner.{name} to {value}" for name, value in others)
+            return f"learner.{first}={getattr(learner, first)}: {needs}; set it to {value}{further}"
+    return (
+        f"packer.max_tokens={config.packer.max_tokens}: {needs} on any number of ranks; lower it, with"
+        " rollout.max_len, or train a smaller model"
+    )
+
+
+def _changes(learner: LearnerConfig) -> Iterator[Mapping[str, object]]:
+    """Settings that need less memory, the cheapest first."""
+    sharded = {"accumulate": Accumulate.SHARDED} if learner.accumulate is Accumulate.WHOLE else {}
+    again = sharded | ({"recompute": Recompute.ALL} if learner.recompute is not Recompute.ALL else {})
+    yield from (change for change in (sharded, again) if change)
+    for change in (sharded, again):
+        for ranks in range(learner.world_size + 1, MOST_RANKS + 1):
+            yield change | {"world_size": ranks}
+
+
+def _needs(column: GpuMemory, gpu_bytes: float) -> str:
+    return f"a GPU of the {column.kind} needs {column.total / 1e9:.1f} GB and has {gpu_bytes / 1e9:.1f}"
+
+
+# ---- engines
+
+
+def engine_parts(shape: ModelShape, config: RunConfig, *, gpu_bytes: float) -> Parts:
+    """Bytes of an engine's GPU. Without `rollout.kv_capacity` the cache fills what the weights leave."""
+    engine, rollout, width = config.rollout.engine, config.rollout, _width(config)
+    fills = rollout.kv_capacity is None
+    return engine_memory(
+        shape,
+        gpus=engine.gpus,
+        kv_tokens=None if fills else rollout.kv_tokens,
+        static_bytes=engine.static_share * gpu_bytes,
+        gpu_bytes=gpu_bytes,
+        width=width,
+    )
+
+
+def engine_memory(
+    shape: ModelShape,
+    *,
+    gpus: int,
+    kv_tokens: int | None,
+    static_bytes: float,
+    gpu_bytes: float,
+    width: float = 2.0,
+) -> Parts:
+    """Bytes of each of an engine's GPUs; a cache of None fills what the weights leave of `static_bytes`."""
+    weights = width * shape.total / gpus
+    cache = max(0.0, static_bytes - weights)
+    if kv_tokens is not None:
+        cache = kv_token_bytes(shape, gpus, width=width) * kv_tokens
+    rest = gpu_bytes - static_bytes
+    return {"engine's weights": weights, "KV cache": cache, "engine's activations, CUDA graphs": rest}
+
+
+def _width(config: RunConfig) -> float:
+    """Bytes of a number in the dtype that engines serve."""
+    return 4.0 if served_dtype(config.model.path) == "float32" else 2.0
+
+
+def _engine_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str | None:
+    """Complaint about weights and cache that do not fit, or about a cache that has no room for one trajectory."""
+    engine, rollout, width = config.rollout.engine, config.rollout, _width(config)
+    shape = read_shape(config.model.path)
+    assert shape is not None, "a column has a shape"
+    static = engine.static_share * gpu_bytes
+
+    def room(gpus: int) -> int:
+        """Tokens of KV cache beside the weights."""
+        left = static - width * shape.total / gpus
+        return max(0, int(left / kv_token_bytes(shape, gpus, width=width)))
+
+    here, too_large = room(engine.gpus), column.total > gpu_bytes
+    if here >= rollout.max_len:
+        return _cache_fault(config, column, gpu_bytes, room=here) if too_large else None
+    why = (
+        f"a GPU of the engine has room for {here} tokens of KV cache, less than rollout.max_len={rollout.max_len}"
+    )
+    if too_large:
+        why = _needs(column, gpu_bytes)
+    enough = next((gpus for gpus in shape.divisions if gpus > engine.gpus and room(gpus) >= rollout.max_len), None)
+    if enough is None:
+        return (
+            f"rollout.max_len={rollout.max_len}: {why}, on any number of GPUs that the model's heads divide over;"
+            " lower it, or serve a smaller model"
+        )
+    further = ""
+    if rollout.kv_capacity is not None and room(enough) < rollout.kv_capacity:
+        further = f" and rollout.kv_capacity to {_rounded(room(enough), rollout.max_len)}"
+    return f"{engine.placed_by}={engine.gpus}: {why}; set it to {enough}{further}"
+
+
+def _cache_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float, *, room: int) -> str:
+    rollout, static = config.rollout, config.rollout.engine.static_share * gpu_bytes
+    return (
+        f"rollout.kv_capacity={rollout.kv_capacity}: {_needs(column, gpu_bytes)}, of which weights and cache may"
+        f" take {static / 1e9:.1f}; set it to {_rounded(room, rollout.max_len)}"
+    )
+
+
+def _rounded(room: int, least: int) -> int:
+    """Tokens of a cache, in thousands, that fit in a room for `least` or more."""
+    return max(room // 1000 * 1000, least)

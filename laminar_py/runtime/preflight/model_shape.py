@@ -1,0 +1,184 @@
+"""Parameters of a decoder by part, from its `config.json`, without torch.
+
+Called by the formulas of memory and of times.
+
+Invariant: for the Llama, Qwen2, Qwen3, Mixtral and GLM-4.5 families, mixtures among them, the counts are those of
+the model that transformers builds; for others they are near it where they have the same projections.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.config.lora import LoraConfig, LoraTarget
+
+BF16_BYTES = 2
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes that decide how much memory a model takes, under the names of `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int = 0
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    model_type: str = ""
+    tie_word_embeddings: bool = False
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    n_routed_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    n_shared_experts: int | None = None
+    first_k_dense_replace: int = 0  # layers of a mixture that are dense, the first of them
+    kv_lora_rank: int | None = None  # of latent attention
+    use_qk_norm: bool = False
+    attention_bias: bool = False
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of a token's queries, all heads."""
+        return self.num_attention_heads * self._head
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of a token's keys, or values, all heads."""
+        return self.num_key_heads * self._head
+
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def divisions(self) -> list[int]:
+        """Numbers of GPUs that share each layer: queries divide over them, and keys do, or are copied evenly."""
+        keys = self.num_key_heads
+        return [
+            gpus
+            for gpus in range(1, self.num_attention_heads + 1)
+            if not self.num_attention_heads % gpus and (not keys % gpus or not gpus % keys)
+        ]
+
+    @property
+    def _head(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer; 0 for a dense model."""
+        return self.num_experts or self.num_local_experts or self.n_routed_experts or 0
+
+    @property
+    def normalises_heads(self) -> bool:
+        """True where queries and keys go through a norm of their own."""
+        return self.use_qk_norm or self.model_type.startswith("qwen3")
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the input embedding, and of the output embedding where it is another."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def root(self) -> int:
+        """Parameters outside the layers: embeddings and the last norm."""
+        return self.embedding * (1 if self.tie_word_embeddings else 2) + self.hidden_size
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer, of a mixture one with experts."""
+        return self._attention + self._mlp + 2 * self.hidden_size
+
+    @property
+    def _attention(self) -> int:
+        hidden, queries, keys = self.hidden_size, self.query_width, self.key_width
+        attention = 2 * hidden * (queries + keys)
+        if self.attention_bias or self.model_type in ("qwen2", "qwen2_moe"):
+            attention += queries + 2 * keys  # biases
+        if self.attention_bias and not self.model_type.startswith("glm4"):
+            attention += hidden  # and of the result
+        if self.normalises_heads:
+            attention += 2 * self._head
+        return attention
+
+    @property
+    def _mlp(self) -> int:
+        hidden, experts, gated = self.hidden_size, self.experts, self.shared_expert_intermediate_size
+        if not experts:
+            return self._dense_mlp
+        gates = hidden * experts + (hidden if gated else 0)
+        return gates + 3 * hidden * (experts * self._expert_width + self._shared_width)
+
+    @property
+    def _dense_mlp(self) -> int:
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def _num_dense(self) -> int:
+        return min(self.first_k_dense_replace, self.num_hidden_layers) if self.experts else 0
+
+    @property
+    def _shared_width(self) -> int:
+        """Width of the experts that every token goes through."""
+        return (self.shared_expert_intermediate_size or 0) + (self.n_shared_experts or 0) * self._expert_width
+
+    @property
+    def _expert_width(self) -> int:
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def used_width(self) -> int:
+        """Numbers inside the feed-forward part of a layer that a token goes through."""
+        if not self.experts:
+            return self.intermediate_size
+        chosen = (self.num_experts_per_tok or 1) * self._expert_width
+        return chosen + self._shared_width
+
+    @property
+    def total(self) -> int:
+        """Parameters."""
+        return self.root + self.num_hidden_layers * self.layer - self._num_dense * (self._mlp - self._dense_mlp)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with: of a mixture the chosen experts, and no input embedding."""
+        width = self.experts * self._expert_width + self._shared_width
+        idle = 3 * self.hidden_size * (width - self.used_width) if self.experts else 0
+        return self.embedding + self.total - self.root - (self.num_hidden_layers - self._num_dense) * idle
+
+    def adapters(self, lora: LoraConfig) -> int:
+        """Parameters of low-rank adapters on this model."""
+        hidden, queries, keys, inner = self.hidden_size, self.query_width, self.key_width, self.intermediate_size
+        ends = {
+            LoraTarget.Q_PROJ: hidden + queries,
+            LoraTarget.K_PROJ: hidden + keys,
+            LoraTarget.V_PROJ: hidden + keys,
+            LoraTarget.O_PROJ: queries + hidden,
+            LoraTarget.GATE_PROJ: hidden + inner,
+            LoraTarget.UP_PROJ: hidden + inner,
+            LoraTarget.DOWN_PROJ: inner + hidden,
+        }
+        return lora.rank * self.num_hidden_layers * sum(ends[target] for target in lora.targets)
+
+
+def read_shape(model: Path) -> ModelShape | None:
+    """Shape of the model in a folder; None where no formula is known.
+
+    That is where there is no `config.json`, where it lacks a size, and where attention is latent, whose cache and
+    projections are others.
+    """
+    try:
+        shape = msgspec.json.decode((model / "config.json").read_bytes(), type=ModelShape)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return None if shape.kv_lora_rank else shape
+
+
+def kv_token_bytes(shape: ModelShape, tensor_parallel: int, *, width: float = BF16_BYTES) -> float:
+    """Bytes of a token's keys and values, `width` a number, on a GPU of a replica, which has a head at least."""
+    heads = max(1.0, shape.num_key_heads / tensor_parallel)
+    return 2.0 * width * shape.num_hidden_layers * heads * shape.key_width / shape.num_key_heads

@@ -1,0 +1,68 @@
+"""The process of a relay node."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.codec import decode, encode
+from laminar_py.relay.wire.messages import RelayEvent
+from laminar_py.runtime.workers.processes.setup import PartActor, open_part
+from laminar_py.runtime.workers.specs import RelaySpec
+
+log = logging.getLogger(__name__)
+
+
+class RelayActor(PartActor):
+    """Shell of a relay node."""
+
+    async def start(self, data: bytes) -> str:
+        """Bind and run; the node's endpoint."""
+        from laminar_py.relay.node.relay_node import RelayNode
+        from laminar_py.relay.store.pages import allow_many_files
+        from laminar_py.relay.wire.transport import PortInUseError, RelayKeys
+
+        allow_many_files()
+        spec = decode(RelaySpec, data)
+        relay = open_part(spec, f"relay-{spec.node}").relay
+        self._news: list[RelayEvent] = []
+
+        def make_node(port: int) -> RelayNode:
+            return RelayNode(
+                f"relay-{spec.node}",
+                store=Path(spec.store),
+                keys=RelayKeys(spec.public_key, spec.secret_key),
+                host=relay.host,
+                port=port,
+                parents=list(spec.parents),
+                chunk_bytes=spec.chunk_bytes,
+                keep_versions=relay.keep_versions,
+                max_bytes_per_s=relay.max_bytes_per_s,
+                emit=self._news.append,
+            )
+
+        self._node = make_node(spec.port)
+        try:
+            await self._node.start(patience_s=spec.patience_s)
+        except PortInUseError as error:
+            if not spec.or_any_port:
+                raise
+            log.warning("%s; another port is taken", error)
+            await self._node.close()
+            self._node = make_node(0)
+            await self._node.start()
+        RunFolder(Path(spec.run_dir)).note_shm(Path(spec.store).parent)
+        self._task = asyncio.create_task(self._node.run(), name="relay")
+        return self._node.endpoint
+
+    async def ping(self, data: bytes) -> bytes:
+        """List of `RelayEvent` since the last one; raises what ended the node, if anything did.
+
+        `data` has the endpoints of the node's parents, which may have moved.
+        """
+        self._node.follow(decode(tuple[str, ...], data))
+        if self._task.done():
+            self._task.result()
+        news = encode(self._news)
+        self._news.clear()
+        return news

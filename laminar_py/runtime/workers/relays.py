@@ -1,0 +1,347 @@
+"""The relay tree's processes: placed, started root first, kept alive on their ports. Owned by the controller.
+
+A relay that died comes back at its old port, for which it waits while a process that hangs is being ended. If the
+port stays taken it gets another, and everybody is told: nodes below with each ping, replicas by an order, and
+the publisher by what the root leaves in their store.
+
+Where everything is on one node, the tree has `relay.nodes` processes there; on several, the root is beside the
+learner and every host with replicas has one. After the death of a host its relay, or the root of a learner that
+lost a rank there, starts where the plan now says, and all others are told likewise, also of a relay that is new.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.config.run import RunConfig
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.events import AnyEvent, Pulled, Reattached, Relayed, RelayGaveUp
+from laminar_py.records.protocols import VersionLostError
+from laminar_py.relay.planning import topology
+from laminar_py.relay.planning.cost import Broadcast, settle
+from laminar_py.relay.store.version import MANIFEST, folder_name
+from laminar_py.relay.store.versions import complete_versions
+from laminar_py.relay.subscriber import Subscriber
+from laminar_py.relay.wire.messages import (
+    Manifest,
+    ParentLost,
+    RelayEvent,
+    VersionComplete,
+    VersionFailed,
+    VersionPulled,
+)
+from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError, bug_in
+from laminar_py.runtime.cluster.links import find_links
+from laminar_py.runtime.cluster.part import Part, RayError, RayTaskError, watched
+from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.ray_cluster import on_node
+from laminar_py.runtime.preflight.inputs import version_bytes
+from laminar_py.runtime.preflight.survey import LOOK_S
+from laminar_py.runtime.workers.incarnation import Incarnation
+from laminar_py.runtime.workers.keeper import Keeper, PartSpec
+from laminar_py.runtime.workers.processes.relay import RelayActor
+from laminar_py.runtime.workers.specs import RelaySpec
+
+log = logging.getLogger(__name__)
+
+PING_S = 1.0
+PORT_SHARE = 0.5  # of the time in which a start must answer, for the port of before to be free
+
+
+class Relays:
+    """Nodes of the tree; node 0 is the root beside the learner."""
+
+    def __init__(self, incarnation: Incarnation) -> None:
+        self.keys = RelayKeys.generate()
+        self._incarnation = incarnation
+        self._config = incarnation.config
+        self._placement = incarnation.placement
+        self._shm = incarnation.run.shm(incarnation.config.relay.shm)
+        self._record = incarnation.ledger.append
+        self._keepers: dict[int, Keeper] = {}
+        self._tasks: asyncio.TaskGroup | None = None  # in which they keep, after the start
+        self._hosts: dict[int, str] = {}  # Ray node that a relay is on, or was last
+        self._endpoints: dict[int, str] = {}
+        self._parents: dict[int, tuple[str, ...]] = {}  # endpoints that a node is to follow, nearest first
+        self._attached: dict[int, tuple[int, str]] = {}  # replica -> its relay, and the Ray node that was on then
+        self._changed = asyncio.Event()  # set, and replaced, when a relay comes up
+        self._shape: topology.Shape | None = None
+        self._chunk_bytes = 0
+
+    @property
+    def tree(self) -> topology.Topology:
+        """The tree now. Its shape is settled once, so that nodes which come later keep to the others' order."""
+        assert self._shape is not None, "the tree is known after `start`"
+        return topology.grow(self._shape, self._zones)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of the chunks that this run cuts versions into; settled once, since all nodes must take it."""
+        assert self._chunk_bytes, "the size of chunks is known after `start`"
+        return self._chunk_bytes
+
+    @property
+    def _zones(self) -> list[str]:
+        """[N] label of each node's host."""
+        labels, placement = self._config.relay.zones, self._placement
+        hosts = [host or self._hosts.get(node) for node, host in enumerate(placement.plan.relays)]
+        return [labels.get(placement.ip(host), "") if host else "" for host in hosts]
+
+    @property
+    def _names(self) -> dict[str, str]:
+        """Name of the node at each endpoint, as last heard of."""
+        return {endpoint: f"relay-{node}" for node, endpoint in self._endpoints.items()}
+
+    def store(self, node: int) -> Path:
+        """Folder in which a node keeps versions, on its host."""
+        return self._shm / f"node-{node}"
+
+    @property
+    def root(self) -> str:
+        """Endpoint of the root."""
+        return self._endpoints[0]
+
+    async def attach(self, replica: int, place: Place) -> str:
+        """Endpoint of the relay that a replica at this place pulls from, once that is up.
+
+        Raises PartDiedError where the plan has the replica elsewhere by now, since its node is gone.
+        """
+        while True:
+            planned = self._placement.plan.replicas[replica]
+            if planned is None or planned.node != place.node:
+                raise PartDiedError(f"replica-{replica}", "its node is gone")
+            node = self._placement.plan.relay_of(replica, self.tree)
+            if self._is_up(node):
+                self._attached[replica] = node, self._hosts[node]
+                return self._endpoints[node]
+            self._keeper(node)  # replicas may have moved to a host that had none
+            await self._changed.wait()
+
+    def endpoint_for(self, replica: int) -> str:
+        """Endpoint of the relay that a replica was attached to, as last heard of.
+
+        Raises PartDiedError where that relay has gone to another host, whose memory the replica cannot read.
+        """
+        node, host = self._attached[replica]
+        if self._hosts[node] != host:
+            raise PartDiedError(f"replica-{replica}", "its relay has gone to another host")
+        return self._endpoints[node]
+
+    async def root_up(self) -> str:
+        """Endpoint of the root, once that is up beside the learner."""
+        while not self._is_up(0):
+            await self._changed.wait()
+        return self.root
+
+    async def start(self) -> None:
+        """Settle the tree and start all nodes; parents before children, since children need their endpoints."""
+        await self._settle()
+        for node in range(len(self._placement.plan.relays)):
+            self._keeper(node).spawn()
+        for node in self.tree.downward:
+            await self._bring_up(node)
+
+    async def keep(self) -> None:
+        """Watch every node until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            self._find_parents()
+            for node, keeper in self._keepers.items():
+                tasks.create_task(keeper.calling(partial(self._watch, node)), name=f"keep-relay-{node}")
+
+    async def hold(self, version: int) -> None:
+        """Pull a version from the root, wherever that is, under a name of its own, so that the root keeps it."""
+
+        async def follow() -> None:
+            while True:
+                subscriber.attach(self.root)
+                await self._changed.wait()
+
+        subscriber = Subscriber(self.root, f"evaluation-{version}", self.keys)
+        listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
+        try:
+            await watched(subscriber.pull(version), follow())
+        except VersionLostError as error:  # its learner died over it; the evaluation will be left out
+            log.warning("version %d is not kept for its evaluation: %s", version, error)
+        finally:
+            await subscriber.close()
+            await listening
+
+    async def published(self) -> list[Manifest]:
+        """Complete versions in the stores of all relays, ascending; also those that nobody told of."""
+        return await self._stored(list(self._hosts.items()))
+
+    async def _settle(self) -> None:
+        """Choose the shape of the tree and the size of chunks; a resumed run still has versions cut as before."""
+        relay, hosts, zones = self._config.relay, self._placement.plan.relays, self._zones
+        known = [host for host in hosts if host is not None]
+        assert len(known) == len(hosts), "a first plan has no gaps"
+        links = await find_links(relay, known, zones, self._placement, self.keys)
+        broadcast = Broadcast(version_bytes(self._config))
+        choice = settle(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
+        cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]
+        self._shape = choice.shape
+        self._chunk_bytes = max([choice.chunk_bytes, *cut_before])
+        shape = choice.shape.tell(num_zones=len(set(zones)))
+        log.info("relay tree of %d: %s, chunks of %.2f MiB", len(known), shape, self._chunk_bytes / 2**20)
+
+    async def _stored(self, hosts: Sequence[tuple[int, str]]) -> list[Manifest]:
+        """Complete versions in the stores of these nodes, which are on these hosts; ascending, each once."""
+
+        async def look(node: int, host: str) -> list[Manifest]:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    return decode(list[Manifest], await on_node(host, stored_manifests, str(self.store(node))))
+            except TimeoutError:
+                reason = f"no answer in {LOOK_S:g} s"
+            except RayTaskError as error:
+                if (bug := bug_in(error.cause)) is not None:
+                    raise PartBugError(f"relay-{node}: {type(bug).__name__}: {bug}") from error
+                reason = str(error.cause)
+            except RayError:  # that host is dead, and what it held
+                return []
+            log.warning("relay-%d: %s from node %s; what it holds is left out", node, reason, host)
+            return []
+
+        answers = await asyncio.gather(*(look(node, host) for node, host in hosts))
+        found = {manifest.version: manifest for manifests in answers for manifest in manifests}
+        return [found[version] for version in sorted(found)]
+
+    # ---- one node
+
+    def _keeper(self, node: int) -> Keeper:
+        """The node's keeper; a new one that is at work, if there was none."""
+        if node not in self._keepers:
+            self._keepers[node] = Keeper(
+                PartSpec(
+                    names=[f"relay-{node}"],
+                    actor=RelayActor,
+                    concurrency=4,
+                    timeout_s=self._config.supervisor.heartbeat_timeout_s,
+                    places=partial(self._places, node),
+                    start=partial(self._start_node, node),
+                ),
+                self._incarnation,
+            )
+            if self._tasks is not None:
+                watching = self._keepers[node].calling(partial(self._watch, node))
+                self._tasks.create_task(watching, name=f"keep-relay-{node}")
+        return self._keepers[node]
+
+    async def _bring_up(self, node: int) -> None:
+        """Have it up, as often as it dies over that; not where the plan has no host for it any more."""
+        keeper = self._keeper(node)
+        while self._placement.plan.relays[node] is not None and not keeper.is_up:
+            try:
+                await keeper.begin()
+            except PartDiedError as error:
+                await keeper.replace(error)
+
+    def _places(self, node: int) -> list[Place | None]:
+        """Beside replicas; nowhere once its host has died and no replica needs it any more."""
+        host = self._placement.plan.relays[node]
+        if host is None:
+            self._notify()  # who waits for it has to look elsewhere
+        return [None if host is None else Place(host)]
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _watch(self, node: int, parts: Sequence[Part]) -> None:
+        """Ping it, with its parents. Raises PartDiedError where the plan has it on another host by now."""
+        self._notify()
+        while True:
+            parents = encode(self._parents[node])
+            for event in await parts[0].ask(list[RelayEvent], "ping", parents):
+                self._record(on_record(event, self._names))
+            if self._placement.plan.relays[node] not in (None, self._hosts[node]):
+                raise PartDiedError(f"relay-{node}", "it is needed on another host")
+            await asyncio.sleep(PING_S)
+
+    async def _start_node(self, node: int, parts: Sequence[Part]) -> None:
+        """Start it, on the port it had before if it was on that host and that can be had."""
+        (part,) = parts
+        host = part.place.node
+        assert host is not None, "a relay has a place"
+        if node:
+            await self.root_up()
+        comes_back = self._hosts.get(node) == host
+        spec = RelaySpec(
+            config=self._config_on(host).model_dump_json(),
+            run_dir=str(self._incarnation.run.path),
+            node=node,
+            store=str(self.store(node)),
+            port=self._port(node, host),
+            patience_s=PORT_SHARE * self._config.supervisor.heartbeat_timeout_s if comes_back else 0.0,
+            or_any_port=comes_back and self._config.relay.base_port is None,
+            parents=self._parents_in(self.tree, node),
+            chunk_bytes=self.chunk_bytes,
+            public_key=self.keys.public,
+            secret_key=self.keys.secret,
+        )
+        endpoint = await part.call("start", encode(spec))
+        assert isinstance(endpoint, str)
+        self._endpoints[node], self._hosts[node] = endpoint, host
+        if self._tasks is not None:  # before, parents come up first
+            self._find_parents()
+
+    def _find_parents(self) -> None:
+        """Have every node told with its next ping of the relays above it, as they now are."""
+        tree = self.tree
+        self._parents = {node: self._parents_in(tree, node) for node in self._keepers}
+
+    def _parents_in(self, tree: topology.Topology, node: int) -> tuple[str, ...]:
+        planned = self._placement.plan.relays
+        known = (parent for parent in tree.ancestors(node) if planned[parent] and parent in self._endpoints)
+        return tuple(self._endpoints[parent] for parent in known)
+
+    def _is_up(self, node: int) -> bool:
+        """True where the node runs, and where the plan has it."""
+        keeper = self._keepers.get(node)
+        running = keeper is not None and keeper.is_up
+        return running and self._hosts[node] == self._placement.plan.relays[node]
+
+    def _config_on(self, host: str) -> RunConfig:
+        """On several hosts, and where others may join, a relay listens where the others reach it."""
+        if not self._placement.spread and self._config.cluster.address is None:
+            return self._config
+        relay = self._config.relay.model_copy(update={"host": self._placement.ip(host)})
+        return self._config.model_copy(update={"relay": relay})
+
+    def _port(self, node: int, host: str) -> int:
+        if self._hosts.get(node) == host:
+            return int(self._endpoints[node].rpartition(":")[2])
+        base = self._config.relay.base_port
+        return 0 if base is None else base + node
+
+
+def on_record(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:
+    """A node's report as the ledger has it, which knows nodes by name and not by endpoint."""
+    match event:
+        case VersionComplete():
+            return Relayed(**msgspec.structs.asdict(event) | {"parent": names.get(event.parent, "")})
+        case VersionPulled():
+            return Pulled(**msgspec.structs.asdict(event))
+        case VersionFailed():
+            return RelayGaveUp(**msgspec.structs.asdict(event))
+        case ParentLost():
+            return Reattached(**msgspec.structs.asdict(event))
+
+
+def stored_manifests(store: str) -> bytes:
+    """The manifests of all complete versions in a store of this host, as a list."""
+    folder = Path(store)
+    versions = complete_versions(folder) if folder.is_dir() else []
+    found = []
+    for version in versions:
+        with contextlib.suppress(FileNotFoundError):  # retired since
+            data = (folder / folder_name(version) / MANIFEST).read_bytes()
+            found.append(msgspec.json.decode(data, type=Manifest))
+    return encode(found)

@@ -1,0 +1,176 @@
+"""Orders of the controller to a part that starts, and the part's answers. Typed; travels as bytes."""
+
+import msgspec
+
+from laminar_py.learner.packing.packer import StepTerms
+from laminar_py.observe.telemetry.trackers import Opening
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.metrics import StepMetrics
+from laminar_py.records.pieces import ColumnRef
+from laminar_py.records.replica import Assignment
+
+
+class PartStart(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what starts a part of a run."""
+
+    config: str  # RunConfig as JSON
+    run_dir: str
+
+
+class PayloadStart(PartStart, frozen=True, kw_only=True):
+    """Base of what starts a part that reads or writes payload."""
+
+    label: str  # of its segments
+    store_key: str  # with which it reads from other hosts
+
+
+class RelaySpec(PartStart, frozen=True, kw_only=True):
+    """Start of a relay node, e.g. node 0 (the root) of 3. `port` 0: any; parents in order of preference."""
+
+    node: int
+    store: str
+    port: int
+    patience_s: float = 0.0  # for whoever holds that port to let go of it
+    or_any_port: bool = False  # in place of one that is still held then
+    parents: tuple[str, ...]  # endpoints; empty for the root
+    chunk_bytes: int  # settled for the whole tree
+    public_key: str
+    secret_key: str
+
+
+class StoreSpec(PartStart, frozen=True, kw_only=True):
+    """Start of a host's store, e.g. `store-2` at 10.0.0.4. `port` 0: any."""
+
+    name: str
+    host: str
+    port: int
+    patience_s: float  # for whoever holds that port to let go of it; after that another is taken
+    key: str  # of all stores of the run, 64 hex digits
+
+
+class ReportPace(msgspec.Struct, frozen=True):
+    """How often a replica reports: news gathers for `gather_s`; without any it says that it is there."""
+
+    gather_s: float
+    quiet_s: float
+
+
+class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
+    """Start of a replica; `assignments` are interrupted trajectories that it takes up before anything else."""
+
+    index: int
+    model_dir: str
+    relay: str  # endpoint
+    hub: str  # endpoint that it reports to
+    pace: ReportPace
+    public_key: str
+    secret_key: str
+    assignments: list[Assignment] = []
+    secret: str | None = None  # that it opens its engine with
+    server: str = ""  # that it attaches to, where it starts none
+    environments: list[str] = []  # names of the processes that answer turns
+
+
+class LearnerSpec(PayloadStart, frozen=True, kw_only=True):
+    """Start of a rank of the learner; `checkpoint` is a folder to go on from."""
+
+    rank: int
+    rendezvous: str  # file or tcp://ip:port that the ranks meet at
+    store: str  # the root relay's
+    chunk_bytes: int  # that versions are cut into
+    public_key: str
+    secret_key: str
+    ranks_here: int  # on its node, itself among them
+    checkpoint: str | None = None
+
+
+class WeightsSpec(PartStart, frozen=True, kw_only=True):
+    """Publication of the model in `model.path` as version 0, for an evaluation without a learner."""
+
+    store: str  # the root relay's
+    chunk_bytes: int
+    public_key: str
+    secret_key: str
+
+
+class LearnerStarted(msgspec.Struct, frozen=True):
+    """The learner is ready; sizes as in the model's config."""
+
+    num_parameters: int
+    attention: str  # the attention function in use
+    hidden_size: int
+    num_layers: int
+
+
+class FetchRequest(msgspec.Struct, frozen=True):
+    """Trajectories of a rank's next step, whose tokens it reads; it answers what is lost, a `dict[str, str]`."""
+
+    bundles: list[list[FinishedTrajectory]]  # one for each microbatch
+    stores: dict[str, str]  # addresses of segments that are of other hosts
+
+
+class StepRequest(msgspec.Struct, frozen=True):
+    """Optimizer step on what was fetched last; then published as `version`, if that is set."""
+
+    terms: StepTerms
+    version: int | None = None
+
+
+class StepOutcome(msgspec.Struct, frozen=True):
+    """Result of a step."""
+
+    metrics: StepMetrics
+    version: int | None  # as which the new weights are being published
+    stall_s: float  # that the learner stood still for it
+
+
+class ScorerSpec(PayloadStart, frozen=True, kw_only=True):
+    """Start of a scoring process."""
+
+    index: int
+
+
+class EnvironmentSpec(PartStart, frozen=True, kw_only=True):
+    """Start of a process of environments; with `messages` the chat template writes their answers."""
+
+    index: int
+    messages: bool
+    host: str  # address at which replicas tell it what is sampled
+    public_key: str
+    secret_key: str
+
+
+class ServerStart(PartStart, frozen=True, kw_only=True):
+    """Start of a server that terms of the reward ask."""
+
+    pool: str
+    index: int  # in its pool
+    host: str  # address that it listens on
+
+
+class ReferenceSpec(PayloadStart, frozen=True, kw_only=True):
+    """Start of the reference model's process."""
+
+    rendezvous: str  # a file that does not exist yet, for a group of one
+
+
+class ReferenceRequest(msgspec.Struct, frozen=True):
+    """Trajectories for one packed pass of the reference model."""
+
+    trajectories: list[FinishedTrajectory]
+    stores: dict[str, str]  # addresses of segments that are of other hosts
+
+
+class ReferenceAnswer(msgspec.Struct, frozen=True):
+    """References to the log-probabilities of some trajectories under the reference model."""
+
+    logprobs: dict[str, ColumnRef]  # by trajectory
+    lost: dict[str, str]  # what is lost of others
+    elapsed_s: float
+
+
+class TrackerSpec(msgspec.Struct, frozen=True):
+    """Start of a tracker's process."""
+
+    opening: Opening
+    environment: dict[str, str]  # the controller's: where servers are, and what lets it in

@@ -1,0 +1,170 @@
+"""Stores of a run's hosts, which give pieces of segments to readers on others: placed, and kept alive.
+
+Owned by the controller. Where a run spans several hosts, each on which replicas, scorers or the reference write
+segments has one, and each that is `need`ed for segments of before; it stays as long as its host lives, whatever
+moves away from there, since the segments stay. A store that died comes back at its old port, for which it waits,
+and readers ask there again meanwhile. If the port stays taken it gets another: `address` says that from then on,
+and who was told the old one finds the new one noted in the run's folder (`segments.moves`). Invariant: a host has
+one store at most.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+
+from laminar_py.ledger.segments.fetch import RETRY_S
+from laminar_py.ledger.segments.moves import NAME, forget_moves
+from laminar_py.records.codec import encode
+from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.part import Part
+from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.workers.incarnation import Incarnation
+from laminar_py.runtime.workers.keeper import Keeper, PartSpec
+from laminar_py.runtime.workers.processes.store import StoreActor
+from laminar_py.runtime.workers.specs import StoreSpec
+
+log = logging.getLogger(__name__)
+
+PING_S = 1.0
+PORT_SHARE = 0.5  # of the time in which a start must answer, for the port of before to be free
+PORT_S = RETRY_S / 4  # at most, since readers ask so long and no longer
+
+
+class Stores:
+    """Stores by Ray node, e.g. `Stores(incarnation, key=secrets.token_hex(32))`."""
+
+    def __init__(self, incarnation: Incarnation, *, key: str) -> None:
+        self._incarnation = incarnation
+        self._placement = incarnation.placement
+        self._key = key
+        self._timeout_s = incarnation.config.supervisor.heartbeat_timeout_s
+        self._keepers: dict[str, Keeper] = {}  # of hosts that live
+        self._addresses: dict[str, str] = {}  # as last heard of, also of hosts that have died
+        self._names: dict[str, str] = {}  # of the parts
+        self._tasks: asyncio.TaskGroup | None = None  # in which they keep, after the start
+        self._begins = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by node: one begins it, whoever needs it
+        self._changed = asyncio.Event()  # set, and replaced, when a store comes up or a host is gone
+
+    def address(self, node: str) -> str:
+        """Address of a host's store, as last heard of; "" before the first time, and where none is needed."""
+        return self._addresses.get(node, "")
+
+    async def up(self, node: str) -> str:
+        """Address of a host's store, once that runs; a store is begun where there is none, also before `keep`.
+
+        Raises PartDiedError where the host is gone, or is the only one of the run; RunFailedError as `start`.
+        """
+        self.need(node)
+        while (keeper := self._keepers.get(node)) is not None:
+            if keeper.is_up:
+                return self._addresses[node]
+            if self._tasks is None:
+                await self._bring_up(node)
+            else:
+                await self._changed.wait()
+        raise PartDiedError(self._names.get(node, "store"), f"host {self._placement.ip(node)} has none")
+
+    def need(self, node: str) -> None:
+        """Have a store on a host from now on, unless that is gone, or the only one of the run."""
+        if node not in self._keepers and self._placement.spread and self._placement.is_alive(node):
+            name = self._names.setdefault(node, f"store-{len(self._names)}")
+            self._keepers[node] = Keeper(self._spec(name, node), self._incarnation)
+            if self._tasks is not None:
+                self._tasks.create_task(self._keep(node), name=f"keep-{name}")
+
+    def spawn(self) -> None:
+        """Start the processes on all hosts of the plan; `start` starts what runs in them."""
+        forget_moves(self._incarnation.run.path / NAME)
+        self._follow()
+        for keeper in self._keepers.values():
+            keeper.spawn()
+
+    async def start(self) -> None:
+        """Have all stores up, as often as they die over it. Raises RunFailedError if one dies too often."""
+        self._follow()
+        async with asyncio.TaskGroup() as tasks:
+            for node in list(self._keepers):
+                tasks.create_task(self._bring_up(node), name=f"start-{self._names[node]}")
+
+    async def keep(self) -> None:
+        """Watch all stores, and those of hosts that the plan takes in, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            for node in list(self._keepers):
+                tasks.create_task(self._keep(node), name=f"keep-{self._names[node]}")
+            while True:
+                self._follow()
+                await asyncio.sleep(PING_S)
+
+    def _follow(self) -> None:
+        """Need a store on each host on which the plan has parts that write."""
+        plan, workers = self._placement.plan, self._incarnation.config.reward.workers
+        scorers = [self._placement.of_scorer(index) for index in range(workers)]
+        for place in (*plan.replicas, *scorers, plan.reference):
+            if place is not None and place.node is not None:
+                self.need(place.node)
+
+    def _spec(self, name: str, node: str) -> PartSpec:
+        return PartSpec(
+            names=[name],
+            actor=StoreActor,
+            concurrency=2,
+            timeout_s=self._timeout_s,
+            places=lambda: [Place(node)],
+            start=partial(self._start, name, node),
+        )
+
+    async def _start(self, name: str, node: str, parts: Sequence[Part]) -> None:
+        """Start it on the port that it had before, if that can be had."""
+        before = self._addresses.get(node)
+        spec = StoreSpec(
+            config=self._incarnation.config.model_dump_json(),
+            run_dir=str(self._incarnation.run.path),
+            name=name,
+            host=self._placement.ip(node),
+            port=0 if before is None else int(before.rpartition(":")[2]),
+            patience_s=min(PORT_SHARE * self._timeout_s, PORT_S),
+            key=self._key,
+        )
+        address = await parts[0].call("start", encode(spec))
+        assert isinstance(address, str)
+        self._addresses[node] = address
+
+    async def _bring_up(self, node: str) -> None:
+        """Have one up, which is forgotten where its host is gone first."""
+        keeper = self._keepers[node]
+        async with self._begins[node]:
+            while not keeper.is_up and self._placement.is_alive(node):
+                try:
+                    await keeper.begin()
+                except PartDiedError as error:
+                    await keeper.replace(error)
+            if not keeper.is_up:
+                self._keepers.pop(node, None)
+        self._notify()
+
+    async def _keep(self, node: str) -> None:
+        """Keep one until its host is gone."""
+        keeper = self._keepers[node]
+        while self._placement.is_alive(node):
+            try:
+                async with self._begins[node]:
+                    parts = await keeper.begin()
+                await self._watch(parts)
+            except PartDiedError as error:
+                await keeper.replace(error)
+        log.warning("%s: host %s is gone", self._names[node], self._placement.ip(node))
+        self._keepers.pop(node, None)
+        self._notify()
+
+    async def _watch(self, parts: Sequence[Part]) -> None:
+        self._notify()
+        while True:
+            await parts[0].call("ping")
+            await asyncio.sleep(PING_S)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
