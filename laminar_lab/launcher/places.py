@@ -140,7 +140,7 @@ def _memory_in_use() -> list[tuple[str, int]]:
 
 def _cluster_nodes(address: str | None) -> list[Node]:
     """Nodes with all of their GPUs, whoever has them."""
-    from laminar_py.runtime.cluster.ray_cluster import nodes, open_cluster  # Ray is slow to import
+    from laminar_py.runtime.cluster.backend import nodes, open_cluster  # Ray is slow to import
 
     with open_cluster(address):
         return nodes(taken=True)

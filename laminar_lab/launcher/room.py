@@ -33,7 +33,7 @@ async def has_room(arguments: Sequence[str]) -> bool:
 
 def main() -> None:
     """End with exit code 1 where there is no room."""
-    from laminar_py.runtime.cluster.ray_cluster import nodes, open_cluster  # Ray is slow to import
+    from laminar_py.runtime.cluster.backend import nodes, open_cluster  # Ray is slow to import
 
     config = load_config(Path(sys.argv[1]), sys.argv[2:])
     try:

@@ -16,11 +16,12 @@ class Device(StrEnum):
 
 
 class ClusterConfig(Section):
-    """The Ray cluster that a run's parts are placed on: by default one of this machine, for this run alone."""
+    """Where the processes of a run are placed: by default on this machine, without Ray."""
 
-    address: Annotated[str, Field(pattern=r"^(auto|[^:/]+:[0-9]+)$")] | None = None
-    """A running cluster to join: `host:port`, or `auto` for that of this machine; none: start one. All its nodes
-    must see the working directory and the folders named here under the same paths; `laminar doctor` checks it."""
+    address: Annotated[str, Field(pattern=r"^(auto|local|[^:/]+:[0-9]+)$")] | None = None
+    """A running Ray cluster to join: `host:port`, or `auto` for the one of this machine; `local`: start Ray on
+    this machine; none: fork the processes on this machine, without Ray. All nodes must see the working directory
+    and the folders named here under the same paths; `laminar doctor` checks it."""
     learner_device: Device | None = None
     """What the learner's ranks, and a reference stage, run on, with `cuda` one GPU each; default: GPUs where
     launched SGLang servers run on them, CPUs otherwise."""

@@ -16,6 +16,7 @@ from laminar_py.records.codec import decode
 from laminar_py.relay.planning.cost import Links
 from laminar_py.relay.planning.link import LinkSpeed
 from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.links import (
     ASSUMED,
     Pair,
@@ -27,7 +28,6 @@ from laminar_py.runtime.cluster.links import (
     send_to_measure,
 )
 from laminar_py.runtime.cluster.placement import Needs, Placement
-from laminar_py.runtime.cluster.ray_cluster import nodes
 from tests.runs.fake_cluster import FakeCluster, joined
 
 INSIDE, OUTSIDE = LinkSpeed(1e9, 1e-4), LinkSpeed(1e8, 1e-3)

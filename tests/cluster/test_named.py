@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from laminar_py.runtime.cluster.named import NamedActor
-from laminar_py.runtime.cluster.part import Part, RayTaskError
-from laminar_py.runtime.cluster.ray_cluster import open_cluster
+from laminar_py.runtime.cluster.backend import NamedPart, open_cluster
+from laminar_py.runtime.cluster.errors import RemoteCallError
+from laminar_py.runtime.cluster.part import Part
 
 PATIENCE_S = 60.0
 
@@ -29,9 +29,9 @@ class Echo:
         raise ValueError("a mistake of ours")
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with open_cluster(None):
+@pytest.fixture(scope="module", params=[None, "local"], ids=["forked", "ray"])
+def cluster(request):
+    with open_cluster(request.param):
         yield
 
 
@@ -40,7 +40,7 @@ def start(name):
 
 
 async def test_one_that_dies_is_asked_again_under_its_name(cluster):
-    part, actor = start("run.1.echo-0"), NamedActor("run.1.echo-0")
+    part, actor = start("run.1.echo-0"), NamedPart("run.1.echo-0")
     before = await actor.ask("pid", b"")
     asked = asyncio.create_task(actor.ask("hold", b"x"))
     await asyncio.sleep(0.2)
@@ -57,7 +57,7 @@ async def test_one_that_dies_is_asked_again_under_its_name(cluster):
 
 
 async def test_whoever_asks_before_there_is_one_waits(cluster):
-    actor = NamedActor("run.1.echo-1")
+    actor = NamedPart("run.1.echo-1")
     asked = [asyncio.create_task(actor.ask("echo", bytes([number]))) for number in range(50)]
     await asyncio.sleep(0.5)
     assert not any(task.done() for task in asked)
@@ -68,8 +68,8 @@ async def test_whoever_asks_before_there_is_one_waits(cluster):
 
 
 async def test_a_mistake_in_it_is_raised_and_not_waited_over(cluster):
-    part, actor = start("run.1.echo-2"), NamedActor("run.1.echo-2")
+    part, actor = start("run.1.echo-2"), NamedPart("run.1.echo-2")
     async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(RayTaskError, match="a mistake of ours"):
+        with pytest.raises(RemoteCallError, match="a mistake of ours"):
             await actor.ask("err", b"")
     part.kill()

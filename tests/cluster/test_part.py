@@ -4,7 +4,6 @@ import asyncio
 import errno
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -13,17 +12,14 @@ import pytest
 from laminar_py.config.section import ConfigError
 from laminar_py.records.protocols import RefusedError, StoreFullError
 from laminar_py.relay.store.version import NoRoomError
-from laminar_py.runtime.cluster import ray_thread
+from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
     PartBugError,
     PartDiedError,
-    RunFailedError,
     UnwritableError,
     tell_unexpected,
 )
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.ray_cluster import open_cluster
-from laminar_py.runtime.cluster.ray_thread import made, soon
 
 PATIENCE_S = 60.0
 BUG, DIED, USER = PartBugError, PartDiedError, ConfigError
@@ -65,9 +61,9 @@ RAISED = {
 }
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with open_cluster(None):
+@pytest.fixture(scope="module", params=[None, "local"], ids=["forked", "ray"])
+def cluster(request):
+    with open_cluster(request.param):
         yield
 
 
@@ -150,50 +146,3 @@ async def test_a_method_that_is_not_there_shows_at_the_next_call(cluster):
     part.send("forgotten")
     with pytest.raises(PartBugError, match=r"part-0: AttributeError: .*forgotten"):
         await part.call("answer")
-
-
-async def test_a_part_is_not_blamed_for_what_ray_takes(cluster):
-    busy = threading.Event()
-    part = Part("part-0", Faulty, concurrency=1, timeout_s=5.0)
-    assert await part.call("answer") == 1
-    soon(busy.wait, PATIENCE_S)
-    asyncio.get_running_loop().call_later(6.0, busy.set)
-    assert await part.call("answer") == 1
-
-
-async def test_ray_that_takes_no_calls_ends_the_run_with_one_line(cluster, monkeypatch):
-    monkeypatch.setattr(ray_thread, "PATIENCE_S", 0.1)
-    busy = threading.Event()
-    soon(busy.wait, PATIENCE_S)
-    with pytest.raises(RunFailedError, match=r"Ray has taken no call in 0\.1 s; see its logs, and --resume"):
-        await made(print)
-    busy.set()
-
-
-async def test_nobody_waits_for_ray_and_it_hears_all_in_order(cluster):
-    busy = threading.Event()
-    soon(busy.wait, PATIENCE_S)
-    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
-    before = asyncio.create_task(part.call("answer"))
-    await asyncio.sleep(0)
-    part.kill()
-    after = asyncio.create_task(part.call("answer"))
-    await asyncio.sleep(0.1)
-    assert not before.done()
-    busy.set()
-    with pytest.raises(PartDiedError):
-        await after
-    await asyncio.wait([before])
-
-
-async def test_a_call_that_nobody_waits_for_any_more_is_not_made(cluster):
-    busy = threading.Event()
-    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
-    assert await part.call("answer") == 1
-    soon(busy.wait, PATIENCE_S)
-    vanishing = asyncio.create_task(part.call("vanish"))
-    await asyncio.sleep(0)
-    vanishing.cancel()
-    await asyncio.wait([vanishing])
-    busy.set()
-    assert await part.call("answer") == 1

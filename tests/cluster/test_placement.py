@@ -15,10 +15,10 @@ from laminar_py.config.relay import TopologyKind
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.relay.planning import topology
+from laminar_py.runtime.cluster.backend import free_port, nodes, on_node
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Needs, Node, Place, Placement, Plan, make_plan
-from laminar_py.runtime.cluster.ray_cluster import free_port, nodes, on_node
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
 from tests.runs.runs import REPO
 

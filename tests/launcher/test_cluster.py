@@ -27,7 +27,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 import ray
-from laminar_py.runtime.cluster.ray_cluster import nodes, open_cluster
+from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.ledger.run_folder import RunFolder
 class Idle:
     pass

@@ -17,9 +17,9 @@ from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
 from laminar_py.relay.store.version import NoRoomError
 from laminar_py.relay.wire.messages import FileEntry, Manifest
+from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.placement import Needs, Placement
-from laminar_py.runtime.cluster.ray_cluster import nodes
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers import learner as learner_link
 from laminar_py.runtime.workers.learner import LearnerLink

@@ -11,8 +11,8 @@ import pytest
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
+from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement, make_plan
-from laminar_py.runtime.cluster.ray_cluster import nodes
 from laminar_py.runtime.preflight import survey
 from laminar_py.runtime.preflight.doctor import _rows, fit
 from laminar_py.runtime.preflight.survey import Sight, faults, look

@@ -6,8 +6,8 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.ledger import live
+from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.placement import Needs, Placement
-from laminar_py.runtime.cluster.ray_cluster import nodes
 from laminar_py.runtime.preflight.room import room_fault, store_field
 from laminar_py.runtime.preflight.survey import faults
 from laminar_py.sandbox.inside import kernel

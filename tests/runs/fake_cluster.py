@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from laminar_py.runtime.cluster.ray_cluster import nodes, open_cluster
+from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.sandbox.inside import kernel
 
 STORE_BYTES = 80 * 2**20

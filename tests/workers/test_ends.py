@@ -7,8 +7,8 @@ import threading
 import psutil
 import pytest
 
+from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.ray_cluster import open_cluster
 from laminar_py.runtime.workers.processes.replica import ReplicaActor
 from laminar_py.runtime.workers.processes.setup import PartActor
 from laminar_py.runtime.workers.processes.weights import WeightsActor

@@ -15,9 +15,9 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.relay.planning.cost import SMALLEST_CHUNK_BYTES
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
+from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError
 from laminar_py.runtime.cluster.placement import Needs, Place, Placement
-from laminar_py.runtime.cluster.ray_cluster import nodes
 from laminar_py.runtime.workers import relays as relays_module
 from laminar_py.runtime.workers.relays import Relays
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death

@@ -20,9 +20,9 @@ from laminar_py.ledger.segments.salvage import Known, SalvageRequest, salvage
 from laminar_py.ledger.segments.wire import split_address
 from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.codec import encode
+from laminar_py.runtime.cluster.backend import nodes, on_node
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.placement import Needs, Placement
-from laminar_py.runtime.cluster.ray_cluster import nodes, on_node
 from laminar_py.runtime.workers import stores as stores_module
 from laminar_py.runtime.workers.stores import Stores
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death

@@ -16,8 +16,8 @@ from laminar_py.observe.telemetry.stats import Stats, Totals
 from laminar_py.observe.telemetry.summary import summarise
 from laminar_py.observe.telemetry.trackers import Opening, Values
 from laminar_py.records.clock import SystemClock
+from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.placement import Needs, Placement
-from laminar_py.runtime.cluster.ray_cluster import nodes, open_cluster
 from laminar_py.runtime.workers.trackers import TrackerLink, Trackers
 from tests.builders import make_evaluated
 from tests.ledger.runs import begin, open_ledger

@@ -11,7 +11,6 @@ import asyncio
 import gc
 import os
 import time
-from concurrent.futures import Future
 from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
@@ -34,7 +33,8 @@ from laminar_py.relay.wire.post import Peer, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
-from laminar_py.runtime.cluster.part import Part, start_actor
+from laminar_py.runtime.cluster.backend import Process, cluster
+from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.workers.processes.setup import PartActor, open_folder, open_part, open_reader
@@ -189,12 +189,12 @@ class GeneratorActor(PartActor):
 class Hosted(Part):
     """A replica in a generator, in the place of a process of its own."""
 
-    def __init__(self, name: str, actor: Future[object], *, timeout_s: float, place: Place) -> None:
+    def __init__(self, name: str, process: Process, *, timeout_s: float, place: Place) -> None:
         self.name = name
         self.place = place
         self._timeout_s = timeout_s
         self._bug = None
-        self._actor = actor
+        self._process = process
 
     def kill(self) -> None:
         """Nothing: others live in its process."""
@@ -205,12 +205,12 @@ class Generators:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._actors: list[Future[object]] = []
+        self._actors: list[Process] = []
 
     def make(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
         """A part for the replica of this name."""
         if len(self._actors) < self._count:
-            self._actors.append(start_actor(GeneratorActor, concurrency=CALLS, place=place))
+            self._actors.append(cluster().start(GeneratorActor, concurrency=CALLS, place=place))
         actor = self._actors[int(name.rpartition("-")[2]) % self._count]
         return Hosted(name, actor, timeout_s=timeout_s, place=place)
 

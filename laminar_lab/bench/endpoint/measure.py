@@ -36,7 +36,7 @@ from laminar_py.config.loading import parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.data.tiny_model import EOS, PAD, SPECIAL, tiny_model
 from laminar_py.records.codec import encode
-from laminar_py.runtime.cluster.ray_cluster import open_cluster
+from laminar_py.runtime.cluster.backend import open_cluster
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"

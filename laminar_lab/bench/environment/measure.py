@@ -33,7 +33,7 @@ from laminar_py.records.engine import SamplingParams
 from laminar_py.records.environment import Problem
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
-from laminar_py.runtime.cluster.ray_cluster import open_cluster
+from laminar_py.runtime.cluster.backend import open_cluster
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT, WORDS, MAX_LEN = 16, 16, 2560  # tokens of a prompt, of an answer, of a trajectory at most

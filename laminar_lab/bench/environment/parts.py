@@ -7,8 +7,8 @@ from laminar_lab.bench.environment.replica import BenchReplicaActor, ClockedRepl
 from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import encode
 from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.runtime.cluster.backend import LOOPBACK
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.ray_cluster import LOOPBACK
 from laminar_py.runtime.workers.environments import CALLS
 from laminar_py.runtime.workers.processes.environment import EnvironmentActor
 from laminar_py.runtime.workers.specs import EnvironmentSpec

@@ -35,6 +35,25 @@ class PartDiedError(Exception):
         self.vanished = vanished
 
 
+class ProcessLostError(Exception):
+    """A process, or its node, gives no answer; the message says why.
+
+    `ended_by_run` where the run itself ended the process.
+    """
+
+    def __init__(self, reason: str, *, ended_by_run: bool = False) -> None:
+        super().__init__(reason)
+        self.ended_by_run = ended_by_run
+
+
+class RemoteCallError(ProcessLostError):
+    """A function raised on a node; `is_bug` where only a mistake in this package raises that."""
+
+    def __init__(self, reason: str, *, is_bug: bool) -> None:
+        super().__init__(reason)
+        self.is_bug = is_bug
+
+
 def for_memory(words: str) -> bool:
     """True where what a part said last is that memory ran out, of the host or of a GPU."""
     return OUT_OF_MEMORY.search(words) is not None

@@ -11,12 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-from ray.exceptions import RayError
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.runtime.cluster.errors import PartDiedError, for_memory
+from laminar_py.runtime.cluster.backend import on_node
+from laminar_py.runtime.cluster.errors import PartDiedError, ProcessLostError, for_memory
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.ray_cluster import on_node
 
 PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
@@ -72,7 +71,7 @@ class KernelKills:
         try:
             async with asyncio.timeout(LOOK_S):
                 found = decode(Kills, await on_node(node, kernel_kills))
-        except (RayError, TimeoutError):  # it is gone or hangs, which explains the death
+        except (ProcessLostError, TimeoutError):  # it is gone or hangs, which explains the death
             return death
         self._found[death.part] = node, found.count
         kills = ((node, count) for count in range(before + 1, found.count + 1))

@@ -1,38 +1,28 @@
-"""Processes of a run: each is a Ray actor, called with a limit.
+"""Parts: the processes of a run, called with a limit.
 
-Calls go to actors as bytes. A process that died, hangs, or raised what the world did to it becomes a
+Calls carry bytes or scalars. A process that died, hangs, or raised what the world did to it becomes a
 `PartDiedError`, after which its keeper in `workers` starts another. What the user has to mend crosses as
 `ConfigError`, and a mistake in our own code as `PartBugError`: both end the run.
 """
 
 import asyncio
-import contextlib
-import functools
 import logging
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-import ray
-from ray.exceptions import OutOfMemoryError
-from ray.exceptions import RayError as RayError  # also for others, who get it only after its variables are set
-from ray.exceptions import RayTaskError as RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
-from laminar_py.records.protocols import StoreFullError
+from laminar_py.runtime.cluster.backend import Process, cluster
+from laminar_py.runtime.cluster.calls import Answer, Failure, FailureKind, Raised, Scalar
 from laminar_py.runtime.cluster.errors import (
     PartBugError,
     PartDiedError,
+    ProcessLostError,
     UnwritableError,
-    bug_in,
-    errors_in,
     for_memory,
-    unwritable,
 )
 from laminar_py.runtime.cluster.placement import Place
-from laminar_py.runtime.cluster.ray_thread import made, soon, tell
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +32,9 @@ ENGINE_KILLED = "ended with code 137"  # as a shell says SIGKILL; `engines.sglan
 
 
 class Part:
-    """A running actor, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)` on any node.
+    """A process of the run, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)` on any node.
 
-    Others of the run find one that is `known_as` something by that name (`named`).
+    Others of the run find one that is `known_as` something by that name (`backend.NamedPart`).
     """
 
     def __init__(
@@ -60,11 +50,11 @@ class Part:
         self.name = name
         self.place = place
         self._timeout_s = timeout_s
-        self._bug: PartBugError | None = None  # in what was sent without waiting
-        self._actor = start_actor(kind, concurrency=concurrency, place=place, known_as=known_as)
+        self._bug: PartBugError | None = None  # in a call that nobody waits for
+        self._process: Process = cluster().start(kind, concurrency=concurrency, place=place, known_as=known_as)
 
-    async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> object:
-        """The result of an actor method. Raises PartDiedError if there is none in `timeout_s`, or it raised.
+    async def call(self, method: str, *arguments: Scalar, timeout_s: float | None = None) -> Scalar:
+        """The result of a method. Raises PartDiedError if there is none in `timeout_s`, or it raised.
 
         Raises ConfigError where the user has to mend something: a model, a port, memory that only the part could
         see. Raises UnwritableError where a disk is full that the run needs, PartBugError for a mistake
@@ -72,71 +62,61 @@ class Part:
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
-            reference = await made(self._ask_for, method, *arguments)
+            asked = await asyncio.wrap_future(self._process.ask(method, *arguments))
             async with asyncio.timeout(limit):
-                answer = await asyncio.wrap_future(reference.future())
+                answer = await asyncio.wrap_future(asked)
         except TimeoutError:
             self.kill()
             raise PartDiedError(self.name, f"no answer to {method} in {limit:g} s") from None
-        except RayTaskError as error:
+        except ProcessLostError as error:
             self.kill()
-            raise self._failure(method, error) from error
-        except RayError as error:
+            raise PartDiedError(self.name, str(error), vanished=not error.ended_by_run) from error
+        if isinstance(answer, Raised):
             self.kill()
-            raise PartDiedError(self.name, _reason(error), vanished="ray.kill" not in str(error)) from error
+            raise self._error(method, answer.failure)
         if self._bug is not None:
             raise self._bug
-        return answer
+        value: Scalar = answer.value
+        return value
 
-    async def ask(self, kind: type[T], method: str, *arguments: object, timeout_s: float | None = None) -> T:
+    async def ask(self, kind: type[T], method: str, *arguments: Scalar, timeout_s: float | None = None) -> T:
         """`call` of a method that answers with the bytes of a typed record."""
         answer = await self.call(method, *arguments, timeout_s=timeout_s)
         assert isinstance(answer, bytes), f"{method} answers bytes"
         return decode(kind, answer)
 
-    def send(self, method: str, *arguments: object) -> None:
-        """Call without waiting; a death or a bug shows at the next `call`, what else it raised in the log."""
-        tell(self._send, method, *arguments)
+    def send(self, method: str, *arguments: Scalar) -> None:
+        """Call without waiting; a death or a bug shows at the next `call`, another error in the log."""
 
-    def _send(self, method: str, *arguments: object) -> None:
-        try:
-            future = self._ask_for(method, *arguments).future()
-        except RayError:
-            return  # its creation failed, which the next `call` tells
-        except Exception as error:
-            self._bug = PartBugError(f"{self.name}: {type(error).__name__}: {error}")
-            raise
-        future.add_done_callback(lambda done: self._note_failure(method, done.exception()))
+        def answered(done: "Future[Answer]") -> None:
+            if not done.cancelled() and done.exception() is None and isinstance(answer := done.result(), Raised):
+                error = self._error(method, answer.failure)
+                self._bug = error if isinstance(error, PartBugError) else self._bug
 
-    def _ask_for(self, method: str, *arguments: object) -> "ray.ObjectRef":
-        return getattr(self._actor.result(), method).remote(*arguments)
+        def asked(done: "Future[Future[Answer]]") -> None:
+            if not done.cancelled() and done.exception() is None:
+                done.result().add_done_callback(answered)
 
-    def _note_failure(self, method: str, error: BaseException | None) -> None:
-        if isinstance(error, RayTaskError) and isinstance(failure := self._failure(method, error), PartBugError):
-            self._bug = failure
+        self._process.ask(method, *arguments).add_done_callback(asked)
 
-    def _failure(self, method: str, error: RayTaskError) -> Exception:
-        """Meaning of a method's error for the run; its traceback goes into the log."""
-        log.error("%s.%s raised %s", self.name, method, error)
-        bug, causes = bug_in(error.cause), list(errors_in(error.cause))
-        if bug is not None:
-            return PartBugError(f"{self.name}: {type(bug).__name__}: {bug}")
-        for cause in causes:
-            if isinstance(cause, ConfigError):
-                return ConfigError(str(cause))
-            if not isinstance(cause, StoreFullError) and (reason := unwritable(cause)) is not None:
+    def _error(self, method: str, failure: Failure) -> Exception:
+        """Meaning of a method's failure for the run; its traceback goes into the log."""
+        log.error("%s.%s raised %s", self.name, method, failure.traceback)
+        reason = failure.reason
+        match failure.kind:
+            case FailureKind.BUG:
+                return PartBugError(f"{self.name}: {reason}")
+            case FailureKind.USER:
+                return ConfigError(reason)
+            case FailureKind.UNWRITABLE:
                 return UnwritableError(f"{self.name}: {reason}")
-        reason = f"{type(causes[0]).__name__}: {causes[0]}"
-        told = f"out of memory in {method}: {reason}" if for_memory(reason) else reason
-        return PartDiedError(self.name, told, vanished=ENGINE_KILLED in reason)
+            case FailureKind.CRASH:
+                told = f"out of memory in {method}: {reason}" if for_memory(reason) else reason
+                return PartDiedError(self.name, told, vanished=ENGINE_KILLED in reason)
 
     def kill(self) -> None:
-        """Have Ray end the process, after what it was asked for before."""
-        tell(self._kill)
-
-    def _kill(self) -> None:
-        with contextlib.suppress(RayError):
-            ray.kill(self._actor.result())
+        """End the process."""
+        self._process.kill()
 
 
 class MakePart(Protocol):
@@ -159,44 +139,3 @@ async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, o
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-
-
-def start_actor(
-    kind: type, *, concurrency: int, place: Place, known_as: str = ""
-) -> "Future[ray.actor.ActorHandle]":
-    """A process of a shell: no restarts by Ray (the supervisor restarts), no CPU reservation.
-
-    On a named node it runs there or nowhere, and sees of its GPUs those that are its own.
-    """
-
-    def start() -> "ray.actor.ActorHandle":
-        return (
-            _ray_class(kind)
-            .options(
-                num_cpus=0,
-                num_gpus=place.gpus,
-                max_restarts=0,
-                max_concurrency=concurrency,
-                name=known_as or None,
-                scheduling_strategy=(
-                    NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
-                ),
-            )
-            .remote()
-        )
-
-    return soon(start)
-
-
-@functools.cache
-def _ray_class(kind: type) -> "ray.actor.ActorClass":
-    """Ray's class of a shell, made once, since Ray sends every class that it is given to its nodes."""
-    return ray.remote(kind)
-
-
-def _reason(error: RayError) -> str:
-    """The first sentence of what Ray says last."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, OutOfMemoryError) or any("running low on memory" in line for line in lines):
-        return "out of memory: Ray ended it as its node ran low"
-    return lines[-1].split(". ")[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Ray: starting a local cluster or joining one, seeing its nodes, running a function on one of them."""
+"""A Ray cluster: joined, or started on this machine; its processes host the same objects as forked ones."""
 
 import asyncio
 import contextlib
@@ -10,18 +10,28 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import OutOfMemoryError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import encode
 from laminar_py.runtime.cluster import WORKERS_READ, use_token_of_cluster
-from laminar_py.runtime.cluster.errors import RunFailedError
-from laminar_py.runtime.cluster.placement import Node
+from laminar_py.runtime.cluster.calls import (
+    Answer,
+    Scalar,
+    Shell,
+    answer_of,
+    is_async,
+    load_class,
+    read_answer,
+    value_of,
+)
+from laminar_py.runtime.cluster.errors import ProcessLostError, RunFailedError
+from laminar_py.runtime.cluster.placement import Node, Place
 from laminar_py.runtime.cluster.ray_thread import drain, made, soon, tell
 
 LOOPBACK = "127.0.0.1"
@@ -30,21 +40,165 @@ GCS_START_S = 60.0  # of the first of Ray's processes, of which nobody hears if 
 START_S = 180.0  # of Ray on this machine, which other work may hold up
 LOW = 10  # priority, as `nice` has it
 LOOK_S = 0.1  # between two looks for its node
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between look-ups of an actor that is away
 RAY_LOGS = Path(tempfile.gettempdir()) / "ray/session_latest/logs"
 
 
+class RayCluster:
+    """The cluster that this process is connected to."""
+
+    def __init__(self) -> None:
+        self.here = ray.get_runtime_context().get_node_id()
+
+    def start(self, kind: type, *, concurrency: int, place: Place, known_as: str = "") -> "RayProcess":
+        """An actor that hosts an object of `kind`. Ray never restarts it, and reserves no CPU for it.
+
+        On a named node it runs there or nowhere, and sees of its GPUs those that are its own.
+        """
+
+        def start() -> "ray.actor.ActorHandle":
+            strategy = NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
+            shell = _AsyncActor if is_async(kind) else _ThreadedActor
+            options = _ray_class(shell).options(
+                num_cpus=0,
+                num_gpus=place.gpus,
+                max_restarts=0,
+                max_concurrency=concurrency,
+                name=known_as or None,
+                scheduling_strategy=strategy,
+            )
+            return options.remote(kind.__module__, kind.__qualname__)
+
+        return RayProcess(soon(start))
+
+    def nodes(self, *, taken: bool) -> list[Node]:
+        """The live nodes, with the GPUs that are free, or with `taken` with all: the controller's first."""
+        free = ray._private.state.available_resources_per_node()  # public calls tell only the sum over all nodes
+        found = [
+            Node(
+                id=node["NodeID"],
+                ip=node["NodeManagerAddress"],
+                gpus=int((node["Resources"] if taken else free.get(node["NodeID"], {})).get("GPU", 0)),
+                cpus=int(node["Resources"].get("CPU", 0)),
+                here=node["NodeID"] == self.here,
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        return sorted(found, key=lambda node: (not node.here, node.ip, node.id))
+
+    async def all_placed(self) -> bool:
+        """True once every process that this one started, or is about to, has what it asked for, or has died."""
+        return await made(_all_placed)
+
+    async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
+        """Answer of a function from a process on that node, which ends where nobody waits for the answer any more.
+
+        On this node the process has a low priority.
+        """
+        low = node == self.here
+        begun = soon(_begin, node, function, arguments, low)
+        try:
+            reference = await asyncio.wrap_future(begun)  # its caller has a limit
+            answer = await asyncio.wrap_future(reference.future())
+        except RayError as error:
+            raise ProcessLostError(_reason(error)) from error
+        except asyncio.CancelledError:
+            if not begun.cancel():
+                tell(lambda: ray.cancel(begun.result(), force=True))
+            raise
+        found = value_of(read_answer(answer))
+        assert isinstance(found, bytes), f"{function} answers bytes"
+        return found
+
+    def close(self) -> None:
+        """Leave the cluster; one that this process started ends."""
+        drain()
+        ray.shutdown()
+
+
+class RayProcess:
+    """An actor, seen from the process that started it."""
+
+    def __init__(self, actor: "Future[ray.actor.ActorHandle]") -> None:
+        self._actor = actor
+
+    def ask(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
+        """Make a call once Ray takes it; the inner future is its answer, or raises `ProcessLostError`."""
+        return soon(self._ask, method, *arguments)
+
+    def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
+        answer = Future[Answer]()
+        try:
+            asked = self._actor.result().answer.remote(method, *arguments).future()
+        except RayError as error:  # its creation failed
+            answer.set_exception(ProcessLostError(_reason(error)))
+        else:
+            asked.add_done_callback(functools.partial(_pass_on, answer))
+        return answer
+
+    def kill(self) -> None:
+        """Have Ray end the process, after what it was asked for before."""
+        tell(self._kill)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor.result())
+
+
+class NamedActor:
+    """An actor that its keeper starts anew under the same name, e.g. `NamedActor("math-3.1.environment-0")`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._handle: ray.actor.ActorHandle | None = None
+        self._looking = asyncio.Lock()  # one looks for all who wait
+
+    async def ask(self, method: str, *arguments: Scalar) -> Answer:
+        """The answer of a method. Raises `ProcessLostError` where the process ends over it."""
+        handle = await self._find()
+        try:
+            return read_answer(await handle.answer.remote(method, *arguments))
+        except RayError as error:
+            if self._handle is handle:
+                self._handle = None
+            raise ProcessLostError(_reason(error)) from error
+
+    async def _find(self) -> "ray.actor.ActorHandle":
+        """The process that has the name, once one has it."""
+        pause_s = FIRST_PAUSE_S
+        async with self._looking:
+            while self._handle is None:
+                try:
+                    self._handle = await asyncio.to_thread(ray.get_actor, self._name)
+                except (RayError, ValueError):  # none has it yet
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            return self._handle
+
+
+class _AsyncActor:
+    """Ray's actor around an object with coroutines."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._shell = Shell(load_class(module, name), concurrency=1)
+
+    async def answer(self, method: str, *arguments: Scalar) -> bytes:
+        return encode(await self._shell.answer(0, method, *arguments))
+
+
+class _ThreadedActor:
+    """Ray's actor around an object whose calls come on threads."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._part = load_class(module, name)()
+
+    def answer(self, method: str, *arguments: Scalar) -> bytes:
+        return encode(answer_of(lambda *given: getattr(self._part, method)(*given), *arguments))
+
+
 @contextlib.contextmanager
-def open_cluster(address: str | None) -> Iterator[None]:
-    """The Ray cluster at `cluster.address`, or one of this machine alone if that is None.
-
-    What the run started there ends with it; a cluster that it joined goes on. Raises ConfigError if there is none.
-    """
-    with _local() if address is None else _joined(address):
-        yield
-
-
-@contextlib.contextmanager
-def _local() -> Iterator[None]:
+def local_ray() -> Iterator[RayCluster]:
     """A Ray cluster of one node on loopback with token authentication, ended with everything in it."""
     try:
         with _patient_on_loopback():
@@ -64,10 +218,9 @@ def _local() -> Iterator[None]:
         ) from None
     session = Path(context.address_info["session_dir"])
     try:
-        yield
+        yield (cluster := RayCluster())
     finally:
-        drain()
-        ray.shutdown()
+        cluster.close()
         shutil.rmtree(session, ignore_errors=True)
 
 
@@ -100,7 +253,8 @@ def _patient_on_loopback() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _joined(address: str) -> Iterator[None]:
+def joined_ray(address: str) -> Iterator[RayCluster]:
+    """A running cluster, which goes on without us. Raises `ConfigError` if there is none at `address`."""
     use_token_of_cluster()
     folder = os.getcwd()
 
@@ -125,64 +279,15 @@ def _joined(address: str) -> Iterator[None]:
             " RAY_AUTH_TOKEN or ~/.ray/auth_token must hold its token"
         ) from None
     try:
-        yield
+        yield (cluster := RayCluster())
     finally:
-        drain()
-        ray.shutdown()
-
-
-def nodes(*, taken: bool = False) -> list[Node]:
-    """The live nodes of the cluster, with the GPUs that are free: the controller's first, then by address.
-
-    With `taken` also with those that somebody has.
-    """
-    here = ray.get_runtime_context().get_node_id()
-    free = ray._private.state.available_resources_per_node()  # public calls tell only the sum over all nodes
-    found = [
-        Node(
-            id=node["NodeID"],
-            ip=node["NodeManagerAddress"],
-            gpus=int((node["Resources"] if taken else free.get(node["NodeID"], {})).get("GPU", 0)),
-            cpus=int(node["Resources"].get("CPU", 0)),
-            here=node["NodeID"] == here,
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    return sorted(found, key=lambda node: (not node.here, node.ip, node.id))
-
-
-async def all_placed() -> bool:
-    """True once every process that this one started, or is about to, has what it asked for, or has died."""
-    return await made(_all_placed)
+        cluster.close()
 
 
 def _all_placed() -> bool:
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
     states = {part["State"] for part in ray._private.state.actors(job_id=job).values()}
     return states <= {"ALIVE", "DEAD"}
-
-
-async def on_node(
-    node: str, function: Callable[..., bytes], *arguments: str | bytes, apart: bool = False
-) -> bytes:
-    """Answer of a function of this package on that node, from a process there. Raises RayError.
-
-    The process ends where nobody waits for the answer any more. On this node it is a thread, which answers sooner,
-    unless it is to be `apart`: for work that would burden this process, and leaves the cores to others.
-    """
-    if not apart and node == ray.get_runtime_context().get_node_id():
-        return await asyncio.to_thread(function, *arguments)
-    begun = soon(_begin, node, function, arguments, apart)
-    try:
-        reference = await asyncio.wrap_future(begun)  # its caller has a limit
-        answer = await asyncio.wrap_future(reference.future())
-    except asyncio.CancelledError:
-        if not begun.cancel():
-            tell(lambda: ray.cancel(begun.result(), force=True))
-        raise
-    assert isinstance(answer, bytes)
-    return answer
 
 
 def _begin(
@@ -195,23 +300,44 @@ def _begin(
 
 
 @functools.cache
+def _ray_class(kind: type) -> "ray.actor.ActorClass":
+    """Ray's class of a shell, made once, since Ray sends every class that it is given to its nodes."""
+    return ray.remote(kind)
+
+
+@functools.cache
 def _ray_task() -> "ray.remote_function.RemoteFunction":
     return ray.remote(_run)
 
 
 def _run(function: Callable[..., bytes], *arguments: str | bytes, low: bool) -> bytes:
-    """Answer of a function; with `low` of a thread of low priority, as the process goes on with other work."""
+    """Encoded answer of a function; with `low` on a thread of low priority, as Ray uses the process again."""
     if not low:
-        return function(*arguments)
+        return encode(answer_of(function, *arguments))
 
     def lower() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW)
 
     with ThreadPoolExecutor(1, initializer=lower) as thread:
-        return thread.submit(function, *arguments).result()
+        return encode(thread.submit(answer_of, function, *arguments).result())
 
 
-def free_port(ip: str) -> bytes:
-    """A port that this host can listen on."""
-    with socket.create_server((ip, 0)) as listener:
-        return encode(listener.getsockname()[1])
+def _pass_on(answer: "Future[Answer]", asked: "Future[bytes]") -> None:
+    """Settle an answer with Ray's."""
+    if not answer.set_running_or_notify_cancel():
+        return  # nobody waits for it any more
+    error = asked.exception()
+    if isinstance(error, RayError):
+        answer.set_exception(ProcessLostError(_reason(error), ended_by_run="ray.kill" in str(error)))
+    elif error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(read_answer(asked.result()))
+
+
+def _reason(error: RayError) -> str:
+    """The first sentence of what Ray says last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, OutOfMemoryError) or any("running low on memory" in line for line in lines):
+        return "out of memory: Ray ended it as its node ran low"
+    return lines[-1].split(". ")[0] if lines else type(error).__name__

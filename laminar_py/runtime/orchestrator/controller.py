@@ -26,8 +26,8 @@ from laminar_py.records.events import Evaluated, RunEnded
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import Kind, Prompt
+from laminar_py.runtime.cluster.backend import all_placed
 from laminar_py.runtime.cluster.errors import RunFailedError
-from laminar_py.runtime.cluster.ray_cluster import all_placed
 from laminar_py.runtime.orchestrator import policies
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet

@@ -24,6 +24,7 @@ from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.observe.telemetry.memory import folder_bytes
 from laminar_py.observe.telemetry.summary import Summary
 from laminar_py.observe.telemetry.view import make_view
+from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
     RunFailedError,
     UnwritableError,
@@ -32,7 +33,6 @@ from laminar_py.runtime.cluster.errors import (
     tell_unexpected,
     unwritable,
 )
-from laminar_py.runtime.cluster.ray_cluster import open_cluster
 from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.runtime.orchestrator.controller import Controller
 from laminar_py.runtime.orchestrator.resumed_data import refuse_other_prompts, refuse_other_rows, refuse_simulated

@@ -15,8 +15,8 @@ import psutil
 
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement, Plan
-from laminar_py.runtime.cluster.ray_cluster import nodes, open_cluster
 from laminar_py.runtime.preflight import survey
 from laminar_py.runtime.preflight.inputs import check_engine
 from laminar_py.runtime.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults

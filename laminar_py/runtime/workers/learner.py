@@ -12,9 +12,10 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
-from laminar_py.runtime.cluster.errors import PartDiedError
-from laminar_py.runtime.cluster.part import Part, RayError, watched
-from laminar_py.runtime.cluster.ray_cluster import free_port, on_node
+from laminar_py.runtime.cluster.backend import free_port, on_node
+from laminar_py.runtime.cluster.calls import Scalar
+from laminar_py.runtime.cluster.errors import PartDiedError, ProcessLostError
+from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
 from laminar_py.runtime.workers.payload import PayloadHosts
@@ -120,7 +121,7 @@ class LearnerLink:
         try:
             async with asyncio.timeout(PORT_S):
                 port = decode(int, await on_node(home, free_port, ip))
-        except (RayError, TimeoutError) as error:
+        except (ProcessLostError, TimeoutError) as error:
             reason = str(error) or f"nothing in {PORT_S:g} s"
             raise PartDiedError(parts[0].name, f"its node {ip} does not answer: {reason}") from error
         return f"tcp://{ip}:{port}"
@@ -169,13 +170,13 @@ class LearnerLink:
                 if starting and rank == 0:
                     self._show(progress)
 
-    async def _ask(self, kind: type[T], method: str, arguments: Sequence[object]) -> T:
+    async def _ask(self, kind: type[T], method: str, arguments: Sequence[Scalar]) -> T:
         """Answer of the first rank to a call on all."""
         answer = (await self._together(method, arguments))[0]
         assert isinstance(answer, bytes), f"{method} answers bytes"
         return decode(kind, answer)
 
-    async def _together(self, method: str, arguments: Sequence[object]) -> list[object]:
+    async def _together(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
         """Make a call on every rank, or on the first of them if there is one argument.
 
         Without a limit of its own: a rank that works may take its time.
@@ -188,7 +189,7 @@ class LearnerLink:
             self.kill()  # the other ranks wait in a collective that will never complete
             raise
 
-    async def _call_ranks(self, method: str, arguments: Sequence[object]) -> list[object]:
+    async def _call_ranks(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
         calls = [
             part.call(method, *([] if argument is None else [argument]), timeout_s=math.inf)
             for part, argument in zip(self._keeper.parts, arguments, strict=False)

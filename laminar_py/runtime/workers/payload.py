@@ -24,9 +24,8 @@ from laminar_py.ledger.segments.writer import part_of
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PieceRef
 from laminar_py.records.trajectory import Status
-from laminar_py.runtime.cluster.errors import PartDiedError, UnwritableError
-from laminar_py.runtime.cluster.part import RayError, RayTaskError
-from laminar_py.runtime.cluster.ray_cluster import on_node
+from laminar_py.runtime.cluster.backend import on_node
+from laminar_py.runtime.cluster.errors import PartDiedError, ProcessLostError, RemoteCallError, UnwritableError
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.stores import Stores
 
@@ -227,15 +226,15 @@ class PayloadHosts:
         try:
             async with asyncio.timeout(KEEP_S) as limit:
                 await on_node(node, keep_here, self._folder, names)
-        except RayTaskError as error:
-            reason = f"segments of {self._placement.ip(node)}: {error.cause}"
+        except RemoteCallError as error:
+            reason = f"segments of {self._placement.ip(node)}: {error}"
             raise UnwritableError(reason) from None
         except TimeoutError:
             if not limit.expired():
                 raise  # of its disk
             self._silent.add(node)
             log.error("no segments from %s in %.0f s; they stay there", self._placement.ip(node), KEEP_S)
-        except RayError as error:
+        except ProcessLostError as error:
             log.warning("no segments from %s: %s", self._placement.ip(node), error)
 
     async def _needed(self, scheduler: TrajectoryScheduler) -> set[str]:
@@ -325,9 +324,9 @@ class PayloadHosts:
         except TimeoutError:
             self._silent.add(node)
             log.error("%s on %s: no answer in %.0f s", function.__name__, self._placement.ip(node), limit_s)
-        except (RayTaskError, OSError) as error:
+        except (RemoteCallError, OSError) as error:
             log.error("%s on %s: %s", function.__name__, self._placement.ip(node), error)
-        except RayError as error:
+        except ProcessLostError as error:
             log.warning("%s: no answer from %s: %s", function.__name__, self._placement.ip(node), error)
         else:
             self._silent.discard(node)

@@ -36,11 +36,11 @@ from laminar_py.relay.wire.messages import (
     VersionPulled,
 )
 from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError, bug_in
+from laminar_py.runtime.cluster.backend import on_node
+from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError, ProcessLostError, RemoteCallError
 from laminar_py.runtime.cluster.links import find_links
-from laminar_py.runtime.cluster.part import Part, RayError, RayTaskError, watched
+from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place
-from laminar_py.runtime.cluster.ray_cluster import on_node
 from laminar_py.runtime.preflight.inputs import version_bytes
 from laminar_py.runtime.preflight.survey import LOOK_S
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -200,11 +200,11 @@ class Relays:
                     return decode(list[Manifest], await on_node(host, stored_manifests, str(self.store(node))))
             except TimeoutError:
                 reason = f"no answer in {LOOK_S:g} s"
-            except RayTaskError as error:
-                if (bug := bug_in(error.cause)) is not None:
-                    raise PartBugError(f"relay-{node}: {type(bug).__name__}: {bug}") from error
-                reason = str(error.cause)
-            except RayError:  # that host is dead, and what it held
+            except RemoteCallError as error:
+                if error.is_bug:
+                    raise PartBugError(f"relay-{node}: {error}") from error
+                reason = str(error)
+            except ProcessLostError:  # that host is dead, and what it held
                 return []
             log.warning("relay-%d: %s from node %s; what it holds is left out", node, reason, host)
             return []

@@ -18,7 +18,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import Peer
 from laminar_py.relay.wire.transport import Wire
-from laminar_py.runtime.cluster.named import NamedActor
+from laminar_py.runtime.cluster.backend import NamedPart
 from laminar_py.runtime.link.turns import AskedTurn, TurnAnswer, TurnSender
 
 
@@ -26,7 +26,7 @@ class RemoteEnvironments:
     """Environments in actors of these names; `label` is the replica's, which no other has or had."""
 
     def __init__(self, names: Sequence[str], wire: Wire, label: str) -> None:
-        self._actors = [NamedActor(name) for name in names]
+        self._actors = [NamedPart(name) for name in names]
         self._label = label
         self._numbers = count()
         self._awaited: dict[int, asyncio.Future[EnvironmentTurn]] = {}  # by the number of what was asked
@@ -75,7 +75,7 @@ class RemoteEnvironments:
         return int.from_bytes(blake3(trajectory_id.encode()).digest(length=8), "little") % len(self._actors)
 
 
-async def _call(actor: NamedActor, asked: AskedTurn, answer: asyncio.Future[EnvironmentTurn]) -> None:
+async def _call(actor: NamedPart, asked: AskedTurn, answer: asyncio.Future[EnvironmentTurn]) -> None:
     """Have an answer over Ray, unless it is there before."""
     try:
         turn = decode(EnvironmentTurn, await actor.ask("answer", encode(asked)))
@@ -89,5 +89,5 @@ async def _call(actor: NamedActor, asked: AskedTurn, answer: asyncio.Future[Envi
         answer.cancel()  # which is done, unless the call was cancelled
 
 
-async def _turns_address(actor: NamedActor) -> str:
+async def _turns_address(actor: NamedPart) -> str:
     return (await actor.ask("turns_address", b"")).decode()

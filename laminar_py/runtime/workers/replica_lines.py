@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from laminar_py.records.replica import ReplicaReport, WeightLoad
 from laminar_py.relay.wire.post import Post
 from laminar_py.rollout.outbox import GATHER_S
+from laminar_py.runtime.cluster.backend import LOOPBACK
 from laminar_py.runtime.cluster.errors import PartDiedError
-from laminar_py.runtime.cluster.ray_cluster import LOOPBACK
 from laminar_py.runtime.link.hub import Line, ReplicaHub
 from laminar_py.runtime.link.messages import Follow, Order
 from laminar_py.runtime.workers.incarnation import Incarnation
