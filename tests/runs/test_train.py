@@ -55,18 +55,14 @@ def consumed(run):
 
 
 def relays_that_listen(family):
-    """How many there are. Law 7: all listen on loopback alone, Ray's own processes too."""
+    """How many there are. Law 7: all processes listen on loopback alone."""
     relays = 0
     for process in family:
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             ends = [end for end in process.net_connections("tcp") if end.status == psutil.CONN_LISTEN]
             listening = [end.laddr.ip.removeprefix("::ffff:") for end in ends]
             assert set(listening) <= {"127.0.0.1", "::1"}, f"{process.name()} listens on {listening}"
-            relays += "Relay" in process.name() and len(listening) > 1  # Ray's own port, and the tree's
-    assert {"raylet", "gcs_server"} <= {process.name() for process in family}
-    environment = next(process for process in family if process.name() == "raylet").environ()
-    assert environment["RAY_AUTH_MODE"] == "token"
-    assert len(environment["RAY_AUTH_TOKEN"]) >= 32
+            relays += process.name().startswith("relay-") and bool(listening)
     return relays
 
 

@@ -210,7 +210,7 @@ class Generators:
     def make(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
         """A part for the replica of this name."""
         if len(self._actors) < self._count:
-            self._actors.append(cluster().start(GeneratorActor, concurrency=CALLS, place=place))
+            self._actors.append(cluster().start(GeneratorActor, title="generator", concurrency=CALLS, place=place))
         actor = self._actors[int(name.rpartition("-")[2]) % self._count]
         return Hosted(name, actor, timeout_s=timeout_s, place=place)
 

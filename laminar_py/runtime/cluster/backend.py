@@ -42,8 +42,11 @@ class Cluster(Protocol):
 
     here: str  # this process's node
 
-    def start(self, kind: type, *, concurrency: int, place: Place, known_as: str = "") -> Process:
-        """A process that hosts an object of `kind`, which others of the run find by the name `known_as`."""
+    def start(self, kind: type, *, title: str, concurrency: int, place: Place, known_as: str = "") -> Process:
+        """A process that hosts an object of `kind`; other processes of the run call it by the name `known_as`.
+
+        `ps` and `top` show its `title`.
+        """
         ...
 
     def nodes(self, *, taken: bool) -> list[Node]:

@@ -30,7 +30,7 @@ from typing import NoReturn
 import msgspec
 
 from laminar_py.records.codec import decode
-from laminar_py.runtime.cluster.calls import HEAD, Shell, load_class, serve, write_frame
+from laminar_py.runtime.cluster.calls import HEAD, Shell, load_class, serve, set_title, write_frame
 from laminar_py.sandbox.inside import kernel
 
 STATUS = struct.Struct("<i")
@@ -61,6 +61,7 @@ class StartProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     module: str
     name: str  # of the class in it
+    title: str  # that `ps` shows
     concurrency: int
     environment: dict[str, str]
     folder: str  # working directory
@@ -159,6 +160,7 @@ def _become(start: StartProcess, connection: socket.socket, guard: socket.socket
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(start.environment)
+    set_title(start.title)
     os.chdir(start.folder)
     sys.path[:] = start.path
     random.seed()

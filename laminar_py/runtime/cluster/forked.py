@@ -56,12 +56,15 @@ class ForkedCluster:
         if SHARED not in os.environ:
             self._start_server()
 
-    def start(self, kind: type, *, concurrency: int, place: Place, known_as: str = "") -> "ForkedProcess":
+    def start(
+        self, kind: type, *, title: str, concurrency: int, place: Place, known_as: str = ""
+    ) -> "ForkedProcess":
         """A process that hosts an object of `kind`; it sees of the GPUs those that are its own."""
         gpus, self._free_gpus = self._free_gpus[: place.gpus], self._free_gpus[place.gpus :]
         start = StartProcess(
             module=kind.__module__,
             name=kind.__qualname__,
+            title=title,
             concurrency=concurrency,
             environment=dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
             folder=os.getcwd(),
@@ -89,7 +92,7 @@ class ForkedCluster:
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
         """Answer of a function in a process of low priority, which ends with the call."""
-        process = self.start(_LowPriority, concurrency=1, place=Place())
+        process = self.start(_LowPriority, title=function.__name__, concurrency=1, place=Place())
         try:
             asked = process.ask("call", function.__module__, function.__qualname__, *arguments)
             answer = await asyncio.wrap_future(asked)

@@ -51,7 +51,9 @@ class Part:
         self.place = place
         self._timeout_s = timeout_s
         self._bug: PartBugError | None = None  # in a call that nobody waits for
-        self._process: Process = cluster().start(kind, concurrency=concurrency, place=place, known_as=known_as)
+        self._process: Process = cluster().start(
+            kind, title=name, concurrency=concurrency, place=place, known_as=known_as
+        )
 
     async def call(self, method: str, *arguments: Scalar, timeout_s: float | None = None) -> Scalar:
         """The result of a method. Raises PartDiedError if there is none in `timeout_s`, or it raised.

@@ -28,6 +28,7 @@ from laminar_py.runtime.cluster.calls import (
     is_async,
     load_class,
     read_answer,
+    set_title,
     value_of,
 )
 from laminar_py.runtime.cluster.errors import ProcessLostError, RunFailedError
@@ -50,7 +51,7 @@ class RayCluster:
     def __init__(self) -> None:
         self.here = ray.get_runtime_context().get_node_id()
 
-    def start(self, kind: type, *, concurrency: int, place: Place, known_as: str = "") -> "RayProcess":
+    def start(self, kind: type, *, title: str, concurrency: int, place: Place, known_as: str = "") -> "RayProcess":
         """An actor that hosts an object of `kind`. Ray never restarts it, and reserves no CPU for it.
 
         On a named node it runs there or nowhere, and sees of its GPUs those that are its own.
@@ -58,8 +59,7 @@ class RayCluster:
 
         def start() -> "ray.actor.ActorHandle":
             strategy = NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
-            shell = _AsyncActor if is_async(kind) else _ThreadedActor
-            options = _ray_class(shell).options(
+            options = _ray_class(kind).options(
                 num_cpus=0,
                 num_gpus=place.gpus,
                 max_restarts=0,
@@ -67,7 +67,7 @@ class RayCluster:
                 name=known_as or None,
                 scheduling_strategy=strategy,
             )
-            return options.remote(kind.__module__, kind.__qualname__)
+            return options.remote(kind.__module__, kind.__qualname__, title)
 
         return RayProcess(soon(start))
 
@@ -180,7 +180,8 @@ class NamedActor:
 class _AsyncActor:
     """Ray's actor around an object with coroutines."""
 
-    def __init__(self, module: str, name: str) -> None:
+    def __init__(self, module: str, name: str, title: str) -> None:
+        set_title(title)
         self._shell = Shell(load_class(module, name), concurrency=1)
 
     async def answer(self, method: str, *arguments: Scalar) -> bytes:
@@ -190,7 +191,8 @@ class _AsyncActor:
 class _ThreadedActor:
     """Ray's actor around an object whose calls come on threads."""
 
-    def __init__(self, module: str, name: str) -> None:
+    def __init__(self, module: str, name: str, title: str) -> None:
+        set_title(title)
         self._part = load_class(module, name)()
 
     def answer(self, method: str, *arguments: Scalar) -> bytes:
@@ -301,8 +303,11 @@ def _begin(
 
 @functools.cache
 def _ray_class(kind: type) -> "ray.actor.ActorClass":
-    """Ray's class of a shell, made once, since Ray sends every class that it is given to its nodes."""
-    return ray.remote(kind)
+    """Ray's class around `kind`, made once, since Ray sends every class that it is given to its nodes.
+
+    It has the name of `kind`, which Ray shows as the title of its processes.
+    """
+    return ray.remote(type(kind.__name__, (_AsyncActor if is_async(kind) else _ThreadedActor,), {}))
 
 
 @functools.cache
