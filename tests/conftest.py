@@ -1,5 +1,7 @@
 """Order of the tests: whole runs and real clusters, which mostly wait, are spread among the others.
 
+All runs of a session fork their processes from one server, `LAMINAR_FORK_SERVER`: its imports take five seconds.
+
 No token of the user's own clusters reaches them: Ray takes one from `RAY_AUTH_TOKEN`, which
 `laminar_py.runtime.cluster` sets, else from the file that `RAY_AUTH_TOKEN_PATH` names, else from
 ~/.ray/auth_token. A process that joins a cluster where such a file lies gives up the variable for it
@@ -9,10 +11,13 @@ the one before.
 
 import os
 import signal
+import tempfile
 from itertools import groupby
 from pathlib import Path
 
 from hypothesis import settings
+
+from laminar_py.runtime.cluster.forked import SHARED, start_server
 
 os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(__file__).parent / "no-token")  # before Ray is imported
 # a shell may have us ignore it, and so all that tests start
@@ -38,3 +43,15 @@ def pytest_collection_modifyitems(items):
     computing = [tests for tests in modules if not tests[0].nodeid.startswith(WAITING)]
     places = [(index / len(group), tests) for group in (waiting, computing) for index, tests in enumerate(group)]
     items[:] = [item for _, tests in sorted(places, key=lambda place: place[0]) for item in tests]
+
+
+def pytest_configure(config):
+    """Start the session's fork server, in the process that starts the workers."""
+    if not hasattr(config, "workerinput") and not config.option.collectonly:
+        folder = tempfile.TemporaryDirectory(prefix="laminar-tests-")
+        server = start_server(Path(folder.name) / "server")
+        os.environ[SHARED] = str(Path(folder.name) / "server")
+        os.environ["LAMINAR_FORK_SERVER_PID"] = str(server.pid)
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(server.wait)
+        config.add_cleanup(server.kill)

@@ -71,9 +71,19 @@ class TrainProcess:
     def family(self) -> list[psutil.Process]:
         try:
             own = psutil.Process(self.process.pid)
-            return [own, *own.children(recursive=True)]
+            return [own, *own.children(recursive=True), *self._forked()]
         except psutil.NoSuchProcess:
-            return []
+            return self._forked()
+
+    def _forked(self) -> list[psutil.Process]:
+        """Processes of the run that the session's fork server forked: they have its logs open."""
+        server = psutil.Process(int(os.environ["LAMINAR_FORK_SERVER_PID"]))
+        found = []
+        for process in server.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if any(Path(file.path).is_relative_to(self.folder) for file in process.open_files()):
+                    found.append(process)
+        return found
 
     def wait_until(self, look):
         """What `look` finds, once it finds something while the run goes on."""

@@ -1,19 +1,34 @@
-"""Processes of a run end with the Ray node that started them."""
+"""Processes of a run end with the process that started them, however that ends, even one that hangs."""
 
 import asyncio
+import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import psutil
 import pytest
 
 from laminar_py.runtime.cluster.backend import open_cluster
+from laminar_py.runtime.cluster.forked import SHARED, start_server
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.processes.replica import ReplicaActor
 from laminar_py.runtime.workers.processes.setup import PartActor
 from laminar_py.runtime.workers.processes.weights import WeightsActor
 
 PATIENCE_S = 60.0
+CLIENT = """
+import asyncio, sys, threading
+from laminar_py.runtime.cluster.backend import open_cluster
+from tests.workers.test_ends import StuckActor, parts, processes
+
+with open_cluster(None):
+    held = parts(StuckActor)
+    print(*(process.pid for process in asyncio.run(processes(held))), flush=True)
+    threading.Event().wait()
+"""
 
 
 class StuckActor(PartActor):
@@ -33,20 +48,24 @@ async def processes(of: list[Part]) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in await asyncio.gather(*(part.call("pid") for part in of))]
 
 
+def gone(running: list[psutil.Process]) -> bool:
+    return psutil.wait_procs(running, timeout=PATIENCE_S)[1] == []
+
+
 @pytest.mark.parametrize("kind", [ReplicaActor, WeightsActor], ids=["on-an-event-loop", "on-threads"])
-def test_parts_of_a_node_that_was_killed_are_gone_even_one_that_hangs(kind):
-    with open_cluster(None):
+def test_parts_of_a_ray_node_that_was_killed_are_gone_even_one_that_hangs(kind):
+    with open_cluster("local"):
         held = parts(kind)
         running = asyncio.run(processes(held))
         running[0].send_signal(signal.SIGSTOP)  # it hangs, and never hears that its node is gone
         node = running[0].parent()
         assert node.name() == "raylet"
         node.kill()
-        assert psutil.wait_procs(running, timeout=PATIENCE_S)[1] == []
+        assert gone(running)
 
 
-def test_a_part_that_cannot_end_is_gone_with_its_node():
-    with open_cluster(None):
+def test_a_part_that_cannot_end_is_gone_with_its_ray_node():
+    with open_cluster("local"):
         held = parts(StuckActor)
         process, _ = asyncio.run(processes(held))
         node = process.parent()
@@ -55,3 +74,46 @@ def test_a_part_that_cannot_end_is_gone_with_its_node():
             process.wait(3)
         node.kill()
         process.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_forked_parts_are_gone_with_the_process_that_started_them(hangs):
+    client = subprocess.Popen([sys.executable, "-c", CLIENT], stdout=subprocess.PIPE, text=True)
+    running = [psutil.Process(int(pid)) for pid in client.stdout.readline().split()]
+    assert len(running) == 2
+    if hangs:
+        running[0].send_signal(signal.SIGSTOP)
+    client.kill()
+    assert gone(running)
+    client.communicate()
+
+
+def test_forked_parts_are_gone_with_their_cluster():
+    with open_cluster(None):
+        running = asyncio.run(processes(held := parts(StuckActor)))
+    assert not any(process.is_running() for process in running), "they are reaped, too"
+    assert held
+
+
+def test_a_part_whose_fork_server_died_is_gone_and_the_next_one_has_another_server(monkeypatch):
+    monkeypatch.delenv(SHARED)
+    with open_cluster(None):
+        running = asyncio.run(processes(held := parts(ReplicaActor)))
+        os.kill(running[0].ppid(), signal.SIGKILL)
+        assert gone(running)
+        assert [process.is_running() for process in asyncio.run(processes(parts(ReplicaActor)))] == [True, True]
+        assert held
+
+
+def test_a_server_that_several_use_outlives_each_of_them(tmp_path, monkeypatch):
+    server = start_server(tmp_path / "server")
+    monkeypatch.setenv(SHARED, str(tmp_path / "server"))
+    for _ in range(2):
+        with open_cluster(None):
+            assert len(asyncio.run(processes(parts(WeightsActor)))) == 2
+    deadline = time.monotonic() + PATIENCE_S
+    while psutil.Process(server.pid).children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert psutil.Process(server.pid).children() == [], "it reaps what it has forked"
+    server.kill()
+    server.wait()

@@ -37,6 +37,7 @@ SESSION = "LAMINAR_SESSION"  # variable, in processes of a run: the folder of it
 LOW = 10  # priority, as `nice` has it
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between looks for a process that is away
 END_S = 10.0  # for the kernel to end the processes
+LAST_S = 0.5  # for the calls of ended processes to raise
 
 
 class ForkedCluster:
@@ -113,7 +114,7 @@ class ForkedCluster:
         if self._server is not None:
             self._server.kill()
             self._server.wait()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._loop.call_later, LAST_S, self._loop.stop)
         os.environ.pop(SESSION, None)
         shutil.rmtree(self._session, ignore_errors=True)
 
