@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from laminar_py.runtime.cluster import ray_cluster
+from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import RunFailedError
-from laminar_py.runtime.cluster.ray_cluster import _patient_on_loopback, open_cluster
+from laminar_py.runtime.cluster.ray_cluster import _patient_on_loopback
 
 SERVICES = ray_cluster.ray._private.services
 
@@ -18,7 +19,7 @@ def test_a_first_process_that_dies_is_one_line(monkeypatch):
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "1")
     monkeypatch.setattr(SERVICES, "GCS_SERVER_EXECUTABLE", "/bin/false")
     told = r"^Ray does not start on this machine \(.*set cluster.address=auto$"
-    with pytest.raises(RunFailedError, match=told), open_cluster(None):
+    with pytest.raises(RunFailedError, match=told), open_cluster("local"):
         pass
     assert not ray_cluster.ray.is_initialized()
 

@@ -12,6 +12,7 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster.backend import nodes
+from laminar_py.runtime.cluster.errors import PartBugError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement, make_plan
 from laminar_py.runtime.preflight import survey
 from laminar_py.runtime.preflight.doctor import _rows, fit
@@ -104,12 +105,9 @@ def test_what_the_engines_lack_is_found_where_the_run_starts_them_too(tmp_path):
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (survey.RayTaskError("look", "", TypeError("planted")), pytest.raises(TypeError, match="planted")),
-        (
-            survey.RayTaskError("look", "", RuntimeError("No module named laminar_py")),
-            nullcontext("cannot run laminar_py"),
-        ),
-        (survey.RayError("gone"), nullcontext("cannot run laminar_py")),
+        (survey.RemoteCallError("TypeError: planted", is_bug=True), pytest.raises(PartBugError, match="planted")),
+        (survey.RemoteCallError("No module named laminar_py", is_bug=False), nullcontext("cannot run laminar_py")),
+        (survey.ProcessLostError("gone"), nullcontext("cannot run laminar_py")),
     ],
     ids=["bug", "environment", "node"],
 )

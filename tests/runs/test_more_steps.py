@@ -7,19 +7,35 @@ import pytest
 from laminar_py.ledger.audit.queries import Filters, accounting, listing
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.records.trajectory import DropReason, Kind, Status
+from laminar_py.runtime.cluster.forked import SHARED
 from tests.runs.runs import TrainProcess, forget_versions
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 
 LATE_LEARNER = """
-import os, sys, time
+import importlib.util, os, sys, time
 
 
 class Late:
     def find_spec(self, name, path, target=None):
-        if name == "laminar_py.runtime.workers.processes.learner_part":
-            sys.meta_path.remove(self)
-            while not os.path.exists(os.environ["LEARNER_MAY_START"]):
-                time.sleep(0.05)
+        if name != "laminar_py.runtime.workers.processes.learner_part":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            make = module.LearnerPart.__init__
+
+            def init(part, *given, **named):
+                while not os.path.exists(os.environ["LEARNER_MAY_START"]):
+                    time.sleep(0.05)
+                make(part, *given, **named)
+
+            module.LearnerPart.__init__ = init
+
+        spec.loader.exec_module = exec_module
+        return spec
 
 
 sys.meta_path.insert(0, Late())
@@ -31,6 +47,7 @@ def late_learner(tmp_path, monkeypatch):
     """File without which the learners of runs do not start."""
     (tmp_path / "sitecustomize.py").write_text(LATE_LEARNER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv(SHARED)  # the run has a fork server of its own, which reads that file
     monkeypatch.setenv("LEARNER_MAY_START", str(tmp_path / "may-start"))
     yield tmp_path / "may-start"
     forget_versions(tmp_path / "small-1")

@@ -31,7 +31,7 @@ sys.meta_path.insert(0, Interrupter())
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("laminar_py.cli.train", "laminar: stopped before it began"),
+        ("laminar_py.cli.main", "laminar: stopped before it began"),
         ("laminar_py.runtime.orchestrator.launch", "laminar: stopped"),
     ],
     ids=["of-the-command-line", "of-the-run"],

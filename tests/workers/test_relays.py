@@ -16,7 +16,7 @@ from laminar_py.relay.planning.cost import SMALLEST_CHUNK_BYTES
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.runtime.cluster.backend import nodes
-from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError
+from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError, RemoteCallError
 from laminar_py.runtime.cluster.placement import Needs, Place, Placement
 from laminar_py.runtime.workers import relays as relays_module
 from laminar_py.runtime.workers.relays import Relays
@@ -171,17 +171,18 @@ async def test_a_host_that_hangs_counts_like_one_that_died_when_versions_are_loo
 
 
 async def test_a_mistake_of_ours_on_a_host_is_no_death_of_it(tmp_path, monkeypatch, caplog):
-    from ray.exceptions import RayTaskError  # after our own package, which sets what Ray reads at its import
-
     async def on_node(host, function, *arguments):
-        raise RayTaskError("stored_manifests", "traceback", errors.pop(0))
+        raise errors.pop(0)
 
-    errors = [OSError("unreadable"), TypeError("planted")]
+    errors = [
+        RemoteCallError("OSError: unreadable", is_bug=False),
+        RemoteCallError("TypeError: planted", is_bug=True),
+    ]
     monkeypatch.setattr(relays_module, "on_node", on_node)
     relays = make_relays(tmp_path, None)
     relays._hosts[0] = "a"
     assert await relays.published() == []
-    assert "relay-0: unreadable from node a; what it holds is left out" in caplog.text
+    assert "relay-0: OSError: unreadable from node a; what it holds is left out" in caplog.text
     with pytest.raises(PartBugError, match="relay-0: TypeError: planted"):
         await relays.published()
 

@@ -46,7 +46,7 @@ class FarActor:
 async def environments_in(monkeypatch, *actors):
     """Environments in these, as a replica has them."""
     named = {f"environment-{place}": actor for place, actor in enumerate(actors)}
-    monkeypatch.setattr(remote_environments, "NamedActor", named.get)
+    monkeypatch.setattr(remote_environments, "NamedPart", named.get)
     wire = peer_wire(KEYS)
     environments = RemoteEnvironments(list(named), wire, "replica-0")
     try:

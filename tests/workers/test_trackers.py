@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import logging
+import os
 import socket
 import time
 
@@ -66,12 +67,12 @@ def scalars(run, name):
 
 
 def tracker_processes():
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "TrackerActor" in child.name()]
+    server = psutil.Process(int(os.environ["LAMINAR_FORK_SERVER_PID"]))
+    return [child for child in server.children() if child.name().startswith("tracker-")]
 
 
 async def until_gone():
-    """Ray ends a killed actor's process a moment later."""
+    """The kernel ends a killed process a moment later."""
     _, left = await asyncio.to_thread(psutil.wait_procs, tracker_processes(), timeout=ENOUGH_S)
     assert left == []
 
