@@ -7,8 +7,13 @@ SGLANG := .venv-sglang/installed
 ADAPTERS := .venv-adapters/installed
 # one worker more than there are cores, since whole runs mostly wait; each takes 1.6 GiB
 WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
+HERE := not gpu and not sglang and not adapters
+PART ?= 0/1
 
-.PHONY: quickstart quickstart-sglang test test-sglang test-adapters lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl docs clean
+# where a shell forbids it, each of hundreds of processes would compile every module again
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: quickstart quickstart-sglang test test-all test-slow test-sglang test-adapters lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -18,7 +23,15 @@ quickstart-sglang: $(INSTALLED) $(SGLANG)
 	$(BIN)/laminar train configs/quickstart_sglang.yaml seed=$(SEED)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not slow and not sglang and not adapters" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "$(HERE) and not slow" $(WORKERS) $(ARGS)
+
+# with the slow ones and every example of property tests
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "$(HERE)" --hypothesis-profile=full $(WORKERS) $(ARGS)
+
+# what `make test-all` has beyond `make test`, or a part of it: PART=3/8
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m "$(HERE) and (slow or hypothesis)" --hypothesis-profile=full --part $(PART) $(WORKERS) $(ARGS)
 
 test-sglang: $(INSTALLED) $(SGLANG)
 	LAMINAR_SGLANG_PYTHON=$(CURDIR)/$(dir $(SGLANG))bin/python $(BIN)/python -m pytest -m sglang -rs $(ARGS)

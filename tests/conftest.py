@@ -1,4 +1,7 @@
-"""Order of the tests: whole runs and real clusters, which mostly wait, are spread among the others.
+"""Which tests run, how deep, and in which order: whole runs and real clusters, which mostly wait, are spread out.
+
+`make test` leaves out tests marked `slow` and draws a quarter of the examples of property tests. `make test-all`
+runs all of both. `--part K/N` keeps part K of the tests that are left, for a share that changes with the commit.
 
 All runs of a session fork their processes from one server, `LAMINAR_FORK_SERVER`: its imports take five seconds.
 
@@ -9,22 +12,27 @@ No token of the user's own clusters reaches them: Ray takes one from `RAY_AUTH_T
 the one before.
 """
 
+import hashlib
 import os
 import signal
 import tempfile
 from itertools import groupby
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 from laminar_py.runtime.cluster.forked import SHARED, start_server
+from tests.depth import DAY, FULL
 
 os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(__file__).parent / "no-token")  # before Ray is imported
 # a shell may have us ignore it, and so all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("busy", deadline=None)  # no test is timed
-settings.load_profile("busy")
+# no test is timed
+settings.register_profile("day", deadline=None, max_examples=DAY)
+settings.register_profile("full", deadline=None, max_examples=FULL)
+settings.load_profile("day")
 
 WAITING = (
     "tests/runs/",
@@ -36,8 +44,25 @@ WAITING = (
 )
 
 
-def pytest_collection_modifyitems(items):
-    """Each worker of a parallel session then has its share of both, and seldom do two that wait run at once."""
+def pytest_addoption(parser):
+    parser.addoption("--part", type=part, metavar="K/N", help="of N parts of the tests run the K-th, from 0")
+
+
+def part(text):
+    """E.g. `(2, 8)` of `2/8`. A K of N or more counts from the start, so any number chooses a part."""
+    index, number = map(int, text.split("/"))
+    return index % number, number
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`
+def pytest_collection_modifyitems(config, items):
+    """Keep the chosen part, then spread the tests that wait.
+
+    Each worker of a parallel session has its share of both, and seldom do two that wait run at once.
+    """
+    if chosen := config.getoption("part"):
+        config.hook.pytest_deselected(items=[item for item in items if part_of(item, chosen[1]) != chosen[0]])
+        items[:] = [item for item in items if part_of(item, chosen[1]) == chosen[0]]
     modules = [list(tests) for _, tests in groupby(items, key=lambda item: item.nodeid.partition("::")[0])]
     waiting = [tests for tests in modules if tests[0].nodeid.startswith(WAITING)]
     computing = [tests for tests in modules if not tests[0].nodeid.startswith(WAITING)]
@@ -55,3 +80,9 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
         config.add_cleanup(server.wait)
         config.add_cleanup(server.kill)
+
+
+def part_of(item, number):
+    """The part that a test is in, the same in every checkout; tests of one file share an SGLang server."""
+    name = item.location[0] if item.get_closest_marker("sglang") else item.nodeid
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % number

@@ -64,6 +64,7 @@ def places(code: Checkout) -> Places:
         "calls of setattr": [
             place(path, node) for path, node in code.nodes(ast.Call) if called(node) == "setattr"
         ],
+        "docstrings that state an invariant without its test or law": untested_invariants(code),
     }
 
 
@@ -176,6 +177,19 @@ def positional_examples(code: Checkout) -> list[str]:
                 calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call) and call.args]
                 found += [f"{place(path, node)} {text}" for call in calls if called(call) in records]
     return found
+
+
+def untested_invariants(code: Checkout) -> list[str]:
+    """Docstrings that say `Invariant` and name neither a test nor the number of a law."""
+    found = [
+        (path, node, ast.get_docstring(node) or "")
+        for path, node in code.nodes(ast.Module, ast.ClassDef, Function)
+    ]
+    return [
+        f"{path}:{getattr(node, 'lineno', 1)}"
+        for path, node, text in found
+        if "nvariant" in text and not re.search(r"test_|\b[Ll]aws? \d", text)
+    ]
 
 
 def is_positional(node: ast.ClassDef) -> bool:

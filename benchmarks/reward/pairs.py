@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import math_verify  # type: ignore[import-untyped]
 import msgspec
 
 from laminar_contrib.mathematics.verify import MathOutcome, verify
@@ -54,6 +53,8 @@ def _ours(pair: LabelledPair) -> bool:
 
 
 def _library(pair: LabelledPair) -> bool:
+    import math_verify  # type: ignore[import-untyped]
+
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     reference, given = math_verify.parse(f"${pair.reference}$"), math_verify.parse(pair.response)
     return bool(math_verify.verify(reference, given))

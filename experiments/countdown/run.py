@@ -19,7 +19,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
-import matplotlib.pyplot as plt
 import msgspec
 import torch
 
@@ -307,6 +306,8 @@ def rows(seeds: Sequence[SeedResult]) -> list[Row]:
 
 def draw(seeds: Sequence[SeedResult], path: Path) -> None:
     """Lines of both schedules for each seed, and a dotted one where supervised training alone ends."""
+    import matplotlib.pyplot as plt  # half a second that only a drawing needs
+
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for seed, one in enumerate(seeds):
         for schedule, style in zip(STEPS, ("-", "--"), strict=True):

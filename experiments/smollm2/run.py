@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-import matplotlib.pyplot as plt
 import msgspec
 import numpy as np
 
@@ -142,6 +141,8 @@ def rows(runs: Sequence[LearnedArithmetic]) -> list[Row]:
 
 def draw(runs: Sequence[LearnedArithmetic], path: Path) -> None:
     """Two lines for each seed: right, and unreadable."""
+    import matplotlib.pyplot as plt  # half a second that only a drawing needs
+
     figure, axes = plt.subplots(figsize=(6, 4))
     for seed, one in enumerate(runs):
         minutes = [moment.rl_s / 60 for moment in one.curve]

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 
-import matplotlib.pyplot as plt
 
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import FinishedRun, train
@@ -69,6 +68,8 @@ def _accuracy(done: FinishedRun) -> float:
 
 def draw(found: Found, *, seconds: int, path: Path) -> None:
     """A line for each algorithm."""
+    import matplotlib.pyplot as plt  # half a second that only a drawing needs
+
     figure, axes = plt.subplots(figsize=(6, 4))
     for algorithm in ALGORITHMS:
         values = [mean(_accuracy(one) for one in found[algorithm, bound]) for bound in BOUNDS]

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import msgspec
 
 from laminar_lab.bench.kept import KeptResults
@@ -88,6 +87,8 @@ def rows(runs: Sequence[LearnedCode]) -> list[Row]:
 
 def draw(runs: Sequence[LearnedCode], path: Path) -> None:
     """Two lines for each seed."""
+    import matplotlib.pyplot as plt  # half a second that only a drawing needs
+
     figure, axes = plt.subplots(figsize=(6, 4))
     for seed, one in enumerate(runs):
         for task, style in zip(TASKS, ("-", "--"), strict=True):

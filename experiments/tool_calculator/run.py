@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-import matplotlib.pyplot as plt
 import msgspec
 
 from laminar_lab.bench.kept import KeptResults
@@ -71,6 +70,8 @@ def rows(runs: Sequence[Asked]) -> list[Row]:
 
 def draw(runs: Sequence[Asked], path: Path) -> None:
     """Accuracy over minutes of RL, and calls over steps."""
+    import matplotlib.pyplot as plt  # half a second that only a drawing needs
+
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
     for seed, one in enumerate(runs):
         left.plot([s / 60 for s, _ in one.accuracy], [share for _, share in one.accuracy], label=f"seed {seed}")

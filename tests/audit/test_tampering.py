@@ -33,6 +33,7 @@ from laminar_py.records.events import (
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.builders import make_evaluated
+from tests.depth import examples
 from tests.ledger.runs import (
     archive,
     begin,
@@ -48,7 +49,8 @@ from tests.ledger.runs import (
     undo_since,
 )
 
-SEALED, OPEN, PAYLOAD = 1000, 150, 50  # changes; without a seal each costs a third of a second
+# changes; without a seal each costs a tenth of a second
+SEALED, OPEN, PAYLOAD = examples(1000), examples(150), examples(50)
 
 
 async def closed_run(run):

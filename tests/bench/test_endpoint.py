@@ -24,6 +24,7 @@ def test_the_row_is_the_lower_of_streams_and_whole_answers():
     assert found["endpoint_added_ms"] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_every_figure_comes_and_the_engine_is_asked_the_same():
     cases = {"many": replace(MANY, agents=3, turns=2, tokens=(2, 6)), "one": replace(ONE, turns=2, tokens=(2, 4))}
     heard = []

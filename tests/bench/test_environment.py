@@ -20,6 +20,7 @@ def test_what_is_added_is_what_the_engine_alone_does_not_take_in_turns_after_the
     assert (times.total, times.engine, times.added) == pytest.approx((20.0, 4.0, 12.0))
 
 
+@pytest.mark.slow
 def test_every_figure_comes_and_a_long_prefix_costs_less_where_it_is_kept():
     cases = [replace(case, count=1, turns=4) for case in (SHORT, LONG, COMPUTED)]
     heard = []

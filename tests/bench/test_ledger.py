@@ -1,9 +1,12 @@
 """The benchmark of the ledger in its smallest form: every figure comes, and those that no load changes hold."""
 
+import pytest
+
 from laminar_lab.bench.ledger.measure import rows
 from tests.bench.figures import figures
 
 
+@pytest.mark.slow
 def test_every_figure_comes_once():
     found = figures("ledger", "recording", rows(trajectories=6000, tell=lambda line: None))
     assert 1 < found["ledger_bytes"] < 5

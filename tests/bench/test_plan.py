@@ -47,14 +47,14 @@ def test_cpu_time_between_two_moments_is_divided_by_what_processes_are():
 
 
 def test_processes_below_this_one_are_seen():
-    code = "import time\nwhile time.process_time() < 1.5: pass\nprint(flush=True)\ninput()"
+    code = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
     with watching_cpu() as log, subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as child:
         child.stdout.readline()
         num_looks = len(log.at_s)
         while len(log.at_s) < num_looks + 2:
             time.sleep(0.05)
         child.communicate(b"\n")
-    assert max(sum(used.values()) for used in log.used_s) >= 1.4
+    assert max(sum(used.values()) for used in log.used_s) >= 0.4
 
 
 def test_the_sigma_of_lengths_that_engines_drew_is_found_again():
@@ -111,6 +111,7 @@ def test_each_setting_is_one_that_runs_and_one_that_is_simulated():
     assert () not in names, "the base setting is what is calibrated with"
 
 
+@pytest.mark.slow
 def test_a_base_is_explained_with_what_its_replicas_took_for_a_token(monkeypatch):
     monkeypatch.setattr(quickstart, "SEEDS", 1)
     profile = read_profile(REPO / "configs/emulation/h100_7b.yaml")

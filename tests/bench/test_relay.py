@@ -21,6 +21,7 @@ def left() -> set[Path]:
     return set(SHARED_MEMORY.glob("laminar-bench-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", MEASUREMENTS)
 def test_every_figure_comes_once_and_is_positive_and_nothing_is_left(only):
     heard, before = [], left()

@@ -26,6 +26,7 @@ def test_a_simulated_model_has_the_times_of_its_profile(model, file):
     assert model.profile == read_profile(Path("configs/emulation") / file)
 
 
+@pytest.mark.slow
 def test_a_simulated_fleet_gives_all_rows_and_the_ceiling_is_above_what_drains(monkeypatch):
     for name, value in {"REPLICAS": 4, "BATCH": 64, "STEPS": 3}.items():
         monkeypatch.setattr(repacked_fleet, name, value)

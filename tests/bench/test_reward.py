@@ -14,6 +14,7 @@ from tests.bench.figures import figures
 NUM_MAKERS = 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", ["sandbox", "sandbox_landlock", "sandbox_none"])
 def test_every_tier_that_can_be_had_has_its_figures(only):
     measure = {
@@ -36,6 +37,7 @@ async def test_every_kind_of_program_gives_what_is_wanted_and_a_wrong_output_is_
                 await sandbox.check(pool, msgspec.structs.replace(program, wanted="something else"))
 
 
+@pytest.mark.slow
 def test_what_hangs_is_out_of_time_and_all_others_are_judged_rightly():
     found = figures("reward", "math", mathematics.rows(verifications=200, tell=lambda line: None))
     assert all(value > 0 for value in found.values())

@@ -10,6 +10,7 @@ from tests.bench.figures import figures
 MEASUREMENTS = {"write": partial(segments.write_rows, num_bytes=2**16), "fetch": segments.fetch_rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", MEASUREMENTS)
 def test_every_figure_comes_once_and_is_positive(only):
     heard = []

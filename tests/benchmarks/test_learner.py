@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import pytest
+
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.learner import agreement, memory, packing
 from benchmarks.learner.packing import LLAMA
@@ -32,5 +34,6 @@ def test_packing_is_laid_beside_both_paddings():
     assert all(ratio > 0 for ratio in found.values())
 
 
+@pytest.mark.slow
 def test_memory_of_log_probabilities_is_laid_beside_that_of_all_logits():
     assert figures("memory", memory.rows(sizes=(2048, 4096, 32)))["logprob_memory_over_naive"] > 0

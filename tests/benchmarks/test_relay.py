@@ -68,6 +68,7 @@ def traces(pid: int) -> list[Path]:
     return [path for folder in folders for path in folder.glob(f"{namespaces.PREFIX}{pid}*")]
 
 
+@pytest.mark.slow
 def test_every_figure_of_a_hop_comes_once_and_is_positive():
     found = sockets.rows(shm=SHARED_MEMORY, repeats=1, tell=print, num_bytes=4 * MIB)
     assert sorted(positive(found)) == sorted(names("sockets"))
@@ -102,6 +103,7 @@ def test_a_bare_sender_makes_its_checksums_before_the_round_as_a_root_does(tmp_p
     assert max(made) <= began
 
 
+@pytest.mark.slow
 def test_each_peer_on_one_host_tells_its_own_conditions():
     found = fanout.rows(shm=SHARED_MEMORY, repeats=1, tell=print, num_bytes=4 * MIB, num_replicas=2)
     assert positive(found) == names("fanout")
@@ -129,6 +131,7 @@ def test_a_share_of_cores_is_of_the_time_that_was_watched():
     assert 0 < watch.stop(seconds=1e-9).own <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_hosts")
 def test_every_figure_of_many_hosts_comes_once_and_nothing_is_left():
     found = hosts.rows(repeats=1, tell=print, num_bytes=4 * MIB, num_hosts=3, mbit_per_s=2000)
@@ -139,6 +142,7 @@ def test_every_figure_of_many_hosts_comes_once_and_nothing_is_left():
     assert not traces(os.getpid())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_hosts")
 def test_a_killed_benchmark_leaves_no_process_and_its_network_goes_when_the_next_starts():
     killed = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE)

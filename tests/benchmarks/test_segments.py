@@ -9,6 +9,7 @@ from laminar_lab.bench.segments import PieceBatch
 from laminar_py.config.section import ConfigError
 
 
+@pytest.mark.slow
 def test_pieces_cross_from_host_to_host():
     try:
         namespaces.require(0)

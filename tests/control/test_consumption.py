@@ -17,6 +17,7 @@ from laminar_py.records.trajectory import DropReason
 from laminar_py.runtime.orchestrator.trainer import uncut
 from tests.control.fleet import Fleet, settle
 from tests.control.test_scheduler import assert_law_one
+from tests.depth import examples
 
 PATIENCE_S = 5.0
 MAX_TOKENS = 128
@@ -231,7 +232,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(ACTIONS, st.integers(0, 3), st.sampled_from([None, 1, 2]))
 def test_every_batch_is_packed_whole_and_nothing_is_lost_whatever_happens(actions, look_ahead, max_staleness):
     asyncio.run(play(actions, look_ahead, max_staleness))

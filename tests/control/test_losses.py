@@ -19,6 +19,7 @@ from tests.builders import make_prompt
 from tests.control.fleet import REFERENCE, Fleet, segment_of
 from tests.control.test_restore import left, restored
 from tests.control.test_scheduler import assert_law_one
+from tests.depth import examples
 from tests.ledger.runs import begin, open_ledger
 
 HOST = "host 10.0.0.2 is gone"
@@ -283,7 +284,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(ACTIONS, st.sampled_from([WithoutSignal.TRAIN, WithoutSignal.REFILL]))
 def test_the_account_is_balanced_whatever_is_lost(actions, without_signal):
     """The events are taken by the ledger's machine, which refuses illegal ones."""

@@ -16,6 +16,7 @@ from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Break
 from tests.builders import make_experts, make_mask
 from tests.control.streams import ID, PROMPT, Streams, token_ids
+from tests.depth import examples
 from tests.ledger.runs import begin, open_ledger
 
 
@@ -111,7 +112,7 @@ def histories(draw):
     return streams
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(histories())
 def test_memory_and_ledger_keep_what_the_engines_did_whatever_becomes_of_the_streams(history):
     with tempfile.TemporaryDirectory() as folder:

@@ -21,6 +21,7 @@ from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
 from tests.builders import make_prompt, make_ref
 from tests.control.fleet import Fleet, broken_off, settle
+from tests.depth import examples
 
 
 def names(fleet, kind):
@@ -377,7 +378,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(ACTIONS, st.sampled_from(list(WithoutSignal)), st.sampled_from(list(Schedule)))
 def test_issued_is_consumed_plus_dropped_plus_live_whatever_happens(actions, without_signal, schedule):
     """Law 1, by events alone, under deaths, failures and rollbacks in any order."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from laminar_py.config.staleness import Schedule
 from laminar_py.control.moves import Moves, Round
 from tests.control.fleet import Fleet
+from tests.depth import examples
 
 REPLICAS, GROUP, NEWEST = 5, 4, 4
 indices, versions = st.integers(0, REPLICAS - 1), st.integers(-1, NEWEST)
@@ -68,7 +69,7 @@ def leaving_that_serve(scheduler, version):
 
 
 @given(st.sampled_from(Schedule), st.lists(acts, max_size=60), st.integers(0, NEWEST), st.sampled_from((1, GROUP)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_new_trajectories_go_where_a_look_at_all_replicas_would_send_them(schedule, history, newest, size):
     scheduler = scheduler_of(schedule, history, newest=newest)
     views, book = staying(scheduler), scheduler.book
@@ -90,7 +91,7 @@ def test_new_trajectories_go_where_a_look_at_all_replicas_would_send_them(schedu
 
 
 @given(st.lists(acts, max_size=60), st.integers(0, NEWEST), st.none() | st.integers(0, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_pinned_trajectories_go_where_a_look_at_all_replicas_would_send_them(history, version, limit):
     scheduler = scheduler_of(Schedule.ASYNC, history)
     views, expected = staying(scheduler), scheduler.moves.expected
@@ -108,7 +109,7 @@ def test_pinned_trajectories_go_where_a_look_at_all_replicas_would_send_them(his
     st.integers(0, REPLICAS),
     st.sampled_from((0, 64, 150)),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_members_of_a_pass_go_where_a_look_at_all_replicas_would_send_them(
     history, version, holders, most, num_out
 ):
@@ -130,7 +131,7 @@ def test_members_of_a_pass_go_where_a_look_at_all_replicas_would_send_them(
 
 
 @given(st.lists(acts, max_size=60), versions)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_counts_of_replicas_are_those_of_a_look_at_all(history, version):
     views = scheduler_of(Schedule.ASYNC, history).views
     every = list(views.by_index.values())

@@ -120,11 +120,11 @@ def test_a_problem_without_a_level_is_refused(tmp_path: Path, fields: str, fault
 
 
 def test_a_problem_comes_rarely_by_the_formula_after_visits_that_taught_nothing() -> None:
-    stream = make_stream(1000, order="signal", rest_floor=0.25)
+    stream = make_stream(100, order="signal", rest_floor=0.25)
     for place in range(4):  # the first four problems: 0 to 3 silent visits in a row
         for visit in range(place):
             stream.tell(GroupRewards(10 * visit, f"s0/{place}", (1.0, 1.0)))
-    drawn = ids(stream, range(1000 * 100))
+    drawn = ids(stream, range(100 * 100))
     counts = [drawn.count(f"s0/{row}") / 100 for row in range(5)]
     assert counts == pytest.approx([1.0, 0.5, 0.25, 0.25, 1.0], abs=0.2)
     assert stream.figures.resting == 3

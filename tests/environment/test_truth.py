@@ -29,11 +29,12 @@ from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.records.tree import is_tree
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
+from tests.depth import examples
 from tests.environment.turns import Chatter, Wanderer, greedy_tokenizer, make_host, problem
 from tests.learner.builders import make_learner, make_model_folder
 from tests.rollout.folders import Folders
 
-TURNS, TRAJECTORIES = 10, 1_000
+TURNS, TRAJECTORIES = 10, examples(1_000)
 STOP_IDS = tuple(range(16))  # so that a turn of a model of random weights has few tokens
 LABELS = count()
 
@@ -234,7 +235,7 @@ def assert_trained_as_sampled(story):
     assert again > 0.9 * len(story.told), "the tokenizer is nasty: a second encoding would differ"
 
 
-def test_trained_ids_are_those_that_the_engine_sampled_over_ten_thousand_turns(story):
+def test_trained_ids_are_those_that_the_engine_sampled_over_thousands_of_turns(story):
     assert sum(num_turns(told.spans) for told in story.told.values()) >= TURNS * TRAJECTORIES * 0.99
     assert_trained_as_sampled(story)
 

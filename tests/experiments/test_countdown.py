@@ -193,6 +193,7 @@ def test_the_tokenizer_knows_every_token_and_gives_the_text_back(data):
         assert tokenizer.decode(np.array([*ids, *tokenizer.eos_ids])) == prompt + response
 
 
+@pytest.mark.slow
 def test_the_same_bytes_are_written_every_time_and_what_is_there_is_left_alone(data, tmp_path):
     for path in data.rglob("*.json*"):
         copy = tmp_path / path.relative_to(data)

@@ -171,6 +171,7 @@ def test_with_cpu_pieces_run_that_can_and_others_are_planned(tmp_path, monkeypat
     assert str(ROOT) not in out.read_text()
 
 
+@pytest.mark.slow
 def test_the_learner_is_measured_at_a_tiny_size(tmp_path):
     (row,) = learner.step_rows("selective", learner.TINY, device_type="cpu", folder=tmp_path)
     assert row.name == "tokens_per_s_selective"

@@ -75,6 +75,7 @@ def test_a_band_is_over_placements_and_its_middle_is_geometric():
     assert rows["over_sync_mean_mfu0.15"].value == 8.0, "at the middle split alone"
 
 
+@pytest.mark.slow
 def test_a_cell_is_measured_in_whole_fleets():
     small = replace(CELL, iterations=3)
     found = measure(small)

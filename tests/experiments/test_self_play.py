@@ -46,6 +46,7 @@ def test_who_takes_the_last_or_sees_no_move_of_the_other_has_won(play):
     assert play.wins(greedy, mad, [8, 9]) == [True] * 2
 
 
+@pytest.mark.slow
 def test_each_role_has_its_own_reward_and_is_compared_with_its_like(tmp_path):
     given = "steps=2", "warm_start.steps=100", f"warm_start.cache={tmp_path / 'warm'}"
     with TrainProcess(tmp_path, *given, config=FOLDER / "self_play.yaml", small=()) as train:

@@ -231,6 +231,7 @@ def test_a_generator_that_is_seeded_alike_gives_the_same_problems_and_tests():
     assert drawn() == drawn()
 
 
+@pytest.mark.slow
 def test_the_same_bytes_are_written_every_time_and_what_is_there_is_left_alone(data, tmp_path):
     make_data(tmp_path)
     assert {name: (tmp_path / name).read_bytes() for name in FILES} == {

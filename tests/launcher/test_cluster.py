@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from typer.testing import CliRunner
 
 from laminar_lab.commands.launch import _work
@@ -43,6 +44,7 @@ with open_cluster(address):
 """
 
 
+@pytest.mark.slow
 def test_runs_share_a_cluster_side_by_side_as_many_as_fit_on_its_nodes(tmp_path):
     with FakeCluster(4, 3) as cluster:
         joined = {"cluster.address": cluster.address}
@@ -67,6 +69,7 @@ def test_runs_share_a_cluster_side_by_side_as_many_as_fit_on_its_nodes(tmp_path)
     assert told.index("s1: running") < told.index("s0: finished"), "side by side"
 
 
+@pytest.mark.slow
 def test_after_a_killed_launcher_slots_are_counted_once_its_runs_have_given_their_gpus_back(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
     with FakeCluster(2) as cluster:

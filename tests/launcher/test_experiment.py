@@ -13,6 +13,7 @@ from laminar_py.config.loading import load_settings
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import open_writer
 from laminar_py.ledger.run_folder import new_run
+from tests.depth import examples
 from tests.launcher.experiments import make_experiment
 
 GRID = {"learner.lr": [1e-3, 3e-3], "algorithm.name": ["grpo", "dapo"]}
@@ -49,7 +50,7 @@ def test_an_override_of_the_same_algorithm_leaves_its_settings(tmp_path):
     assert run.config.algorithm.clip_high == 0.28, "of configs/quickstart.yaml"
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(VALUES)
 def test_what_is_set_reaches_the_command_line_unchanged(tmp_path_factory, value):
     file = tmp_path_factory.mktemp("set") / "e.yaml"

@@ -23,7 +23,7 @@ from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.run_folder import new_run
 from laminar_py.observe.analytics.measure.seeds import tell_mean
 from tests.analytics.builders import make_step_row
-from tests.analytics.show.browser import browsing, needs_browser
+from tests.analytics.show.browser import browsing, slow_in_browser
 from tests.launcher.experiments import (
     LAUNCH,
     make_experiment,
@@ -84,6 +84,7 @@ def launched(tmp_path_factory):
             forget_versions(run.config.runs / f"{run.name}-1")
 
 
+@pytest.mark.slow
 def test_every_run_ends_exactly_once_though_the_launcher_was_killed(launched):
     experiment, runs, _ = launched
     assert [one.state for one in read_standings(experiment)] == [RunState.FINISHED] * 4
@@ -95,6 +96,7 @@ def test_every_run_ends_exactly_once_though_the_launcher_was_killed(launched):
     assert not [run for run in runs if run.is_running()], "no run outlives its launcher"
 
 
+@pytest.mark.slow
 def test_a_second_launcher_is_refused_in_one_line(launched):
     _, _, second = launched
     assert second.returncode == 2
@@ -102,6 +104,7 @@ def test_a_second_launcher_is_refused_in_one_line(launched):
     assert "another launcher runs there; wait for it" in line
 
 
+@pytest.mark.slow
 def test_the_same_command_finds_nothing_left_to_run(launched):
     experiment, _, _ = launched
     done = subprocess.run([*LAUNCH, str(experiment.file)], cwd=REPO, capture_output=True, text=True, check=False)
@@ -110,6 +113,7 @@ def test_the_same_command_finds_nothing_left_to_run(launched):
     assert len(list(experiment.folder.glob("runs/*-1"))) == 4
 
 
+@pytest.mark.slow
 def test_a_plan_says_how_long_by_runs_that_were_done(launched, monkeypatch):
     monkeypatch.chdir(REPO)
     experiment, _, _ = launched
@@ -141,7 +145,7 @@ def test_beside_a_running_launcher_there_is_a_plan(tmp_path, monkeypatch):
     assert "another launcher is at it: nothing was checked here, and no data prepared" in done.stdout
 
 
-@needs_browser
+@slow_in_browser
 @pytest.mark.parametrize("dark", [False, True])
 async def test_the_page_has_a_curve_of_every_variant_and_asks_no_network(launched, tmp_path, dark):
     experiment, _, _ = launched
@@ -161,7 +165,7 @@ async def test_the_page_has_a_curve_of_every_variant_and_asks_no_network(launche
         assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
-@needs_browser
+@slow_in_browser
 async def test_what_a_run_said_is_text_on_the_page_whatever_it_is(tmp_path):
     experiment = make_experiment(tmp_path / "e")
     words = "</script><img src=x onerror=alert(1)>\x1b[31m"
@@ -239,6 +243,7 @@ def test_a_page_never_mixes_runs_of_other_settings(tmp_path, monkeypatch):
     assert all(band.x == [] for chart in page.charts for band in chart.bands), "no point of it is drawn"
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_runs_with_a_checkpoint_and_the_same_command_goes_on(tmp_path):
     settings = small_settings(tmp_path, steps=10_000)
     file = write_experiment(tmp_path, set=settings)

@@ -12,9 +12,10 @@ from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TOKEN_REWARDS, token_values
 from laminar_py.records.spans import Span
 from tests.builders import make_experts, make_mask, make_trajectory
+from tests.depth import examples
 from tests.stored import assert_alike, store, store_all
 
-ONCE = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ONCE = settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 SHAPES = st.tuples(st.integers(1, 30), st.sets(st.integers(1, 29), max_size=4))  # response tokens, cuts
 
 

@@ -28,6 +28,7 @@ from laminar_py.records.events import (
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind
 from tests.builders import make_prompt
+from tests.depth import examples
 from tests.ledger.runs import Ticks, begin, digest_of, payload_of, store
 
 IDS = st.integers(0, 5).map(lambda i: f"g0.{i}")
@@ -154,4 +155,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestHistories.settings = settings(max_examples=examples(40), stateful_step_count=50, deadline=None)

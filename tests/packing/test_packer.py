@@ -17,6 +17,7 @@ from laminar_py.records.returns import returns_of
 from laminar_py.records.roles import RoleCredit, role_advantages
 from laminar_py.records.spans import ANEW, Span, sampled_mask
 from tests.builders import make_ref, make_trajectory
+from tests.depth import examples
 from tests.stored import at_ranks, by_reference
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 80)), min_size=1, max_size=40)
@@ -31,7 +32,7 @@ def pack_here(items, *, ranks=1, max_tokens=128, aggregation=Aggregation.TOKEN_M
     return pack(items, max_tokens=max_tokens, ranks=ranks, aggregation=aggregation, attention_share=0.01)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from(list(Aggregation)))
 def test_every_trained_token_stands_in_one_microbatch_of_bounded_size(shapes, ranks, aggregation):
     packed = pack_here(trajectories(shapes), ranks=ranks, aggregation=aggregation)
@@ -103,7 +104,7 @@ def test_advantages_of_roles_are_normalised_over_all_tokens_of_a_step():
     np.testing.assert_allclose(found, (given - given.mean()) / (given.std() + 1e-4), rtol=1e-4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from(list(Aggregation)), st.sets(st.integers(0, 39)))
 def test_a_trajectory_is_packed_alike_with_its_tokens_and_by_reference(shapes, ranks, aggregation, with_rewards):
     items = trajectories(shapes, advantage=0.5)
@@ -131,7 +132,7 @@ def test_one_that_is_masked_is_weighted_alike_with_its_tokens_and_by_reference()
     assert counts[0].num_trained == 7
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(LENGTHS)
 def test_a_packed_sequence_has_the_arrays_that_it_has_alone(shapes):
     """So a token's loss depends on nothing but its sequence and the totals of the step."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from laminar_py.learner.packing.buffer import Buffer
 from laminar_py.learner.packing.stage import Packing, StagedGroups
 from tests.builders import make_finished
+from tests.depth import examples
 
 SIZE = 3
 ACTIONS = st.lists(
@@ -44,7 +45,7 @@ async def play(actions):
     return buffer, stage
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(ACTIONS)
 def test_a_step_gets_exactly_the_groups_that_were_chosen_whatever_was_staged(actions):
     asyncio.run(play(actions))

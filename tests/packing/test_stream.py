@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from laminar_py.learner.packing.stream import WINDOW, StreamPacker
 from tests.builders import make_finished
+from tests.depth import examples
 
 CAP = 16  # so that a few hundred sequences fill many bins
 CHANGES = st.lists(st.tuples(st.booleans(), st.integers(2, CAP)), max_size=400)
@@ -20,7 +21,7 @@ def held(packer):
     return sorted(entry.trajectory.id for packed in packer.bins() for entry in packed.entries)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(CHANGES)
 def test_bins_hold_exactly_what_was_added_and_not_removed(changes):
     packer, here = StreamPacker(max_tokens=CAP), {}

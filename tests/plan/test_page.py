@@ -6,7 +6,7 @@ import pytest
 
 from laminar_lab.plan.page import plain_plan, write_page
 from laminar_lab.plan.planner import make_plan
-from tests.analytics.show.browser import browsing, needs_browser
+from tests.analytics.show.browser import browsing, slow_in_browser
 from tests.plan.builders import make_request
 
 DRAWN = """JSON.stringify(Object.fromEntries(['by-staleness', 'by-gpus', 'stages', 'memory'].map((id) => [
@@ -18,7 +18,7 @@ def plan():
     return make_plan(make_request(model="</script><b>x", nodes=1, prompts_per_step=8, group_size=8, price=2.0))
 
 
-@needs_browser
+@slow_in_browser
 async def test_the_page_draws_every_trade_off_and_asks_no_network(plan, tmp_path):
     write_page(plan, tmp_path / "plan.html")
     async with browsing(tmp_path / "profile") as tab:
@@ -35,6 +35,7 @@ async def test_the_page_draws_every_trade_off_and_asks_no_network(plan, tmp_path
         assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
+@pytest.mark.slow
 def test_a_wider_bound_and_more_gpus_never_give_less_by_formula(plan):
     page = plain_plan(plan)
     for trade_offs in (page.by_bound[2:], page.by_gpus):

@@ -63,6 +63,7 @@ def test_a_model_that_fits_no_placement_is_told_what_is_missing(wanted, line):
     assert str(error.value).startswith(line)
 
 
+@pytest.mark.slow
 def test_the_first_choice_has_most_tokens_of_all_that_were_simulated():
     request, seen = make_request(nodes=1, **SMALL), {}
 
@@ -80,6 +81,7 @@ def test_the_first_choice_has_most_tokens_of_all_that_were_simulated():
     assert all(speeds[0] >= (1 - TIED) * best for speeds in seen.values() if len(speeds) > 1)
 
 
+@pytest.mark.slow
 def test_a_schedule_whose_formula_is_too_low_is_found_where_simulations_say_so():
     request = make_request(nodes=1, **SMALL)
     every = {one: estimate(request, one).tokens_per_s for one in placements(request)}
@@ -98,6 +100,7 @@ def test_a_schedule_whose_formula_is_too_low_is_found_where_simulations_say_so()
     assert make_plan(request, look=look).best.placement == hidden
 
 
+@pytest.mark.slow
 def test_a_depth_of_admission_whose_formula_is_too_low_is_found_where_simulations_say_so():
     request = make_request(nodes=1, max_staleness=1, prompts_per_step=32, group_size=8)
     every = {one: estimate(request, one).tokens_per_s for one in placements(request)}
@@ -128,10 +131,12 @@ def test_no_more_are_simulated_than_is_said_however_small_a_replicas_share_of_a_
     assert len(seen) <= MOST
 
 
+@pytest.mark.slow
 def test_a_plan_depends_on_its_request_alone(small):
     assert [one.placement for one in plan_of().ranked] == [one.placement for one in small.ranked]
 
 
+@pytest.mark.slow
 def test_staleness_of_every_placement_is_within_its_bound(small):
     assert all(one.judgement.figures.staleness_max <= 4 for one in small.ranked)
 
@@ -171,6 +176,7 @@ def test_a_simulation_agrees_with_the_formula_where_a_batch_ahead_hides_half_the
     assert estimate(request, sync).times.weights_s > publish_s(request)
 
 
+@pytest.mark.slow
 def test_the_written_config_is_one_that_doctor_finds_room_for(small, tmp_path):
     path = tmp_path / "run.yaml"
     write_config(small, small.best, path, model=tmp_path)
@@ -183,6 +189,7 @@ def test_the_written_config_is_one_that_doctor_finds_room_for(small, tmp_path):
         write_config(small, small.best, path, model=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_config_that_was_given_keeps_its_data_and_reward(small, tmp_path):
     recipe = REPO / "experiments/math_long_cot/7b_8gpu.yaml"
     base, given = read_tree(recipe, []), load_config(recipe, [])

@@ -14,6 +14,7 @@ from laminar_py.repack.paper import PaperPlanner
 from laminar_py.repack.planner import PlanningContext
 from laminar_py.repack.predictive import PredictivePlanner
 from laminar_py.repack.signals import EngineSpeed
+from tests.depth import examples
 from tests.repack.fleets import KV, PROMPT, SLOTS, SPEED, after, make_survey
 
 LENGTHS = st.lists(st.integers(1, 16_000), max_size=SLOTS)
@@ -53,7 +54,7 @@ def make_fleet(shapes):
     return group
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(REPLICAS, st.sampled_from([paper(), predictive()]))
 def test_a_plan_moves_each_once_within_cache_and_slots(shapes, planner):
     group = make_fleet(shapes)
@@ -67,7 +68,7 @@ def test_a_plan_moves_each_once_within_cache_and_slots(shapes, planner):
         assert count <= SLOTS
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(REPLICAS)
 def test_no_destination_stands_longer_than_the_stall_limit(shapes):
     group = make_fleet(shapes)
@@ -77,7 +78,7 @@ def test_no_destination_stands_longer_than_the_stall_limit(shapes):
     assert max(prefill.values(), default=0) <= 0.7 * SPEED.prefill_tokens_per_s
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(REPLICAS, st.sampled_from([paper(), predictive()]))
 def test_what_gives_with_a_cache_does_not_receive_and_the_unsettled_are_left_alone(shapes, planner):
     group = make_fleet(shapes)

@@ -24,6 +24,7 @@ from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
 from laminar_py.reward.payload import ScoredPayload
 from laminar_py.reward.scorer import Scorer
+from tests.depth import examples
 from tests.reward.requests import by_reference, make_request
 from tests.reward.test_scorer import PATIENCE_S, SEGMENTS, column, scorer_of, scores_of, serve, with_ids
 
@@ -54,7 +55,7 @@ def travelled(unscored: Unscored) -> Unscored:
     return decode(Unscored, encode(unscored))
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40),
     cuts=st.sets(st.integers(1, 39), max_size=4),

@@ -16,6 +16,7 @@ from laminar_py.records.trajectory import DropReason, Prompt
 from laminar_py.reward.failures import FEWEST, LATE, MIXED_STEPS, NEARLY_ALL, OUTAGE_S, ScoreFailures
 from laminar_py.reward.trial import trials
 from tests.builders import make_ref
+from tests.depth import examples
 
 STEP = 64
 
@@ -150,7 +151,7 @@ HEALTHY = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     kind=st.sampled_from(sorted(HEALTHY)),
     flaky=st.floats(0, 0.1),

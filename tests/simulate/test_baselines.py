@@ -110,6 +110,7 @@ def test_partial_rollout_is_as_stale_as_its_bound_and_no_more():
         assert max(row.staleness_max for row in done.rows) == bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("baseline", list(Baseline))
 def test_every_step_trains_on_its_whole_batch_and_on_nothing_twice(baseline, consumed):
     done = run(baseline)
@@ -117,6 +118,7 @@ def test_every_step_trains_on_its_whole_batch_and_on_nothing_twice(baseline, con
     assert len({trajectory.id for trajectory in consumed}) == len(consumed) == STEPS * GROUPS * SAMPLES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("baseline", list(Baseline))
 def test_partial_rollout_alone_mixes_versions_in_a_response(baseline, consumed):
     run(baseline)
@@ -124,6 +126,7 @@ def test_partial_rollout_alone_mixes_versions_in_a_response(baseline, consumed):
     assert (mixed > 0) == (baseline is Baseline.PARTIAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("baseline", list(Baseline))
 def test_a_seed_gives_one_run(baseline):
     assert run(baseline).rows == usual(baseline).rows

@@ -38,7 +38,12 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
+CASE_PARAMS = [
+    pytest.param(words, id=case, marks=[pytest.mark.slow] * bool(words)) for case, words in CASES.items()
+]
+
+
+@pytest.fixture(scope="module", params=CASE_PARAMS)
 def recorded(request, tmp_path_factory):
     done, folder = run_recorded(tmp_path_factory.mktemp("runs"), *request.param)
     return request.param, done, folder

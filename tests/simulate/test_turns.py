@@ -52,10 +52,12 @@ def test_who_waits_for_an_environment_holds_no_slot_and_its_time_is_in_the_laten
     assert done.figures.latency_p50_s > alone.figures.latency_p50_s + (COUNT - 1) * 2.0
 
 
+@pytest.mark.slow
 def test_a_seed_gives_one_run_of_turns():
     assert run(*TURNS).rows == run(*TURNS).rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("baseline", Baseline)
 def test_schedules_of_others_lead_turns_too(baseline):
     config = small(*TURNS, "buffer.capacity=2000")

@@ -16,6 +16,7 @@ from laminar_py.records.events import CounterfactualScored, Cut
 from laminar_py.records.trajectory import DropReason, FinishReason
 from tests.analytics.builders import make_step_row, write_rows
 from tests.analytics.ledgers import live, random_ledger, useful, write_small_run
+from tests.depth import examples
 from tests.ledger.runs import begin, consume, finish, issue, open_ledger, run_to
 
 FATES = st.one_of(
@@ -69,7 +70,7 @@ async def test_a_counterfactual_score_breaks_no_law(tmp_path):
 
 
 @given(DRAWS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_issued_is_the_sum_of_the_losses_and_what_is_useful(draws):
     async def write(run):
         async with open_ledger(run) as ledger:

@@ -12,8 +12,13 @@ import aiohttp
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium`")
 PATIENCE_S = 120.0  # every wait of these tests ends here
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium`")
+
+
+def slow_in_browser(test):
+    """Mark a test of a page beside the one that `make test` has."""
+    return needs_browser(pytest.mark.slow(test))
 
 
 class Tab:

@@ -25,7 +25,7 @@ from laminar_py.observe.analytics.triage.report import RunReport
 from laminar_py.records.events import PartDied
 from laminar_py.records.trajectory import Status
 from tests.analytics.scripted import CONFIG
-from tests.analytics.show.browser import PATIENCE_S, browsing, needs_browser
+from tests.analytics.show.browser import PATIENCE_S, browsing, slow_in_browser
 from tests.analytics.synthetic import simulate
 from tests.ledger.runs import begin, checkpoint, consume, make_ready, open_ledger, undo_since
 
@@ -284,7 +284,7 @@ async def test_what_ends_a_reading_unforeseen_ends_the_dashboard(run):
             await reader.keep()
 
 
-@needs_browser
+@slow_in_browser
 async def test_an_open_page_follows_a_run_that_grows_and_keeps_its_zoom(tmp_path):
     run = tmp_path / "run"
     await simulate(run, steps=3, close=False)

@@ -16,7 +16,7 @@ from laminar_py.observe.analytics.triage.report import RunReport
 from laminar_py.records.events import Dropped, Pulled, Relayed
 from laminar_py.records.trajectory import DropReason
 from tests.analytics.scripted import CONFIG
-from tests.analytics.show.browser import browsing, needs_browser
+from tests.analytics.show.browser import browsing, needs_browser, slow_in_browser
 from tests.analytics.synthetic import simulate
 from tests.builders import make_evaluated
 from tests.ledger.runs import begin, issue, open_ledger
@@ -49,7 +49,7 @@ def local_only(tab):
 
 
 @needs_browser
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, dark):
     (run / "config.yaml").write_text(dump_config(load_config(CONFIG, [])))
     wall = RunReport(read_snapshot(run)).diagnosis.binding
@@ -82,7 +82,7 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
     assert (tmp_path / "report.png").stat().st_size > 50_000
 
 
-@needs_browser
+@slow_in_browser
 async def test_zooming_in_shows_single_trajectories_and_their_story(run, tmp_path):
     report = write_report(run)
     async with browsing(tmp_path / "profile") as tab:
@@ -108,7 +108,7 @@ async def test_zooming_in_shows_single_trajectories_and_their_story(run, tmp_pat
         assert tab.errors == []
 
 
-@needs_browser
+@slow_in_browser
 async def test_a_crowded_run_is_drawn_as_areas_and_says_what_part_its_bars_are(tmp_path, monkeypatch):
     run = tmp_path / "run"
     await simulate(run, replicas=4, slots=256, steps=20)
@@ -135,7 +135,7 @@ async def test_what_is_drawn_is_chosen_the_same_each_time_and_whole(run):
     assert len(drawn) == int(np.isin(snapshot.places(snapshot.stays), np.flatnonzero(chosen)).sum())
 
 
-@needs_browser
+@slow_in_browser
 async def test_nothing_from_a_run_becomes_markup(tmp_path):
     run, evil = tmp_path / "<img src=x onerror=alert(1)>", "</script><img src=x onerror='window.hit=1'>"
     run.mkdir()
@@ -179,7 +179,7 @@ INJECT = """(() => {
 })()"""
 
 
-@needs_browser
+@slow_in_browser
 async def test_the_browser_runs_no_script_but_the_pages_own_and_asks_nobody(run, tmp_path):
     report = write_report(run)
     async with browsing(tmp_path / "profile") as tab:
@@ -192,7 +192,7 @@ async def test_the_browser_runs_no_script_but_the_pages_own_and_asks_nobody(run,
         assert local_only(tab)
 
 
-@needs_browser
+@slow_in_browser
 async def test_a_run_in_which_nothing_has_happened_has_a_page_too(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, versions=())
@@ -203,7 +203,7 @@ async def test_a_run_in_which_nothing_has_happened_has_a_page_too(tmp_path):
         assert tab.errors == []
 
 
-@needs_browser
+@slow_in_browser
 async def test_an_evaluation_before_the_first_step_has_its_curve(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)

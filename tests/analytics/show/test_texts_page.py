@@ -5,7 +5,7 @@ import json
 import pytest
 
 from laminar_py.observe.samples.reading import read_sample
-from tests.analytics.show.browser import browsing, needs_browser
+from tests.analytics.show.browser import browsing, slow_in_browser
 from tests.analytics.show.test_dashboard import command
 from tests.analytics.show.test_page import local_only
 from tests.analytics.show.written import EVIL, write_report, write_run
@@ -61,7 +61,7 @@ async def colour(tab, mode):
     return json.loads(await tab.look(RUNS))
 
 
-@needs_browser
+@slow_in_browser
 async def test_hostile_texts_run_no_script_and_stand_as_text(run, tmp_path):
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(f"{write_report(run).as_uri()}#sample=g0.0")
@@ -92,7 +92,7 @@ async def test_hostile_texts_run_no_script_and_stand_as_text(run, tmp_path):
         assert local_only(tab)
 
 
-@needs_browser
+@slow_in_browser
 async def test_colours_change_with_versions_or_log_probabilities_or_columns(run, tmp_path):
     spans = read_sample(run, "g0.0").spans
     async with browsing(tmp_path / "profile") as tab:
@@ -113,7 +113,7 @@ async def test_colours_change_with_versions_or_log_probabilities_or_columns(run,
         assert tab.errors == []
 
 
-@needs_browser
+@slow_in_browser
 async def test_pointing_at_a_token_tells_of_it(run, tmp_path):
     sample = read_sample(run, "g0.0")
     token = next(span.start for span in sample.spans if span.version == 3) + 5
@@ -132,7 +132,7 @@ async def test_pointing_at_a_token_tells_of_it(run, tmp_path):
         assert await tab.look("laminar.texts.tokens.mark.size") == 1
 
 
-@needs_browser
+@slow_in_browser
 async def test_the_bytes_of_a_character_are_told_together(run, tmp_path):
     ids = read_sample(run, "g1.0").ids
     async with browsing(tmp_path / "profile") as tab:
@@ -144,7 +144,7 @@ async def test_the_bytes_of_a_character_are_told_together(run, tmp_path):
         assert f"“é” · id {ids[0]}, {ids[1]} · " in await tab.look(SHOWN.format("texts-readout"))
 
 
-@needs_browser
+@slow_in_browser
 async def test_a_reports_list_has_filters_orders_keys_and_links(run, tmp_path):
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(write_report(run).as_uri())
@@ -172,7 +172,7 @@ async def test_a_reports_list_has_filters_orders_keys_and_links(run, tmp_path):
         assert tab.errors == []
 
 
-@needs_browser
+@slow_in_browser
 async def test_bad_filters_and_texts_that_are_not_in_the_file_are_told_in_a_line(run, tmp_path):
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(f"{write_report(run).as_uri()}#sample=e0-heldout.0")
@@ -192,7 +192,7 @@ async def test_bad_filters_and_texts_that_are_not_in_the_file_are_told_in_a_line
         assert tab.errors == []
 
 
-@needs_browser
+@slow_in_browser
 async def test_a_prompt_has_its_history_over_training(run, tmp_path):
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(f"{write_report(run).as_uri()}#sample=e2-heldout.0")
@@ -205,7 +205,7 @@ async def test_a_prompt_has_its_history_over_training(run, tmp_path):
         assert tab.errors == []
 
 
-@needs_browser
+@slow_in_browser
 async def test_a_response_of_32_k_tokens_is_drawn_whole_and_told_to_its_end(tmp_path):
     run = await write_run(tmp_path, long=32_768)
     async with browsing(tmp_path / "profile") as tab:
@@ -219,7 +219,7 @@ async def test_a_response_of_32_k_tokens_is_drawn_whole_and_told_to_its_end(tmp_
         assert tab.errors == []
 
 
-@needs_browser
+@slow_in_browser
 async def test_a_dashboard_lists_and_shows_what_the_server_has_and_follows_the_run(run, tmp_path):
     async with command(run) as address, browsing(tmp_path / "profile") as tab:
         await tab.open(f"{address}#sample=e0-heldout.0")

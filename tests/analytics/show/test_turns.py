@@ -16,7 +16,7 @@ from laminar_py.observe.analytics.show.trace import write_trace
 from laminar_py.observe.analytics.triage.remedies import Wall, remedies
 from laminar_py.observe.analytics.triage.report import RunReport
 from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
-from tests.analytics.show.browser import browsing, needs_browser
+from tests.analytics.show.browser import browsing, slow_in_browser
 from tests.runs.runs import REPO
 
 OPTIONS = "JSON.stringify([...document.getElementById('{}').options].map((one) => one.value))"
@@ -101,7 +101,7 @@ async def test_a_run_without_environments_has_none_in_page_trace_and_metrics(tmp
     assert b"in environments" not in written
 
 
-@needs_browser
+@slow_in_browser
 async def test_a_browser_draws_turns_and_environments_without_complaint(tmp_path):
     report = await write_turns(tmp_path, WITH_ENVIRONMENT)
     async with browsing(tmp_path / "profile") as tab:
@@ -125,7 +125,7 @@ async def test_a_browser_draws_turns_and_environments_without_complaint(tmp_path
         assert tab.errors == []
 
 
-@needs_browser
+@slow_in_browser
 async def test_a_browser_offers_no_turns_where_there_are_none(tmp_path):
     report = await write_turns(tmp_path)
     async with browsing(tmp_path / "profile") as tab:

@@ -24,6 +24,7 @@ from laminar_py.engines.emulated.scheduler import EmulatedScheduler
 from laminar_py.records.engine import PauseMode
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.trajectory import FinishReason
+from tests.depth import examples
 from tests.engines import engine_conformance as conformance
 from tests.engines.engine_conformance import Rig, caught, collect, make_request, until
 
@@ -182,7 +183,7 @@ def test_the_formula_is_the_sum_of_its_steps_and_its_inverse_agrees(
     looks=st.lists(st.floats(0, 60), max_size=30),
     kv_capacity=st.sampled_from([1_000, 2_000, 100_000]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_looking_at_it_changes_nothing(lengths, looks, kv_capacity):
     watched, alone = (make_scheduler(max_batch=6, kv_capacity=kv_capacity) for _ in range(2))
     for index, length in enumerate(lengths):
@@ -318,7 +319,7 @@ def test_a_full_cache_retracts_the_youngest_which_goes_on_first():
         st.tuples(st.integers(0, 99), st.integers(1, 700), st.integers(0, 300), st.floats(0, 20)), max_size=40
     )
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_the_cache_and_the_batch_are_never_overfull_and_everything_ends(requests):
     scheduler = make_scheduler(max_batch=5, kv_capacity=1_500)
     for index, (group, length, prefix, now) in enumerate(sorted(requests, key=lambda request: request[3])):

@@ -14,6 +14,7 @@ from laminar_py.engines.local.sampling import Sampler, hash_seeds, uniforms
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import PauseMode
+from tests.depth import examples
 from tests.engines.engine_conformance import make_request
 from tests.engines.local.test_engine import save_model
 
@@ -220,7 +221,7 @@ class Pool:
             assert self.pool.restore(slot, str(number), ids) == len(self.held[slot]) * BLOCK
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(actions)
 def test_blocks_in_use_stay_dense_and_what_is_held_or_kept_has_its_tokens(actions):
     pool = BlockPool(SPEC, num_slots=4, max_len=3 * BLOCK, kv_capacity=8 * BLOCK, device=torch.device("cpu"))

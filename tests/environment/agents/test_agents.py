@@ -425,44 +425,46 @@ async def test_an_agent_finds_the_tokenizer_of_its_model(tmp_path):
     assert story.log().strip() == "True"
 
 
-@pytest.mark.parametrize(
-    ("asks", "status"),
-    [
-        ("OpenAI(api_key='sk-other').models.list()", 401),
-        ("client.chat.completions.create(model='policy', messages=[])", 400),
-        ("client.chat.completions.create(model='policy', messages=said, n=0)", 400),
-        ("client.chat.completions.create(model='policy', messages=said, n=2, stream=True)", 400),
-        ("ask(max_tokens=0)", 400),
-        ("ask(max_completion_tokens=-1)", 400),
-        ("ask(max_tokens=2**31)", 400),
-        ("ask(extra_body={'max_tokens': '64'})", 400),
-        ("client.completions.create(model='policy', prompt='a', max_tokens=0)", 400),
-        ("client.completions.create(model='policy', prompt='')", 400),
-        ("client.completions.create(model='policy', prompt=[-1])", 400),
-        ("client.completions.create(model='policy', prompt='a', echo=True)", 400),
-        ("client.post('/trajectories/g0.1/reward', cast_to=object, body={'reward': 1.0})", 403),
-        ("client.chat.completions.create(model='policy', messages=[{'role': 'poet', 'content': '?'}])", 400),
-        ("ask([{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'x'}}]}])", 400),
-        ("ask([{'role': 'user', 'content': '?'}, {'role': 'assistant', 'content': '4'}])", 400),
-        ("reward(1e300)", 400),
-        ("ask([{'role': 'user', 'content': 'a' * 100_000_000}])", 413),
-        ("ask([{'role': 'user', 'content': 'a' * 2_000_000}])", 413),
-        ("ask([{'role': 'user', 'content': 'a' * 2_000_000}], stream=True)", 413),
-        ("reward(1); OpenAI(max_retries=0).chat.completions.create(model='policy', messages=[said[0]] * 2)", 410),
-    ],
-)
-async def test_what_cannot_be_answered_is_refused_by_a_status(tmp_path, asks, status):
+REFUSED = [  # what an agent asks, and the status that it is told
+    ("OpenAI(api_key='sk-other').models.list()", 401),
+    ("client.chat.completions.create(model='policy', messages=[])", 400),
+    ("client.chat.completions.create(model='policy', messages=said, n=0)", 400),
+    ("client.chat.completions.create(model='policy', messages=said, n=2, stream=True)", 400),
+    ("ask(max_tokens=0)", 400),
+    ("ask(max_completion_tokens=-1)", 400),
+    ("ask(max_tokens=2**31)", 400),
+    ("ask(extra_body={'max_tokens': '64'})", 400),
+    ("client.completions.create(model='policy', prompt='a', max_tokens=0)", 400),
+    ("client.completions.create(model='policy', prompt='')", 400),
+    ("client.completions.create(model='policy', prompt=[-1])", 400),
+    ("client.completions.create(model='policy', prompt='a', echo=True)", 400),
+    ("client.post('/trajectories/g0.1/reward', cast_to=object, body={'reward': 1.0})", 403),
+    ("client.chat.completions.create(model='policy', messages=[{'role': 'poet', 'content': '?'}])", 400),
+    ("ask([{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'x'}}]}])", 400),
+    ("ask([{'role': 'user', 'content': '?'}, {'role': 'assistant', 'content': '4'}])", 400),
+    ("reward(1e300)", 400),
+    ("ask([{'role': 'user', 'content': 'a' * 100_000_000}])", 413),
+    ("ask([{'role': 'user', 'content': 'a' * 2_000_000}])", 413),
+    ("ask([{'role': 'user', 'content': 'a' * 2_000_000}], stream=True)", 413),
+    ("reward(1); OpenAI(max_retries=0).chat.completions.create(model='policy', messages=[said[0]] * 2)", 410),
+]
+
+
+async def test_what_cannot_be_answered_is_refused_by_a_status(tmp_path):
     agent = f"""
 import openai
 ask()
-try:
-    {asks}
-except openai.APIStatusError as error:
-    print(error.status_code)
+for asks in {[asks for asks, _ in REFUSED]}:
+    try:
+        exec(asks)
+        print("answered")
+    except openai.APIStatusError as error:
+        print(error.status_code)
 """
     story = Story(tmp_path, agent)
     await story.lead(["4"])
-    assert story.log().strip() == str(status)
+    told = [int(status) for status in story.log().split()]
+    assert list(zip([asks for asks, _ in REFUSED], told, strict=True)) == REFUSED
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ async def flood(port, count):
             await process.wait()
 
 
+@pytest.mark.slow
 async def test_an_agent_is_answered_beside_ten_thousand_slow_connections_in_bounded_memory():
     async with served(read_s=10.0, stall_s=10.0) as endpoint, aiohttp.ClientSession() as session:
         assert (await endpoint.ask(session))[0] == 200

@@ -15,9 +15,6 @@ from laminar_py.learner.packing.packer import assign, step_terms
 from tests.builders import make_trajectory
 from tests.learner.builders import VOCAB, backward, make_learner, make_model_folder, referred
 
-datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-trl = pytest.importorskip("trl", reason="trl is not installed")
-
 LONGEST = 24
 CASES = {
     "grpo": ({"loss_type": "grpo"}, {}),
@@ -58,7 +55,9 @@ def logprobs_under(folder: Path, item):
 
 
 def theirs(folder: Path, options, items, reference: Path):
-    """TRL's loss and gradients [each parameter]."""
+    """TRL's loss and gradients [each parameter]. It is imported here, for what it brings takes a second."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    trl = pytest.importorskip("trl", reason="trl is not installed")
     words = {"[pad]": 0, "a": 1}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")), pad_token="[pad]", eos_token="[pad]"

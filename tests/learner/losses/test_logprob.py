@@ -38,6 +38,7 @@ def test_values_and_gradients_equal_log_softmax(temperature: float, chunk: int):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("upstream", ["log-probabilities", "entropy", "both"])
 @pytest.mark.parametrize("cut", [False, True])
 def test_what_a_gpu_compiles_gives_the_same(monkeypatch: pytest.MonkeyPatch, upstream: str, cut: bool):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from laminar_py.relay.node.intake import ChunkOutcome, Intake
 from laminar_py.relay.store.version import StoredVersion
 from laminar_py.relay.store.versions import Store
+from tests.depth import examples
 from tests.relay.tree import CHUNK, write_version
 
 WINDOW = 4  # what a version of such large chunks gets
@@ -21,7 +22,7 @@ def intake_of(origin: StoredVersion, folder: Path, *, window: int) -> Intake:
     return Intake(store.begin(origin.manifest), window=window, now=lambda: 0.0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.data(), st.lists(st.integers(1, 9 * CHUNK), min_size=1, max_size=3))
 def test_every_chunk_is_asked_for_once_and_never_more_than_the_window(
     data: st.DataObject, sizes: list[int]

@@ -26,6 +26,7 @@ from laminar_py.relay.planning.cost import (
     weigh,
 )
 from laminar_py.relay.planning.topology import ALL, Shape, Topology, grow, shape_of
+from tests.depth import examples
 
 MIB = 2**20
 FANOUTS = st.integers(1, 8) | st.just(ALL)
@@ -137,7 +138,7 @@ def test_a_binary_tree_waits_for_the_node_whose_way_has_most_sends(num_nodes: in
 
 
 @given(ZONES, LINKS, st.integers(1, 10**11))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 def test_auto_is_never_slower_than_chain_star_or_binary_tree(
     zones: list[str], links: Links, num_bytes: int
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from laminar_py.relay.store.delta import DeltaError, apply, encode
+from tests.depth import examples
 from tests.relay.store.delta_builders import HEADER, NUM_SECTIONS, Forgery, weights
 
 GUARD = 64  # bytes on both sides of what may be written
@@ -41,7 +42,7 @@ def forgery(width: int = 2) -> tuple[Forgery, bytes]:
     return Forgery.of(payload), base
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     n=st.integers(0, 300) | st.integers(0, 700_000),
     width=st.sampled_from([2, 4]),
@@ -57,7 +58,7 @@ def test_a_chunk_comes_back_bit_for_bit(n: int, width: int, density: float, seed
         assert applied(payload, base) == new
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     base=st.binary(min_size=600, max_size=800),
     edits=st.dictionaries(st.integers(0, 599), st.binary(min_size=1, max_size=9), max_size=8),
@@ -183,7 +184,7 @@ def test_a_flipped_bit_is_refused_or_changes_at_most_the_output(width: int) -> N
     assert refused > 8 * HEADER.size - 3 * 32
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.data(), st.sampled_from([2, 4]))
 def test_sections_of_any_content_write_nowhere_else(data: st.DataObject, width: int) -> None:
     """The header is right, the frames are right, what they hold is anything."""
@@ -244,7 +245,7 @@ def test_a_small_frame_that_inflates_to_gigabytes_takes_no_memory(claimed: bool)
             tracemalloc.stop()
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(st.binary(min_size=1, max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises(DeltaError):

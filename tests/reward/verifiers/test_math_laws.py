@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from laminar_contrib.mathematics.extract import MAX_ANSWER, MAX_RESPONSE, extract_answer
 from laminar_contrib.mathematics.verify import MathOutcome, MathVerdict, check_reference, verify
+from tests.depth import examples
 
 LATEX = (
     r"\frac \boxed{ \text{ \begin{pmatrix} \end{pmatrix} \left( \right] \{ \} { } ( ) [ ] | $ \\ & , ; : = < >"
@@ -32,7 +33,7 @@ def test_no_text_raises(response, reference):
     check_reference(reference)
 
 
-@settings(UNHURRIED, max_examples=300)
+@settings(UNHURRIED, max_examples=examples(300))
 @given(st.lists(PIECES, max_size=12), st.lists(PIECES, max_size=6))
 def test_no_latex_raises(answer, reference):
     assert isinstance(verify(boxed(" ".join(answer)), " ".join(reference)), MathVerdict)
