@@ -28,8 +28,9 @@ def evaluate(
     ] = False,
 ) -> None:
     """Evaluate a checkpoint or a model; everything it leaves is in runs/eval-<name>-<n>/."""
-    from laminar_py.runtime.orchestrator.eval_launch import EvalInterruptedError, EvalRequest
-    from laminar_py.runtime.orchestrator.eval_launch import evaluate as evaluate_source
+    from laminar_py.runtime.orchestrator.launch import EvalInterruptedError
+    from laminar_py.runtime.orchestrator.launch import evaluate as evaluate_source
+    from laminar_py.runtime.orchestrator.sources import EvalRequest
 
     request = EvalRequest(source=source, config=config, sets=sets or (), overrides=overrides or (), resume=resume)
     try:

@@ -22,6 +22,7 @@ def elastic(path, *, replicas, ended):
         replicas=SimpleNamespace(is_ended=ended.__contains__, has_process=lambda index: True),
         migration=None,
         scoring=None,
+        issuing=None,
     )
     return fleet, config
 
