@@ -31,8 +31,8 @@ Each loop is a function below. The queues, each bounded so that nobody waits in 
     ready      ReadyGroup             learner.packing.buffer          live trajectories
     copied     version                versions                        one: the learner completes it before the next
 
-An evaluation has no learner: `train`, `refer` and `publish` are missing, the weights stay version 0, and each set is
-evaluated once. Beside the data path `processes` keeps all processes alive, and `housekeeping` does timed chores.
+An evaluation has no learner: `train`, `refer` and `publish` are missing, the weights stay version 0, and each set
+is evaluated once. Beside the data path `processes` keeps all processes alive, `housekeeping` does timed chores.
 
 Phases: start parts -> first version -> evaluation -> RL -> stop replicas -> evaluations -> summary. Runs in the
 process of `laminar train` or `laminar eval`; every part that is a process of its own has a keeper in `workers`.
