@@ -12,8 +12,7 @@ from rich.table import Table
 
 from laminar_py.cli.lines import console, say
 from laminar_py.cli.report import print_limits
-from laminar_py.config.flat import flatten, to_overrides
-from laminar_py.config.loading import load_config
+from laminar_py.config.loading import flatten, load_config, to_overrides
 from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from laminar_py.config.engine import BACKENDS
+from laminar_py.config.loading import scaled
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
-from laminar_py.config.scaling import scaled
 from laminar_py.config.section import ConfigError
 from laminar_py.control.deadlines import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler

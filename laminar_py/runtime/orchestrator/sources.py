@@ -14,7 +14,7 @@ import msgspec
 
 from laminar_py.config.cluster import Device
 from laminar_py.config.loading import dump_config, load_config, parse_config
-from laminar_py.config.repack import NO_PLANNER
+from laminar_py.config.rollout import NO_PLANNER
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
