@@ -9,9 +9,8 @@ import torch
 from msgspec.structs import replace
 
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
-from laminar_py.config.learner import LearnerConfig
-from laminar_py.config.lora import LoraConfig
-from laminar_py.config.model import ModelConfig
+from laminar_py.config.data import ModelConfig
+from laminar_py.config.learner import LearnerConfig, LoraConfig
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.packing.packer import pack

@@ -16,7 +16,7 @@ from benchmarks.relay.sockets import bare_socket
 from laminar_lab.bench.relay.hop import VERSION_BYTES
 from laminar_lab.bench.report import Row
 from laminar_lab.bench.turns import Tell
-from laminar_py.config.relay import TopologyKind
+from laminar_py.config.cluster import TopologyKind
 from laminar_py.relay.planning.cost import Broadcast, Choice, Links, broadcast_s, routes, settle
 from laminar_py.relay.planning.topology import Shape, grow
 from laminar_py.relay.wire.messages import MIN_CHUNK_BYTES

@@ -25,7 +25,7 @@ from laminar_lab.bench.report import Row
 from laminar_lab.bench.runs import FinishedRun, train
 from laminar_lab.bench.turns import Tell
 from laminar_py.config.loading import load_config
-from laminar_py.config.repack import DEFAULT_PLANNER, NO_PLANNER
+from laminar_py.config.rollout import DEFAULT_PLANNER, NO_PLANNER
 
 DEVICES = 16
 SEED = 0

@@ -19,7 +19,7 @@ from laminar_lab.bench.repack import MAX_STALL_S, SPEED
 from laminar_lab.bench.report import Row
 from laminar_lab.bench.runs import FinishedRun, train
 from laminar_lab.bench.turns import Ratio, Tell
-from laminar_py.config.repack import NO_PLANNER
+from laminar_py.config.rollout import NO_PLANNER
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event

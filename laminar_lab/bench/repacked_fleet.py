@@ -19,7 +19,7 @@ from laminar_lab.simulate.figures import SimulatedRun
 from laminar_lab.simulate.run import simulate
 from laminar_py.config.emulated_profile import EmulationProfile, EngineTimes, LearnerTimes
 from laminar_py.config.loading import parse_config
-from laminar_py.config.repack import DEFAULT_PLANNER, NO_PLANNER
+from laminar_py.config.rollout import DEFAULT_PLANNER, NO_PLANNER
 from laminar_py.config.run import RunConfig
 
 REPLICAS, SLOTS, GROUP = 16, 256, 16

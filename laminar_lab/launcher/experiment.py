@@ -17,8 +17,7 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from laminar_py.config.flat import flatten, to_overrides
-from laminar_py.config.loading import dump_config, load_config, load_settings, read_tree
+from laminar_py.config.loading import dump_config, flatten, load_config, load_settings, read_tree, to_overrides
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError, Count, Section
 from laminar_py.ledger.run_folder import RunFolder, newest_run

@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 from laminar_lab.launcher.experiment import OWN_KEYS, Experiment, PlannedRun
-from laminar_py.config.flat import flatten
-from laminar_py.config.loading import load_config
+from laminar_py.config.loading import flatten, load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder, runs_of
 

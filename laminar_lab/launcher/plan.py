@@ -10,7 +10,7 @@ from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.forecast import deal, experiment_left, known_paces, seconds_left, tell_duration
 from laminar_lab.launcher.places import Slot
 from laminar_lab.launcher.standing import Standing, in_turn
-from laminar_py.config.flat import to_overrides
+from laminar_py.config.loading import to_overrides
 
 
 def plan_rows(

@@ -60,7 +60,7 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     from laminar_py.config.data import PromptOrder
     from laminar_py.config.loading import load_config
     from laminar_py.data.chat import PromptEncoder
-    from laminar_py.data.levels import read_levels
+    from laminar_py.data.stream import read_levels
     from laminar_py.data.tokenizer import load_tokenizer
     from laminar_py.runtime.preflight.inputs import prepare
     from laminar_py.runtime.preflight.problems import prompt_room, read_problems, read_warm_start
@@ -130,8 +130,7 @@ def _show(
     `limits` are tokens of a prompt or a demonstration, by field of the config, and `faults` what is known of them
     already.
     """
-    from laminar_py.data.survey import demonstration_figures, source_figures
-    from laminar_py.data.unknown import unknown_words
+    from laminar_py.data.survey import demonstration_figures, source_figures, unknown_words
     from laminar_py.runtime.preflight.problems import shown_prompt
 
     figures = {

@@ -5,9 +5,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from laminar_py.cli.lines import say
-from laminar_py.config.reward import RewardConfig
+from laminar_py.config.reward import RewardConfig, server_name
 from laminar_py.config.section import ConfigError
-from laminar_py.config.servers import server_name
 from laminar_py.engines.sglang.pools import PoolServerSpec, check_pool
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.records.protocols import EngineLostError

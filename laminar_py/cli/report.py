@@ -3,7 +3,9 @@
 Owns the order in which things are said, the most important first; figures and tables come from `analytics`.
 """
 
+import asyncio
 import dataclasses
+import os
 from functools import cached_property
 from math import isnan
 from pathlib import Path
@@ -109,3 +111,16 @@ def plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return None if isinstance(value, float) and isnan(value) else value
+
+
+def dashboard(
+    run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one")] = 8400,
+    host: Annotated[
+        str, typer.Option(help="Interface; beyond loopback LAMINAR_DASHBOARD_TOKEN must be set")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve the report's page, updating while the run goes on, and /metrics for Prometheus, until Ctrl-C."""
+    from laminar_py.observe.analytics.show.dashboard import TOKEN_VARIABLE, serve
+
+    asyncio.run(serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, tell=say))

@@ -27,8 +27,7 @@ def scale(
     New replicas join without a stop; those that leave get nothing new, and what they have moves to others or ends
     there. Where the cluster has no room, replicas wait for a node that Ray adds.
     """
-    from laminar_py.config.loading import load_config
-    from laminar_py.config.scaling import scaled
+    from laminar_py.config.loading import load_config, scaled
     from laminar_py.ledger.run_folder import run_at
     from laminar_py.ledger.scaling import ScaleRequests, fleet_on_record
 

@@ -1,11 +1,12 @@
-"""Settings of the Ray cluster, and the devices that parts run on."""
+"""Settings of the cluster, of the relay tree, and of the revival of dead parts."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from laminar_py.config.section import Section
+from laminar_py.config.section import Count, Seconds, Section
 
 
 class Device(StrEnum):
@@ -27,3 +28,50 @@ class ClusterConfig(Section):
     launched SGLang servers run on them, CPUs otherwise."""
     shared_nodes: bool = True
     """Learner and replicas may be on one node (never on one GPU); `false`: on nodes of their own."""
+
+
+class TopologyKind(StrEnum):
+    """Shape of the relay tree."""
+
+    STAR = "star"
+    CHAIN = "chain"
+    KARY = "kary"
+    AUTO = "auto"
+
+
+class RelayConfig(Section):
+    """The relay tree that carries weights from the learner to the replicas."""
+
+    topology: TopologyKind = TopologyKind.AUTO
+    """Shape of the tree below the root; `auto`: the one that takes least time by the cost model, from the model's
+    size and the network, see `link_gbit_per_s`."""
+    fanout: Count = 2
+    """Children of a node in a `kary` tree."""
+    zones: dict[str, str] = Field(default={})
+    """Zone (rack, site) of each host by its address, e.g. `{10.0.1.4: rack-1}`; a zone is entered by one relay
+    alone, which passes versions on inside. Hosts that are not named are one zone together."""
+    link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """What a relay passes on to one other; nothing is measured then. Default: measured, between two hosts of a
+    zone and of two zones, at the start of a run whose tree has three nodes or more on several hosts; else 10."""
+    nodes: Count = 3
+    """Relay processes, the root included; replicas attach to them in turn, leaves first."""
+    max_bytes_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Bytes of weights that one relay sends on to all its children per second, at most, so that weights leave room
+    on a network that is shared; a chunk may exceed it for a moment. `null`: no cap."""
+    keep_versions: Count = 2
+    """Complete versions a node keeps; one that a replica holds is kept longer."""
+    shm: Path = Path("/dev/shm")
+    """Shared memory that holds version folders."""
+    host: str = "127.0.0.1"
+    """Interface the relays listen on; every socket is CURVE-authenticated."""
+    base_port: Annotated[int, Field(ge=1024, le=65000)] | None = None
+    """First port of the tree, one per node; default: free ports chosen at start."""
+
+
+class SupervisorConfig(Section):
+    """Detection and revival of dead parts."""
+
+    heartbeat_timeout_s: Seconds = 30.0
+    """A part that has not answered for so long is killed and started anew."""
+    max_restarts: Count = 20
+    """Restarts of one part after which the run gives up."""

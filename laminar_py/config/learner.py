@@ -1,12 +1,58 @@
-"""Settings of the learner."""
+"""Settings of the learner: optimisation, adapters, microbatches."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from laminar_py.config.lora import LoraConfig
-from laminar_py.config.section import Count, Section
+from laminar_py.config.data import ModelConfig, WarmStartConfig
+from laminar_py.config.rollout import RolloutConfig
+from laminar_py.config.section import ConfigError, Count, Section
+
+
+class LoraTarget(StrEnum):
+    """Projections of a layer."""
+
+    Q_PROJ = "q_proj"
+    K_PROJ = "k_proj"
+    V_PROJ = "v_proj"
+    O_PROJ = "o_proj"
+    GATE_PROJ = "gate_proj"
+    UP_PROJ = "up_proj"
+    DOWN_PROJ = "down_proj"
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: they alone are trained, checkpointed and published. Engines get the base from the folder
+    that the learner has it from, `model.path` or the warm start's cache, which all hosts see under that path."""
+
+    rank: Count = 16
+    """Rows of A and columns of B: the adapted weight is `W + alpha / rank * B A`."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapters, times `rank`."""
+    targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = tuple(LoraTarget)
+    """Projections that are adapted in every layer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.targets)) < len(self.targets):
+            raise ConfigError(f"learner.lora.targets={','.join(self.targets)}: one is named twice; name each once")
+        return self
+
+
+def check_lora(
+    lora: LoraConfig | None, model: ModelConfig, warm_start: WarmStartConfig | None, *, emulated: bool
+) -> None:
+    """Refuse adapters without a base. A backend checks which adapters its engines can serve."""
+    if lora is None:
+        return
+    if model.from_scratch and warm_start is None:
+        raise ConfigError(
+            "model.from_scratch=true: with learner.lora only adapters are published, and engines would have no"
+            " base; name a folder with weights, or a warm_start"
+        )
+    if emulated:
+        raise ConfigError("learner.lora: an emulated learner has no weights to adapt; leave learner.lora out")
 
 
 class Decay(StrEnum):
@@ -73,3 +119,23 @@ class LearnerConfig(Section):
     bytes a parameter."""
     keep_checkpoints: Count = 2
     """Checkpoints kept on disk. One that is to stay longer needs a copy or another name."""
+
+
+class PackerConfig(Section):
+    """How finished trajectories become microbatches."""
+
+    max_tokens: Count = 8192
+    """Tokens of one microbatch, at most."""
+    look_ahead: Annotated[int, Field(ge=0)] = 0
+    """Ready groups beyond those of a step that may be taken in place of older ones, so that a step fills whole
+    microbatches on all ranks; none is passed over more than twice. 0: staleness order alone. It pays where a step
+    has few microbatches."""
+
+
+def check_microbatches(packer: PackerConfig, rollout: RolloutConfig) -> None:
+    """Refuse microbatches that the longest trajectory does not fit."""
+    if rollout.max_len > packer.max_tokens:
+        raise ConfigError(
+            f"packer.max_tokens={packer.max_tokens} is below rollout.max_len={rollout.max_len}, so a long"
+            " trajectory fits no microbatch; raise packer.max_tokens"
+        )

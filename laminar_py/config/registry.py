@@ -6,12 +6,16 @@ costs nothing to import and knows nothing of the rooms above it. A package annou
 and import without torch.
 """
 
+import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from traceback import walk_tb
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -142,3 +146,35 @@ def _source(point: EntryPoint) -> str:
 
 def _in_one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def load_from_file(given: str, *, field: str) -> Callable[..., object]:
+    """The function of `path/to/file.py:function`, which `field` names.
+
+    Raises `ConfigError` if there is none, or its import fails.
+    """
+    path, colon, name = given.rpartition(":")
+    if not colon:
+        raise ConfigError(f"{field}={given}: names no function; write path/to/file.py:function")
+    if not Path(path).is_file():
+        remedy = "name a Python file, seen from where you are"
+        raise ConfigError(f"{field}={given}: no such file as {path}; {remedy}")
+    function: object = getattr(_import(given, Path(path), field=field), name, None)
+    if not callable(function):
+        raise ConfigError(f"{field}={given}: {path} defines no function {name!r}; define it or mend the name")
+    return function
+
+
+def _import(given: str, path: Path, *, field: str) -> ModuleType:
+    name = f"laminar_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{field}={given}: {path} is no Python file; let its name end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look up the module they are defined in
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{field}={given}: importing {path} failed ({line}); mend the file") from error
+    return module

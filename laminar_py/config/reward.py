@@ -5,6 +5,7 @@ an installed package as `laminar_py.rewards`.
 """
 
 import json
+import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -16,10 +17,42 @@ from pydantic import BeforeValidator, Field, PlainValidator, SerializeAsAny, Wit
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
-from laminar_py.config.servers import PoolName, ServerPoolConfig
 from laminar_py.records.codec import IntArray
 from laminar_py.records.servers import ServerAddress
 from laminar_py.records.trajectory import Prompt
+
+ServerFlag: TypeAlias = str | int | float | bool | tuple[str | int | float, ...]
+PoolName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
+class ServerPoolConfig(Section):
+    """A pool of SGLang servers of one model, which the run launches, watches and starts anew; a term names it as
+    its `servers`, e.g. `{judge: {model: /models/judge, count: 2}}`. They have keys of their own."""
+
+    model: Path
+    """Hugging Face folder of the model, the same on every node."""
+    count: Count = 1
+    """Servers."""
+    gpus: Annotated[int, Field(ge=0)] = 1
+    """GPUs of each, on one node; 0: on a CPU."""
+    python: Path | None = None
+    """Interpreter of the environment that has SGLang; default: the run's own."""
+    flags: dict[str, ServerFlag] = {}  # noqa: RUF012 - pydantic copies it
+    """Any other flag of `sglang.launch_server`, without its dashes, e.g. `mem-fraction-static: 0.85`; `true` for
+    one that takes no value, a list for one that takes several."""
+    start_timeout_s: Seconds = 900.0
+    """Longest start of a server."""
+
+    @property
+    def interpreter(self) -> Path:
+        """Interpreter that launches servers, on every host that has some."""
+        return self.python or Path(sys.executable)
+
+
+def server_name(pool: str, index: int) -> str:
+    """Name of a server as a part of the run, e.g. `server-judge-0`."""
+    return f"server-{pool}-{index}"
+
 
 FUNCTION = "function"
 

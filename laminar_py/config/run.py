@@ -4,33 +4,62 @@
 use, never the whole config. Paths in a config file are relative to the working directory.
 """
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.algorithm import AlgorithmConfig, AnyAlgorithmConfig
-from laminar_py.config.algorithm_checks import check_overlong, check_reference, check_teaching
-from laminar_py.config.cluster import ClusterConfig, Device
-from laminar_py.config.data import DataConfig
-from laminar_py.config.emulation import EmulationConfig, check_emulation, check_turns
+from laminar_py.config.algorithm import (
+    AlgorithmConfig,
+    AnyAlgorithmConfig,
+    check_overlong,
+    check_reference,
+    check_teaching,
+)
+from laminar_py.config.cluster import ClusterConfig, Device, RelayConfig, SupervisorConfig
+from laminar_py.config.data import DataConfig, ModelConfig, WarmStartConfig
+from laminar_py.config.emulation import EmulationConfig, SimulationConfig, check_emulation, check_turns
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.environment import AnyEnvironmentConfig, check_environment
 from laminar_py.config.evaluation import EvalConfig, check_evaluation
-from laminar_py.config.learner import LearnerConfig
-from laminar_py.config.lora import check_lora
-from laminar_py.config.model import ModelConfig, WarmStartConfig
-from laminar_py.config.packer import PackerConfig, check_microbatches
-from laminar_py.config.relay import RelayConfig
-from laminar_py.config.repack import NO_PLANNER, RepackConfig, can_repack, check_planner
+from laminar_py.config.learner import LearnerConfig, PackerConfig, check_lora, check_microbatches
 from laminar_py.config.reward import RewardConfig, check_sets
-from laminar_py.config.rollout import RolloutConfig, check_rollout
+from laminar_py.config.rollout import (
+    NO_PLANNER,
+    RepackConfig,
+    RolloutConfig,
+    can_repack,
+    check_planner,
+    check_rollout,
+)
 from laminar_py.config.sandbox import SandboxConfig
-from laminar_py.config.section import Count, Seconds, Section
-from laminar_py.config.simulation import SimulationConfig
+from laminar_py.config.section import ConfigError, Count, Seconds, Section
 from laminar_py.config.staleness import BufferConfig, Schedule, StalenessConfig, check_buffer, check_schedule
-from laminar_py.config.supervisor import SupervisorConfig
-from laminar_py.config.tracking import TrackingConfig
+
+
+class TrackerKind(StrEnum):
+    """Trackers; the value is the package."""
+
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+
+
+class TrackingConfig(Section):
+    """Trackers that get the metrics besides `metrics.jsonl`, see docs/metrics.md. Servers and keys are what the
+    packages' own environment variables say."""
+
+    kinds: tuple[TrackerKind, ...] = ()
+    """Any of `tensorboard` (files in the run folder), `wandb`, and `mlflow` (a server, or `runs/mlflow.db`)."""
+    project: Annotated[str, Field(min_length=1)] | None = None
+    """Project in wandb, experiment in MLflow; default: `name`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.kinds)) < len(self.kinds):
+            raise ConfigError(f"tracking.kinds={','.join(self.kinds)}: one is named twice; name each once")
+        return self
 
 
 class RunConfig(Section):

@@ -6,7 +6,7 @@ the same problem, and its prompt was written once, with the length that is kept 
 
 import unicodedata
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
 
@@ -15,10 +15,31 @@ import numpy as np
 
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import Message, PromptEncoder, Turn, read_turns
-from laminar_py.data.hashes import HashIndex
 from laminar_py.data.sources import DataSource, other_fields, raw_fields, written_field
 from laminar_py.records.codec import IntArray
 from laminar_py.records.trajectory import Prompt
+
+
+class HashIndex:
+    """Places by hash, in order, e.g. of `[7, 3, 7]` places 0 and 2 by 7; what stands there is to be compared."""
+
+    def __init__(self, hashes: Sequence[int]) -> None:
+        given = np.array(hashes, dtype=np.int64)
+        self._order = np.argsort(given, kind="stable").astype(np.int32)  # [n] places
+        self._hashes = given[self._order]  # [n] of them, sorted
+
+    def places(self, hash: int) -> IntArray:
+        """[m] places that have this hash."""
+        begin, end = (np.searchsorted(self._hashes, hash, side=side) for side in ("left", "right"))
+        return self._order[begin:end]
+
+    def repeats(self) -> IntArray:
+        """[r, 2] places whose hash stands before, in order, each after the last one where it does."""
+        again = self._hashes[1:] == self._hashes[:-1]
+        pairs = np.stack([self._order[1:][again], self._order[:-1][again]], axis=1)
+        ordered: IntArray = pairs[np.argsort(pairs[:, 0])]
+        return ordered
+
 
 BATCH = 1000  # prompts that are tokenized at a time
 OWN_FIELDS = ("prompt", "answer", "id", "task")  # all others go to the reward as they are

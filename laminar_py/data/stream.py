@@ -5,8 +5,11 @@ it follows from the files, the seed, and what was told by then, in whatever orde
 tells it all that is on record, goes on as one that was never stopped.
 """
 
+import re
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappush, heappushpop
 from typing import Protocol
@@ -15,13 +18,118 @@ import msgspec
 import numpy as np
 
 from laminar_py.config.data import DataConfig, PromptOrder
-from laminar_py.data.levels import Level, read_levels
-from laminar_py.data.mixing import CACHED, Epochs, WeightedSources
+from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import ProblemSet
 from laminar_py.records.codec import IntArray
 from laminar_py.records.metrics import OrderFigures
 from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.trajectory import Prompt
+
+SLOTS = 1000  # places that are divided by weight
+CACHED = 8  # blocks or epochs; a lost prompt of an older one costs a permutation
+
+
+class WeightedSources:
+    """Places of a stream divided among sources by weight, e.g. 3 to 1: of each 1000 places 750 and 250.
+
+    Each source has places of its own, 0, 1, 2, ..., in order.
+    """
+
+    def __init__(self, weights: Sequence[float], *, seed: int) -> None:
+        total = sum(weights)
+        self._slots = [max(1, round(SLOTS * weight / total)) for weight in weights]
+        self._seed = seed
+        self._block = lru_cache(maxsize=CACHED)(self._shuffled)
+
+    def at(self, place: int) -> tuple[int, int]:
+        """The source of a place, and its own place there."""
+        if len(self._slots) == 1:
+            return 0, place
+        number, offset = divmod(place, sum(self._slots))
+        sources, ranks = self._block(number)
+        source = int(sources[offset])
+        return source, number * self._slots[source] + int(ranks[offset])
+
+    def _shuffled(self, number: int) -> tuple[IntArray, IntArray]:
+        sources = np.repeat(np.arange(len(self._slots), dtype=np.int32), self._slots)
+        np.random.default_rng((self._seed, number, len(self._slots))).shuffle(sources)
+        ranks = np.zeros_like(sources)
+        for source, slots in enumerate(self._slots):
+            ranks[sources == source] = np.arange(slots, dtype=np.int32)
+        return sources, ranks
+
+
+class Epochs:
+    """Rows of a source without end: epoch after epoch, each a permutation of its own.
+
+    With 3 rows, places 0 to 2 hold every row once, and so do 3 to 5 in another order. Places may be asked for in
+    any order; each costs O(1) once its epoch has been seen.
+    """
+
+    def __init__(self, num_rows: int, *, seed: int, source: int) -> None:
+        assert num_rows, "a stream needs a prompt"
+        self.num_rows = num_rows
+        self._key = (seed, source) if source else (seed,)
+        self.order = lru_cache(maxsize=CACHED)(self._permute)  # [num_rows] rows of an epoch
+
+    def row(self, place: int) -> int:
+        """The row at a place >= 0."""
+        epoch, offset = divmod(place, self.num_rows)
+        return int(self.order(epoch)[offset])
+
+    def _permute(self, epoch: int) -> IntArray:
+        rows = np.arange(self.num_rows, dtype=np.int32)
+        np.random.default_rng((*self._key, epoch)).shuffle(rows)
+        return rows
+
+
+Level = float | str
+NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Levels of a source, e.g. names `[1, 3]` with ranks `[0, 1, 0]` of three problems."""
+
+    names: list[Level]  # in order
+    ranks: IntArray  # [n] level of each problem, as a place in `names`
+    num_rows: list[int]  # problems of the lowest 0, 1, 2, ... levels
+
+
+def read_levels(problems: ProblemSet, field: str) -> Levels:
+    """Levels in the field of that name: all numbers, or all text. Raises `ConfigError`.
+
+    Texts are sorted as such unless all of them are numbers.
+    """
+    found: dict[Level, int] = {}  # in the order of their first problems
+    of_rows = array("i")
+    for place in range(len(problems)):
+        level = problems.field(place, field)
+        if not isinstance(level, int | float | str) or isinstance(level, bool):
+            raise _no_level(problems, place, field, "no number or text")
+        if isinstance(level, str) is not isinstance(next(iter(found), level), str):
+            raise _no_level(problems, place, field, "neither a number nor a text as those before")
+        of_rows.append(found.setdefault(level, len(found)))
+    names = sort_levels(list(found))
+    rank_of = np.zeros(len(names), dtype=np.int32)
+    rank_of[[found[name] for name in names]] = np.arange(len(names), dtype=np.int32)
+    ranks: IntArray = rank_of[np.array(of_rows, dtype=np.int32)]
+    return Levels(names, ranks, [0, *np.cumsum(np.bincount(ranks)).tolist()])
+
+
+def sort_levels(levels: list[Level]) -> list[Level]:
+    """Levels from the lowest to the highest: "8" before "10", where all texts are numbers."""
+    if all(not isinstance(level, str) or NUMBER.fullmatch(level) for level in levels):
+        return sorted(levels, key=float)
+    return sorted(levels, key=str)
+
+
+def _no_level(problems: ProblemSet, place: int, field: str, fault: str) -> ConfigError:
+    return problems.error(
+        place,
+        f"{field!r} holds {fault}, and data.order=curriculum needs a level,",
+        remedy="write one, name its field in data.level, or choose another order",
+    )
 
 
 class ProblemOrder(Protocol):

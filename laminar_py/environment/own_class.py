@@ -6,8 +6,8 @@ from functools import partial
 from typing import cast
 
 from laminar_py.config.environment import ClassEnvironment, EnvironmentHome, EnvironmentKind
+from laminar_py.config.registry import load_from_file
 from laminar_py.config.section import ConfigError
-from laminar_py.config.user_file import load_from_file
 from laminar_py.environment.protocol import Environment
 
 

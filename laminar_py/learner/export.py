@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from laminar_py.config.lora import LoraConfig
-from laminar_py.config.model import ModelConfig
+from laminar_py.config.data import ModelConfig
+from laminar_py.config.learner import LoraConfig
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.model import check_model_folder, gathered, is_mixture
 from laminar_py.records.disk import sync

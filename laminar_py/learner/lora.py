@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from laminar_py.config.lora import LoraConfig
+from laminar_py.config.learner import LoraConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.distributed import share_record

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from laminar_py.config.model import ModelConfig
+from laminar_py.config.data import ModelConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.attention import choose_kernel, register_kernel
 from laminar_py.learner.losses.logprob import Support, token_logprobs

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
-from laminar_py.config.model import ModelConfig
+from laminar_py.config.data import ModelConfig
 from laminar_py.learner.model import load_reference, policy_logprobs
 from laminar_py.learner.packing.layout import PlacedResponse, lay_out
 from laminar_py.learner.packing.packer import Lazy, StepTerms, microbatch

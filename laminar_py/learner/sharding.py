@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from laminar_py.config.model import ModelConfig
+from laminar_py.config.data import ModelConfig
 from laminar_py.config.section import ConfigError
 
 Rows = Callable[[int, int], Tensor]

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from laminar_py.config.algorithm import AlgorithmConfig, Proximal
-from laminar_py.config.learner import Accumulate, LearnerConfig
-from laminar_py.config.lora import LoraConfig
-from laminar_py.config.model import ModelConfig
+from laminar_py.config.data import ModelConfig
+from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig
 from laminar_py.learner.activations import compile_layers, recompute_activations
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.export import export_hf, named_tensors

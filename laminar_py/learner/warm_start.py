@@ -18,8 +18,7 @@ import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
 
-from laminar_py.config.data import ChatConfig, SourceConfig
-from laminar_py.config.model import ModelConfig, WarmStartConfig
+from laminar_py.config.data import ChatConfig, ModelConfig, SourceConfig, WarmStartConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.export import export_hf
 from laminar_py.learner.losses.loss import cross_entropy_loss

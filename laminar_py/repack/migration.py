@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Protocol
 
-from laminar_py.config.repack import DEFAULT_PLANNER, PLANNERS
+from laminar_py.config.rollout import DEFAULT_PLANNER, PLANNERS
 from laminar_py.config.run import RunConfig
 from laminar_py.control.moves import Round
 from laminar_py.control.scheduler import TrajectoryScheduler

@@ -1,7 +1,7 @@
 """The term `function`: a function of the user's own, in a Python file."""
 
+from laminar_py.config.registry import load_from_file
 from laminar_py.config.reward import FunctionTerm, RewardKind
-from laminar_py.config.user_file import load_from_file
 from laminar_py.reward.outcome import RewardFunction
 
 

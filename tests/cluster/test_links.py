@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.config.relay import RelayConfig
+from laminar_py.config.cluster import RelayConfig
 from laminar_py.records.codec import decode
 from laminar_py.relay.planning.cost import Links
 from laminar_py.relay.planning.link import LinkSpeed

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.loading import load_config
-from laminar_py.config.relay import TopologyKind
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.relay.planning import topology

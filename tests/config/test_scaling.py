@@ -2,8 +2,7 @@
 
 import pytest
 
-from laminar_py.config.loading import load_config
-from laminar_py.config.scaling import scaled
+from laminar_py.config.loading import load_config, scaled
 from laminar_py.config.section import ConfigError
 from tests.runs.runs import REPO
 

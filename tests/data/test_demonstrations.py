@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from laminar_py.config.model import WarmStartConfig
+from laminar_py.config.data import WarmStartConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from laminar_py.config.data import DataConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.data.levels import read_levels
-from laminar_py.data.stream import PromptStream
+from laminar_py.data.stream import PromptStream, read_levels
 from laminar_py.records.outcomes import GroupRewards
 from tests.data.builders import make_problems, read, written
 

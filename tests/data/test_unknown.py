@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
-from laminar_py.data.unknown import unknown_words
+from laminar_py.data.survey import unknown_words
 from tests.data.builders import read, text_encoder, written
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from laminar_contrib.environments.trl_kind import TrlEnvironment, TrlTurns, argument_texts, open_trl
 from laminar_py.config.environment import ENVIRONMENTS
+from laminar_py.config.registry import load_from_file
 from laminar_py.config.section import ConfigError
-from laminar_py.config.user_file import load_from_file
 from laminar_py.data.tiny_model import tiny_model
 from laminar_py.environment.protocol import End, Observation, Problem, Role
 from laminar_py.environment.tool_calls import CallFamily

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.data import ModelConfig
 from laminar_py.config.loading import parse_config
-from laminar_py.config.model import ModelConfig
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.step import Learner
 from laminar_py.runtime.preflight.memory import learner_parts

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from laminar_lab.launcher.experiment import ExperimentSettings, read_experiment
 from laminar_lab.launcher.made import check_made, tell_strangers
-from laminar_py.config.flat import to_overrides
-from laminar_py.config.loading import load_settings
+from laminar_py.config.loading import load_settings, to_overrides
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import open_writer
 from laminar_py.ledger.run_folder import new_run

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LearnerConfig
-from laminar_py.config.model import ModelConfig
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.step import Learner, Update
 from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS

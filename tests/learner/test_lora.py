@@ -11,8 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 
 from laminar_py.config.algorithm import AlgorithmConfig
-from laminar_py.config.learner import Recompute
-from laminar_py.config.lora import LoraConfig, LoraTarget
+from laminar_py.config.learner import LoraConfig, LoraTarget, Recompute
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.export import export_checkpoint

@@ -8,8 +8,8 @@ from msgspec.structs import asdict
 from transformers import AutoModelForCausalLM
 
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
+from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LearnerConfig, Recompute
-from laminar_py.config.model import ModelConfig
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.packing.balance import fit, make_entry
 from laminar_py.learner.packing.packer import Packed, assign, step_terms

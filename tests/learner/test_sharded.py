@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from laminar_py.config.algorithm import AlgorithmConfig, Objective
+from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Recompute
-from laminar_py.config.model import ModelConfig
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.packing.balance import fit, make_entry
 from laminar_py.learner.packing.packer import Packed, assign, step_terms

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from laminar_py.config.algorithm import AlgorithmConfig
-from laminar_py.config.learner import Accumulate, LearnerConfig
-from laminar_py.config.lora import LoraConfig
-from laminar_py.config.model import ModelConfig
+from laminar_py.config.data import ModelConfig
+from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.distributed import join_group, leave_group, share_record
 from laminar_py.learner.model import load_policy

@@ -10,8 +10,8 @@ import torch
 from msgspec.structs import asdict
 
 from laminar_py.config.algorithm import PRESETS, AlgorithmConfig, Divergence
+from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LearnerConfig
-from laminar_py.config.model import ModelConfig
 from laminar_py.learner.export import named_tensors
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from laminar_py.config.model import ModelConfig, WarmStartConfig
+from laminar_py.config.data import ModelConfig, WarmStartConfig
 from laminar_py.learner.warm_start import Example, epochs, pack_examples, schedule, warm_start
 from tests.learner.builders import VOCAB
 

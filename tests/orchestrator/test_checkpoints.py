@@ -27,7 +27,7 @@ from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.events import RolledBack, Undone
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
-from laminar_py.runtime.orchestrator.launch import tell_fallback
+from laminar_py.runtime.orchestrator.resume import tell_fallback
 from tests.control.fleet import settle
 from tests.ledger.runs import Ticks, archive, begin, checkpoint, consume, make_ready, open_ledger
 from tests.ledger.syncs import CALLS, without_sync

@@ -34,7 +34,8 @@ def make_evaluator(fleet, *settings):
     evaluator = Evaluator(
         incarnation,
         scheduler=fleet.scheduler,
-        replicas=SimpleNamespace(wake=lambda: None, restart=lambda: None),
+        replicas=SimpleNamespace(restart=lambda: None),
+        issuing=SimpleNamespace(wake=lambda: None),
         hold=hold,
         publish=published.append,
         say=None,

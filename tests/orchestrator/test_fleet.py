@@ -2,8 +2,7 @@
 
 from types import SimpleNamespace
 
-from laminar_py.config.loading import load_config
-from laminar_py.config.scaling import scaled
+from laminar_py.config.loading import load_config, scaled
 from laminar_py.control.moves import Round
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.runtime.orchestrator import fleet as fleet_module
@@ -22,6 +21,7 @@ def elastic(path, *, replicas, ended):
         replicas=SimpleNamespace(is_ended=ended.__contains__, has_process=lambda index: True),
         migration=None,
         scoring=None,
+        issuing=None,
     )
     return fleet, config
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from laminar_py.config.reward import RewardConfig
-from laminar_py.runtime.orchestrator.foresight import AT_A_TIME, Foresight
+from laminar_py.runtime.orchestrator.scoring import AT_A_TIME, Foresight
 from tests.control.fleet import Fleet
 
 STEPS = {"kind": "steps", "urls": ["http://none"], "separator_id": 0, "labels": [1, 2]}

@@ -6,7 +6,7 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.control.book import Phase
-from laminar_py.runtime.orchestrator.policies import make_scheduler
+from laminar_py.runtime.orchestrator.parts import make_scheduler
 from tests.builders import make_prompt
 from tests.control.fleet import Log, ManualClock
 from tests.runs.runs import REPO

@@ -12,8 +12,8 @@ from laminar_py.data.stream import PromptStream
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.ledger.recovery import known_prompts
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.runtime.orchestrator import resumed_data
-from laminar_py.runtime.orchestrator.resumed_data import refuse_other_prompts, refuse_other_rows
+from laminar_py.runtime.orchestrator import resume as resumed_data
+from laminar_py.runtime.orchestrator.resume import refuse_other_prompts, refuse_other_rows
 from laminar_py.runtime.preflight.inputs import Inputs
 from laminar_py.runtime.preflight.problems import read_problems
 from tests.builders import make_prompt

@@ -14,7 +14,9 @@ from laminar_py.records.events import Dropped
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind
 from laminar_py.runtime.orchestrator import scoring as scoring_module
+from laminar_py.runtime.orchestrator.controller import score
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.runtime.orchestrator.parts import Handoff
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from tests.builders import make_prompt
 from tests.control.fleet import Fleet
@@ -80,17 +82,19 @@ async def scoring_of(monkeypatch, reward, *, prompts):
         stats=Stats(SystemClock(), replicas=1, totals=Totals()),
         clock=SystemClock(),
     )
-    fleet.woken = asyncio.Event()
+    fleet.woken, scores = asyncio.Event(), Handoff()
     scoring = Scoring(
         incarnation,
         scheduler=fleet.scheduler,
         payload=None,
+        deliver=scores.put,
         say=told.append,
         end=ends.append,
-        wake=fleet.woken.set,
     )
     await scoring.start()
-    task = asyncio.create_task(scoring.run())
+    issuing = SimpleNamespace(wake=fleet.woken.set)
+    loop = score(scores, scheduler=fleet.scheduler, scoring=scoring, issuing=issuing)
+    task = asyncio.gather(scoring.run(), loop)
     try:
         yield scoring, fleet, scorers, told, ends
     finally:
@@ -102,9 +106,9 @@ async def score_all(scoring, fleet):
     """Have all that is finished scored."""
     while fleet.unscored:
         scoring.submit(fleet.unscored.pop(), make_prompt())
-    for _ in range(1000):
-        await asyncio.sleep(0)
-    assert not scoring.waits
+    async with asyncio.timeout(PATIENCE_S):
+        while scoring.waits:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 async def test_a_reward_is_tried_before_there_is_a_response_and_a_trial_ends_nothing(monkeypatch):
@@ -221,7 +225,8 @@ async def test_before_rl_one_response_of_each_task_is_scored_that_no_heldout_pro
     evaluator = Evaluator(
         incarnation,
         scheduler=fleet.scheduler,
-        replicas=SimpleNamespace(wake=lambda: None),
+        replicas=None,
+        issuing=SimpleNamespace(wake=lambda: None),
         hold=None,
         publish=published.append,
         say=None,
@@ -251,7 +256,8 @@ async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_
     evaluator = Evaluator(
         incarnation,
         scheduler=fleet.scheduler,
-        replicas=SimpleNamespace(wake=lambda: None),
+        replicas=None,
+        issuing=SimpleNamespace(wake=lambda: None),
         hold=None,
         publish=published.append,
         say=told.append,

@@ -25,8 +25,9 @@ from laminar_py.records.metrics import OrderFigures, StepMetrics
 from laminar_py.records.scoring import Score
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.orchestrator.controller import train
 from laminar_py.runtime.orchestrator.evaluator import Evaluator
-from laminar_py.runtime.orchestrator.trainer import Trainer
+from laminar_py.runtime.orchestrator.trainer import StopRequest, Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.specs import LearnerStarted, StepOutcome
 from laminar_py.runtime.workers.supervisor import Supervisor
@@ -142,15 +143,23 @@ async def training(path, *settings, fails, admission, **options):
             supervisor=supervisor,
         )
         versions = Versions(incarnation, completed=learner.completed, stored=learner.stored)
+        stop = StopRequest()
         trainer = Trainer(
             incarnation,
             scheduler=fleet.scheduler,
             learner=learner,
             payload=Archive(ledger),
             evaluator=Evaluator(
-                incarnation, scheduler=fleet.scheduler, replicas=None, hold=None, publish=None, say=None
+                incarnation,
+                scheduler=fleet.scheduler,
+                replicas=None,
+                issuing=None,
+                hold=None,
+                publish=None,
+                say=None,
             ),
             versions=versions,
+            stop=stop,
             show=lambda row: None,
         )
         recording = asyncio.create_task(versions.run())
@@ -196,7 +205,7 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_trains_again(tmp_pat
     death = PartDiedError("learner-0", "no space left")
     async with training(tmp_path, "steps=2", fails={3: death}, admission="sync") as (trainer, learner, fleet):
         async with generating(fleet), asyncio.timeout(PATIENCE_S):
-            await trainer.run()
+            await train(trainer, scheduler=fleet.scheduler)
         assert (trainer.step, learner.steps, learner.saves) == (2, 3, 4)
     assert recover(tmp_path, there=RunFolder(tmp_path).has).checkpoint.step == 2
     assert verify(tmp_path) == []
@@ -207,7 +216,7 @@ async def test_a_batch_of_which_tokens_are_lost_is_put_back_and_the_step_goes_on
     async with training(tmp_path, "steps=2", fails={}, admission="async") as (trainer, learner, fleet):
         learner.lost = dict.fromkeys(lost, "its segment is gone")
         async with generating(fleet), asyncio.timeout(PATIENCE_S):
-            await trainer.run()
+            await train(trainer, scheduler=fleet.scheduler)
         assert (trainer.step, learner.steps) == (2, 2)
         trained = set().union(*learner.trained)
         assert not trained & set(lost)
@@ -226,8 +235,8 @@ async def test_a_task_without_any_signal_ends_the_run_with_one_line_and_an_event
         book = fleet.scheduler.book
         book.settings = replace(book.settings, without_signal=WithoutSignal.REFILL)
         async with generating(fleet, reward=lambda group, index: float(group % 4 == 0)):
-            await asyncio.wait_for(trainer.run(), PATIENCE_S)
-        fault = trainer.fault
+            await asyncio.wait_for(train(trainer, scheduler=fleet.scheduler), PATIENCE_S)
+        fault = trainer._stop.fault
         assert re.match(
             r"step 1, \d+ times in a row at rollout\.max_refill=4: 0 of 2 groups; 10\d\d others", fault
         )
@@ -252,8 +261,8 @@ async def test_a_run_where_one_group_in_a_hundred_has_signal_goes_on_to_its_last
         book = fleet.scheduler.book
         book.settings = replace(book.settings, without_signal=WithoutSignal.REFILL)
         async with generating(fleet, reward=sparse):
-            await asyncio.wait_for(trainer.run(), PATIENCE_S)
-        assert (trainer.fault, trainer.step, learner.steps) == (None, 4, 4)
+            await asyncio.wait_for(train(trainer, scheduler=fleet.scheduler), PATIENCE_S)
+        assert (trainer._stop.fault, trainer.step, learner.steps) == (None, 4, 4)
         assert book.next_prompt > 300, "one group a step, out of a hundred"
     with reading(tmp_path) as connection:
         (count,) = connection.execute("SELECT count(*) FROM event WHERE kind = 'refillstopped'").fetchone()
@@ -269,7 +278,7 @@ async def test_staleness_counts_steps_where_versions_are_fewer(tmp_path):
         generating(fleet),
         asyncio.timeout(PATIENCE_S),
     ):
-        await trainer.run()
+        await train(trainer, scheduler=fleet.scheduler)
     with reading(tmp_path) as connection:
         rows = connection.execute(
             "SELECT DISTINCT step, oldest_version, staleness FROM trajectory WHERE step > 0 ORDER BY step"
@@ -284,9 +293,9 @@ async def test_staleness_counts_steps_where_versions_are_fewer(tmp_path):
 async def test_a_run_that_is_stopped_says_which_checkpoint_stands_if_its_last_is_lost(tmp_path, caplog):
     death = PartDiedError("learner-0", "no space left")
     async with training(tmp_path, "steps=9", fails={2: death}, admission="sync") as (trainer, learner, fleet):
-        trainer.stop.set()
+        trainer._stop.asked.set()
         async with generating(fleet), asyncio.timeout(PATIENCE_S):
-            await trainer.run()
+            await train(trainer, scheduler=fleet.scheduler)
         assert (trainer.step, learner.saves) == (1, 2)
     assert "the checkpoint of step 1 is lost; checkpoints/step-0-1.0 stands" in caplog.messages
     assert recover(tmp_path).checkpoint.step == 0
@@ -299,7 +308,7 @@ async def test_whatever_a_checkpoint_fails_with_ends_the_run_though_no_batch_com
         generating(fleet, wanted=lambda: learner.saves < 2),
     ):
         with pytest.raises(OSError, match="No space left"):
-            await asyncio.wait_for(trainer.run(), PATIENCE_S)
+            await asyncio.wait_for(train(trainer, scheduler=fleet.scheduler), PATIENCE_S)
 
 
 async def test_under_sync_a_stop_waits_for_no_batch_that_nobody_completes(tmp_path):
@@ -310,9 +319,9 @@ async def test_under_sync_a_stop_waits_for_no_batch_that_nobody_completes(tmp_pa
             await fleet.finish(0, id)
         await fleet.score_all()
         assert len(fleet.scheduler.book.groups) > 2
-        trainer.stop.set()
+        trainer._stop.asked.set()
         async with asyncio.timeout(PATIENCE_S):
-            await trainer.run()
+            await train(trainer, scheduler=fleet.scheduler)
         assert trainer.step == 1
 
 
@@ -320,17 +329,17 @@ async def test_under_sync_a_stop_waits_for_no_batch_that_nobody_completes(tmp_pa
 async def test_a_run_that_fails_waits_for_no_batch_under_sync_and_leaves_a_checkpoint(tmp_path, interrupted):
     """Before it is asked to stop, or while it waits for the batch in hand."""
     async with training(tmp_path, "steps=9", fails={}, admission="sync") as (trainer, _, fleet):
-        running = asyncio.create_task(trainer.run())
+        running = asyncio.create_task(train(trainer, scheduler=fleet.scheduler))
         await asyncio.wait_for(generate(fleet, wanted=lambda: trainer.step < 1), PATIENCE_S)
         await fleet.report(0)
         assert fleet.scheduler.book.groups, "a batch has begun, and is never completed"
         if interrupted:
-            trainer.stop.set()
+            trainer._stop.asked.set()
             await settle()
             assert not running.done()
-        trainer.end("nothing can be scored")
-        trainer.end("something else")
+        trainer._stop.fail("nothing can be scored")
+        trainer._stop.fail("something else")
         await asyncio.wait_for(running, PATIENCE_S)
-        assert trainer.fault == "nothing can be scored"
+        assert trainer._stop.fault == "nothing can be scored"
     assert recover(tmp_path, there=RunFolder(tmp_path).has).checkpoint.step == trainer.step >= 1
     assert verify(tmp_path) == []

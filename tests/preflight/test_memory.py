@@ -12,10 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
+from laminar_py.config.data import ModelConfig
+from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Recompute
 from laminar_py.config.loading import load_config
-from laminar_py.config.lora import LoraConfig
-from laminar_py.config.model import ModelConfig
 from laminar_py.learner.losses import logprob
 from laminar_py.learner.model import load_policy, policy_logprobs
 from laminar_py.runtime.preflight.doctor import fit

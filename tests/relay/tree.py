@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from laminar_py.config.relay import TopologyKind
+from laminar_py.config.cluster import TopologyKind
 from laminar_py.records.weights import Published
 from laminar_py.relay.node.relay_node import RelayNode
 from laminar_py.relay.planning.topology import Topology, build

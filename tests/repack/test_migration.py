@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from laminar_lab.simulate.virtual_loop import virtually
-from laminar_py.config.repack import PLANNERS
+from laminar_py.config.rollout import PLANNERS
 from laminar_py.config.section import ConfigError
 from laminar_py.control.views import ReplicaView
 from laminar_py.engines.local.engine import LocalEngine

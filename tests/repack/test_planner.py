@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.config.repack import PLANNERS
+from laminar_py.config.rollout import PLANNERS
 from laminar_py.records.replica import Held, Survey
 from laminar_py.repack.paper import PaperPlanner
 from laminar_py.repack.planner import PlanningContext

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from experiments.kill_test.handovers import handovers
-from laminar_py.config.model import ModelConfig
+from laminar_py.config.data import ModelConfig
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.learner.export import export_hf
 from laminar_py.learner.model import load_policy

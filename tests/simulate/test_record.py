@@ -22,7 +22,7 @@ from laminar_py.observe.analytics.show.run_tables import run_tables
 from laminar_py.observe.analytics.triage.report import read_report
 from laminar_py.observe.telemetry.summary import Summary
 from laminar_py.records.metrics import FleetRow, StepRow
-from laminar_py.runtime.orchestrator.resumed_data import refuse_simulated
+from laminar_py.runtime.orchestrator.resume import refuse_simulated
 from tests.simulate.small import CONFIG, FAILING, SMALL, run, run_recorded, small
 
 CASES = {

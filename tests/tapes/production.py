@@ -15,8 +15,7 @@ import numpy as np
 from blake3 import blake3
 
 from laminar_py.config.algorithm import Advantage, Aggregation
-from laminar_py.config.repack import PLANNERS
-from laminar_py.config.rollout import WithoutSignal
+from laminar_py.config.rollout import PLANNERS, WithoutSignal
 from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.book import ControlSettings
 from laminar_py.control.closing import Stages

@@ -81,26 +81,19 @@ LOGPROBS = ColumnRef(Dtype.FLOAT32, make_ref("reference-0-1-0.1"))
 async def test_what_the_reference_died_over_is_done_by_the_next_and_delivered_once(monkeypatch, tmp_path):
     processes = Processes(monkeypatch, lambda name: Reference())
     shared = incarnation(tmp_path, reference=True)
-    stage, delivered, lost = ReferenceStage(shared, payload=Hosts()), asyncio.Queue(), asyncio.Queue()
-
-    async def deliver(name, logprobs):
-        delivered.put_nowait((name, logprobs))
-
+    stage = ReferenceStage(shared, payload=Hosts())
     async with asyncio.timeout(PATIENCE_S):
         await stage.start()
-        running = asyncio.create_task(stage.run(wanted=lambda name: True, deliver=deliver, lose=lost.put))
         stage.submit(make_finished("g0.0", response=2))
         stage.submit(make_finished("g0.9", response=2))
+        answering = asyncio.create_task(stage.next_answer(wanted=lambda name: True))
         first = await processes.next()
         await first.actor.asked.wait()
         first.die()
         second = await processes.next()
         second.actor.may_work.set()
-        assert await delivered.get() == ("g0.0", LOGPROBS)
-        assert await lost.get() == {"g0.9": "gone"}
-        running.cancel()
-        await asyncio.wait([running])
-    assert delivered.empty()
+        answer = await answering
+    assert (answer.logprobs, answer.lost) == ({"g0.0": LOGPROBS}, {"g0.9": "gone"})
     assert shared.supervisor.restarts == {"reference-0": 1}
     assert shared.stats.totals.reference_busy_s == 1.5
 

@@ -115,7 +115,12 @@ class Incarnation:
         )
         self.payload = PayloadHosts(incarnation)
         self.replicas = Replicas(
-            incarnation, scheduler=self.fleet.scheduler, relays=SimpleNamespace(), payload=self.payload
+            incarnation,
+            scheduler=self.fleet.scheduler,
+            relays=SimpleNamespace(),
+            payload=self.payload,
+            issuing=None,
+            take=None,
         )
         self.alive = list(range(HOSTS))
 
@@ -149,7 +154,7 @@ class Incarnation:
         self.cluster.lose(gone)
         self.alive = [index for index in self.alive if index not in indices]
         await asyncio.gather(*(self.replicas._take_over(index) for index in indices))
-        self.replicas._heed_plan()
+        self.replicas.heed_plan()
         for index in indices:
             self.fleet.running[index].clear()
         return indices

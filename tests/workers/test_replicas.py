@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_py.config.loading import load_config
+from laminar_py.control.tick import DISPATCH_S, Tick
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.observe.telemetry.stats import Stats, Totals
@@ -27,6 +28,8 @@ from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.link.replica_link import ReplicaLink
+from laminar_py.runtime.orchestrator.controller import generate, issue
+from laminar_py.runtime.orchestrator.parts import Handoff
 from laminar_py.runtime.workers import replicas as replicas_module
 from laminar_py.runtime.workers.replica_lines import pace_of
 from laminar_py.runtime.workers.replicas import Replicas
@@ -133,7 +136,7 @@ class Replica:
 class World:
     """Replicas of a real scheduler and a real plan, on nodes that the test takes away and gives back."""
 
-    def __init__(self, monkeypatch, path, *overrides):
+    def __init__(self, monkeypatch, path, *overrides, every_s=DISPATCH_S):
         config = self.config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=2", *overrides])
         self.nodes = list(NODES)
         self.placement = Placement(
@@ -163,13 +166,16 @@ class World:
                 raise PartDiedError(f"replica-{replica}", "its relay has gone to another host")
             return self.relay
 
+        self.stats = Stats(SystemClock(), replicas=2, totals=Totals())
+        self.issuing = Tick(self._issue, every_s=every_s)
+        self.reports = Handoff()
         self.replicas = Replicas(
             make_incarnation(
                 config=config,
                 run=RunFolder(path),
                 placement=self.placement,
                 supervisor=self.supervisor,
-                stats=Stats(SystemClock(), replicas=2, totals=Totals()),
+                stats=self.stats,
                 ledger=SimpleNamespace(append=self.record),
             ),
             scheduler=self.scheduler,
@@ -179,7 +185,20 @@ class World:
                 keys=RelayKeys.generate(),
             ),
             payload=self.payload,
+            issuing=self.issuing,
+            take=self.reports.put,
         )
+
+    def _issue(self):
+        issue(self.scheduler, replicas=self.replicas, issuing=self.issuing, stats=self.stats)
+
+    async def keep(self):
+        """Keep the replicas, and run the loops of the controller that reach them."""
+        loop = {"replicas": self.replicas, "issuing": self.issuing, "stats": self.stats}
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.replicas.keep())
+            tasks.create_task(self.issuing.run())
+            tasks.create_task(generate(self.reports, scheduler=self.scheduler, **loop))
 
     def _make(self, name):
         self.actors.append(Replica(int(name[-1]), self.may_start))
@@ -213,7 +232,7 @@ async def kept(world):
     """Both replicas' processes, which serve version 0."""
     async with asyncio.timeout(PATIENCE_S):
         world.replicas.spawn()
-        keeping = asyncio.create_task(world.replicas.keep())
+        keeping = asyncio.create_task(world.keep())
         first, second = await world.next(), await world.next()
         for process in (first, second):
             process.actor.report(admissible=8)
@@ -243,8 +262,7 @@ async def test_what_a_dead_replica_had_is_done_by_another_and_a_process_takes_it
 
 
 async def test_before_the_next_tick_only_one_without_work_or_of_another_version_is_answered(monkeypatch, tmp_path):
-    monkeypatch.setattr(replicas_module, "DISPATCH_S", 100 * PATIENCE_S)
-    world = World(monkeypatch, tmp_path)
+    world = World(monkeypatch, tmp_path, every_s=100 * PATIENCE_S)
     async with kept(world) as (first, second):  # which had no work
         first.actor.report(received=8, admissible=64)
         await first.actor.reports.join()
@@ -297,7 +315,7 @@ async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_
         first.die()
         third = await world.next()
         aborts[0] = ["g0.0"]
-        world.replicas.dispatch()
+        world.issuing.at_once()
         await asyncio.sleep(0.1)
         assert third.actor.did.empty()
         world.may_start.set()
@@ -452,7 +470,7 @@ async def test_one_that_was_started_and_never_speaks_is_replaced(monkeypatch, tm
     async with asyncio.timeout(PATIENCE_S):
         world.replicas.spawn()
         monkeypatch.setattr(Replica, "_live", lambda self, spec: asyncio.sleep(PATIENCE_S))
-        keeping = asyncio.create_task(world.replicas.keep())
+        keeping = asyncio.create_task(world.keep())
         names = [(await world.next()).name for _ in range(3)]
         assert names[2] in names[:2]
         keeping.cancel()

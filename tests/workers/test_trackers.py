@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from laminar_py.config.loading import parse_config
-from laminar_py.config.tracking import TrackerKind
+from laminar_py.config.run import TrackerKind
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.telemetry.stats import Stats, Totals
 from laminar_py.observe.telemetry.summary import summarise

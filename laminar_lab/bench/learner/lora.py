@@ -21,7 +21,7 @@ from laminar_lab.bench.relay.tree import WARM_VERSIONS, Tree
 from laminar_lab.bench.report import Row
 from laminar_lab.bench.turns import Ratio, in_turn
 from laminar_lab.bench.workplace import workplace
-from laminar_py.config.lora import LoraConfig
+from laminar_py.config.learner import LoraConfig
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.relay.wire.messages import VersionComplete
 from laminar_py.relay.wire.transport import RelayKeys

@@ -14,8 +14,8 @@ from laminar_lab.bench.models import count_parameters, write_no_tokenizer
 from laminar_lab.bench.report import Row
 from laminar_lab.bench.workplace import workplace
 from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LearnerConfig, Recompute
-from laminar_py.config.model import ModelConfig
 from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.step import Learner

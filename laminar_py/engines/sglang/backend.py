@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from laminar_py.config.engine import Backend, EngineLaunch
-from laminar_py.config.lora import LoraConfig, LoraTarget
+from laminar_py.config.learner import LoraConfig, LoraTarget
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError

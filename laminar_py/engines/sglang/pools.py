@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.config.cluster import Device
-from laminar_py.config.reward import RewardConfig
+from laminar_py.config.reward import RewardConfig, ServerPoolConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.config.servers import ServerPoolConfig
 from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.engines.sglang.backend import check_interpreter
 from laminar_py.engines.sglang.flags import (

@@ -21,7 +21,7 @@ import aiohttp
 import psutil
 
 from laminar_py.config.cluster import Device
-from laminar_py.config.lora import LoraConfig
+from laminar_py.config.learner import LoraConfig
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError

@@ -17,8 +17,8 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from laminar_py.config.run import TrackerKind
 from laminar_py.config.section import ConfigError
-from laminar_py.config.tracking import TrackerKind
 
 Setting: TypeAlias = bool | int | float | str
 CONTINUED = "run/continued_from"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from laminar_py.config.relay import TopologyKind
+from laminar_py.config.cluster import TopologyKind
 from laminar_py.relay.planning.topology import ALL, Shape, Topology, grow, shape_of
 
 PAGE_BYTES = 4096

@@ -12,8 +12,8 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.loading import load_settings
-from laminar_py.config.relay import TopologyKind
 from laminar_py.config.section import ConfigError, Count, Section, Share
 from laminar_py.relay.planning.cost import (
     PAGE_BYTES,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from laminar_py.config.relay import TopologyKind
+from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.section import ConfigError
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from laminar_py.config.relay import RelayConfig
+from laminar_py.config.cluster import RelayConfig
 from laminar_py.records.codec import decode, encode
 from laminar_py.relay.planning.cost import Links
 from laminar_py.relay.planning.link import LinkSpeed, MeasurementError, measure_link, send_chunks

@@ -1,40 +1,91 @@
-"""The composition root of a run: wires all parts and leads them through their phases.
+"""The controller of a run, or of an evaluation: the loops that a trajectory passes, and the phases of a run.
+
+    prompts of the data
+          |
+          v          assignments                reports
+       +-------+  [lines of replicas]  .........  [reports]  +----------+
+       | issue | --------------------> : replicas: ---------> | generate |
+       +-------+                       ..........            +----------+
+          ^   ^                         ^ weights              |      | finished responses
+          |   '---[waiting]-- partial responses ---------------'      v
+          |                             |             [unscored] --> scorers --> [scores]
+          | room for groups             |             [to refer] --> reference      |
+          |                             |                                |          v
+       +-------+       [ready]          |                             +-------+ +-------+
+       | train | <----------------------|---------------------------- | refer | | score |
+       +-------+     groups with        |                             +-------+ +-------+
+          |          advantages         |
+          | version [copied]       +---------+
+          '----------------------> | publish | --> relays --> replicas
+                                   +---------+
+
+Each loop is a function below. The queues, each bounded so that nobody waits in a circle:
+
+    queue      type                   owner                           bound
+    waiting    Lifecycle              control.waiting                 live trajectories: `buffer.capacity`
+    lines      Order                  runtime.link.hub                work that replicas have room for
+    reports    list[(Line, Report)]   `Handoff` here                  one; the hub waits until it is taken in
+    unscored   Unscored               reward.stage                    trajectories that can wait: `max_scored`
+    to refer   FinishedTrajectory     learner.packing.queue           live trajectories
+    scores     list[Score]            `Handoff` here                  one; a scorer waits until it is taken in
+    ready      ReadyGroup             learner.packing.buffer          live trajectories
+    copied     version                versions                        one: the learner completes it before the next
+
+An evaluation has no learner: `train`, `refer` and `publish` are missing, the weights stay version 0, and each set
+is evaluated once. Beside the data path `processes` keeps all processes alive, `housekeeping` does timed chores.
 
 Phases: start parts -> first version -> evaluation -> RL -> stop replicas -> evaluations -> summary. Runs in the
-process of `laminar train`; every part that is a process of its own has a keeper in `workers`.
-
-In the RL phase three loops go on side by side: reports of replicas come in, the scheduler decides, assignments
-go out (`workers.replicas`); scores come in, and the scheduler closes groups (`scoring`); batches come in, and the
-learner steps, publishes and checkpoints (`trainer`).
+process of `laminar train` or `laminar eval`; every part that is a process of its own has a keeper in `workers`.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import TypeAlias
 
 from laminar_py.control.deadlines import HOUSEKEEPING_S
 from laminar_py.control.recovery import check_scored
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.tick import DISPATCH_S, Tick
 from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.observe.telemetry.fleet import note_placed, watch_fleet
 from laminar_py.observe.telemetry.memory import watch_memory
+from laminar_py.observe.telemetry.stats import Stats
 from laminar_py.observe.telemetry.summary import Summary, summarise
 from laminar_py.observe.telemetry.view import View
 from laminar_py.observe.telemetry.waits import Waits
 from laminar_py.records.events import Evaluated, RunEnded
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
-from laminar_py.records.trajectory import Kind, Prompt
+from laminar_py.records.replica import ReplicaReport
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import DropReason, Kind, Prompt
+from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.runtime.cluster.backend import all_placed
-from laminar_py.runtime.cluster.errors import RunFailedError
-from laminar_py.runtime.orchestrator import policies
+from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.link.hub import Line
+from laminar_py.runtime.link.messages import Abort, CallOff
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
-from laminar_py.runtime.orchestrator.pauses import keep_short
-from laminar_py.runtime.orchestrator.record import record_start, seal
+from laminar_py.runtime.orchestrator.parts import (
+    Handoff,
+    Learning,
+    keep_pauses_short,
+    make_scheduler,
+    record_start,
+    seal,
+)
 from laminar_py.runtime.orchestrator.scoring import Scoring
-from laminar_py.runtime.orchestrator.trainer import Trainer
+from laminar_py.runtime.orchestrator.sources import (
+    EvalSource,
+    EvalSummary,
+    answers_on_record,
+    publish_source,
+    summarise_evaluation,
+)
+from laminar_py.runtime.orchestrator.trainer import BatchLostError, StopRequest, Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.environments import EnvironmentProcesses
 from laminar_py.runtime.workers.incarnation import Opened, open_incarnation
@@ -44,74 +95,244 @@ from laminar_py.runtime.workers.reference import ReferenceStage
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.replicas import Replicas
 from laminar_py.runtime.workers.trackers import Trackers
+from laminar_py.runtime.workers.weights import WeightFolder
 
 log = logging.getLogger(__name__)
 
+Reports: TypeAlias = Sequence[tuple[Line, ReplicaReport]]
+Result: TypeAlias = Summary | EvalSummary
+
+SCORES_AT_ONCE = 16  # taken in before the event loop goes on with other work
+PROGRESS_S = 15.0  # between lines on how far an evaluation is
+
+
+# ---- the loops
+
+
+def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuing: Tick, stats: Stats) -> None:
+    """Send replicas their work: one turn of the loop of `issuing`, at once or every `DISPATCH_S` at most."""
+    replicas.heed_plan()
+    for index, trajectory_ids in scheduler.book.take_aborts().items():
+        replicas.send(index, Abort(list(trajectory_ids)))
+    for index, assignments in scheduler.dispatcher.dispatch().items():
+        replicas.assign(index, assignments)
+    for index, trajectory_ids in scheduler.moves.take_called_off().items():
+        replicas.send(index, CallOff(list(trajectory_ids)))
+    stats.generating(scheduler.views.in_flight > 0)
+    if scheduler.dispatcher.has_more:
+        issuing.wake()
+
+
+async def generate(
+    reports: Handoff[Reports],
+    *,
+    scheduler: TrajectoryScheduler,
+    replicas: Replicas,
+    issuing: Tick,
+    stats: Stats,
+) -> None:
+    """Take in the reports of replicas: tokens of responses, finished ones, and how much room there is.
+
+    Finished responses go to the scorers and the reference. A replica that may have nothing to do is answered at
+    once, all others together.
+    """
+    async for several in reports.items():
+        is_urgent = False
+        for line, report in several:
+            views, index = scheduler.views, line.replica
+            version = views.by_index[index].version
+            if replicas.is_killed(index):
+                continue
+            await scheduler.reports.on_report(report)
+            stats.on_report(report)
+            replicas.check_weights(line, report)
+            is_urgent |= views.by_index[index].idle or report.status.version != version
+        stats.generating(scheduler.views.in_flight > 0)
+        if is_urgent:
+            issuing.at_once()
+        else:
+            issuing.wake()
+
+
+async def score(
+    scores: Handoff[Sequence[Score]], *, scheduler: TrajectoryScheduler, scoring: Scoring, issuing: Tick
+) -> None:
+    """Take in scores: a group that has all of them goes to the learner, or makes room for another."""
+    async for several in scores.items():
+        of_responses = scoring.without_trials(several)
+        lost = {one.trajectory_id: one.detail for one in of_responses if one.failure is DropReason.HOST_LOST}
+        if lost:
+            await scheduler.losses.of(lost)
+        for place, one in enumerate(of_responses, 1):
+            if place % SCORES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if one.trajectory_id in lost:
+                continue
+            lifecycle = scheduler.book.followed(one.trajectory_id)
+            if lifecycle is not None:
+                scoring.note(one, lifecycle)
+            await scheduler.closing.on_score(one)
+        issuing.wake()  # with the last score of a batch another may be issued
+
+
+async def refer(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) -> None:
+    """Take in log-probabilities of the reference model, which a group needs before it goes to the learner."""
+    while True:
+        answer = await reference.next_answer(wanted=scheduler.is_live)
+        for trajectory_id, logprobs in answer.logprobs.items():
+            await scheduler.closing.on_reference(trajectory_id, logprobs)
+        await scheduler.losses.of(answer.lost)
+
+
+async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
+    """Make a step of each batch of ready groups until all steps are done or the run is to end, then checkpoint.
+
+    The learner may die over any of these: it goes back to its last checkpoint, and the batch is ready again.
+    """
+    while not trainer.is_done:
+        batch = None
+        try:
+            batch = await trainer.next_batch()
+            if batch is None:
+                break
+            outcome = await trainer.learn(batch)
+        except PartDiedError as error:
+            if batch is not None:
+                await scheduler.consumption.put_back(batch)
+            await trainer.go_back(error)
+            continue
+        except BatchLostError as error:
+            assert batch is not None, "tokens are of a batch"
+            await scheduler.consumption.put_back(batch)
+            await scheduler.losses.of(error.lost)
+            continue
+        trainer.pause_if_last(batch)
+        if batch.groups:  # else others are generated
+            await trainer.commit(batch, outcome)
+            await trainer.save_if_due()
+    await trainer.save_last()
+
+
+# ---- the parts and their phases
+
 
 class Controller:
-    """Leader of a run from its start, or a resume, to its end."""
+    """Leader of a run, or of the evaluation of a `source`, from its start or a resume to its end."""
 
-    def __init__(self, opened: Opened, *, view: View) -> None:
+    def __init__(self, opened: Opened, *, view: View, source: EvalSource | None = None) -> None:
         config, run = opened.config, opened.run
         goes_on, ledger = opened.resumed and run.has_ledger, run.live_ledger
         self._recovered: Recovered | None = recover(run.path, ledger=ledger, there=run.has) if goes_on else None
         self._evaluations = read_evaluations(ledger) if goes_on else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
-        incarnation = open_incarnation(opened, recovered=self._recovered)
-        self._incarnation, self._view, say = incarnation, view, view.notice
+        self._incarnation = incarnation = open_incarnation(opened, recovered=self._recovered)
+        self._source, self._view = source, view
+        self._stop = StopRequest()
+        self._reports: Handoff[Reports] = Handoff()
+        self._scores: Handoff[Sequence[Score]] = Handoff()
+        self._issuing = Tick(self._issue, every_s=DISPATCH_S)
         self._trackers = Trackers(incarnation, resumed=goes_on)
         self._payload = payload = PayloadHosts(incarnation)
         self._reference = ReferenceStage.of(incarnation, payload=payload)
-        self._scheduler = scheduler = policies.make_scheduler(
-            incarnation, submit_score=self._finished, reference=self._reference, fail=self._fail
+        self._scheduler = scheduler = make_scheduler(
+            incarnation,
+            submit_score=self._finished,
+            reference=self._reference,
+            versions_return=source is not None,
+            fail=self._stop.fail,
         )
         self._relays = relays = Relays(incarnation)
-        self._learner = learner = LearnerLink(incarnation, relays=relays, payload=payload, show=view.progress)
-        self._versions = Versions(incarnation, completed=learner.completed, stored=relays.published)
-        self._environments = EnvironmentProcesses(incarnation, self._relays.keys)
-        self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays, payload=payload)
-        self._scoring = Scoring(
-            incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail, wake=replicas.wake
-        )
-        self._migration = policies.make_migration(
-            incarnation, scheduler=scheduler, replicas=replicas, versions=self._versions
-        )
-        self._fleet = ElasticFleet(
-            incarnation, scheduler=scheduler, replicas=replicas, migration=self._migration, scoring=self._scoring
-        )
-        self._evaluator = Evaluator(
-            incarnation, scheduler=scheduler, replicas=replicas, hold=self._hold, publish=self._evaluated, say=say
-        )
-        self._trainer = Trainer(
+        self._environments = EnvironmentProcesses(incarnation, relays.keys)
+        self._replicas = Replicas(
             incarnation,
             scheduler=scheduler,
-            learner=learner,
+            relays=relays,
             payload=payload,
-            evaluator=self._evaluator,
-            versions=self._versions,
-            show=self._stepped,
+            issuing=self._issuing,
+            take=self._reports.put,
         )
+        self._scoring = self._make_scoring()
+        self._evaluator = self._make_evaluator()
+        self._weights = None if source is None else WeightFolder(incarnation, relays=relays)
+        self._learning = self._make_learning() if source is None else None
 
     def interrupt(self) -> None:
         """Finish the step in hand, checkpoint, end."""
-        self._trainer.stop.set()
+        self._stop.asked.set()
+
+    def _make_scoring(self) -> Scoring:
+        return Scoring(
+            self._incarnation,
+            scheduler=self._scheduler,
+            payload=self._payload,
+            deliver=self._scores.put,
+            say=self._view.notice,
+            end=self._stop.fail,
+            trains=self._source is None,
+        )
+
+    def _make_evaluator(self) -> Evaluator:
+        return Evaluator(
+            self._incarnation,
+            scheduler=self._scheduler,
+            replicas=self._replicas,
+            issuing=self._issuing,
+            hold=self._hold,
+            publish=self._evaluated,
+            say=self._view.notice,
+            trains=self._source is None,
+        )
+
+    def _make_learning(self) -> Learning:
+        incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
+        learner = LearnerLink(incarnation, relays=self._relays, payload=self._payload, show=self._view.progress)
+        versions = Versions(incarnation, completed=learner.completed, stored=self._relays.published)
+        trainer = Trainer(
+            incarnation,
+            scheduler=scheduler,
+            learner=learner,
+            payload=self._payload,
+            evaluator=self._evaluator,
+            versions=versions,
+            stop=self._stop,
+            show=self._stepped,
+        )
+        migration = Migration(
+            MigrationSettings.of(incarnation.config),
+            scheduler=scheduler,
+            fleet=replicas,
+            published=versions.recorded_after,
+            clock=incarnation.clock,
+        )
+        fleet = ElasticFleet(
+            incarnation,
+            scheduler=scheduler,
+            replicas=replicas,
+            migration=migration,
+            scoring=self._scoring,
+            issuing=self._issuing,
+        )
+        return Learning(learner=learner, versions=versions, trainer=trainer, migration=migration, fleet=fleet)
 
     # ---- phases
 
-    async def lead(self) -> Summary:
+    async def lead(self) -> Result:
         """Run to the end, or to the step in hand after `interrupt`."""
         await self._incarnation.ledger.start()
         self._trackers.start()
-        summary: Summary | None = None
+        summary: Result | None = None
         try:
             await record_start(self._incarnation, self._recovered)
             await self._start_parts()
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(work, name=name) for name, work in self._background().items()]
-                await self._trainer.start()
-                async for name, work in self._late():
-                    background.append(tasks.create_task(work, name=name))
-                summary = await self._lead_rl()
+                background = [tasks.create_task(work, name=name) for name, work in self._loops().items()]
+                if self._learning is None:
+                    finished = await self._lead_evaluation()
+                else:
+                    async for name, work in self._start_learning(self._learning):
+                        background.append(tasks.create_task(work, name=name))
+                    finished = await self._lead_rl(self._learning.trainer)
+                summary = await self._end(finished=finished)
                 for task in background:
                     task.cancel()
             return summary
@@ -119,28 +340,156 @@ class Controller:
             await self._close(summary)
 
     async def _start_parts(self) -> None:
-        """Have the processes of all parts spawned, relays and scorers up, and what was interrupted waiting."""
-        self._payload.stores.spawn()
-        self._scoring.spawn()
-        self._environments.spawn()
-        self._learner.spawn()
-        self._replicas.spawn()
-        if self._reference is not None:
-            self._reference.spawn()
+        """Spawn the processes of all parts and have relays and scorers up; a resumed run goes on meanwhile."""
+        makes_versions = self._weights if self._learning is None else self._learning.learner
+        parts = (self._scoring, self._environments, makes_versions, self._replicas, self._reference)
+        for part in (self._payload.stores, *(one for one in parts if one is not None)):
+            part.spawn()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._payload.stores.start())
-            tasks.create_task(self._relays.start())
-            tasks.create_task(self._scoring.start())
-            tasks.create_task(self._environments.start())
-        if self._recovered is not None:
+            for started in (self._payload.stores, self._relays, self._scoring, self._environments):
+                tasks.create_task(started.start())
+        if self._recovered is not None and self._learning is not None:
             self._scoring.grow_by(len(self._recovered.live))  # the fleet may have been larger
-            await self._take_up_evaluations(self._recovered)
-            await take_up(self._recovered, self._payload, self._scheduler)
+            await self._ask_for_open_passes(self._recovered)
+            await self._take_up()
             self._scheduler.continue_live()  # interrupted trajectories go on while the learner starts
-            self._recovered = None
 
-    async def _take_up_evaluations(self, recovered: Recovered) -> None:
-        """Ask for the passes that were open again, and for none that is on record."""
+    def _loops(self) -> dict[str, Coroutine[object, object, None]]:
+        """Loops that run from the start; `train` runs in the task of `lead`."""
+        scheduler, issuing, stats = self._scheduler, self._issuing, self._incarnation.stats
+        loops: dict[str, Coroutine[object, object, None]] = {
+            "processes": self._keep_processes(),
+            "issue": issuing.run(),
+            "generate": generate(
+                self._reports, scheduler=scheduler, replicas=self._replicas, issuing=issuing, stats=stats
+            ),
+            "score": score(self._scores, scheduler=scheduler, scoring=self._scoring, issuing=issuing),
+            "housekeeping": self._keep_house(),
+        }
+        if self._learning is not None:
+            loops["publish"] = self._learning.versions.run()
+        return loops
+
+    async def _start_learning(
+        self, learning: Learning
+    ) -> AsyncIterator[tuple[str, Coroutine[object, object, None]]]:
+        """Start the learner, publish its first version, and start parts that need one; their loops."""
+        await learning.trainer.start()
+        if self._reference is not None:
+            await self._reference.start()
+            yield "refer", refer(self._reference, scheduler=self._scheduler)
+        yield "pauses", keep_pauses_short()
+        if self._incarnation.config.repacks:
+            speed = await self._replicas.speed()
+            log.info("engine: %s", speed)
+            yield "repack", learning.migration.run(speed)
+
+    async def _lead_rl(self, trainer: Trainer) -> bool:
+        """Evaluate, train, evaluate; False if the run ends before its time."""
+        stats, scheduler = self._incarnation.stats, self._scheduler
+        if trainer.step == 0:
+            await self._unless_stopped(self._evaluator.first(trainer.moment))
+        stats.rl_phase(True)
+        if scheduler.book.groups or not self._stop.asked.is_set():  # nothing begins for a run that is about to end
+            scheduler.admit()
+            self._issuing.at_once()
+        await train(trainer, scheduler=scheduler)
+        stats.rl_phase(False)
+        scheduler.pause()
+        if self._stop.asked.is_set():
+            return False
+        return await self._unless_stopped(self._finish_evaluations(trainer))
+
+    async def _finish_evaluations(self, trainer: Trainer) -> None:
+        """Do what is left of evaluations once all steps are done."""
+        await self._replicas.stop(evaluations=False)
+        await self._evaluator.finish(trainer.moment)
+
+    async def _lead_evaluation(self) -> bool:
+        """Publish the weights and evaluate every set under them; False if stopped.
+
+        Passes are asked for once version 0 is published: a replica that asks for a version that no relay has calls
+        it lost. Trajectories of an earlier controller are taken up after that, since they belong to these passes.
+        """
+        assert self._weights is not None, "an evaluation publishes the weights of its source"
+        assert self._source is not None, "an evaluation has a source"
+        published = await publish_source(self._incarnation, self._weights, step=self._source.step)
+        self._scheduler.published(published.version)
+        done = {one.pass_id for one in self._evaluations}
+        run, sets = self._incarnation.run, list(self._incarnation.inputs.sets)
+        answers = await asyncio.to_thread(answers_on_record, run, sets, done=done) if self._recovered else {}
+        passes = self._evaluator.every_set(
+            Moment(published.version, self._source.step, 0.0), done=done, answers=answers
+        )
+        await self._take_up()
+        self._issuing.wake()
+        return await self._unless_stopped(self._finish_passes(passes))
+
+    async def _finish_passes(self, passes: "Sequence[asyncio.Task[None]]") -> None:
+        """Wait for all passes; the result of each is on disk at once."""
+        for done in asyncio.as_completed(passes):
+            await done
+            await self._incarnation.ledger.commit()
+            await self._incarnation.ledger.copy()
+
+    async def _end(self, *, finished: bool) -> Result:
+        """Interrupt what still runs, unless the run is finished, and put its end on record."""
+        incarnation, config = self._incarnation, self._incarnation.config
+        if not finished:
+            self._evaluator.abandon()
+            self._scheduler.end()
+            await self._replicas.stop(evaluations=True)
+        await self._payload.close(self._scheduler)
+        incarnation.ledger.append(RunEnded(incarnation.number, "finished" if finished else "interrupted"))
+        await incarnation.ledger.commit()
+        summary: Result
+        if self._source is not None:
+            summary = summarise_evaluation(incarnation.run, self._source, finished=finished)
+        else:
+            summary = summarise(
+                incarnation.run,
+                incarnation.stats,
+                finished=finished,
+                restarts=dict(incarnation.supervisor.restarts),
+                sets=config.eval.sets,
+                has_environment=config.has_environment,
+            )
+        if self._stop.fault is not None and not finished:
+            raise RunFailedError(self._stop.fault)
+        return summary
+
+    async def _close(self, summary: Result | None) -> None:
+        """Close checkpoints, scorers, ledger and trackers after any end; a run with a summary is sealed."""
+        try:
+            try:
+                if self._learning is not None:
+                    await self._learning.fleet.close()
+                    await self._learning.trainer.close()
+            finally:
+                await self._scoring.close()  # a scorer that goes on would write beside the seal
+            await self._incarnation.ledger.close()
+            if summary is not None:
+                await asyncio.to_thread(seal, self._incarnation.run.path)
+        finally:
+            await self._trackers.close(summary if isinstance(summary, Summary) else None)
+
+    async def _unless_stopped(self, work: Coroutine[object, object, None]) -> bool:
+        """Do it, or until the run is to end; False then."""
+        task = asyncio.create_task(work, name="unless-stopped")
+        stop = asyncio.create_task(self._stop.asked.wait(), name="stop")
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            return not self._stop.asked.is_set()
+        finally:
+            task.cancel()
+            stop.cancel()
+
+    # ---- a resume
+
+    async def _ask_for_open_passes(self, recovered: Recovered) -> None:
+        """Ask again for evaluations that were under way, and for none that is on record."""
         step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
         self._evaluator.take_up(
             await asyncio.to_thread(open_passes, run.live_ledger),
@@ -150,104 +499,58 @@ class Controller:
             passed_s={0: 0.0} | {row.step: row.rl_s for row in read_rows(run.metrics, StepRow)},
         )
 
-    def _background(self) -> dict[str, Coroutine[object, object, None]]:
-        """Work beside the trainer from the start."""
-        run, stats, book = self._incarnation.run, self._incarnation.stats, self._scheduler.book
-        shm = run.shm(self._incarnation.config.relay.shm)
-        return {
-            "keep-relays": self._relays.keep(),
-            "keep-stores": self._payload.stores.keep(),
-            "record-versions": self._versions.run(),
-            "scoring": self._scoring.run(),
-            "housekeeping": self._keep_house(),
-            "memory": watch_memory(run, stats, shm),
-            "placed": note_placed(run.placed, all_placed=all_placed),
-            "fleet": watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens),
-            "keep-replicas": self._replicas.keep(),
-            "keep-environments": self._environments.keep(),
-            "sweep-environments": self._environments.sweep(self._scheduler.awaits_score),
-            "scale": self._fleet.run(say=self._view.notice),
-        }
+    async def _take_up(self) -> None:
+        """Take up trajectories that an earlier controller left, if there was one."""
+        if self._recovered is not None:
+            await take_up(self._recovered, self._payload, self._scheduler)
+            self._recovered = None
 
-    async def _late(self) -> AsyncIterator[tuple[str, Coroutine[object, object, None]]]:
-        """Work beside the trainer that needs weights, each as soon as its part is ready."""
-        if self._reference is not None:
-            await self._reference.start()
-            wanted, deliver = self._scheduler.is_live, self._scheduler.closing.on_reference
-            yield "reference", self._reference.run(wanted=wanted, deliver=deliver, lose=self._scheduler.losses.of)
-        yield "pauses", keep_short()
-        if self._incarnation.config.repacks:
-            speed = await self._replicas.speed()
-            log.info("engine: %s", speed)
-            yield "repack", self._migration.run(speed)
+    # ---- beside the data path
 
-    async def _lead_rl(self) -> Summary:
-        trainer, stats, scheduler = self._trainer, self._incarnation.stats, self._scheduler
-        if trainer.step == 0:
-            await self._unless_stopped(self._evaluator.first(trainer.moment))
-        stats.rl_phase(True)
-        if scheduler.book.groups or not trainer.stop.is_set():  # nothing begins for a run that is about to end
-            scheduler.admit()
-            self._replicas.dispatch()
-        await trainer.run()
-        stats.rl_phase(False)
-        scheduler.pause()
-        finished = not trainer.stop.is_set() and await self._unless_stopped(self._finish_evaluations())
-        if not finished:
-            self._evaluator.abandon()
-            scheduler.end()
-            await self._replicas.stop(evaluations=True)
-        await self._payload.close(scheduler)
-        self._incarnation.ledger.append(
-            RunEnded(self._incarnation.number, "finished" if finished else "interrupted")
-        )
-        await self._incarnation.ledger.commit()
-        config = self._incarnation.config
-        summary = summarise(
-            self._incarnation.run,
-            stats,
-            finished=finished,
-            restarts=dict(self._incarnation.supervisor.restarts),
-            sets=config.eval.sets,
-            has_environment=config.has_environment,
-        )
-        if trainer.fault is not None and not finished:
-            raise RunFailedError(trainer.fault)
-        return summary
-
-    async def _finish_evaluations(self) -> None:
-        """Do what is left of evaluations once all steps are done."""
-        await self._replicas.stop(evaluations=False)
-        await self._evaluator.finish(self._trainer.moment)
-
-    async def _unless_stopped(self, work: Coroutine[object, object, None]) -> bool:
-        """Do it, or until the run is to end, for which it is False."""
-        task = asyncio.create_task(work, name="unless-stopped")
-        stop = asyncio.create_task(self._trainer.stop.wait(), name="stop")
-        try:
-            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-            return not self._trainer.stop.is_set()
-        finally:
-            task.cancel()
-            stop.cancel()
+    async def _keep_processes(self) -> None:
+        """Keep the processes of all parts but the learner alive until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._relays.keep(), name="keep-relays")
+            tasks.create_task(self._payload.stores.keep(), name="keep-stores")
+            tasks.create_task(self._replicas.keep(), name="keep-replicas")
+            tasks.create_task(self._environments.keep(), name="keep-environments")
+            tasks.create_task(self._scoring.run(), name="keep-scorers")
 
     async def _keep_house(self) -> None:
-        """Enforce deadlines, which no report and no score brings about, and hand out what they free."""
+        """Do all that happens at its own times and changes no data: each chore is a loop with an interval."""
+        run, stats, book = self._incarnation.run, self._incarnation.stats, self._scheduler.book
+        shm = run.shm(self._incarnation.config.relay.shm)
+        async with asyncio.TaskGroup() as chores:
+            chores.create_task(self._keep_deadlines(), name="deadlines")
+            chores.create_task(self._environments.sweep(self._is_followed), name="sweep-environments")
+            chores.create_task(watch_memory(run, stats, shm), name="memory")
+            if self._learning is not None:
+                placed = note_placed(run.placed, all_placed=all_placed)
+                rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens)
+                chores.create_task(placed, name="placed")
+                chores.create_task(rows, name="fleet-rows")
+                chores.create_task(self._learning.fleet.run(say=self._view.notice), name="scale")
+
+    async def _keep_deadlines(self) -> None:
+        """Enforce deadlines, which no report and no score brings about, and show how far the run is."""
+        clock, said_s, said = self._incarnation.clock, 0.0, ""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.enforce_deadlines()
-            self._replicas.wake()
-            notes = [self._waits.line, self._scoring.failures.text]
-            self._view.refresh(self._incarnation.stats, self._trainer.step, self._trainer.version, notes)
+            self._issuing.wake()
+            if self._learning is not None:
+                self._refresh(self._learning.trainer)
+                continue
+            line = self._scheduler.evaluations.progress
+            if line != said and clock.now() - said_s > PROGRESS_S:
+                said_s, said = clock.now(), line
+                self._view.notice(line)
 
-    @property
-    def _waits(self) -> Waits:
-        stats, scheduler, version = self._incarnation.stats, self._scheduler, self._trainer.version
-        return Waits(
+    def _refresh(self, trainer: Trainer) -> None:
+        stats, scheduler, version = self._incarnation.stats, self._scheduler, trainer.version
+        waits = Waits(
             in_rl=stats.in_rl,
-            step=self._trainer.step,
+            step=trainer.step,
             learner_idle_s=stats.learner_idle_s,
             ready=len(scheduler.consumption.buffer),
             wanted=self._incarnation.config.rollout.prompts_per_step,
@@ -256,46 +559,42 @@ class Controller:
             current=sum(replica.version == version for replica in stats.replicas.values()),
             replicas=len(stats.replicas),
         )
+        self._view.refresh(stats, trainer.step, version, [waits.line, self._scoring.failures.text])
 
-    async def _close(self, summary: Summary | None) -> None:
-        """End checkpoints, scorers, ledger and trackers, whatever happened; a run with a summary is sealed."""
-        try:
-            try:
-                await self._fleet.close()
-                await self._trainer.close()
-            finally:
-                await self._scoring.close()  # what they work on in vain would go on to write beside the seal
-            await self._incarnation.ledger.close()
-            if summary is not None:
-                await asyncio.to_thread(seal, self._incarnation.run.path)
-        finally:
-            await self._trackers.close(summary)
+    def _is_followed(self, trajectory_id: str) -> bool:
+        """True where a turn of it may still come: of any, before those of an earlier controller are taken up."""
+        return self._recovered is not None or self._scheduler.awaits_score(trajectory_id)
 
     # ---- between the parts
 
+    def _issue(self) -> None:
+        issue(self._scheduler, replicas=self._replicas, issuing=self._issuing, stats=self._incarnation.stats)
+
     def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
-        """A trajectory is ready to be scored."""
-        if trajectory.kind is Kind.TRAIN:
-            self._migration.finished(trajectory)
+        """A response is finished and is to be scored."""
+        if self._learning is not None and trajectory.kind is Kind.TRAIN:
+            self._learning.migration.finished(trajectory)
         self._scoring.submit(trajectory, prompt)
 
     async def _hold(self, version: int) -> None:
         """Have the relays keep a version for its evaluation."""
-        await self._versions.recorded()  # on its way there before
+        assert self._learning is not None, "an evaluation holds no version"
+        await self._learning.versions.recorded()  # on its way there before
         await self._relays.hold(version)
 
     def _evaluated(self, result: Evaluated) -> None:
+        """Put the result of an evaluation on record and show it."""
         self._incarnation.ledger.append(result)
         self._evaluations.append(result)
-        told = settled(self._evaluations)[-1]
-        self._view.evaluated(told)
-        self._trackers.evaluated(told)
-
-    def _fail(self, fault: str) -> None:
-        """The run cannot go on."""
-        self._trainer.end(fault)
+        shown = settled(self._evaluations)[-1]
+        if self._source is None:
+            self._view.evaluated(shown)
+        else:
+            self._view.notice(f"{shown.set_name}: {shown.figures.tell()}")
+        self._trackers.evaluated(shown)
 
     def _stepped(self, row: StepRow) -> None:
-        self._replicas.wake()  # other groups may be issued now
+        """Show a step that is on record; other groups may be issued now."""
+        self._issuing.wake()
         self._view.step(row)
         self._trackers.step(row)

@@ -1,21 +1,23 @@
-"""Held-out evaluation: when, under which version, and what comes of it. Owned by the controller.
+"""Held-out evaluation: when, under which version, and with what result. Owned by the controller.
 
 An evaluation during RL begins at once, among the training trajectories, under the newest version that a replica
 serves then; its result is of that version's step. A deferred one has its version held by the root relay and runs
-when RL is over.
+when RL is over. `laminar eval` evaluates each set once, under the only version that there is.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from laminar_py.control.evaluation import Evaluation, EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.tick import Tick
 from laminar_py.ledger.evaluations import OpenPass
 from laminar_py.records.estimates import set_figures
-from laminar_py.records.evaluations import EvalAnswer, pass_number, set_of
+from laminar_py.records.evaluations import EvalAnswer, pass_id, pass_number, set_of
 from laminar_py.records.events import Evaluated
+from laminar_py.runtime.cluster.errors import RunFailedError
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.replicas import Replicas
 
@@ -35,7 +37,7 @@ class Evaluator:
     """Evaluates the sets; `hold` makes the relays keep a version, `publish` takes results, `say` lines.
 
     A resumed run repeats no marks of the RL phase that are over and no results, and goes on with passes that were
-    open.
+    open. A run that `trains` goes on without an evaluation whose version is lost; `laminar eval` fails.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class Evaluator:
         *,
         scheduler: TrajectoryScheduler,
         replicas: Replicas,
+        issuing: Tick,
         hold: Callable[[int], Awaitable[None]],
         publish: Callable[[Evaluated], None],
         say: Callable[[str], None],
+        trains: bool = True,
     ) -> None:
         config = incarnation.config
         self._config = config.eval
@@ -57,6 +61,8 @@ class Evaluator:
         self._scheduler = scheduler
         self._hold = hold
         self._replicas = replicas
+        self._issuing = issuing
+        self._trains = trains
         self._publish = publish
         self._say = say
         to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
@@ -153,6 +159,17 @@ class Evaluator:
         for evaluation in under_way:
             await evaluation
 
+    def every_set(
+        self, moment: Moment, *, done: Container[str], answers: Mapping[str, Mapping[str, EvalAnswer]]
+    ) -> "list[asyncio.Task[None]]":
+        """Evaluate each set once; passes that are `done` are left out, `answers` on record are kept, by pass."""
+        begun = []
+        for index, name in enumerate(self._all):
+            if (id := pass_id(index, name)) not in done:
+                begun.append(self._begin(moment, name, moment.version, index=index, answers=answers.get(id)))
+        self._running |= set(begun)
+        return begun
+
     def abandon(self) -> None:
         """The run stops: nothing more will be evaluated."""
         for task in self._running:
@@ -189,36 +206,39 @@ class Evaluator:
             samples=self._config.sets[name].samples,
             answers=answers,
         )
-        self._replicas.wake()
+        self._issuing.wake()
         return asyncio.create_task(self._finish(moment, name, asked), name=f"evaluate-{name}-{moment.step}")
 
     async def _finish(self, moment: Moment, name: str, asked: "asyncio.Future[Evaluation]") -> None:
         try:
             evaluation = await asked
         except EvaluationLostError as error:
+            if not self._trains:
+                raise RunFailedError(f"{name}: {error} is lost; go on with --resume") from None
             log.warning("evaluation of %s at step %d is left out: %s is lost", name, moment.step, error)
             return
         if evaluation.replica is not None and evaluation.version is not None:  # which was left to that
             moment = self._moments.get(evaluation.version, moment)
-        result = await evaluated(evaluation, name, step=moment.step, rl_s=moment.rl_s)
+        result = await _evaluated(evaluation, name, moment)
         if result is None:
-            self._say(unscored_line(evaluation, name, step=moment.step))
+            none = f"none of {len(evaluation.answers)} answers could be scored"
+            self._say(f"{name}: no figures at step {moment.step}: {none}")
         else:
             self._results.add((result.step, name))
             self._publish(result)
 
 
-async def evaluated(evaluation: Evaluation, name: str, *, step: int, rl_s: float) -> Evaluated | None:
+async def _evaluated(evaluation: Evaluation, name: str, moment: Moment) -> Evaluated | None:
     """Result of a pass that is done; None where no answer has a score."""
     figures = await asyncio.to_thread(set_figures, list(evaluation.answers.values()), samples=evaluation.samples)
     if figures is None:
         return None
     assert evaluation.version is not None, f"{evaluation.id} ended without a version"
     return Evaluated(
-        pass_id=evaluation.id, set_name=name, version=evaluation.version, step=step, rl_s=rl_s, figures=figures
+        pass_id=evaluation.id,
+        set_name=name,
+        version=evaluation.version,
+        step=moment.step,
+        rl_s=moment.rl_s,
+        figures=figures,
     )
-
-
-def unscored_line(evaluation: Evaluation, name: str, *, step: int) -> str:
-    """Line on a pass without figures."""
-    return f"{name}: no figures at step {step}: none of {len(evaluation.answers)} answers could be scored"

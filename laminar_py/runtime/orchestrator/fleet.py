@@ -18,19 +18,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from laminar_py.config.engine import BACKENDS
+from laminar_py.config.loading import scaled
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
-from laminar_py.config.scaling import scaled
 from laminar_py.config.section import ConfigError
 from laminar_py.control.deadlines import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import max_counterfactual, max_groups
+from laminar_py.control.tick import Tick
 from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, ScaleRequests
 from laminar_py.records.events import Scaled
 from laminar_py.repack.leaving import plan_leaving
 from laminar_py.repack.migration import Migration
-from laminar_py.runtime.orchestrator import policies
-from laminar_py.runtime.orchestrator.scoring import Scoring
+from laminar_py.runtime.orchestrator.scoring import Scoring, max_scored
 from laminar_py.runtime.preflight.inputs import version_bytes
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.replicas import SCALED, Replicas
@@ -65,6 +65,7 @@ class ElasticFleet:
         replicas: Replicas,
         migration: Migration,
         scoring: Scoring,
+        issuing: Tick,
     ) -> None:
         self._incarnation = incarnation
         self._placement = incarnation.placement
@@ -73,6 +74,7 @@ class ElasticFleet:
         self._replicas = replicas
         self._migration = migration
         self._scoring = scoring
+        self._issuing = issuing
         self._config = incarnation.config  # as the fleet is wanted now
         self._requests = ScaleRequests(incarnation.run.path)
         self._members = list(range(self._config.rollout.replicas))  # that stay
@@ -184,7 +186,7 @@ class ElasticFleet:
             self._scheduler.leave(index)
         capacity, others = max_groups(config), max_counterfactual(config)
         self._scheduler.resize(capacity=capacity, max_counterfactual=others)
-        self._scoring.grow(policies.max_scored(config, self._incarnation.inputs))
+        self._scoring.grow(max_scored(config, self._incarnation.inputs))
         await self._plan()
         self._replicas.join(config, servers)
         await self._incarnation.ledger.commit()
@@ -197,7 +199,7 @@ class ElasticFleet:
             hosts = tuple(self._hosts[index] for index in range(count)) if self._hosts else ()
             needs = replace(self._placement.needs, replicas=count, gone=frozenset(self._gone), hosts=hosts)
             await self._placement.scale(needs)
-        self._replicas.wake()
+        self._issuing.wake()
 
     def _tell(self, before: int, change: Change) -> str:
         """Words on what is done, e.g. "replicas 2 -> 6: 4 join; 6 have a place"."""
@@ -231,7 +233,7 @@ class ElasticFleet:
                 reason = self._replicas.failing[index]
                 say(f"replica {index} does not start ({reason}); it is tried again, see logs/replica-{index}.log")
             if self._leaving:
-                self._replicas.dispatch()  # what nobody else can go on with goes out to them first
+                self._issuing.at_once()  # what nobody else can go on with goes out to them first
             for index in [index for index in self._leaving if not self._replicas.is_ended(index)]:
                 if not self._views.by_index[index].in_flight and not self._scheduler.moves.expected(index):
                     self._replicas.remove(index)

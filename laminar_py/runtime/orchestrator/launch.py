@@ -1,4 +1,7 @@
-"""From a config to a finished run: preflight, run folder, cluster, controller, signals. Called by the CLI."""
+"""From a config to a finished run or evaluation: preflight, run folder, cluster, controller, signals.
+
+Called by the command line.
+"""
 
 import asyncio
 import contextlib
@@ -12,18 +15,19 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import psutil
 from rich.console import Console
 
+from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.live import own_disk, settle
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.observe.telemetry.memory import folder_bytes
 from laminar_py.observe.telemetry.summary import Summary
-from laminar_py.observe.telemetry.view import make_view
+from laminar_py.observe.telemetry.view import PlainView, make_view
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
     RunFailedError,
@@ -33,9 +37,23 @@ from laminar_py.runtime.cluster.errors import (
     tell_unexpected,
     unwritable,
 )
-from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint, on_record
-from laminar_py.runtime.orchestrator.controller import Controller
-from laminar_py.runtime.orchestrator.resumed_data import refuse_other_prompts, refuse_other_rows, refuse_simulated
+from laminar_py.runtime.orchestrator.controller import Controller, Result
+from laminar_py.runtime.orchestrator.resume import (
+    refuse_other_prompts,
+    refuse_other_rows,
+    refuse_simulated,
+    tell_fallback,
+)
+from laminar_py.runtime.orchestrator.sources import (
+    MODEL,
+    EvalRequest,
+    EvalSummary,
+    begin,
+    clear_unbegun,
+    find_open,
+    read_source,
+    settings_of,
+)
 from laminar_py.runtime.preflight.inputs import Inputs, check
 from laminar_py.runtime.preflight.survey import clear, place
 from laminar_py.runtime.workers.incarnation import Opened
@@ -52,10 +70,6 @@ UNBOUNDED = (
 )
 
 
-ResultT = TypeVar("ResultT", bound="Led")
-LedT = TypeVar("LedT", bound="Led", covariant=True)
-
-
 class RunInterruptedError(Exception):
     """The run was stopped by a signal, with a checkpoint to go on from."""
 
@@ -64,30 +78,24 @@ class RunInterruptedError(Exception):
         self.summary = summary
 
 
-class Led(Protocol):
-    """Summary of a run, or of an evaluation."""
-
-    @property
-    def finished(self) -> bool:
-        """False where it was stopped, to be gone on with."""
-        ...
+class EvalInterruptedError(Exception):
+    """The evaluation was stopped by a signal and can be resumed."""
 
 
-class Leader(Protocol[LedT]):
+class Leader(Protocol):
     """Controller of a run, or of an evaluation."""
 
     def interrupt(self) -> None:
-        """End soon, so that it can be gone on with."""
+        """End soon, so that it can be resumed."""
         ...
 
-    async def lead(self) -> LedT:
+    async def lead(self) -> Result:
         """Lead it from its start, or a resume, to its end."""
         ...
 
 
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
     """Start a run, or go on with one. Raises ConfigError, RunFailedError or RunInterruptedError."""
-
     what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
     with ExitStack() as views:
         summary = lead(
@@ -97,8 +105,46 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
             resume=resume,
             console=console,
         )
+    assert isinstance(summary, Summary), f"{summary} is of no run of training"
     if not summary.finished:
         raise RunInterruptedError(summary)
+    return summary
+
+
+def evaluate(request: EvalRequest, *, console: Console) -> EvalSummary:
+    """Evaluate, or resume that. Raises ConfigError, RunFailedError or EvalInterruptedError."""
+    settings = settings_of(request)
+    if request.resume:
+        return _evaluate(find_open(settings, request.source), resumed=True, console=console)
+    clear_unbegun(settings)
+    run = new_run(settings)
+    run.lock()
+    try:
+        begin(run, settings, request.source)
+        return _evaluate(run, resumed=False, console=console)
+    except (ConfigError, KeyboardInterrupt):
+        if not run.has_ledger:  # an evaluation that could not begin leaves nothing behind
+            shutil.rmtree(run.path)
+        raise
+
+
+def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary:
+    """Evaluate the source that a folder names."""
+    source, config = read_source(run), load_config(run.config, [])
+    assert source is not None, f"{run.path} has not begun"
+    summary = lead(
+        config,
+        lambda opened: Controller(opened, view=PlainView(console, steps=0), source=source),
+        what=f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas",
+        resume=run if resumed else None,
+        begun=None if resumed else run,
+        console=console,
+        trains=False,
+    )
+    assert isinstance(summary, EvalSummary), f"{summary} is of no evaluation"
+    if not summary.finished:
+        raise EvalInterruptedError(summary.run)
+    shutil.rmtree(run.path / MODEL, ignore_errors=True)  # not there where a model folder was evaluated
     return summary
 
 
@@ -114,14 +160,14 @@ def make_controller(opened: Opened, console: Console, views: ExitStack) -> Contr
 
 def lead(
     config: RunConfig,
-    make: Callable[[Opened], Leader[ResultT]],
+    make: Callable[[Opened], Leader],
     *,
     what: str,
     resume: RunFolder | None,
     console: Console,
     begun: RunFolder | None = None,
     trains: bool = True,
-) -> ResultT:
+) -> Result:
     """Have what `make` makes led in a run folder on a cluster; the console is told `what` it is.
 
     `begun` is a new run's folder that is locked already; without it one is made when all has its place. What does
@@ -167,21 +213,7 @@ def _settle_ledger(run: RunFolder, disk: Path | None, console: Console) -> None:
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def tell_fallback(run: RunFolder, console: Console) -> None:
-    """Say so if the newest checkpoint of a run to resume is gone, and which one is taken.
-
-    Raises `ConfigError` if that one cannot be, or if there is none any more.
-    """
-    found = find_checkpoint(run)
-    if found is not None and (newest := on_record(run)[0]) != found:
-        console.print(
-            f"{newest.path} is gone: the run goes back to step {found.step}, {found.path}",
-            soft_wrap=True,
-            highlight=False,
-        )
-
-
-def _lead_logged(opened: Opened, make: Callable[[Opened], Leader[ResultT]]) -> ResultT:
+def _lead_logged(opened: Opened, make: Callable[[Opened], Leader]) -> Result:
     """Lead it, with a log in its folder; what ends it is one error for the user."""
     run = opened.run
     logging.raiseExceptions = False  # a full disk is told in one line, and not for each line of a log
@@ -230,7 +262,7 @@ def _needs(run: RunFolder, reason: str) -> str:
     )
 
 
-async def _lead(controller: Leader[ResultT]) -> ResultT:
+async def _lead(controller: Leader) -> Result:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None

@@ -1,26 +1,38 @@
-"""Scoring of a run: finished trajectories to the stage, scores to the scheduler. Owned by the controller.
+"""Scoring of a run: finished trajectories to the stage, and the failures of the reward. Owned by the controller.
 
-What cannot be scored is told at once, before RL by trials of the reward, and ends a run that it leaves nothing of.
+The loop that takes the scores in is `controller.score`. A response that cannot be scored is reported at once,
+before RL by trials of the reward; a run in which nothing can be scored ends.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from heapq import nlargest
 
+from laminar_py.config.reward import RewardConfig
+from laminar_py.config.run import RunConfig
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.settings import max_counterfactual
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, Score, ScoringRequest, Unscored
+from laminar_py.records.scoring import (
+    NO_IDS,
+    NO_LOGPROBS,
+    PartialResponse,
+    Score,
+    ScoringRequest,
+    Unfinished,
+    Unscored,
+)
 from laminar_py.records.spans import num_turns
-from laminar_py.records.trajectory import DropReason, Prompt
+from laminar_py.records.trajectory import Prompt, Status
 from laminar_py.reward.failures import ScoreFailures
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.reward.trial import trials
-from laminar_py.runtime.orchestrator.foresight import Foresight
-from laminar_py.runtime.orchestrator.policies import max_scored
+from laminar_py.runtime.preflight.inputs import Inputs
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.scorers import Scorers
@@ -29,15 +41,23 @@ from laminar_py.runtime.workers.servers import RewardServers
 log = logging.getLogger(__name__)
 
 OUTAGE_REST_S = 5.0  # of a scorer between responses in an outage
-SCORES_AT_ONCE = 16  # taken in before the event loop goes on with other work
-LOOK_S = 1.0  # between two looks at what still generates
+LOOK_S = 1.0  # between two looks at responses that still generate
+AT_A_TIME = 8  # of these responses, some 100 kB of ids
+
+
+def max_scored(config: RunConfig, inputs: Inputs) -> int:
+    """Trajectories that can wait for a score: live ones, all of evaluations, counterfactual ones; and a trial."""
+    sets = inputs.sets
+    answers = sum(config.eval.sets[name].samples * len(prompts) for name, prompts in sets.items())
+    evaluations = (2 + config.num_evaluations) * answers + len(inputs.first_of_tasks)
+    return config.capacity + config.rollout.group_size + evaluations + max_counterfactual(config) + 1
 
 
 class Scoring:
     """Scoring stage, its processes, and the servers that they ask where the run launches some.
 
-    `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored; `wake` has
-    handed out what scores make room for. An evaluation alone has nothing that `trains`. In an outage each scorer
+    `deliver` returns once scores were taken in. `say` takes lines for the user, `end` the reason why the run
+    cannot go on: nothing can be scored. An evaluation alone has nothing that `trains`. In an outage each scorer
     tries one response, which is dropped where that fails, and rests; all others wait, and the first value ends the
     rest of all scorers.
     """
@@ -48,9 +68,9 @@ class Scoring:
         *,
         scheduler: TrajectoryScheduler,
         payload: PayloadHosts,
+        deliver: Callable[[Sequence[Score]], Awaitable[None]],
         say: Callable[[str], None],
         end: Callable[[str], None],
-        wake: Callable[[], None],
         trains: bool = True,
     ) -> None:
         config, inputs = incarnation.config, incarnation.inputs
@@ -65,7 +85,7 @@ class Scoring:
         self._most = max_scored(config, inputs)
         self._say = say
         self._end = end
-        self._wake = wake
+        self._deliver_to = deliver
         encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
         tried = (prompt for prompt in inputs.first_of_tasks if config.reward.of_task(prompt.task))
         self._trials = deque(trials(tried, encode=encode, end=end_id))
@@ -160,6 +180,34 @@ class Scoring:
     def _is_trial(self, trajectory_id: str) -> bool:
         return bool(self._trials) and trajectory_id == self._trials[0].request.trajectory_id
 
+    def without_trials(self, scores: Sequence[Score]) -> list[Score]:
+        """Scores of responses; those of the reward's trials are taken in here."""
+        rest: list[Score] = []
+        for score in scores:
+            if self._is_trial(score.trajectory_id):
+                self._tried(score)
+            else:
+                rest.append(score)
+        return rest
+
+    def note(self, score: Score, lifecycle: Lifecycle) -> None:
+        """Count a score of a response: its value in the figures, its failure towards an outage or a fault."""
+        line = self.failures.add(
+            score,
+            task=lifecycle.prompt.task,
+            trains=lifecycle.trains,
+            own_reward=set_of(lifecycle.group_id) in self._reward.by_set,
+            now_s=self._clock.now(),
+        )
+        if line is not None:
+            self._tell(line)
+        if (fault := self.failures.fault) is not None:
+            self._end(fault)
+        if lifecycle.trains and score.value is not None:
+            self._stats.scored(score.value, score.terms, lifecycle.length)
+            if lifecycle.environment_s:
+                self._stats.turned(num_turns(lifecycle.spans), lifecycle.environment_s)
+
     def _tried(self, score: Score) -> None:
         trial = self._trials.popleft()
         self.failures.tried(score)
@@ -169,30 +217,8 @@ class Scoring:
         self._try_next()
 
     async def _deliver(self, scores: Sequence[Score]) -> None:
-        lost = {
-            score.trajectory_id: score.detail
-            for score in scores
-            if score.failure is DropReason.HOST_LOST and not self._is_trial(score.trajectory_id)
-        }
-        if lost:
-            await self._scheduler.losses.of(lost)
-        for place, score in enumerate(scores, 1):
-            if place % SCORES_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            if self._is_trial(score.trajectory_id):
-                self._tried(score)
-                continue
-            if score.trajectory_id in lost:
-                continue
-            lifecycle = self._scheduler.book.followed(score.trajectory_id)
-            if lifecycle is not None:
-                self._note(score, lifecycle)
-            await self._scheduler.closing.on_score(score)
-            if lifecycle is not None and lifecycle.trains and score.value is not None:
-                self._stats.scored(score.value, score.terms, lifecycle.length)
-                if lifecycle.environment_s:
-                    self._stats.turned(num_turns(lifecycle.spans), lifecycle.environment_s)
-        self._wake()  # with the last score of a batch another may be issued
+        """Have scores taken in, then rest in an outage; the scorer gets no other response meanwhile."""
+        await self._deliver_to(scores)
         if not self.failures.is_outage:
             self._scored.set()
             return
@@ -201,19 +227,47 @@ class Scoring:
             async with asyncio.timeout(OUTAGE_REST_S):
                 await self._scored.wait()
 
-    def _note(self, score: Score, of: Lifecycle) -> None:
-        line = self.failures.add(
-            score,
-            task=of.prompt.task,
-            trains=of.trains,
-            own_reward=set_of(of.group_id) in self._reward.by_set,
-            now_s=self._clock.now(),
-        )
-        if line is not None:
-            self._tell(line)
-        if (fault := self.failures.fault) is not None:
-            self._end(fault)
-
     def _tell(self, line: str) -> None:
         log.warning("%s", line)
         self._say(line)
+
+
+class Foresight:
+    """Choice of the responses that scorers see while these still generate; remembers how much it showed of each.
+
+    Terms that work ahead (`config.reward.ForesightedReward`) see the responses first that have grown most, few at
+    a time: a long one every so often, a short one perhaps not before its end. Only time depends on the choice.
+    """
+
+    def __init__(self, reward: RewardConfig) -> None:
+        self._reward = reward
+        self._shown: dict[str, int] = {}  # tokens, of live trajectories
+        self.is_wanted = reward.looks_ahead
+
+    def choose(self, live: Mapping[str, Lifecycle]) -> list[Unfinished]:
+        """Beginnings of those that have grown most since they were shown, at most `AT_A_TIME`."""
+        self._shown = {name: shown for name, shown in self._shown.items() if name in live}
+        news = {
+            name: lifecycle.length - self._shown.get(name, 0)
+            for name, lifecycle in live.items()
+            if lifecycle.status is Status.RUNNING and self._looks_ahead(lifecycle)
+        }
+        chosen = [live[name] for name in nlargest(AT_A_TIME, news, key=lambda name: news[name]) if news[name]]
+        self._shown |= {lifecycle.id: lifecycle.length for lifecycle in chosen}
+        return [
+            Unfinished(
+                tokens=lifecycle.tokens,
+                response=PartialResponse(
+                    trajectory_id=lifecycle.id,
+                    task=lifecycle.prompt.task,
+                    set_name=set_of(lifecycle.group_id),
+                    prompt_ids=lifecycle.prompt.ids,
+                    response_ids=NO_IDS,
+                ),
+            )
+            for lifecycle in chosen
+        ]
+
+    def _looks_ahead(self, lifecycle: Lifecycle) -> bool:
+        terms = self._reward.of_task(lifecycle.prompt.task, set_name=set_of(lifecycle.group_id))
+        return any(term.looks_ahead for term in terms)

@@ -1,7 +1,7 @@
-"""The learner's loop: batch, step, commit, publish, checkpoint; and its way back after a death.
+"""One learner step and what surrounds it: the batch, the commit, the checkpoint, and the way back after a death.
 
-Owned by the controller. Invariant: a step and the consumption of its trajectories are one transaction of the
-ledger, and what lies after the last checkpoint can be undone (law 1).
+The loop that calls these is `controller.train`. Invariant: a step and the consumption of its trajectories are one
+transaction of the ledger, and steps after the last checkpoint can be undone (law 1).
 """
 
 import asyncio
@@ -46,8 +46,23 @@ class BatchLostError(Exception):
         self.lost = lost
 
 
+class StopRequest:
+    """Request to end a run before its time: by the user, or for a `fault` that makes the run fail."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.failed = asyncio.Event()
+        self.fault: str | None = None  # the first
+
+    def fail(self, fault: str) -> None:
+        """Have the run fail with this line after the step in hand, whose checkpoint is written."""
+        self.fault = self.fault or fault
+        self.asked.set()
+        self.failed.set()
+
+
 class Trainer:
-    """The learner's loop; `step` and `version` are where it is."""
+    """Steps of the learner; `step` and `version` say how far it is."""
 
     def __init__(
         self,
@@ -58,12 +73,11 @@ class Trainer:
         payload: PayloadHosts,
         evaluator: Evaluator,
         versions: Versions,
+        stop: StopRequest,
         show: Callable[[StepRow], None],
     ) -> None:
         self.step = 0
-        self.stop = asyncio.Event()
-        self.fault: str | None = None  # why the run ends before its time, if it fails
-        self._failed = asyncio.Event()
+        self._stop = stop
         self._config, self._run = incarnation.config, incarnation.run
         self._stream = incarnation.inputs.stream
         self._ledger = incarnation.ledger
@@ -85,7 +99,7 @@ class Trainer:
         self._show = show
         self._attention_share = 0.0
         self._refill = RefillWatch(
-            max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=self.end
+            max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=stop.fail
         )
         self._skipped = 0  # steps in a row without a finite gradient
         self._saved_step = -1  # of the checkpoint that was begun last
@@ -94,6 +108,11 @@ class Trainer:
     def version(self) -> int:
         """The newest that the learner published, -1 before the first."""
         return self._versions.newest
+
+    @property
+    def is_done(self) -> bool:
+        """True once all steps are done."""
+        return self.step >= self._config.steps
 
     @property
     def moment(self) -> Moment:
@@ -111,55 +130,20 @@ class Trainer:
                 self._evaluator.version_came(self.moment)
                 return
 
-    async def run(self) -> None:
-        """Train until all steps are done, time is up or `stop` is set; then checkpoint."""
-        while self.step < self._config.steps:
-            try:
-                batch = await self._next_batch()
-            except PartDiedError as error:
-                await self._go_back(error)
-                continue
-            if batch is None:
-                break
-            try:
-                outcome = await self._learn(batch)
-            except PartDiedError as error:
-                await self._scheduler.consumption.put_back(batch)
-                await self._go_back(error)
-                continue
-            except BatchLostError as error:
-                await self._scheduler.consumption.put_back(batch)
-                await self._scheduler.losses.of(error.lost)
-                continue
-            self._refill.see(batch, self._scheduler.consumption.refill_stopped(batch, self.step + 1))
-            if self.stop.is_set() or self.step + bool(batch.groups) == self._config.steps:
-                self._scheduler.pause()  # what began now would be interrupted
-            if not batch.groups:
-                continue  # others are generated
-            await self._commit(batch, outcome)
-            self._count_skipped(outcome)
-            if self.step % self._config.learner.checkpoint_every == 0 or self.step == self._config.steps:
-                await self._save_or_go_back()
-        await self._save_last()
-
-    def end(self, fault: str) -> None:
-        """Have the run fail with this after the step in hand; a checkpoint of it is written."""
-        self.fault = self.fault or fault
-        self.stop.set()
-        self._failed.set()
-
     async def close(self) -> None:
         """Give up a checkpoint that is still being written."""
         await self._checkpoints.close()
 
     # ---- one step
 
-    async def _next_batch(self) -> StepBatch | None:
+    async def next_batch(self) -> StepBatch | None:
         """The next batch, or None when the run is to end.
 
         Raises PartDiedError if the learner dies over the version that the batch may be waiting for, or over a
         checkpoint; and whatever else a checkpoint fails with.
         """
+        if self.is_done:
+            return None
         groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
         take = asyncio.create_task(
             self._scheduler.next_batch(groups=groups, version=self.version), name="next-batch"
@@ -190,13 +174,13 @@ class Trainer:
         Once the scheduler is paused no batch is completed any more, whatever is live, and perhaps none of a run
         that fails, before it is asked to stop or after.
         """
-        await self.stop.wait()
+        await self._stop.asked.wait()
         book = self._scheduler.book
         if self._config.schedule is Schedule.SYNC and book.groups and book.phase is not Phase.PAUSED:
-            await self._failed.wait()
+            await self._stop.failed.wait()
         self._scheduler.pause()
 
-    async def _learn(self, batch: StepBatch) -> StepOutcome | None:
+    async def learn(self, batch: StepBatch) -> StepOutcome | None:
         """Take an optimizer step; None if no group of the batch has signal.
 
         Raises PartDiedError, or BatchLostError where tokens of it are gone, and nothing was learned.
@@ -224,7 +208,17 @@ class Trainer:
         publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
         return await self._learner.step(packed.terms, version=self._versions.number() if publishes else None)
 
-    async def _commit(self, batch: StepBatch, outcome: StepOutcome | None) -> None:
+    def pause_if_last(self, batch: StepBatch) -> None:
+        """Pause the scheduler where no further step comes: trajectories that began now would be interrupted.
+
+        A batch that `rollout.max_refill` left short is put on record, and ends a run that gets no signal at all.
+        """
+        self._refill.see(batch, self._scheduler.consumption.refill_stopped(batch, self.step + 1))
+        if self._stop.asked.is_set() or self.step + bool(batch.groups) == self._config.steps:
+            self._scheduler.pause()
+
+    async def commit(self, batch: StepBatch, outcome: StepOutcome | None) -> None:
+        """Put a step on record, and begin the evaluations that are due. Raises RunFailedError (`MAX_SKIPPED`)."""
         self.step += 1
         row = self._stats.row(
             step=self.step,
@@ -241,7 +235,8 @@ class Trainer:
         with open_rows(self._run.metrics) as file:
             append_row(file, row)
         self._show(row)
-        await self._evaluator.stepped(self.moment, last=self.step == self._config.steps)
+        await self._evaluator.stepped(self.moment, last=self.is_done)
+        self._count_skipped(outcome)
 
     async def _record(self, batch: StepBatch, row: StepRow, outcome: StepOutcome | None) -> None:
         """Put a step on record, in one transaction; the next one need not wait for the disk."""
@@ -280,17 +275,19 @@ class Trainer:
         self._saved_step = self.step
         await self._checkpoints.begin(name, step=self.step, version=self.version)
 
-    async def _save_or_go_back(self) -> None:
-        """The last one is waited for: what the run has learned is not done before it is on record."""
+    async def save_if_due(self) -> None:
+        """Begin a checkpoint every `learner.checkpoint_every` steps; the last one is on record on return."""
+        if self.step % self._config.learner.checkpoint_every and not self.is_done:
+            return
         try:
             await self._save()
-            if self.step == self._config.steps:
+            if self.is_done:
                 await self._checkpoints.finish()
         except PartDiedError as error:
-            await self._go_back(error)
+            await self.go_back(error)
 
-    async def _save_last(self) -> None:
-        """The run ends here; if the learner dies over this checkpoint, the one before it stands."""
+    async def save_last(self) -> None:
+        """Save where the run ends; if the learner dies over this checkpoint, the one before it stands."""
         try:
             if self._saved_step != self.step:
                 await self._save()
@@ -332,8 +329,8 @@ class Trainer:
         for version in await self._versions.adopt(step=self.step):
             self._scheduler.book.ages.published(version)
 
-    async def _go_back(self, error: PartDiedError) -> None:
-        """The learner died: start it from the last checkpoint; what was consumed since is ready again."""
+    async def go_back(self, error: PartDiedError) -> None:
+        """The learner died: start it from the last checkpoint; trajectories consumed since are ready again."""
         first = await self._bury(error)
         checkpoint = self._checkpoints.last
         assert checkpoint is not None, "a learner trains only once there is a checkpoint"

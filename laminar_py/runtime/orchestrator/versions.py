@@ -44,7 +44,7 @@ class Versions:
         self._ledger = incarnation.ledger
         self._completed = completed
         self._stored = stored
-        self._incarnation = incarnation.number
+        self._incarnation = incarnation
         self._given = -1
         self._copied: deque[_Copied] = deque()  # few: the learner completes one before it copies the next
         self._changed = asyncio.Event()  # set, and replaced, when one of these changes
@@ -66,7 +66,9 @@ class Versions:
             await self._until(lambda: bool(self._copied))
             first = self._copied[0]
             try:
-                self._record(await self._completed(first.version), step=first.step, parent=first.parent)
+                record_version(
+                    self._incarnation, await self._completed(first.version), step=first.step, parent=first.parent
+                )
                 self._copied.popleft()
             except PartDiedError as error:
                 log.warning("version %d was left unfinished: %s", first.version, error)
@@ -106,22 +108,11 @@ class Versions:
         for version in sorted(orphans):
             parent = self._ledger.newest_published
             if version > parent:
-                self._record(orphans[version], step=step, parent=parent if parent >= 0 else None)
+                record_version(
+                    self._incarnation, orphans[version], step=step, parent=parent if parent >= 0 else None
+                )
                 adopted.append(version)
         return adopted
-
-    def _record(self, published: Published, *, step: int, parent: int | None) -> None:
-        self._ledger.append(
-            VersionPublished(
-                version=published.version,
-                step=step,
-                incarnation=self._incarnation,
-                parent=parent,
-                digest=published.digest,
-                num_bytes=published.num_bytes,
-                stall_s=published.stall_s,
-            )
-        )
 
     def _notify(self) -> None:
         self._changed.set()
@@ -130,3 +121,18 @@ class Versions:
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             await self._changed.wait()
+
+
+def record_version(incarnation: Incarnation, published: Published, *, step: int, parent: int | None) -> None:
+    """Put a complete version on record."""
+    incarnation.ledger.append(
+        VersionPublished(
+            version=published.version,
+            step=step,
+            incarnation=incarnation.number,
+            parent=parent,
+            digest=published.digest,
+            num_bytes=published.num_bytes,
+            stall_s=published.stall_s,
+        )
+    )

@@ -21,8 +21,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.prompts import check_disjoint, first_of_tasks
 from laminar_py.data.stream import PromptStream
+from laminar_py.data.survey import UnknownWords, unknown_words
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
-from laminar_py.data.unknown import UnknownWords, unknown_words
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.observe.telemetry.trackers import check_trackers

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.config.lora import LoraConfig, LoraTarget
+from laminar_py.config.learner import LoraConfig, LoraTarget
 
 BF16_BYTES = 2
 

@@ -7,12 +7,11 @@ over it (law 6).
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from laminar_py.learner.packing.queue import PackQueue
 from laminar_py.records.codec import encode
 from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.pieces import ColumnRef
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
@@ -65,19 +64,9 @@ class ReferenceStage:
         """
         await self._keeper.up()
 
-    async def run(
-        self,
-        *,
-        wanted: Callable[[str], bool],
-        deliver: Callable[[str, ColumnRef], Awaitable[None]],
-        lose: Callable[[Mapping[str, str]], Awaitable[None]],
-    ) -> None:
-        """Serve until cancelled; `lose` is told whose tokens are lost. Raises RunFailedError as `start` does."""
-        while True:
-            answer = await self._ask(await self._queue.take(wanted=wanted))
-            for trajectory_id, logprobs in answer.logprobs.items():
-                await deliver(trajectory_id, logprobs)
-            await lose(answer.lost)
+    async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
+        """Log-probabilities of the next trajectories that wait and are wanted. Raises RunFailedError."""
+        return await self._ask(await self._queue.take(wanted=wanted))
 
     async def _ask(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
         """Answer on these, by a new process where one dies over them."""

@@ -1,16 +1,16 @@
-"""The replicas' processes: reports in, assignments out, revival with what they had. Owned by the controller.
+"""The replicas' processes: their lines, their start, and their revival with the work they had.
 
-Reports come in over the link at any rate. One that may leave its replica without work is answered at once, all
-others of `DISPATCH_S` together. Ray starts a process and tells of its end, and nothing in between.
-Invariant: what a replica had when it died goes on elsewhere (law 1), and one whose weights differ from another's
-under the same version counts as dead (law 3). Replicas join and leave while others run, each under a
-number that is never used again; one that joins and does not start ends no run.
+Owned by the controller, whose loop `issue` sends orders through here and whose loop `generate` gets the reports.
+Ray starts a process and tells of its end, and nothing in between. Invariant: what a replica had when it died goes
+on elsewhere (law 1), and one whose weights differ from another's under the same version counts as dead (law 3).
+Replicas join and leave while others run, each under a number that is never used again; one that joins and does not
+start ends no run.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -19,7 +19,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.reports import HOST_LOST, REPLICA_DIED
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.tick import DISPATCH_S, Tick
+from laminar_py.control.tick import Tick
 from laminar_py.records.codec import encode
 from laminar_py.records.events import PartDied, ReplicaLeft
 from laminar_py.records.protocols import StoreFullError
@@ -29,7 +29,7 @@ from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place, Plan
 from laminar_py.runtime.link.hub import Line
-from laminar_py.runtime.link.messages import Abort, CallOff, GiveUp, Stop, Submit
+from laminar_py.runtime.link.messages import GiveUp, Order, Stop, Submit
 from laminar_py.runtime.workers.environments import environment_names
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
@@ -54,7 +54,10 @@ class _LeftError(Exception):
 
 
 class Replicas:
-    """Processes of the rollout replicas, and what goes between them and the scheduler."""
+    """Processes of the rollout replicas, and the lines to them.
+
+    `issuing` is the tick of the loop that sends assignments; `take` gets the new reports of a moment.
+    """
 
     def __init__(
         self,
@@ -63,6 +66,8 @@ class Replicas:
         scheduler: TrajectoryScheduler,
         relays: Relays,
         payload: PayloadHosts,
+        issuing: Tick,
+        take: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
     ) -> None:
         self._payload = payload
         self._labels: dict[int, str] = {}  # of the present segments of each replica
@@ -73,7 +78,8 @@ class Replicas:
         self._relays = relays
         self._restarting: set[int] = set()  # killed on purpose
         self._plan: Plan | None = None  # that the scheduler has heard of
-        self._tick = Tick(self._hand_out, every_s=DISPATCH_S)
+        self._issuing = issuing
+        self._take = take
         self._opened: ReplicaLines | None = None
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
         self._servers = dict(enumerate(self._config.rollout.engine.servers))  # that replicas attach to
@@ -90,47 +96,42 @@ class Replicas:
 
     async def keep(self) -> None:
         """Serve every replica until cancelled. Raises RunFailedError, ConfigError."""
-        self._opened = lines = ReplicaLines(self._incarnation, self._relays, take=self._take_in)
+        self._opened = lines = ReplicaLines(self._incarnation, self._relays, take=self._take)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 for index in range(len(self._keepers)):
                     tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
-                tasks.create_task(self._tick.run(), name="dispatch")
                 tasks.create_task(lines.hub.run(), name="link")
         finally:
             lines.hub.end()
 
-    def wake(self) -> None:
-        """Have what the scheduler has for replicas handed out soon, when the caller is done with what it does."""
-        self._tick.wake()
+    # ---- what the loops of the controller call
 
-    def dispatch(self) -> None:
-        """Hand out what the scheduler has for replicas now."""
-        self._tick.at_once()
+    def send(self, index: int, order: Order) -> None:
+        """Send an order to a replica that runs, or starts."""
+        self._lines.tell(index, order)
 
-    def _hand_out(self) -> None:
-        self._heed_plan()
-        for index, trajectory_ids in self._scheduler.book.take_aborts().items():
-            self._lines.tell(index, Abort(list(trajectory_ids)))
-        for index, assignments in self._scheduler.dispatcher.dispatch().items():
-            for located in self._located(index, assignments):
-                self._lines.tell(index, Submit([located]))
-        for index, trajectory_ids in self._scheduler.moves.take_called_off().items():
-            self._lines.tell(index, CallOff(list(trajectory_ids)))
-        self._note_work()
-        if self._scheduler.dispatcher.has_more:
-            self._tick.wake()
+    def assign(self, index: int, assignments: Sequence[Assignment]) -> None:
+        """Send a replica its assignments, with the addresses of tokens that its host has not got."""
+        for located in self._located(index, assignments):
+            self._lines.tell(index, Submit([located]))
 
-    def _heed_plan(self) -> None:
+    def is_killed(self, index: int) -> bool:
+        """True where a replica was killed on purpose: its work is taken over from its segments."""
+        return index in self._restarting
+
+    def check_weights(self, line: Line, report: ReplicaReport) -> None:
+        """Lose a replica whose weights differ from another's, and tell it where its relay is now."""
+        self._lines.compare(line, report.loads)
+        self._lines.keep_attached(line)
+
+    def heed_plan(self) -> None:
         """Let the scheduler know of a new plan; a replica without a place counts for nobody."""
         plan = self._incarnation.placement.plan
         if plan is not self._plan:
             self._plan = plan
             self._scheduler.views.planned(place is not None for place in plan.replicas)
-
-    def _note_work(self) -> None:
-        self._stats.generating(self._scheduler.views.in_flight > 0)
 
     def _located(self, index: int, assignments: Sequence[Assignment]) -> list[Assignment]:
         """With addresses of what a replica's host has not got itself."""
@@ -199,7 +200,7 @@ class Replicas:
         self._stats.left(index)
         self._incarnation.ledger.append(ReplicaLeft(index, reason))
         self._left[index] = reason
-        self.dispatch()  # what it still had
+        self._issuing.at_once()  # what it still had
 
     # ---- repacking
 
@@ -331,7 +332,7 @@ class Replicas:
             await self._payload.salvaged(label, answer)
 
     async def _rest(self, failures: int) -> None:
-        self.dispatch()
+        self._issuing.at_once()
         await back_off(failures)
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
@@ -339,7 +340,7 @@ class Replicas:
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.label(f"replica-{index}", parts[0].place.node)
         await self._lines.open(index, label, relay)
-        self._heed_plan()
+        self.heed_plan()
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
@@ -369,22 +370,3 @@ class Replicas:
     def _lines(self) -> ReplicaLines:
         assert self._opened is not None, "there are lines from `keep` on"
         return self._opened
-
-    async def _take_in(self, reports: Sequence[tuple[Line, ReplicaReport]]) -> None:
-        """Take the reports of a moment in, and answer those at once who may have nothing to do."""
-        is_urgent = False
-        for line, report in reports:
-            views, index = self._scheduler.views, line.replica
-            version = views.by_index[index].version
-            if index in self._restarting:
-                continue  # what it had is taken over from where it lies
-            await self._scheduler.reports.on_report(report)
-            self._stats.on_report(report)
-            self._lines.compare(line, report.loads)
-            self._lines.keep_attached(line)
-            is_urgent |= views.by_index[index].idle or report.status.version != version
-        self._note_work()
-        if is_urgent:
-            self.dispatch()
-        else:
-            self.wake()

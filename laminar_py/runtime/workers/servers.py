@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from laminar_py.config.servers import server_name
+from laminar_py.config.reward import server_name
 from laminar_py.records.codec import encode
 from laminar_py.records.servers import PoolAddresses, ServerAddress
 from laminar_py.runtime.cluster.errors import PartDiedError

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from laminar_py.config.lora import LoraConfig
+from laminar_py.config.learner import LoraConfig
 from laminar_py.engines.sglang.http import headers
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.records.engine import PauseMode

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.config.relay import TopologyKind
+from laminar_py.config.cluster import TopologyKind
 from laminar_py.relay.planning.cost import (
     CHUNK_SIZES,
     LARGEST_CHUNK_BYTES,

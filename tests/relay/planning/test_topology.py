@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.config.relay import TopologyKind
+from laminar_py.config.cluster import TopologyKind
 from laminar_py.relay.planning.topology import ALL, Shape, Topology, build, grow
 
 KINDS = st.sampled_from([TopologyKind.STAR, TopologyKind.CHAIN, TopologyKind.KARY])

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from laminar_py.config.algorithm import Correction, ReferencePass
+from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.learner import Recompute
-from laminar_py.config.relay import TopologyKind
-from laminar_py.config.repack import NO_PLANNER
-from laminar_py.config.rollout import OnNewWeights, WithoutSignal
+from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, WithoutSignal
 from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.observe.analytics.triage.mean_step import MeanStep

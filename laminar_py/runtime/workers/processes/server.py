@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_py.config.servers import server_name
+from laminar_py.config.reward import server_name
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.servers import ServerAddress
 from laminar_py.runtime.workers.processes.setup import PartActor, open_part

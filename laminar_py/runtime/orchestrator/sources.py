@@ -1,38 +1,53 @@
-"""`laminar eval`: a checkpoint of a run, or a model folder, on the sets of a config. Called by the command line.
+"""What `laminar eval` evaluates: the settings, the folder and the weights of an evaluation. Called by `launch`.
 
 The evaluation is a run of its own, `runs/eval-<name>-<n>`, whose weights never change; those of a checkpoint are
 written out inside it. Invariant: it changes nothing of the run that it is of, and nothing of another evaluation.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from laminar_py.config.cluster import Device
 from laminar_py.config.loading import dump_config, load_config, parse_config
-from laminar_py.config.repack import NO_PLANNER
+from laminar_py.config.rollout import NO_PLANNER
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.evaluations import evaluations_on_record, read_answers
 from laminar_py.ledger.recovery import is_finished
-from laminar_py.ledger.run_folder import RunFolder, new_run, runs_of
+from laminar_py.ledger.run_folder import RunFolder, runs_of
+from laminar_py.observe.telemetry.summary import EvaluationFigures, evaluation_figures, write_summary
 from laminar_py.observe.telemetry.tracking import flat_settings
-from laminar_py.observe.telemetry.view import PlainView
 from laminar_py.records.disk import write_file
-from laminar_py.runtime.orchestrator.eval_controller import EvalController, EvalSource, EvalSummary
+from laminar_py.records.evaluations import EvalAnswer, pass_id
+from laminar_py.records.weights import Published
 from laminar_py.runtime.orchestrator.exports import export, run_of
-from laminar_py.runtime.orchestrator.launch import lead
-from laminar_py.runtime.workers.incarnation import Opened
+from laminar_py.runtime.orchestrator.versions import record_version
+from laminar_py.runtime.workers.incarnation import Incarnation
+from laminar_py.runtime.workers.weights import WeightFolder
 
 MODEL = "model"  # folder in it, of the weights of a checkpoint
 
 
-class EvalInterruptedError(Exception):
-    """The evaluation was stopped by a signal, to be gone on with."""
+class EvalSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Checkpoint or model folder, e.g. `EvalSource(path="runs/math-1/checkpoints/step-40-1.0", step=40)`."""
+
+    path: str
+    step: int  # of the checkpoint; 0 for a folder
+
+
+class EvalSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of an evaluation."""
+
+    run: str
+    source: EvalSource
+    finished: bool
+    evaluations: list[EvaluationFigures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,40 +59,6 @@ class EvalRequest:
     sets: Sequence[str] = ()
     overrides: Sequence[str] = ()
     resume: bool = False
-
-
-def evaluate(request: EvalRequest, *, console: Console) -> EvalSummary:
-    """Evaluate, or go on with it. Raises ConfigError, RunFailedError or EvalInterruptedError."""
-    settings = settings_of(request)
-    if request.resume:
-        return _led(find_open(settings, request.source), resumed=True, console=console)
-    _clear_unbegun(settings)
-    run = new_run(settings)
-    run.lock()
-    try:
-        begin(run, settings, request.source)
-        return _led(run, resumed=False, console=console)
-    except (ConfigError, KeyboardInterrupt):
-        if not run.has_ledger:  # what could not begin leaves nothing behind
-            shutil.rmtree(run.path)
-        raise
-
-
-def _led(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary:
-    """Evaluate what a folder says."""
-    source, config = _read_source(run), load_config(run.config, [])
-    assert source is not None, f"{run.path} has not begun"
-
-    def make(opened: Opened) -> EvalController:
-        return EvalController(opened, source, view=PlainView(console, steps=0))
-
-    what = f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas"
-    begun, resume = (None, run) if resumed else (run, None)
-    summary = lead(config, make, what=what, resume=resume, begun=begun, console=console, trains=False)
-    if not summary.finished:
-        raise EvalInterruptedError(summary.run)
-    shutil.rmtree(run.path / MODEL, ignore_errors=True)  # not there where a model folder was evaluated
-    return summary
 
 
 def settings_of(request: EvalRequest) -> RunConfig:
@@ -126,10 +107,10 @@ def begin(run: RunFolder, settings: RunConfig, source: Path) -> None:
     partial.replace(run.source)
 
 
-def _clear_unbegun(settings: RunConfig) -> None:
+def clear_unbegun(settings: RunConfig) -> None:
     """Delete what evaluations left that were killed while they wrote their weights out."""
     for run in runs_of(settings):
-        if (run.path / MODEL).is_dir() and _read_source(run) is None and run.try_lock():
+        if (run.path / MODEL).is_dir() and read_source(run) is None and run.try_lock():
             shutil.rmtree(run.path)
             run.unlock()
 
@@ -171,11 +152,11 @@ def find_open(settings: RunConfig, source: Path) -> RunFolder:
 
 def _is_of(run: RunFolder, source: Path) -> bool:
     """True for an evaluation of `source`, or of a checkpoint in it."""
-    found = _read_source(run)
+    found = read_source(run)
     return found is not None and Path(found.path).resolve().is_relative_to(source.resolve())
 
 
-def _read_source(run: RunFolder) -> EvalSource | None:
+def read_source(run: RunFolder) -> EvalSource | None:
     """Source of an evaluation; None where it was killed before it began."""
     with suppress(FileNotFoundError):
         return msgspec.json.decode(run.source.read_bytes(), type=EvalSource)
@@ -192,3 +173,42 @@ def _difference(run: RunFolder, settings: RunConfig) -> str | None:
     now = flat_settings(_of_model(settings, then.model.path).model_dump(mode="json"))
     names = [name for name in now | before if now.get(name) != before.get(name)]
     return next((f"{name}={now.get(name)}: was {before.get(name)}" for name in names), None)
+
+
+# ---- the record of an evaluation
+
+
+def answers_on_record(
+    run: RunFolder, names: Sequence[str], *, done: Container[str]
+) -> dict[str, Mapping[str, EvalAnswer]]:
+    """Answers of the passes over these sets that are not `done`, by pass."""
+    ids = [pass_id(index, name) for index, name in enumerate(names)]
+    with reading(run.live_ledger) as connection:
+        return {id: read_answers(connection, id) for id in ids if id not in done}
+
+
+async def publish_source(incarnation: Incarnation, weights: WeightFolder, *, step: int) -> Published:
+    """Serve the weights of an evaluation as version 0, which are of this step.
+
+    Raises `ConfigError` where they differ from those that the evaluation began with.
+    """
+    published = await weights.publish()
+    with reading(incarnation.run.live_ledger) as connection:
+        known = connection.execute("SELECT digest FROM version WHERE version = 0").fetchone()
+    if known is None:
+        record_version(incarnation, published, step=step, parent=None)
+    elif str(known[0]) != published.digest:
+        raise ConfigError(
+            f"model.path={incarnation.config.model.path}: holds other weights than this evaluation began with;"
+            " begin another one, without --resume"
+        )
+    return published
+
+
+def summarise_evaluation(run: RunFolder, source: EvalSource, *, finished: bool) -> EvalSummary:
+    """Write and return the summary of an evaluation whose ledger is up to date."""
+    with reading(run.live_ledger) as connection:
+        evaluations = evaluation_figures(evaluations_on_record(connection))
+    summary = EvalSummary(run=str(run.path), source=source, finished=finished, evaluations=evaluations)
+    write_summary(run, summary)
+    return summary

@@ -1,13 +1,16 @@
-"""Refusals of a resume whose problems are others than those of the run on record. Called by `launch`.
+"""Checks of a resume: the checkpoint that it goes back to, and whether it has the problems of the run on record.
 
-The record names problems by their rows and by their ids, so each of these must be the same problem still.
+Called by `launch`. The record names problems by their rows and by their ids, so each must still be the same.
 """
+
+from rich.console import Console
 
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.recovery import known_prompts, last_start
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.runtime.preflight.changed_prompts import is_same, tell_change
 from laminar_py.runtime.preflight.inputs import Inputs
 
@@ -50,3 +53,17 @@ def refuse_other_prompts(run: RunFolder, inputs: Inputs, config: RunConfig) -> N
         if now is not None and not is_same(known, now):
             change = tell_change(known, now, inputs.tokenizer, config, began=load_config(run.config, []))
             raise ConfigError(f"{change} than when {run.path} began; bring that back, or start a new run")
+
+
+def tell_fallback(run: RunFolder, console: Console) -> None:
+    """Say so if the newest checkpoint of a run to resume is gone, and which one is taken.
+
+    Raises `ConfigError` if that one cannot be, or if there is none any more.
+    """
+    found = find_checkpoint(run)
+    if found is not None and (newest := on_record(run)[0]) != found:
+        console.print(
+            f"{newest.path} is gone: the run goes back to step {found.step}, {found.path}",
+            soft_wrap=True,
+            highlight=False,
+        )

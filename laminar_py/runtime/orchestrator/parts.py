@@ -1,0 +1,147 @@
+"""Pieces that the controller is built of: the queue between two loops, the scheduler, the learner's side."""
+
+import asyncio
+import gc
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from laminar_py.control.closing import Stages
+from laminar_py.control.credit import Credit
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.settings import control_settings, packing
+from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
+from laminar_py.ledger.database import LedgerError
+from laminar_py.ledger.recovery import Recovered
+from laminar_py.ledger.seal import seal_run
+from laminar_py.ledger.start import first_events
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.trajectory import Prompt
+from laminar_py.repack.migration import Migration
+from laminar_py.runtime.orchestrator.fleet import ElasticFleet
+from laminar_py.runtime.orchestrator.trainer import Trainer
+from laminar_py.runtime.orchestrator.versions import Versions
+from laminar_py.runtime.workers.incarnation import Incarnation
+from laminar_py.runtime.workers.learner import LearnerLink
+from laminar_py.runtime.workers.reference import ReferenceStage
+
+log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+COLLECT_S = 60.0  # between collections of cycles
+TURN_S = 0.001  # of a thread, while others wait
+NEVER = 1_000_000_000  # collections of younger objects, after which Python would look at all
+
+
+class Handoff(Generic[Item]):
+    """Queue of one item between two tasks: `put` returns once the reader has done with the item."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[Item, asyncio.Event]] = asyncio.Queue(1)
+
+    async def put(self, item: Item) -> None:
+        """Hand an item over, and wait until the reader asks for the next one."""
+        done = asyncio.Event()
+        await self._queue.put((item, done))
+        await done.wait()
+
+    async def items(self) -> AsyncIterator[Item]:
+        """Items as they come, until cancelled."""
+        while True:
+            item, done = await self._queue.get()
+            yield item
+            done.set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """The learner of a run, its versions, and the policies that follow these; an evaluation has none of them."""
+
+    learner: LearnerLink
+    versions: Versions
+    trainer: Trainer
+    migration: Migration
+    fleet: ElasticFleet
+
+
+def make_scheduler(
+    incarnation: Incarnation,
+    *,
+    submit_score: Callable[[FinishedTrajectory, Prompt], None],
+    reference: ReferenceStage | None,
+    versions_return: bool = False,
+    fail: Callable[[str], None],
+) -> TrajectoryScheduler:
+    """Scheduler of trajectories, with the packing of its batches; that of a resumed run awaits `restore`.
+
+    `fail` gets the reason why the run has to end, where all trajectories fail.
+    """
+    config, inputs = incarnation.config, incarnation.inputs
+    algorithm, sampling = config.algorithm, config.rollout.sampling
+    settings = control_settings(config, stop_ids=inputs.tokenizer.eos_ids)
+    scheduler = TrajectoryScheduler(
+        replace(settings, versions_return=versions_return),
+        prompt_at=inputs.stream.prompt,
+        tell=inputs.stream.tell,
+        fail=fail,
+        recorder=incarnation.ledger,
+        stages=Stages(submit_score=submit_score, submit_reference=None if reference is None else reference.submit),
+        credit=Credit(
+            group_advantages(algorithm.advantage),
+            overlong_cost(sampling.max_new_tokens, algorithm.overlong_tokens),
+        ),
+        clock=incarnation.clock,
+    )
+    scheduler.consumption.pack(packing(config))
+    if incarnation.number > 1:
+        scheduler.await_restore()
+    return scheduler
+
+
+async def record_start(incarnation: Incarnation, recovered: Recovered | None) -> None:
+    """Put on record that an incarnation begins, and what it undoes of the one before."""
+    checkpoint = incarnation.checkpoint
+    begun = first_events(
+        incarnation.config,
+        incarnation=incarnation.number,
+        host=socket.gethostname(),
+        data=incarnation.inputs.digests,
+        resumed_step=checkpoint.step if checkpoint else None,
+    )
+    incarnation.ledger.append_all([*begun, *(recovered.events if recovered else ())])
+    await incarnation.ledger.commit()
+    await incarnation.ledger.copy()
+
+
+def seal(run: Path) -> None:
+    """Seal the record of a run that nobody writes any more."""
+    try:
+        seal_run(run)
+    except LedgerError as error:  # no reason to fail a run that is done
+        log.warning("%s", error)
+
+
+async def keep_pauses_short() -> None:
+    """Keep short the pauses of the event loop that Python would make, until cancelled.
+
+    By itself Python looks for cycles among all objects whenever their number has grown by a quarter: with 10,000
+    live trajectories the event loop stands still for 0.1 s every few seconds, and nearly nothing is found. So
+    cycles are collected once a minute. And a thread that computes gives the event loop its turn sooner than after
+    the 5 ms that Python would leave it.
+    """
+    turn_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(TURN_S)
+    gc.freeze()
+    gc.set_threshold(*thresholds[:2], NEVER)
+    try:
+        while True:
+            await asyncio.sleep(COLLECT_S)
+            gc.collect()
+    finally:
+        sys.setswitchinterval(turn_s)
+        gc.set_threshold(*thresholds)
