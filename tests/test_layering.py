@@ -129,8 +129,8 @@ def test_satellites_do_not_import_each_other():
         assert not [where for where, _, name in all_imports(own) if name.split(".")[0] == other]
 
 
-def test_nothing_in_the_package_imports_benchmarks_tests_or_experiments():
-    outside = ("benchmarks", "tests", "experiments")
+def test_nothing_in_the_package_imports_tests_or_experiments():
+    outside = ("tests", "experiments")
     assert not [f"{where} imports {name}" for where, _, name in all_imports() if name.split(".")[0] in outside]
 
 

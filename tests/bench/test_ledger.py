@@ -1,6 +1,6 @@
 """The benchmark of the ledger in its smallest form: every figure comes, and those that no load changes hold."""
 
-from laminar_lab.bench.ledger.measure import rows
+from laminar_lab.bench.ledger.recording import rows
 from tests.bench.figures import figures
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from laminar_lab.bench.endpoint.conversations import Timed
-from laminar_lab.bench.environment.replica import BenchReplicaActor
+from laminar_lab.bench.turns.replica import BenchReplicaActor
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
