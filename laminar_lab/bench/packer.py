@@ -14,17 +14,31 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_lab.bench.report import Row
-from laminar_py.config.algorithm import Aggregation
-from laminar_py.learner.packing.balance import PackedT, attention_share, sequence_cost
-from laminar_py.learner.packing.packer import Packed, assign, microbatches, pack, step_terms
-from laminar_py.learner.packing.stream import StreamPacker
-from laminar_py.learner.packing.window import choose
-from laminar_py.records.codec import decode, encode
-from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.pieces import PieceRef, TokensRef
-from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
-from laminar_py.runtime.workers.specs import FetchRequest
+from laminar_py.config import Aggregation
+from laminar_py.learner.packing import (
+    Packed,
+    PackedT,
+    StreamPacker,
+    assign,
+    attention_share,
+    choose,
+    microbatches,
+    pack,
+    sequence_cost,
+    step_terms,
+)
+from laminar_py.records import (
+    FinishedTrajectory,
+    FinishReason,
+    Kind,
+    PieceRef,
+    Span,
+    TokensRef,
+    Trajectory,
+    decode,
+    encode,
+)
+from laminar_py.runtime.workers import FetchRequest
 
 ROWS = (
     "fill capacity_used imbalance pack_2048_ms stream_fill stream_imbalance stream_us stream_add_us "

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from laminar_lab.bench.report import Row, Tell
-from laminar_py.config.section import ConfigError
+from laminar_py.config import ConfigError
 
 HERE = Path(__file__).parent
 KINDS = (int, float, str, Path)  # of settings; parameters of other kinds are for tests

@@ -16,9 +16,9 @@ from typing import TypeVar
 import msgspec
 
 from laminar_lab.bench.report import machine, tell
-from laminar_py.ledger.row_files import read_rows
-from laminar_py.observe.telemetry.summary import Summary
-from laminar_py.records.metrics import FleetRow, StepRow
+from laminar_py.ledger import read_rows
+from laminar_py.observe.telemetry import Summary
+from laminar_py.records import FleetRow, StepRow
 
 LAMINAR = (sys.executable, "-c", "from laminar_py.cli import main; main()")
 GRACE_S = 30.0  # between SIGTERM and SIGKILL

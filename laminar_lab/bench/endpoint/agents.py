@@ -32,11 +32,10 @@ from laminar_lab.bench.endpoint.replica import FixedTurnReplicaActor, RoundAlone
 from laminar_lab.bench.report import Ratio, Row, Tell, spread
 from laminar_lab.bench.turns.replica import TurnParts
 from laminar_lab.bench.workplace import SMALL, workplace, write_model
-from laminar_py.config.loading import parse_config
-from laminar_py.config.run import RunConfig
-from laminar_py.data.tiny_model import EOS, PAD, SPECIAL, tiny_model
-from laminar_py.records.codec import encode
-from laminar_py.runtime.cluster.backend import open_cluster
+from laminar_py.config import RunConfig, parse_config
+from laminar_py.data import EOS, PAD, SPECIAL, tiny_model
+from laminar_py.records import encode
+from laminar_py.runtime.cluster import open_cluster
 
 ROWS = (
     "endpoint_over_engine endpoint_over_engine_stream endpoint_over_engine_whole endpoint_stream_tokens_per_s "

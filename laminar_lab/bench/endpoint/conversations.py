@@ -16,11 +16,8 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from laminar_py.data.tiny_model import SPECIAL
-from laminar_py.records.engine import SamplingParams
-from laminar_py.records.environment import Problem
-from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import Kind
+from laminar_py.data import SPECIAL
+from laminar_py.records import Assignment, Kind, Problem, SamplingParams
 
 MARKS = ("<user>", "<assistant>")
 VOCAB = 8192

@@ -22,15 +22,9 @@ from transformers import Qwen3Config
 
 from laminar_lab.bench.report import Ratio, Row, Tell, spread
 from laminar_lab.bench.workplace import write_model
-from laminar_py.config.cluster import Device
-from laminar_py.config.section import ConfigError
-from laminar_py.engines.sglang.engine import SGLangEngine
-from laminar_py.engines.sglang.flags import NO_FLAGS, Flag
-from laminar_py.engines.sglang.server import ServerSpec, SGLangServer
-from laminar_py.engines.sglang.stream import Served
-from laminar_py.records.engine import GenerateRequest, PauseMode, SamplingParams
-from laminar_py.records.recordings import Recording
-from laminar_py.records.trajectory import FinishReason
+from laminar_py.config import ConfigError, Device
+from laminar_py.engines.sglang import NO_FLAGS, Flag, Served, ServerSpec, SGLangEngine, SGLangServer
+from laminar_py.records import FinishReason, GenerateRequest, PauseMode, Recording, SamplingParams
 
 ROWS = (
     "client_over_bare_http client_cpu_us_per_token refresh_in_place_s refresh_in_place_over_bare "

@@ -17,12 +17,8 @@ from laminar_lab.bench.learner.parts import make_learner, pack_here
 from laminar_lab.bench.learner.samples import MAX_LEN, Draw, find_sglang, sample_embedded, sample_sglang
 from laminar_lab.bench.report import Row, Tell
 from laminar_lab.bench.workplace import SMALL, workplace, write_model
-from laminar_py.learner.model import policy_logprobs
-from laminar_py.learner.step import Learner
-from laminar_py.records.batch import MicroBatch
-from laminar_py.records.codec import FloatArray
-from laminar_py.records.recordings import Recording
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.learner import Learner, policy_logprobs
+from laminar_py.records import FloatArray, MicroBatch, Recording, Trajectory
 
 ROWS = (
     "engine_mismatch_max mask_replay_ratio_error mask_replay_ratio_error_without router_replay_ratio_error "

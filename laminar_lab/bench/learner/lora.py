@@ -18,10 +18,10 @@ from laminar_lab.bench.learner.parts import RATE, draw_lengths, make_learner, ma
 from laminar_lab.bench.relay.tree import WARM_VERSIONS, Tree
 from laminar_lab.bench.report import Ratio, Row, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, SMALL, count_parameters, workplace, write_model
-from laminar_py.config.lora import LoraConfig
-from laminar_py.engines.local.engine import LocalEngine
-from laminar_py.relay.wire.messages import VersionComplete
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.config import LoraConfig
+from laminar_py.engines.local import LocalEngine
+from laminar_py.relay import RelayKeys
+from laminar_py.relay.wire import VersionComplete
 
 ROWS = "lora_bytes_over_full lora_refresh_over_full"
 SEQUENCES, MEDIAN = 8, 48  # of a step

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from laminar_lab.bench.report import Row
-from laminar_py.learner.losses.logprob import token_logprobs
+from laminar_py.learner.losses import token_logprobs
 
 ROWS = "logprob_memory_over_naive"
 Sizes = tuple[int, int, int]  # tokens T, entries of the vocabulary V, width H

@@ -19,9 +19,9 @@ from laminar_lab.bench.learner.parts import (
 )
 from laminar_lab.bench.report import Ratio, Row, cpu_s, in_turn
 from laminar_lab.bench.workplace import SMALL, count_parameters, workplace, write_model
-from laminar_py.learner.losses.logprob import token_logprobs
-from laminar_py.learner.step import Learner
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.learner import Learner
+from laminar_py.learner.losses import token_logprobs
+from laminar_py.records import Trajectory
 
 ROWS = "packed_vs_single_grad packed_tokens_per_s packed_over_padded packed_over_sorted"
 RATE = "real tokens/CPU-s"

@@ -16,14 +16,11 @@ import torch
 from laminar_lab.bench.engine.sglang import connected, cpu_server, find_python
 from laminar_lab.bench.report import Tell
 from laminar_lab.calibration.trajectories import make_trajectory
-from laminar_py.config.section import ConfigError
-from laminar_py.engines.local.engine import LocalEngine
-from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.engines.sglang.stream import Served
-from laminar_py.records.engine import GenerateRequest, SamplingParams
-from laminar_py.records.protocols import InferenceEngine
-from laminar_py.records.recordings import Recording, join_masks
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.config import ConfigError
+from laminar_py.engines import read_sizes
+from laminar_py.engines.local import LocalEngine
+from laminar_py.engines.sglang import Served
+from laminar_py.records import GenerateRequest, InferenceEngine, Recording, SamplingParams, Trajectory, join_masks
 
 MAX_LEN = 256
 LENGTH = 200  # response tokens of a trajectory

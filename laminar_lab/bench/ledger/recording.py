@@ -22,16 +22,20 @@ import psutil
 
 from laminar_lab.bench.ledger.synthetic import CHECKPOINT_EVERY, HOST, SyntheticRun
 from laminar_lab.bench.report import Row, Tell
-from laminar_py.ledger.archive import ArchiveAnswer, ArchiveRequest, archive_pieces, file_name
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.story import story, tell_story
-from laminar_py.ledger.database import LEDGER_NAME, SEGMENTS_NAME, reading
-from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.seal import seal_run
-from laminar_py.observe.telemetry.memory import pss_bytes
-from laminar_py.records.clock import SystemClock
-from laminar_py.records.codec import decode, encode
-from laminar_py.records.protocols import Clock
+from laminar_py.ledger import (
+    LEDGER_NAME,
+    SEGMENTS_NAME,
+    ArchiveAnswer,
+    ArchiveRequest,
+    Ledger,
+    archive_pieces,
+    file_name,
+    reading,
+    seal_run,
+)
+from laminar_py.ledger.audit import accounting, story, tell_story
+from laminar_py.observe.telemetry import pss_bytes
+from laminar_py.records import Clock, SystemClock, decode, encode
 
 ROWS = (
     "accounting accounting_cpu append_cpu writer_cpu archive_cpu accounting_while_read read_while_written "

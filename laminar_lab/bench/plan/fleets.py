@@ -17,8 +17,7 @@ from laminar_lab.bench.plan.facts import Compared, Setting, median_error, traine
 from laminar_lab.bench.report import Row, Tell, spread
 from laminar_lab.bench.runs import FinishedRun, train
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.loading import load_config
-from laminar_py.config.section import ConfigError
+from laminar_py.config import ConfigError, load_config
 
 ROWS = (
     "plan_fleet_error_median plan_fleet_error_max plan_fleet_kv_error_max plan_fleet_staleness_error_max "

@@ -26,11 +26,8 @@ from laminar_lab.bench.runs import train
 from laminar_lab.calibration.profile import calibrate
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.emulated_profile import EmulationProfile
-from laminar_py.config.loading import load_config
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.relay.cores import num_cores
+from laminar_py.config import ConfigError, EmulationProfile, RunConfig, load_config
+from laminar_py.relay import num_cores
 
 ROWS = (
     "plan_error_median plan_within plan_sync plan_one_step plan_one_replica plan_sync_one_replica "

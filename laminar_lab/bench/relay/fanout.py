@@ -26,8 +26,7 @@ from laminar_lab.bench.relay.peers import Gloo, http_side, load, make_tensors, t
 from laminar_lab.bench.relay.tree import WARM_VERSIONS, Bytes, Tree, copy_s, raw
 from laminar_lab.bench.report import Ratio, Row, Side, Tell, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
-from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay import RelayKeys, Subscriber
 
 ROWS = "ray_over_ours gloo_over_ours http_over_ours"
 RAY = "ray.put, ray.get in actors, arrays not copied"

@@ -21,13 +21,10 @@ from laminar_lab.bench.processes import PATIENCE_S, Worker
 from laminar_lab.bench.relay.namespaces import Network
 from laminar_lab.bench.relay.tree import NodeWorker
 from laminar_lab.bench.report import Tell
-from laminar_py.records.weights import Published
-from laminar_py.relay.planning.topology import Shape, Topology, grow
-from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.store.digests import file_digest
-from laminar_py.relay.store.shards import HEADER_BYTES
-from laminar_py.relay.store.version import folder_name
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.records import Published
+from laminar_py.relay import Publisher, RelayKeys
+from laminar_py.relay.planning import Shape, Topology, grow
+from laminar_py.relay.store import HEADER_BYTES, file_digest, folder_name
 
 WARM_BYTES = 2**20  # of the version before each that is timed; of another size, so nothing is a delta against it
 FILE = "model-00001.safetensors"

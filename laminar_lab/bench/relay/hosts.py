@@ -14,10 +14,9 @@ from laminar_lab.bench.relay.hop import VERSION_BYTES, bare_socket
 from laminar_lab.bench.relay.namespaces import INTERFACE, Network, require, shared_folder
 from laminar_lab.bench.relay.peers import Gloo, Peers, http_side
 from laminar_lab.bench.report import Row, Tell
-from laminar_py.config.relay import TopologyKind
-from laminar_py.relay.planning.cost import Broadcast, Choice, Links, broadcast_s, routes, settle
-from laminar_py.relay.planning.topology import Shape, grow
-from laminar_py.relay.wire.messages import MIN_CHUNK_BYTES
+from laminar_py.config import TopologyKind
+from laminar_py.relay.planning import Broadcast, Choice, Links, Shape, broadcast_s, grow, routes, settle
+from laminar_py.relay.wire import MIN_CHUNK_BYTES
 
 ROWS = (
     "W star_over_bound chain_over_bound kary2_over_bound auto_over_bound recovery_over_undisturbed "

@@ -18,7 +18,7 @@ from typing import Self
 
 from laminar_lab.bench.processes import Work, Worker
 from laminar_lab.bench.workplace import SHARED_MEMORY
-from laminar_py.config.section import ConfigError
+from laminar_py.config import ConfigError
 
 PREFIX = "laminar-hosts-"
 NAMESPACES = Path("/run/netns")

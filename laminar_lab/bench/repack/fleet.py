@@ -16,11 +16,16 @@ import yaml
 from laminar_lab.bench.report import Ratio, Row, Tell, spread
 from laminar_lab.simulate.figures import SimulatedRun
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.emulated_profile import EmulationProfile, EngineTimes, LearnerTimes
-from laminar_py.config.loading import parse_config
-from laminar_py.config.repack import DEFAULT_PLANNER, NO_PLANNER
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
+from laminar_py.config import (
+    DEFAULT_PLANNER,
+    NO_PLANNER,
+    ConfigError,
+    EmulationProfile,
+    EngineTimes,
+    LearnerTimes,
+    RunConfig,
+    parse_config,
+)
 
 ROWS = (
     "throughput_repack_over_off_7b throughput_paper_over_off_7b throughput_full_over_off_7b gain_of_ceiling_7b "

@@ -7,10 +7,8 @@ from statistics import median
 import numpy as np
 
 from laminar_lab.bench.report import Row
-from laminar_py.records.replica import Held, Survey
-from laminar_py.repack.planner import PlanningContext
-from laminar_py.repack.predictive import PredictivePlanner
-from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
+from laminar_py.records import Held, Survey
+from laminar_py.repack import EngineSpeed, GroupForecast, PlanningContext, PredictivePlanner, RemainingTokens
 
 ROWS = "plan_256x8192_ms"
 REPLICAS, TRAJECTORIES = 256, 8192

@@ -15,12 +15,10 @@ import msgspec
 import numpy as np
 
 from laminar_lab.bench.report import Row, Tell
-from laminar_py.config.reward import REWARDS, TermConfig
-from laminar_py.records.scoring import ScoringRequest
-from laminar_py.records.trajectory import DropReason, FinishReason
-from laminar_py.relay.cores import num_cores
-from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.calls.process import CallSpec
+from laminar_py.config import REWARDS, TermConfig
+from laminar_py.records import DropReason, FinishReason, ScoringRequest
+from laminar_py.relay import num_cores
+from laminar_py.reward.calls import CallPool, CallSpec
 
 
 class GivenAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,11 +11,10 @@ from statistics import median
 import msgspec
 
 from laminar_lab.bench.report import Row, Tell, spread
-from laminar_py.config.section import ConfigError
-from laminar_py.relay.cores import num_cores
-from laminar_py.reward.compare import same_output, same_value
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxLabel, SandboxTier
+from laminar_py.config import ConfigError
+from laminar_py.relay import num_cores
+from laminar_py.reward import same_output, same_value
+from laminar_py.sandbox import SandboxLabel, SandboxPool, SandboxTier
 
 
 class SmallProgram(msgspec.Struct, frozen=True, kw_only=True):

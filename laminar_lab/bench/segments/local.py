@@ -25,13 +25,8 @@ from blake3 import blake3
 from laminar_lab.bench.processes import Start, Worker, here
 from laminar_lab.bench.report import Ratio, Row, Side, Tell, in_turn
 from laminar_lab.bench.workplace import workplace
-from laminar_py.ledger.segments.fetch import StoreClient
-from laminar_py.ledger.segments.frames import make_frame
-from laminar_py.ledger.segments.store import LOCAL, PieceStore, listen
-from laminar_py.ledger.segments.writer import SegmentWriter
-from laminar_py.records.codec import decode, encode
-from laminar_py.records.pieces import Piece, PieceRef
-from laminar_py.records.spans import Span
+from laminar_py.ledger.segments import LOCAL, PieceStore, SegmentWriter, StoreClient, listen, make_frame
+from laminar_py.records import Piece, PieceRef, Span, decode, encode
 
 ROWS = (
     "segment_write_MBps segment_write_over_file segment_write_over_digested_file "

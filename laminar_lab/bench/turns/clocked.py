@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from laminar_py.environment.protocol import Answer, End, Observation, Problem
+from laminar_py.environment import Answer, End, Observation, Problem
 
 WORD = "a"  # one token
 

@@ -15,29 +15,35 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from laminar_py.config.rollout import OnNewWeights
-from laminar_py.config.run import RunConfig
-from laminar_py.engines.local.engine import LocalEngine
-from laminar_py.engines.local.scheduler import Scheduler
-from laminar_py.engines.local.spec import ModelSpec
-from laminar_py.records.clock import SystemClock
-from laminar_py.records.codec import decode, encode
-from laminar_py.records.engine import Delta, GenerateRequest
-from laminar_py.records.protocols import EngineLostError, PulledVersion
-from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import FinishReason
-from laminar_py.relay.wire.post import peer_wire
-from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.rollout.replica import Replica
-from laminar_py.rollout.storing import SegmentStore
-from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.backend import LOOPBACK
-from laminar_py.runtime.workers.environments import CALLS
-from laminar_py.runtime.workers.processes.environment import EnvironmentActor
-from laminar_py.runtime.workers.processes.replica import REPLICA_NICENESS
-from laminar_py.runtime.workers.processes.setup import PartActor, open_folder, open_part, open_reader
-from laminar_py.runtime.workers.remote_environments import RemoteEnvironments
-from laminar_py.runtime.workers.specs import EnvironmentSpec, PayloadStart
+from laminar_py.config import OnNewWeights, RunConfig
+from laminar_py.engines.local import LocalEngine, ModelSpec, Scheduler
+from laminar_py.records import (
+    Assignment,
+    Delta,
+    EngineLostError,
+    FinishReason,
+    GenerateRequest,
+    PulledVersion,
+    SystemClock,
+    decode,
+    encode,
+)
+from laminar_py.relay import RelayKeys
+from laminar_py.relay.wire import peer_wire
+from laminar_py.rollout import Replica, SegmentStore
+from laminar_py.runtime.cluster import LOOPBACK, Part
+from laminar_py.runtime.workers import (
+    CALLS,
+    REPLICA_NICENESS,
+    EnvironmentActor,
+    EnvironmentSpec,
+    PartActor,
+    PayloadStart,
+    RemoteEnvironments,
+    open_folder,
+    open_part,
+    open_reader,
+)
 
 QUIET_S = 0.2  # between reports without news
 PAUSE_S = 0.005  # before what is computed alone: whoever never waits is held up more by others of a busy machine
