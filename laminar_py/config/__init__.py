@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
+    from laminar_py.config.algorithm import Advantage as Advantage
     from laminar_py.config.algorithm import Aggregation as Aggregation
     from laminar_py.config.algorithm import AlgorithmConfig as AlgorithmConfig
     from laminar_py.config.cluster import Device as Device
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from laminar_py.config.emulated_profile import LearnerTimes as LearnerTimes
     from laminar_py.config.emulated_profile import read_profile as read_profile
     from laminar_py.config.emulation import SHORTEST as SHORTEST
+    from laminar_py.config.engine import EngineConfig as EngineConfig
     from laminar_py.config.engine import EngineLaunch as EngineLaunch
     from laminar_py.config.environment import EnvironmentConfig as EnvironmentConfig
     from laminar_py.config.environment import EnvironmentHome as EnvironmentHome

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from laminar_py.data.tiny_models import PAD as PAD
     from laminar_py.data.tiny_models import SPECIAL as SPECIAL
     from laminar_py.data.tiny_models import jsonl as jsonl
+    from laminar_py.data.tiny_models import make_data as make_data
     from laminar_py.data.tiny_models import tiny_model as tiny_model
 else:
     __getattr__ = public_names(__name__)

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from laminar_py.records.codec import IntArray as IntArray
     from laminar_py.records.codec import decode as decode
     from laminar_py.records.codec import encode as encode
+    from laminar_py.records.columns import Column as Column
     from laminar_py.records.engine import Delta as Delta
+    from laminar_py.records.engine import EngineStatus as EngineStatus
     from laminar_py.records.engine import GenerateRequest as GenerateRequest
     from laminar_py.records.engine import PauseMode as PauseMode
     from laminar_py.records.engine import SamplingParams as SamplingParams
