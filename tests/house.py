@@ -1,6 +1,6 @@
 """Counts of how the code is built: `python -m tests.house [ROOT] [--places]` prints a table for a checkout.
 
-`test_house.py` holds the limits. Everything is read from the syntax trees of `laminar_py` and `benchmarks`, so a
+`test_house.py` holds the limits. Everything is read from the syntax trees of the three packages, so a
 checkout of any age can be counted without installing it.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-FOLDERS = ("laminar_py", "laminar_lab", "laminar_contrib", "benchmarks")
+FOLDERS = ("laminar_py", "laminar_lab", "laminar_contrib")
 MOST_POSITIONAL, MOST_FIELDS = 7, 4
 MOST_LINES, MOST_FUNCTION_LINES, MOST_CONSTRUCTOR_LINES = 600, 50, 40
 

@@ -1,7 +1,7 @@
 """Heavy libraries that each kind of process imports, by the modules of a fresh one: imports are most of a start.
 
-The test imports the process's module and each module of ours that it names, also within its functions. Ray is in none:
-a process takes it only where a cluster is named.
+The test imports the process's module and each module of ours that it names, also within its functions. Ray is in
+none: a process takes it only where a cluster is named.
 """
 
 import ast

@@ -1,14 +1,20 @@
 """Rooms and imports: who may import whom, and where heavy libraries may live (docs/design.md has the table)."""
 
 import ast
+import importlib
+import subprocess
+import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from laminar_py._lazy import names_of
+
 ROOT = Path(__file__).parent.parent
 CORE, SATELLITES = "laminar_py", ("laminar_lab", "laminar_contrib")
+FOR_THEIR_EFFECT = ("laminar_py.runtime.cluster",)  # sets what processes read when they start
 
 RULES = {  # room of the core: the rooms that it may import
     "records": "",
@@ -96,10 +102,10 @@ def test_a_module_imports_only_rooms_that_its_own_may():
     wrong = []
     for where, parts, name in all_imports():
         own = parts[0].removesuffix(".py")
-        if not name.startswith("laminar_py.") or own in TOP or own == "__init__":
+        if not name.startswith("laminar_py.") or own in TOP or own in ("__init__", "_lazy"):
             continue
         other = name.split(".")[1]
-        if other != own and other not in RULES[own].split():
+        if other != "_lazy" and other != own and other not in RULES[own].split():
             wrong.append(f"{where} imports {name}")
     assert not wrong
 
@@ -129,8 +135,59 @@ def test_satellites_do_not_import_each_other():
         assert not [where for where, _, name in all_imports(own) if name.split(".")[0] == other]
 
 
-def test_nothing_in_the_package_imports_benchmarks_tests_or_experiments():
-    outside = ("benchmarks", "tests", "experiments")
+ELSEWHERE = tuple(f"laminar_lab/{room}/" for room in ("plan", "simulate", "calibration", "launcher"))  # not yet
+
+
+@cache
+def public_names(room: str) -> set[str]:
+    """Names that a room, of one level or two below the core, offers to other packages."""
+    init = ROOT.joinpath(*room.split("."), "__init__.py")
+    if room.count(".") > 2 or not init.is_file():
+        return set()
+    return {*names_of(str(init)), *getattr(importlib.import_module(room), "__all__", ())}
+
+
+@pytest.mark.parametrize("satellite", SATELLITES)
+def test_a_satellite_uses_public_names_of_rooms_alone(satellite):
+    wrong = []
+    for path in sorted((ROOT / satellite).rglob("*.py")):
+        if str(path.relative_to(ROOT)).startswith(ELSEWHERE):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import):
+                rooms = [alias.name for alias in node.names if alias.name.split(".")[0] == CORE]
+                wrong += [f"{where} imports {room}" for room in rooms if room not in FOR_THEIR_EFFECT]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == CORE:
+                private = {alias.name for alias in node.names} - public_names(str(node.module))
+                wrong += [f"{where} imports {node.module}.{name}" for name in sorted(private)]
+    assert not wrong
+
+
+def test_each_public_name_is_there_and_hides_no_module():
+    for init in sorted((ROOT / CORE).rglob("__init__.py")):
+        room = ".".join(init.parent.relative_to(ROOT).parts)
+        for name in names_of(str(init)):
+            assert not (init.parent / f"{name}.py").exists(), f"{room}.{name} is a module, too"
+            getattr(importlib.import_module(room), name)
+
+
+def test_a_name_that_a_room_has_not_is_refused():
+    with pytest.raises(ImportError, match=r"cannot import name 'Publishers' from 'laminar_py\.relay'"):
+        exec("from laminar_py.relay import Publishers")
+
+
+def test_importing_rooms_is_free_of_heavy_libraries():
+    rooms = [".".join(init.parent.relative_to(ROOT).parts) for init in (ROOT / CORE).rglob("__init__.py")]
+    listed = ", ".join(room for room in rooms if room != "laminar_py.cli")
+    code = f"import sys, {listed}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    heavy = {"torch", "transformers", "ray", "zmq", "numpy", "pydantic", "msgspec", "asyncio", "ast"}
+    assert not heavy & set(done.stdout.split())
+
+
+def test_nothing_in_the_package_imports_tests_or_experiments():
+    outside = ("tests", "experiments")
     assert not [f"{where} imports {name}" for where, _, name in all_imports() if name.split(".")[0] in outside]
 
 
@@ -164,3 +221,9 @@ def test_there_is_no_import_cycle():
 
     for name in graph:
         visit(name, ())
+
+
+def test_the_controller_process_needs_no_torch():
+    code = "import sys, laminar_py.runtime.orchestrator.controller; assert 'torch' not in sys.modules, 'torch'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from benchmarks.learner.agreement import deviations, flipped
+from laminar_lab.bench.learner.agreement import deviations, flipped
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.sglang.engine import SGLangEngine

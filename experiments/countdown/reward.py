@@ -2,7 +2,7 @@
 
 import re
 
-from laminar_py.records.scoring import ScoringRequest
+from laminar_py import ScoringRequest
 from laminar_py.records.trajectory import FinishReason
 
 TARGET = 24

@@ -22,10 +22,8 @@ from statistics import median
 import msgspec
 import torch
 
-from laminar_lab.bench.kept import KeptResults
-from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import train
-from laminar_lab.bench.turns import spread
+from laminar_lab.bench.report import Row, show, spread
+from laminar_lab.bench.runs import KeptResults, train
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule

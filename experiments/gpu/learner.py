@@ -20,8 +20,8 @@ from transformers import Qwen3Config
 
 from laminar_lab.bench.learner.mfu import FULL, UNIT, GpuStep, measure_steps
 from laminar_lab.bench.learner.parts import draw_lengths
-from laminar_lab.bench.models import count_parameters
 from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.workplace import count_parameters
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.loading import parse_config
 from laminar_py.learner.attention import KERNELS, choose_kernel, register_kernel

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from experiments.gpu.learner import TINY
-from laminar_lab.bench.catalog import SHARED_MEMORY, tell
 from laminar_lab.bench.learner.mfu import FULL, GpuStep, open_learner
 from laminar_lab.bench.learner.parts import draw_lengths, pack_here
-from laminar_lab.bench.models import count_parameters
 from laminar_lab.bench.relay.steps import (
     BETAS,
     FIRST_STEP,
@@ -34,16 +32,15 @@ from laminar_lab.bench.relay.steps import (
     codec_rows,
 )
 from laminar_lab.bench.relay.tree import Tree, copy_s, raw
-from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.turns import Ratio, Side, in_turn
-from laminar_lab.bench.workplace import workplace
+from laminar_lab.bench.report import Ratio, Row, Side, in_turn, show, tell
+from laminar_lab.bench.workplace import SHARED_MEMORY, count_parameters, workplace
 from laminar_lab.calibration.trajectories import make_trajectory
 from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from laminar_py.records.batch import MicroBatch
+from laminar_py.relay import RelayKeys
 from laminar_py.relay.wire.messages import VersionComplete
-from laminar_py.relay.wire.transport import RelayKeys
 
 SEQUENCES = 8  # of a step
 RATE_NAME, RATE = min(RATES.items(), key=lambda rate: rate[1])

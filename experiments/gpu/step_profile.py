@@ -16,10 +16,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from experiments.gpu.learner import TINY, WAYS
-from laminar_lab.bench.catalog import tell
 from laminar_lab.bench.learner.mfu import FULL, WARM_STEPS, GpuStep, open_learner
 from laminar_lab.bench.learner.parts import draw_lengths, make_trajectories, pack_here
-from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.report import Row, show, tell
 
 KINDS = {  # parts of kernels' names, the first that fits; Triton's tell of all operations in them
     "log-probabilities": ("logsumexp", "arange_div_eq"),

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from laminar_py.records.scoring import ScoringRequest
+from laminar_py import ScoringRequest
 
 PAUSE_S = 0.01
 

@@ -12,7 +12,8 @@ import uuid
 from pathlib import Path
 
 from laminar_contrib.tools.calculator import calculator
-from laminar_py.environment.protocol import Answer, End, Observation, Problem
+from laminar_py import End, Observation, Problem
+from laminar_py.environment.protocol import Answer
 
 CALL = re.compile(r"<calculator>(.*?)</calculator>")
 MEDIAN_S, SIGMA = 0.1, 1.0

@@ -14,8 +14,8 @@ from statistics import geometric_mean, median
 from confirm import confirmation
 from fleets import ASYNC, CONFIG, FLEETS, TAIL, TURNS, Cell, Fleet, measure, turns_name
 
-from laminar_lab.bench.kept import KeptResults
 from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import KeptResults
 from laminar_lab.simulate.baselines.schedules import Baseline
 from laminar_lab.simulate.figures import SimulatedFigures
 

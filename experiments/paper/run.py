@@ -16,8 +16,8 @@ from typing import Self
 
 from cells import BASE, HERE, Arm, Cell, CellFigures, Parameters, measure, read_parameters
 
-from laminar_lab.bench.kept import KeptResults
 from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import KeptResults
 
 KEPT = Path(".cache/paper")
 BATCHED = (Arm.ONE_STEP, Arm.STREAM, Arm.PARTIAL)

@@ -12,10 +12,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from laminar_lab.bench.kept import KeptResults
-from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import FinishedRun, train
-from laminar_lab.bench.turns import Ratio, spread
+from laminar_lab.bench.report import Ratio, Row, show, spread
+from laminar_lab.bench.runs import FinishedRun, KeptResults, train
 from laminar_py.config.staleness import Schedule
 
 HERE = Path(__file__).parent

@@ -17,9 +17,8 @@ import torch
 from game import PILES
 from play import Player, wins
 
-from laminar_lab.bench.kept import KeptResults
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import LAMINAR, call, train
+from laminar_lab.bench.runs import LAMINAR, KeptResults, call, train
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "self_play.yaml"

@@ -5,7 +5,7 @@ import hashlib
 import math
 from statistics import NormalDist
 
-from laminar_py.records.scoring import ScoringRequest
+from laminar_py import ScoringRequest
 
 P50_S, P95_S = 0.5, 5.0
 SIGMA = math.log(P95_S / P50_S) / NormalDist().inv_cdf(0.95)

@@ -17,9 +17,8 @@ from statistics import fmean
 import msgspec
 import numpy as np
 
-from laminar_lab.bench.kept import KeptResults
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import train
+from laminar_lab.bench.runs import KeptResults, train
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.events import Scored

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 
-
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import FinishedRun, train
 

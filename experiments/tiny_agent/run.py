@@ -11,9 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_lab.bench.kept import KeptResults
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import train
+from laminar_lab.bench.runs import KeptResults, train
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "tiny_agent.yaml"

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_lab.bench.kept import KeptResults
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import train
+from laminar_lab.bench.runs import KeptResults, train
 from laminar_py.ledger.database import reading
 from laminar_py.observe.telemetry.summary import EvaluationFigures
 

@@ -14,8 +14,8 @@ import verifiers.v1 as vf
 from openai import APIError, AsyncOpenAI
 from verifiers.v1.dialects.chat import message_to_wire
 
+from laminar_py import End, Observation, Problem
 from laminar_py.config.registry import load_from_file
-from laminar_py.environment.protocol import End, Observation, Problem
 
 __all__ = ["ChatHarness", "LaminarEnv", "LaminarTaskset"]
 NAMED = ("prompt", "answer", "task")  # fields of a line that problems have by name

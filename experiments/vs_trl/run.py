@@ -18,10 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_lab.bench.kept import KeptResults
-from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import FinishedRun, call, train
-from laminar_lab.bench.turns import Ratio, spread
+from laminar_lab.bench.report import Ratio, Row, show, spread
+from laminar_lab.bench.runs import FinishedRun, KeptResults, call, train
 from laminar_py.config.loading import load_config
 from laminar_py.learner.warm_start import cache_key
 

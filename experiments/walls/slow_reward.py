@@ -3,7 +3,7 @@
 import re
 import time
 
-from laminar_py.records.scoring import ScoringRequest
+from laminar_py import ScoringRequest
 
 SECONDS = 0.02
 ANSWER = re.compile(r"#(\d)$")

@@ -14,11 +14,17 @@ from typing import Any, Self
 
 from pydantic import JsonValue, model_validator
 
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
-from laminar_py.config.section import ConfigError
-from laminar_py.environment.answers import check_pattern, last_group
-from laminar_py.environment.protocol import Answer, End, Environment, Observation, Problem
-from laminar_py.environment.tool_calls import outside_reasoning
+from laminar_py.config import ConfigError, EnvironmentConfig, EnvironmentHome, EnvironmentKind
+from laminar_py.environment import (
+    Answer,
+    End,
+    Environment,
+    Observation,
+    Problem,
+    check_pattern,
+    last_group,
+    outside_reasoning,
+)
 
 COLORS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 COLORED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)  # text of a color, as terminals are told

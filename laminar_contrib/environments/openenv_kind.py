@@ -21,11 +21,17 @@ from laminar_contrib.environments.openenv_session import (
     ServerFaultError,
     connected,
 )
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
-from laminar_py.config.section import ConfigError
-from laminar_py.environment.answers import check_pattern, last_group
-from laminar_py.environment.protocol import Answer, End, Environment, Observation, Problem
-from laminar_py.environment.tool_calls import outside_reasoning
+from laminar_py.config import ConfigError, EnvironmentConfig, EnvironmentHome, EnvironmentKind
+from laminar_py.environment import (
+    Answer,
+    End,
+    Environment,
+    Observation,
+    Problem,
+    check_pattern,
+    last_group,
+    outside_reasoning,
+)
 
 OBJECT = re.compile(r"(\{.*\})", re.DOTALL)
 ESCAPED = 6  # bytes of JSON for one of text, at most

@@ -19,8 +19,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from laminar_py.environment.calls import CallFailedError
-from laminar_py.records.trajectory import DropReason
+from laminar_py.environment import CallFailedError
+from laminar_py.records import DropReason
 
 CONNECT_S = 10.0
 CLOSE_S = 2.0

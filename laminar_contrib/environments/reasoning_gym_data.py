@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import JsonValue
 
 from laminar_contrib.environments.reasoning_gym_tasks import make_task, require_package
-from laminar_py.config.section import ConfigError
-from laminar_py.data.tiny_model import jsonl
+from laminar_py.config import ConfigError
+from laminar_py.data import jsonl
 
 LEAST = 1 - 1e-6  # score of an own answer
 

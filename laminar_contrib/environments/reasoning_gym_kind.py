@@ -16,10 +16,16 @@ from typing import Any, Self
 from pydantic import JsonValue, model_validator
 
 from laminar_contrib.environments.reasoning_gym_tasks import make_task, require_package
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
-from laminar_py.environment.answers import check_pattern, last_group
-from laminar_py.environment.protocol import End, Environment, Observation, Problem
-from laminar_py.environment.tool_calls import outside_reasoning
+from laminar_py.config import EnvironmentConfig, EnvironmentHome, EnvironmentKind
+from laminar_py.environment import (
+    End,
+    Environment,
+    Observation,
+    Problem,
+    check_pattern,
+    last_group,
+    outside_reasoning,
+)
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from laminar_py.config.section import ConfigError
+from laminar_py.config import ConfigError
 
 NO_ANSWER = "gives no answer of its own, so nothing shows that a right one is worth more than a wrong one"
 TUPLES = "compares tuples, which a data set in JSON does not keep, and so scores its own answer 0.05"

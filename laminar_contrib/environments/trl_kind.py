@@ -19,11 +19,8 @@ from laminar_contrib.tools.results import result_of
 from laminar_contrib.tools.settings import CallSettings
 from laminar_contrib.tools.signature import Tool, called, make_tool
 from laminar_contrib.tools.turns import CallTurns, format_of
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
-from laminar_py.config.registry import load_from_file
-from laminar_py.config.section import ConfigError
-from laminar_py.environment.protocol import Answer, End, Environment, Observation, Problem
-from laminar_py.environment.tool_calls import CallFamily, Json
+from laminar_py.config import ConfigError, EnvironmentConfig, EnvironmentHome, EnvironmentKind, load_from_file
+from laminar_py.environment import Answer, CallFamily, End, Environment, Json, Observation, Problem
 
 NO_TOOLS = ("reset", "get_reward")
 SECTION = re.compile(

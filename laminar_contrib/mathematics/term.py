@@ -5,10 +5,8 @@ The verifier is in `verifiers/math`; what hangs in it costs its own response, in
 
 from functools import lru_cache
 
-from laminar_py.config.reward import RewardKind, TermConfig
-from laminar_py.config.section import Count, Seconds
-from laminar_py.records.scoring import Reward, ScoringRequest
-from laminar_py.records.trajectory import FinishReason, Prompt
+from laminar_py.config import Count, RewardKind, Seconds, TermConfig
+from laminar_py.records import FinishReason, Prompt, Reward, ScoringRequest
 
 PROCESSES = 4
 MEMORY_BYTES = 2 << 30

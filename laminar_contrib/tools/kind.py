@@ -7,10 +7,8 @@ from typing import Self
 from pydantic import JsonValue, model_validator
 
 from laminar_contrib.tools.settings import PYTHON, ToolSettings
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
-from laminar_py.config.section import ConfigError
-from laminar_py.environment.protocol import Environment
-from laminar_py.environment.tool_calls import CallFamily
+from laminar_py.config import ConfigError, EnvironmentConfig, EnvironmentHome, EnvironmentKind
+from laminar_py.environment import CallFamily, Environment
 
 
 class ToolsEnvironment(EnvironmentConfig):

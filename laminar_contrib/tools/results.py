@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pydantic_core import to_jsonable_python
 
 from laminar_contrib.tools.signature import Tool, ToolError
-from laminar_py.environment.tool_calls import BrokenCall, Call
-from laminar_py.sandbox.records import SandboxError
+from laminar_py.environment import BrokenCall, Call
+from laminar_py.sandbox import SandboxError
 
 FAULT_CHARS = 200  # of a line that says why a call has no answer
 NAME_CHARS = 40  # of a tool that there is not

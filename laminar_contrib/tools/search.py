@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.config.section import ConfigError
+from laminar_py.config import ConfigError
 
 WORD = re.compile(r"\w+")
 

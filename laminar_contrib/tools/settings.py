@@ -5,8 +5,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.section import ConfigError, Count, Seconds, Section
-from laminar_py.environment.tool_calls import CallFamily
+from laminar_py.config import ConfigError, Count, Seconds, Section
+from laminar_py.environment import CallFamily
 
 PYTHON = "python"
 

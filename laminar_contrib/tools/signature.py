@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
-from laminar_py.config.section import ConfigError
-from laminar_py.environment.tool_calls import Json
+from laminar_py.config import ConfigError
+from laminar_py.environment import Json
 
 SHOWN_FAULTS = 3  # of the arguments of a call
 TYPES = "give it types that JSON has a form for, e.g. int, str, list[float], a pydantic model"

@@ -11,9 +11,7 @@ from laminar_contrib.tools.results import result_of
 from laminar_contrib.tools.settings import ToolSettings
 from laminar_contrib.tools.signature import Tool
 from laminar_contrib.tools.turns import CallTurns
-from laminar_py.environment.protocol import Answer, End, Observation, Problem
-from laminar_py.environment.python_session import PythonSession
-from laminar_py.environment.tool_calls import Call, CallFormat
+from laminar_py.environment import Answer, Call, CallFormat, End, Observation, Problem, PythonSession
 
 
 class ToolEnvironment:

@@ -11,12 +11,9 @@ from laminar_contrib.tools.settings import PYTHON, ToolSettings
 from laminar_contrib.tools.signature import Tool, make_tool
 from laminar_contrib.tools.tool_environment import StatelessToolEnvironment, ToolEnvironment
 from laminar_contrib.tools.turns import format_of
-from laminar_py.config.registry import load_from_file
-from laminar_py.config.sandbox import SandboxConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.environment.python_session import PythonSession
-from laminar_py.environment.tool_calls import Json
-from laminar_py.sandbox.pool import SandboxPool
+from laminar_py.config import ConfigError, SandboxConfig, load_from_file
+from laminar_py.environment import Json, PythonSession
+from laminar_py.sandbox import SandboxPool
 
 
 class Toolbox:

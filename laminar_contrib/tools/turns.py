@@ -9,14 +9,15 @@ from itertools import islice
 from laminar_contrib.tools.results import fault_line
 from laminar_contrib.tools.settings import CallSettings
 from laminar_contrib.tools.signature import Tool
-from laminar_py.config.section import ConfigError
-from laminar_py.environment.protocol import Observation, Role
-from laminar_py.environment.tool_calls import (
+from laminar_py.config import ConfigError
+from laminar_py.environment import (
     Call,
     CallFamily,
     CallFormat,
     HermesCalls,
     LlamaCalls,
+    Observation,
+    Role,
     TagCalls,
     outside_reasoning,
 )

@@ -1,4 +1,4 @@
-"""Measurements of `laminar bench packer`: fill, balance over ranks, and the cost of packing a stream.
+"""Fill, balance over ranks, and the cost of packing a stream.
 
 Fill is against the fewest microbatches that equal counts on all ranks allow, ranks * ceil(tokens / (ranks *
 max_tokens)). Imbalance is the sum over microbatch indices of the slowest rank's FLOPs, over the mean of the ranks,
@@ -14,18 +14,37 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_lab.bench.report import Row
-from laminar_py.config.algorithm import Aggregation
-from laminar_py.learner.packing.balance import PackedT, attention_share, sequence_cost
-from laminar_py.learner.packing.packer import Packed, assign, microbatches, pack, step_terms
-from laminar_py.learner.packing.stream import StreamPacker
-from laminar_py.learner.packing.window import choose
-from laminar_py.records.codec import decode, encode
-from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.pieces import PieceRef, TokensRef
-from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
-from laminar_py.runtime.workers.specs import FetchRequest
+from laminar_py.config import Aggregation
+from laminar_py.learner.packing import (
+    Packed,
+    PackedT,
+    StreamPacker,
+    assign,
+    attention_share,
+    choose,
+    microbatches,
+    pack,
+    sequence_cost,
+    step_terms,
+)
+from laminar_py.records import (
+    FinishedTrajectory,
+    FinishReason,
+    Kind,
+    PieceRef,
+    Span,
+    TokensRef,
+    Trajectory,
+    decode,
+    encode,
+)
+from laminar_py.runtime.workers import FetchRequest
 
+ROWS = (
+    "fill capacity_used imbalance pack_2048_ms stream_fill stream_imbalance stream_us stream_add_us "
+    "stream_send_us ready_ms look_ahead_0_capacity_used look_ahead_4_capacity_used look_ahead_8_capacity_used "
+    "look_ahead_16_capacity_used"
+)
 MAX_TOKENS = 16_384
 RANKS = 8
 SEQUENCES = 2048
@@ -132,7 +151,13 @@ def pack_here(
     )
 
 
-def step_rows(*, sequences: int = SEQUENCES, seeds: int = 100) -> list[Row]:
+def rows(*, sequences: int = SEQUENCES, seeds: int = 100, steps: int = 400) -> list[Row]:
+    """Whole steps, sequences that come one by one (on a fifth of `seeds`), small steps that look ahead."""
+    streamed = stream_rows(sequences=sequences, seeds=max(1, seeds // 5))
+    return [*step_rows(sequences=sequences, seeds=seeds), *streamed, *look_ahead_rows(steps=steps)]
+
+
+def step_rows(*, sequences: int, seeds: int) -> list[Row]:
     """Whole steps at once."""
     found, times = [], []
     for seed in range(seeds):
@@ -154,20 +179,7 @@ def step_rows(*, sequences: int = SEQUENCES, seeds: int = 100) -> list[Row]:
     ]
 
 
-def random_rows(*, batches: int = 1000) -> list[Row]:
-    """Random sizes, budgets and ranks."""
-    rng, violations = np.random.default_rng(0), 0
-    for seed in range(batches):
-        cap, ranks, count = (int(rng.integers(*bounds)) for bounds in ((256, 32_768), (1, 17), (1, 300)))
-        lengths = draw_lengths(seed, count, median=rng.uniform(8, cap), cap=cap)
-        packed = pack_here(make_trajectories(lengths, prompt=1), max_tokens=cap, ranks=ranks)
-        sizes = [sum(t.num_tokens for t in bundle) for bundles in packed.bundles for bundle in bundles]
-        violations += sum(size > cap for size in sizes) + (sum(sizes) != sum(lengths))
-    setting = f"{batches} batches of 1 to 299 lengths, 256 to 32,767 tokens, 1 to 16 ranks; seed 0"
-    return [Row("cap_violations", violations, "microbatches", setting)]
-
-
-def stream_rows(*, sequences: int = SEQUENCES, seeds: int = 20) -> list[Row]:
+def stream_rows(*, sequences: int, seeds: int) -> list[Row]:
     """Sequences that come one by one."""
     runs = [_stream(make_trajectories(draw_lengths(seed, sequences))) for seed in range(seeds)]
     setting = f"{sequences} sequences as for fill, one by one, {RANKS} ranks, median of {seeds} seeds, {_others()}"
@@ -232,7 +244,7 @@ def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
     )
 
 
-def look_ahead_rows(*, steps: int = 400) -> list[Row]:
+def look_ahead_rows(*, steps: int) -> list[Row]:
     """Small steps that may choose among the next groups."""
     setting = (
         f"64 trajectories a step (8 groups of 8, lengths as for fill), {RANKS} ranks, {steps} steps, seed 0;"
@@ -266,25 +278,6 @@ def _capacity(window: int, *, steps: int, groups: int = 8, max_passes: int = 2) 
         tokens += sum(step)
         used += RANKS * len(pack_here(make_trajectories(step)).bundles[0])
     return tokens / (used * MAX_TOKENS)
-
-
-def prefix_rows(*, groups: int = SEQUENCES) -> list[Row]:
-    """Work that computing the prompt of a group of 8 once would save; nothing here does."""
-    out = []
-    for prompt, median in ((400, 1500), (2000, 500)):
-        responses = draw_lengths(0, 8 * groups, median=median, cap=MAX_TOKENS - prompt)
-        all_cost = sum(sequence_cost(prompt + length, attention_share=QWEN_7B) for length in responses)
-        once = sequence_cost(prompt, attention_share=QWEN_7B)
-        setting = (
-            f"prompts {prompt}, responses log-normal, median {median}, sigma 0.99, K = 8, 7B; computed, seed 0"
-        )
-        saved = 7 * groups
-        total = sum(prompt + length for length in responses)
-        out += [
-            Row(f"prefix_{prompt}_{median}_tokens", saved * prompt / total, "of tokens", setting),
-            Row(f"prefix_{prompt}_{median}_flops", saved * once / all_cost, "of FLOPs", setting),
-        ]
-    return out
 
 
 def _others() -> str:

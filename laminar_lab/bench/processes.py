@@ -79,6 +79,14 @@ class Worker:
         self._pipe.close()
 
 
+Start = Callable[[int, Work], Worker]  # starts a process on the host of that number
+
+
+def here(_: int, work: Work) -> Worker:
+    """Start a process on this host."""
+    return Worker(work)
+
+
 def _run(work: Work, pipe: Connection, within: Callable[[], None] | None) -> None:
     Thread(target=_end_with_parent, daemon=True).start()
     if within is not None:

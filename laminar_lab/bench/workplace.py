@@ -1,4 +1,4 @@
-"""Workplace of a benchmark: a folder of its own, in a process whose torch has one thread."""
+"""Workplace of a benchmark: a folder of its own, one torch thread, models of any size with random weights."""
 
 import tempfile
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 
 @contextmanager
@@ -14,3 +15,37 @@ def workplace(within: Path | None = None) -> Iterator[Path]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="laminar-bench-", dir=within) as name:
         yield Path(name)
+
+
+SHARED_MEMORY = Path("/dev/shm")
+SMALL = Qwen3Config(  # 25 million parameters
+    vocab_size=8192,
+    hidden_size=512,
+    num_hidden_layers=7,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=1408,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+)
+
+
+def write_model(folder: Path, config: PretrainedConfig) -> Path:
+    """Write a decoder with fp32 weights from a fixed seed; returns its folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    write_no_tokenizer(folder)
+    return folder
+
+
+def write_no_tokenizer(folder: Path) -> None:
+    """Write an empty tokenizer, since the learner asks that there is one."""
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def count_parameters(config: PretrainedConfig) -> int:
+    """Parameters of such a model, without making it."""
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())

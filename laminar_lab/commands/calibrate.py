@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from laminar_py.cli.lines import console, say
+from laminar_py.cli import console, say
 
 if TYPE_CHECKING:
     from laminar_lab.calibration.profile import Calibration
@@ -28,11 +28,10 @@ def calibrate(
     from laminar_lab.bench.report import machine
     from laminar_lab.calibration.profile import calibrate as measure
     from laminar_lab.calibration.profile import write
-    from laminar_py.config.loading import load_config
-    from laminar_py.config.section import ConfigError
-    from laminar_py.records.protocols import EngineLostError
-    from laminar_py.runtime.cluster.errors import RunFailedError
-    from laminar_py.runtime.preflight.inputs import prepare
+    from laminar_py.config import ConfigError, load_config
+    from laminar_py.records import EngineLostError
+    from laminar_py.runtime.cluster import RunFailedError
+    from laminar_py.runtime.preflight import prepare
 
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out {out}: cannot be written; name a file in a folder that is there")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from laminar_py.cli.lines import console, say
-from laminar_py.config.section import ConfigError
+from laminar_py.cli import console, say
+from laminar_py.config import ConfigError
 
 if TYPE_CHECKING:
     from laminar_lab.launcher.experiment import Experiment

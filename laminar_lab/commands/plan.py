@@ -7,14 +7,14 @@ import msgspec
 import typer
 from rich.table import Table
 
-from laminar_py.cli.lines import console, say
-from laminar_py.config.section import ConfigError
+from laminar_py.cli import console, say
+from laminar_py.config import ConfigError
 
 if TYPE_CHECKING:
     from laminar_lab.plan.planner import Ranked, RankedPlan
     from laminar_lab.plan.request import Lengths, PlanRequest
     from laminar_lab.plan.subject import Subject
-    from laminar_py.config.emulated_profile import EmulationProfile
+    from laminar_py.config import EmulationProfile
 
 SHOWN = 8  # placements
 P50, TAIL = 1500.0, 10.0  # tokens, and p99 over it, where nobody tells
@@ -77,7 +77,7 @@ def plan(
 
 
 def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | None":
-    from laminar_py.config.emulated_profile import read_profile
+    from laminar_py.config import read_profile
 
     if profile is not None and mfu is not None:
         raise ConfigError(f"--mfu={mfu:g}: the profile says how fast the learner is; leave out one of the two")

@@ -8,11 +8,11 @@ import msgspec
 import typer
 from rich.table import Table
 
-from laminar_py.cli.lines import console, say
+from laminar_py.cli import console, say
 
 if TYPE_CHECKING:
     from laminar_lab.simulate.figures import SimulatedFigures
-    from laminar_py.records.metrics import StepRow
+    from laminar_py.records import StepRow
 
 TOLD_S = 5.0  # between lines
 app = typer.Typer()
@@ -37,8 +37,7 @@ def simulate(
     from laminar_lab.simulate.record import new_simulated_run
     from laminar_lab.simulate.run import check
     from laminar_lab.simulate.run import simulate as lead
-    from laminar_py.config.emulated_profile import read_profile
-    from laminar_py.config.loading import load_config
+    from laminar_py.config import load_config, read_profile
 
     settings = load_config(config, overrides or [])
     check(settings)

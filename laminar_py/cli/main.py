@@ -9,7 +9,8 @@ import inspect
 import sys
 import tempfile
 import traceback
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,8 +47,9 @@ class Commands(TyperGroup):
     """Built-in commands and those of installed packages; a command is imported when it is called."""
 
     def list_commands(self, ctx: object) -> list[str]:
-        """Names, the built-in ones first."""
-        return list(dict.fromkeys((*COMMANDS, *sorted(entry_points(group=GROUP).names))))
+        """Names, the built-in ones first, without those of packages that are gone."""
+        found = [point.name for point in entry_points(group=GROUP) if _is_installed(point)]
+        return list(dict.fromkeys((*COMMANDS, *sorted(found))))
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """The command of a name. Raises `ConfigError` where its package cannot be imported."""
@@ -63,6 +65,13 @@ class Commands(TyperGroup):
                     f"laminar {cmd_name}: {package} cannot be imported ({error}); install {package} again"
                 ) from error
         return None
+
+
+def _is_installed(point: EntryPoint) -> bool:
+    try:
+        return find_spec(point.module.partition(".")[0]) is not None
+    except ImportError:
+        return False
 
 
 def _built(name: str, target: object) -> TyperCommand | TyperGroup:

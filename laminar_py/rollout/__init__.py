@@ -1,0 +1,11 @@
+"""A replica around an engine."""
+
+from typing import TYPE_CHECKING
+
+from laminar_py._lazy import public_names
+
+if TYPE_CHECKING:
+    from laminar_py.rollout.replica import Replica as Replica
+    from laminar_py.rollout.storing import SegmentStore as SegmentStore
+else:
+    __getattr__ = public_names(__name__)

@@ -1,0 +1,13 @@
+"""Fences around programs of the model."""
+
+from typing import TYPE_CHECKING
+
+from laminar_py._lazy import public_names
+
+if TYPE_CHECKING:
+    from laminar_py.sandbox.pool import SandboxPool as SandboxPool
+    from laminar_py.sandbox.records import SandboxError as SandboxError
+    from laminar_py.sandbox.records import SandboxLabel as SandboxLabel
+    from laminar_py.sandbox.records import SandboxTier as SandboxTier
+else:
+    __getattr__ = public_names(__name__)

@@ -8,7 +8,7 @@ import pytest
 
 from laminar_py.ledger.audit.export import export
 from laminar_py.ledger.audit.queries import select
-from laminar_py.ledger.audit.story import story
+from laminar_py.ledger.audit.stories import story
 from laminar_py.ledger.rows import COLUMNS
 from laminar_py.records.events import Dropped, Restamped
 from laminar_py.records.spans import Span

@@ -7,7 +7,7 @@ import pytest
 
 from laminar_py.config.reward import RewardConfig
 from laminar_py.ledger.audit.rescoring import RecordedScore, recorded_scores
-from laminar_py.ledger.audit.story import story, tell_story
+from laminar_py.ledger.audit.stories import story, tell_story
 from laminar_py.records.events import Scored
 from laminar_py.records.scoring import Score, TermValue
 from tests.ledger import runs

@@ -1,15 +1,13 @@
-"""Figures of a measurement, which must be those that its table names."""
+"""Figures of a measurement, which must be those that its module names."""
 
 from collections.abc import Sequence
 
-from laminar_lab.bench.catalog import Catalog
+from laminar_lab.bench.registry import find
 from laminar_lab.bench.report import Row
-from laminar_lab.commands.bench import BENCHMARKS
 
 
-def figures(
-    benchmark: str, only: str, rows: Sequence[Row], *, catalog: Catalog = BENCHMARKS
-) -> dict[str, float | None]:
+def figures(benchmark: str, only: str, rows: Sequence[Row]) -> dict[str, float | None]:
     """Values by the names of rows."""
-    assert [row.name for row in rows] == catalog[benchmark].measurements[only].rows.split()
+    [measurement] = find(benchmark, only)
+    assert sorted(row.name for row in rows) == sorted(measurement.row_names)
     return {row.name: row.value for row in rows}

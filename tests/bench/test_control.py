@@ -2,8 +2,8 @@
 
 import pytest
 
-from laminar_lab.bench.control.measure import rows
-from laminar_lab.commands.bench import BENCHMARKS
+from laminar_lab.bench.control.fleet import rows
+from laminar_lab.bench.registry import find
 
 NUM_REPLICAS = 8
 
@@ -12,7 +12,7 @@ NUM_REPLICAS = 8
 def test_every_figure_comes_once_and_is_positive():
     heard = []
     found = {row.name: row.value for row in rows(replicas=NUM_REPLICAS, rate=8.0, steps=16, tell=heard.append)}
-    names = BENCHMARKS["control"].measurements["fleet"].rows
-    assert list(found) == names.replace("cores_1024", f"cores_{NUM_REPLICAS}").split()
+    [measurement] = find("control", "fleet")
+    assert list(found) == [name.replace("_1024", f"_{NUM_REPLICAS}") for name in measurement.row_names]
     assert all(value > 0 for value in found.values())
     assert heard

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from laminar_lab.bench.endpoint.agents import MANY, ONE, ONE_TIMES, rows, table
 from laminar_lab.bench.endpoint.conversations import ComparedRound, Timed
-from laminar_lab.bench.endpoint.measure import MANY, ONE, ONE_TIMES, rows, table
 from tests.bench.figures import figures
 
 NAMES = ("endpoint", "agents")

@@ -5,8 +5,8 @@ import time
 import pytest
 from transformers import Qwen3Config
 
-from laminar_lab.bench.engines.local import ResponseLengths, Traffic, rows
-from laminar_lab.bench.engines.sglang import STREAMS, TOKENS, Crowd, client_round
+from laminar_lab.bench.engine.local import ResponseLengths, Traffic, rows
+from laminar_lab.bench.engine.sglang import STREAMS, TOKENS, Crowd, client_round
 
 TINY = Qwen3Config(
     vocab_size=32,
@@ -22,10 +22,11 @@ LENGTHS = ResponseLengths(median=4, p95=10, cap=12)
 TRAFFIC = (Traffic(1, 2, LENGTHS), Traffic(4, 6, LENGTHS))
 
 
-def test_the_embedded_engine_has_a_rate_at_each_concurrency():
+def test_both_sides_have_a_rate_at_each_concurrency():
     heard = []
     found = rows(repeats=2, tell=heard.append, model=TINY, traffic=TRAFFIC)
-    assert [row.name for row in found] == ["local_useful_tokens_c1", "local_useful_tokens_c4"]
+    names = ("local_useful_tokens", "local_over_hf", "hf_useful_tokens")
+    assert [row.name for row in found] == [f"{name}_c{slots}" for slots in (1, 4) for name in names]
     assert all(row.value > 0 for row in found)
     assert sum(line.startswith("round") for line in heard) == 4
 

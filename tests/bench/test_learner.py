@@ -1,22 +1,37 @@
-"""The learner's benchmark on tiny models: every figure is there, and those that no load changes hold."""
+"""The learner's benchmark on tiny models: every figure is there, and the exact ones hold at any size."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.learner.packing import LLAMA
-from laminar_lab.bench.learner import lora, mfu, speed
+from laminar_lab.bench.learner import agreement, lora, memory, mfu, packing
 from laminar_lab.bench.learner.mfu import FULL, measure_steps
-from laminar_lab.bench.learner.speed import StepBatches
+from laminar_lab.bench.learner.packing import LLAMA, StepBatches
 from tests.bench.figures import figures
 from tests.bench.test_engines import TINY
 
 STEP = replace(FULL, model=TINY, sequences=4, median=16, max_tokens=64, steps=2)
 
 
-def test_packed_sequences_have_a_speed():
-    assert figures("learner", "speed", speed.rows(batches=StepBatches(TINY, 4, 16, 1)))["packed_tokens_per_s"] > 0
+def test_packed_sequences_have_the_gradients_of_single_ones_and_a_speed_beside_both_paddings():
+    rows = packing.rows(batches=StepBatches(LLAMA, 4, 16, 1), models={"llama": LLAMA})
+    found = figures("learner", "packing", rows)
+    assert found.pop("packed_vs_single_grad") < 1e-5
+    assert all(value > 0 for value in found.values())
+
+
+def test_engine_and_learner_agree_on_whole_and_cut_vocabularies_and_with_recorded_experts():
+    rows = agreement.rows(tell=print, config=LLAMA, tokens=400, sglang=False)
+    found = figures("learner", "agreement", rows)
+    assert found["engine_mismatch_max"] < 1e-4
+    assert found["mask_replay_ratio_error"] < 1e-4 < found["mask_replay_ratio_error_without"]
+    assert found["router_replay_ratio_error"] < 1e-4 < found["router_replay_ratio_error_without"]
+
+
+def test_memory_of_log_probabilities_is_laid_beside_that_of_all_logits():
+    found = figures("learner", "memory", memory.rows(sizes=(2048, 4096, 32)))
+    assert found["logprob_memory_over_naive"] > 0
 
 
 def test_adapters_take_less_bytes_than_all_weights():

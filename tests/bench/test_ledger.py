@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_lab.bench.ledger.measure import rows
+from laminar_lab.bench.ledger.recording import rows
 from tests.bench.figures import figures
 
 

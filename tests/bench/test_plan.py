@@ -10,11 +10,20 @@ import numpy as np
 import pytest
 
 from laminar_lab.bench.plan import fleets, quickstart
-from laminar_lab.bench.plan.cpu import LEARNER, REPLICA, CpuLog, CpuSpent, watching_cpu
-from laminar_lab.bench.plan.facts import RunFacts, cores_left, modelled_s, sigma_of
+from laminar_lab.bench.plan.facts import (
+    LEARNER,
+    REPLICA,
+    Compared,
+    CpuLog,
+    CpuSpent,
+    RunFacts,
+    cores_left,
+    modelled_s,
+    sigma_of,
+    watching_cpu,
+)
 from laminar_lab.bench.plan.fleets import FleetFigures
 from laminar_lab.bench.plan.regret import MOST_PLACEMENTS, draw_case
-from laminar_lab.bench.plan.settings import Compared
 from laminar_lab.plan.placements import placements
 from laminar_lab.simulate.run import check
 from laminar_py.config.emulated_profile import LearnerTimes, read_profile

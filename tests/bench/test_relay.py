@@ -5,16 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from laminar_lab.bench.catalog import SHARED_MEMORY
 from laminar_lab.bench.relay import hop, steps
+from laminar_lab.bench.workplace import SHARED_MEMORY
 from tests.bench.figures import figures
 from tests.bench.test_engines import TINY
 
-MEASUREMENTS = {
-    "hop": partial(hop.rows, num_bytes=2**20),
-    "publish": partial(steps.stall_rows, config=TINY),
-    "delta": partial(steps.delta_rows, config=TINY),
-}
+MEASUREMENTS = {"hop": partial(hop.rows, num_bytes=2**20), "steps": partial(steps.rows, config=TINY)}
 
 
 def left() -> set[Path]:

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar_lab.bench import repacked_fleet
-from laminar_lab.bench.repack import ramp_down, rows
+from laminar_lab.bench.repack import fleet as repacked_fleet
+from laminar_lab.bench.repack.plan import ramp_down, rows
 from laminar_py.config.emulated_profile import read_profile
 from tests.bench.figures import figures
 
@@ -30,5 +30,5 @@ def test_a_simulated_model_has_the_times_of_its_profile(model, file):
 def test_a_simulated_fleet_gives_all_rows_and_the_ceiling_is_above_what_drains(monkeypatch):
     for name, value in {"REPLICAS": 4, "BATCH": 64, "STEPS": 3}.items():
         monkeypatch.setattr(repacked_fleet, name, value)
-    found = figures("repack", "7b", repacked_fleet.rows_7b(seeds=1, tell=lambda line: None))
+    found = figures("repack", "fleet", repacked_fleet.rows(seeds=1, tell=lambda line: None))
     assert 1 < found["throughput_repack_over_off_7b"] < found["throughput_full_over_off_7b"]

@@ -1,19 +1,25 @@
-"""The benchmark of segments in its smallest form: every figure comes and is positive."""
-
-from functools import partial
+"""The benchmarks of segments in their smallest form: every figure comes and is positive."""
 
 import pytest
 
-from laminar_lab.bench import segments
+from laminar_lab.bench.relay import namespaces
+from laminar_lab.bench.segments import hosts, local
+from laminar_lab.bench.segments.local import PieceBatch
+from laminar_py.config.section import ConfigError
 from tests.bench.figures import figures
 
-MEASUREMENTS = {"write": partial(segments.write_rows, num_bytes=2**16), "fetch": segments.fetch_rows}
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("only", MEASUREMENTS)
-def test_every_figure_comes_once_and_is_positive(only):
+def test_every_figure_comes_once_and_is_positive():
     heard = []
-    found = figures("segments", only, MEASUREMENTS[only](repeats=1, tell=heard.append))
+    found = figures("segments", "local", local.rows(repeats=1, tell=heard.append, num_bytes=2**16))
     assert all(value > 0 for value in found.values())
     assert heard
+
+
+def test_pieces_cross_from_host_to_host():
+    try:
+        namespaces.require(0)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    found = figures("segments", "hosts", hosts.rows(repeats=1, tell=print, batch=PieceBatch(10, 3)))
+    assert all(value > 0 for value in found.values())

@@ -1,6 +1,6 @@
 """How sides of a comparison take turns, and what is made of it."""
 
-from laminar_lab.bench.turns import Ratio, in_turn
+from laminar_lab.bench.report import Ratio, in_turn
 
 
 def test_another_side_is_first_in_each_round_and_warm_rounds_do_not_count():

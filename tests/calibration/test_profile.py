@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from laminar_lab.bench.models import write_model
+from laminar_lab.bench.workplace import write_model
 from laminar_lab.calibration.fit import TimedShape, fit
 from laminar_lab.calibration.learner import steps_of
 from laminar_lab.calibration.profile import Calibration, calibrate, write

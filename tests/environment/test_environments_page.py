@@ -91,7 +91,7 @@ async def test_the_games_of_the_page_begin(place):
 
 def test_the_scripts_of_the_page_write_different_problems(tmp_path, monkeypatch):
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-    from laminar_py.environment import reasoning_gym_data
+    from laminar_contrib.environments import reasoning_gym_data
 
     monkeypatch.chdir(tmp_path)
     for line in re.search(r"^```\n(python -m .*?)^```$", PAGE, re.M | re.S)[1].splitlines():

@@ -8,8 +8,8 @@ import yaml
 from experiments.gpu import older_sglang
 from experiments.gpu.sglang_run import POLICIES, SIZES, busy_rate, run_config, write_data
 from laminar_lab.bench.learner.mfu import FULL
-from laminar_lab.bench.models import count_parameters
 from laminar_lab.bench.runs import FinishedRun
+from laminar_lab.bench.workplace import count_parameters
 from laminar_py.config.loading import parse_config
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.metrics import FleetRow

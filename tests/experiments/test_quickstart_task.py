@@ -18,7 +18,7 @@ from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.prompts import check_disjoint, read_prompts
 from laminar_py.data.sources import source_at
-from laminar_py.data.tiny_model import SPECIAL, UNKNOWN
+from laminar_py.data.tiny_models import SPECIAL, UNKNOWN
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.reward.text import ExactReward

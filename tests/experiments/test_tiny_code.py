@@ -17,7 +17,7 @@ from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.prompts import check_disjoint, read_prompts
 from laminar_py.data.sources import source_at
-from laminar_py.data.tiny_model import SPECIAL, UNKNOWN
+from laminar_py.data.tiny_models import SPECIAL, UNKNOWN
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.reward.code import fault_in_tests
 

@@ -18,7 +18,8 @@ from laminar_py.cli import app
 from laminar_py.ledger.database import open_writer
 from laminar_py.ledger.run_folder import new_run
 from laminar_py.observe.telemetry.fleet import note_placed
-from laminar_py.runtime.cluster.ray_cluster import all_placed, ray
+from laminar_py.runtime.cluster.backend import all_placed
+from laminar_py.runtime.cluster.ray_cluster import ray
 from tests.launcher.experiments import make_experiment, program, small_settings, start_launcher
 from tests.launcher.test_queue import COUNT, FINISH, write_summary
 from tests.runs.fake_cluster import FakeCluster, joined

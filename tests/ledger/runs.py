@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_lab.bench.ledger.measure import archive_here
+from laminar_lab.bench.ledger.recording import archive_here
 from laminar_py.ledger.archive import ArchiveAnswer, ArchiveRequest, archive_pieces, file_name
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.ledger import Ledger

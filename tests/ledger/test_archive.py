@@ -9,7 +9,7 @@ import pytest
 from laminar_py.ledger import archive
 from laminar_py.ledger.archive import archive_files, file_pieces
 from laminar_py.ledger.audit.export import export
-from laminar_py.ledger.audit.story import story, tell_story
+from laminar_py.ledger.audit.stories import story, tell_story
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, LedgerError, reading, segments_path
 from laminar_py.ledger.recovery import recover

@@ -7,7 +7,7 @@ import pytest
 
 from laminar_py.ledger.archive import archive_files, file_pieces
 from laminar_py.ledger.audit.export import export
-from laminar_py.ledger.audit.story import story
+from laminar_py.ledger.audit.stories import story
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.audit.violations import Rule
 from laminar_py.ledger.database import LedgerError, reading, segments_path

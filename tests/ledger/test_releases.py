@@ -4,7 +4,7 @@ import sqlite3
 
 import pytest
 
-from laminar_py.ledger.audit.story import story
+from laminar_py.ledger.audit.stories import story
 from laminar_py.ledger.audit.verify import prove
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, LedgerError, open_writer
 from laminar_py.ledger.recovery import recover

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from laminar_py.data.tiny_model import jsonl, tiny_model, write_data
+from laminar_py.data.tiny_models import jsonl, tiny_model, write_data
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.records.spans import ANEW, decode_spans, num_turns
 from laminar_py.records.tree import sequences_of

@@ -15,30 +15,28 @@ from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
 
-from laminar_py.config.engine import EngineLaunch
-from laminar_py.config.rollout import OnNewWeights
-from laminar_py.config.run import RunConfig
-from laminar_py.engines.emulated.backend import open_engine
-from laminar_py.engines.emulated.engine import hash_weights
-from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.records.clock import SystemClock
-from laminar_py.records.codec import decode, encode
-from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
-from laminar_py.records.protocols import PulledVersion
-from laminar_py.records.scoring import Score, Unscored
-from laminar_py.records.trajectory import DropReason
-from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.wire.post import Peer, peer_wire
-from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.rollout.replica import Replica
-from laminar_py.rollout.storing import SegmentStore
-from laminar_py.runtime.cluster.backend import Process, cluster
-from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.placement import Place
-from laminar_py.runtime.link.replica_link import ReplicaLink
-from laminar_py.runtime.workers.processes.setup import PartActor, open_folder, open_part, open_reader
-from laminar_py.runtime.workers.specs import ReplicaSpec, ScorerSpec
+from laminar_py.config import EngineLaunch, OnNewWeights, RunConfig
+from laminar_py.engines import read_sizes
+from laminar_py.engines.emulated import hash_weights, open_engine
+from laminar_py.ledger.segments import PayloadReader
+from laminar_py.records import (
+    DropReason,
+    PayloadLostError,
+    Piece,
+    PulledVersion,
+    Score,
+    SystemClock,
+    TokensRef,
+    Unscored,
+    decode,
+    encode,
+)
+from laminar_py.relay import RelayKeys, Subscriber
+from laminar_py.relay.wire import Peer, peer_wire
+from laminar_py.rollout import Replica, SegmentStore
+from laminar_py.runtime.cluster import Part, Place, Process, cluster
+from laminar_py.runtime.link import ReplicaLink
+from laminar_py.runtime.workers import PartActor, ReplicaSpec, ScorerSpec, open_folder, open_part, open_reader
 
 ENDED = "ended"  # name of the files with what each generator saw end
 WRITTEN_S = 0.5

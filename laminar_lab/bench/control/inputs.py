@@ -7,8 +7,7 @@ from typing import Any
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from laminar_py.config.loading import load_config
-from laminar_py.config.run import RunConfig
+from laminar_py.config import RunConfig, load_config
 
 PROMPT_TOKENS = 400
 NUM_PROMPTS = 4096

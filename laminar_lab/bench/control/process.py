@@ -14,10 +14,9 @@ from rich.console import Console
 
 from laminar_lab.bench.control.generator import Generators, ReadingScorerActor
 from laminar_lab.bench.control.inputs import write_inputs
-from laminar_py.observe.telemetry.view import make_view
-from laminar_py.runtime.orchestrator.controller import Controller, Result
-from laminar_py.runtime.orchestrator.launch import lead
-from laminar_py.runtime.workers.incarnation import Opened, PartKinds
+from laminar_py.observe.telemetry import make_view
+from laminar_py.runtime.orchestrator import Controller, Result, lead
+from laminar_py.runtime.workers import Opened, PartKinds
 
 SAMPLES = "samples.json"
 DELAY_S = 0.01  # between looks at the event loop

@@ -15,15 +15,18 @@ import numpy as np
 import torch
 
 from laminar_lab.bench.endpoint.conversations import Timed
-from laminar_lab.bench.environment.replica import BenchReplicaActor
-from laminar_py.engines.local.engine import LocalEngine
-from laminar_py.engines.local.scheduler import Scheduler
-from laminar_py.engines.local.spec import ModelSpec
-from laminar_py.records.codec import IntArray, decode, encode
-from laminar_py.records.engine import Delta, GenerateRequest
-from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import FinishReason
+from laminar_lab.bench.turns.replica import BenchReplicaActor
+from laminar_py.engines.local import LocalEngine, ModelSpec, Scheduler
+from laminar_py.records import (
+    Assignment,
+    Delta,
+    EngineLostError,
+    FinishReason,
+    GenerateRequest,
+    IntArray,
+    decode,
+    encode,
+)
 
 STREAM_INTERVAL = 32  # tokens that a stream gathers to which nobody listens: that of an engine by default
 

@@ -1,6 +1,6 @@
 """Savings by adapters on the way to an engine: the bytes of a version, and the time of a refresh.
 
-Rows `lora_bytes_over_full` and `lora_refresh_over_full` of `laminar bench learner`. Two learners of one model, one
+Two learners of one model, one
 with adapters, make the same steps; each has a tree of two relays in processes of their own, and an engine that
 loads what came to the last of them. A refresh lasts from the publishing call until the engine serves the version.
 """
@@ -14,18 +14,16 @@ from statistics import median
 import torch
 from transformers import PretrainedConfig
 
-from laminar_lab.bench.catalog import SHARED_MEMORY
 from laminar_lab.bench.learner.parts import RATE, draw_lengths, make_learner, make_trajectories, pack_here
-from laminar_lab.bench.models import SMALL, count_parameters, write_model
 from laminar_lab.bench.relay.tree import WARM_VERSIONS, Tree
-from laminar_lab.bench.report import Row
-from laminar_lab.bench.turns import Ratio, in_turn
-from laminar_lab.bench.workplace import workplace
-from laminar_py.config.learner import LoraConfig
-from laminar_py.engines.local.engine import LocalEngine
-from laminar_py.relay.wire.messages import VersionComplete
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_lab.bench.report import Ratio, Row, in_turn
+from laminar_lab.bench.workplace import SHARED_MEMORY, SMALL, count_parameters, workplace, write_model
+from laminar_py.config import LoraConfig
+from laminar_py.engines.local import LocalEngine
+from laminar_py.relay import RelayKeys
+from laminar_py.relay.wire import VersionComplete
 
+ROWS = "lora_bytes_over_full lora_refresh_over_full"
 SEQUENCES, MEDIAN = 8, 48  # of a step
 
 

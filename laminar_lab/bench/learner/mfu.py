@@ -1,4 +1,4 @@
-"""Share of a GPU that a learner step uses: row `mfu`. Without a GPU there is a row without a value, and why."""
+"""Share of a GPU that a learner step uses. Without a GPU there is a row without a value, and why."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -10,17 +10,13 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config
 
 from laminar_lab.bench.learner.parts import draw_lengths, make_trajectories, pack_here
-from laminar_lab.bench.models import count_parameters, write_no_tokenizer
 from laminar_lab.bench.report import Row
-from laminar_lab.bench.workplace import workplace
-from laminar_py.config.algorithm import AlgorithmConfig
-from laminar_py.config.data import ModelConfig
-from laminar_py.config.learner import LearnerConfig, Recompute
-from laminar_py.learner.attention import choose_kernel
-from laminar_py.learner.distributed import join_group, leave_group
-from laminar_py.learner.step import Learner
-from laminar_py.records.metrics import StepMetrics
+from laminar_lab.bench.workplace import count_parameters, workplace, write_no_tokenizer
+from laminar_py.config import AlgorithmConfig, LearnerConfig, ModelConfig, Recompute
+from laminar_py.learner import Learner, choose_kernel, join_group, leave_group
+from laminar_py.records import StepMetrics
 
+ROWS = "mfu"
 WARM_STEPS = 2
 SETTINGS = LearnerConfig(recompute=Recompute.SELECTIVE)
 UNIT = "of the peak of dense bf16"

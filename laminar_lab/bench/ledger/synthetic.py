@@ -10,18 +10,27 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_py.control.lifecycle import Lifecycle
-from laminar_py.ledger.database import SCHEMA_VERSION
-from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
-from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.engine import SamplingParams
-from laminar_py.records.events import Checkpointed, RunStarted, Stepped, VersionLoaded, VersionPublished
-from laminar_py.records.pieces import Piece
-from laminar_py.records.replica import Progress
-from laminar_py.records.scoring import Score
-from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
+from laminar_py.control import Lifecycle
+from laminar_py.ledger import SCHEMA_VERSION, Ledger
+from laminar_py.ledger.segments import SegmentWriter, tokens_ref
+from laminar_py.records import (
+    Checkpointed,
+    DropReason,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Kind,
+    Piece,
+    Progress,
+    Prompt,
+    RunStarted,
+    SamplingParams,
+    Score,
+    Span,
+    Stepped,
+    VersionLoaded,
+    VersionPublished,
+)
 
 GROUP = 8
 STEP = 32  # groups

@@ -1,26 +1,141 @@
-"""Settings of a simulation that a finished run tells: lengths, prompts, rewards, and what its machinery takes.
+"""Facts that a run gives for its simulation: settings, CPU time of its processes, lengths, prompts, rewards.
 
-Used by `laminar bench plan`, whose calibration run is not one of those that are predicted.
+Used by the measurements of `laminar bench plan`, whose calibration run is not among the predicted runs.
 """
 
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass
+import contextlib
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from statistics import median
+from threading import Event, Thread
 
 import numpy as np
+import psutil
 
-from laminar_lab.bench.plan.cpu import CpuLog
-from laminar_lab.bench.plan.settings import warm_steps
+from laminar_lab.bench.report import Row, spread
 from laminar_lab.bench.runs import FinishedRun
 from laminar_lab.plan.run_lengths import prompt_share
-from laminar_py.config.emulated_profile import LearnerTimes
-from laminar_py.config.emulation import SHORTEST
-from laminar_py.learner.emulated_times import emulated_step_s
-from laminar_py.ledger.database import reading
-from laminar_py.ledger.rows import decode_event
-from laminar_py.records.events import Stepped, VersionLoaded
-from laminar_py.records.metrics import FleetRow
+from laminar_lab.simulate.figures import WARM_SHARE
+from laminar_py.config import SHORTEST, LearnerTimes
+from laminar_py.learner import emulated_step_s
+from laminar_py.ledger import decode_event, reading
+from laminar_py.records import FleetRow, Stepped, VersionLoaded
+
+EVERY_S = 0.5
+LEARNER, REPLICA = "ray::LearnerActor", "ray::ReplicaActor"  # in the command lines of their processes
+
+ProcessKey = tuple[str, int]  # what a process is, and its number
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSpent:
+    """CPU seconds of a part of a run, e.g. `CpuSpent(learner_s=11.1, replicas_s=5.2, rest_s=10.3)`."""
+
+    learner_s: float
+    replicas_s: float
+    rest_s: float  # of all else
+
+
+@dataclass(slots=True)
+class CpuLog:
+    """CPU seconds so far, by process, at moments in seconds since 1970, e.g. `CpuLog()`."""
+
+    at_s: list[float] = field(default_factory=list)  # [N]
+    used_s: list[Mapping[ProcessKey, float]] = field(default_factory=list)  # [N]
+
+    def spent(self, begin_s: float, end_s: float) -> CpuSpent:
+        """CPU seconds between two moments."""
+        first, last = (self.used_s[min(bisect_left(self.at_s, s), len(self.at_s) - 1)] for s in (begin_s, end_s))
+        spent = dict.fromkeys((LEARNER, REPLICA, ""), 0.0)
+        for key, used_s in last.items():
+            spent[key[0]] += used_s - first.get(key, 0.0)
+        return CpuSpent(spent[LEARNER], spent[REPLICA], spent[""])
+
+
+@contextmanager
+def watching_cpu() -> Iterator[CpuLog]:
+    """A log of all processes below this one, until the end."""
+    log, ended = CpuLog(), Event()
+    thread = Thread(target=_watch, args=(log, ended), name="watch-cpu", daemon=True)
+    thread.start()
+    try:
+        yield log
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _watch(log: CpuLog, ended: Event) -> None:
+    used_s: dict[ProcessKey, float] = {}  # what has ended keeps what it used
+    while not ended.wait(EVERY_S):
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command, times = " ".join(process.cmdline()), process.cpu_times()
+                part = next((part for part in (LEARNER, REPLICA) if part in command), "")
+                used_s[part, process.pid] = times.user + times.system
+        log.at_s.append(time.time())
+        log.used_s.append(dict(used_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Overrides of a config under a name, e.g. `Setting("sync", ("schedule=sync",))`.
+
+    `simulated` replaces, in the simulation, what only a real run has.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    simulated: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A figure of a setting, a value for each round, e.g. `Compared("sync", [8100, 8200], [7900, 8000])`."""
+
+    name: str
+    predicted: Sequence[float]
+    measured: Sequence[float]
+
+    @property
+    def error(self) -> float:
+        """Median predicted over median measured, less 1."""
+        return median(self.predicted) / median(self.measured) - 1
+
+    @property
+    def difference(self) -> float:
+        """Median predicted less median measured."""
+        return median(self.predicted) - median(self.measured)
+
+    @property
+    def spread(self) -> float:
+        """Range of the measured over their median."""
+        return (max(self.measured) - min(self.measured)) / median(self.measured)
+
+    def row(self, name: str, *, conditions: str) -> Row:
+        """Predicted over measured."""
+        told = f"x trained tokens/s; predicted {spread(self.predicted)}, measured {spread(self.measured)}"
+        return Row(name, 1 + self.error, told, conditions)
+
+
+def median_error(compared: Sequence[Compared]) -> float:
+    """Median size of the errors of all settings."""
+    return median(abs(one.error) for one in compared)
+
+
+def warm_steps(num_steps: int) -> int:
+    """First steps of a run that do not count, simulated or not."""
+    return max(1, round(WARM_SHARE * num_steps))
+
+
+def trained_tokens_per_s(done: FinishedRun) -> float:
+    """Rate of a real run, in its seconds, of the steps that count in a simulated one too."""
+    first, last = done.steps[warm_steps(len(done.steps)) - 1], done.steps[-1]
+    return (last.trained_tokens - first.trained_tokens) / (last.rl_s - first.rl_s)
+
 
 UNDISTURBED = 10  # percentile of a delay that is taken for the delay where nothing else waits
 SAMPLES, HALVINGS = 200_000, 40  # of a cut log-normal whose mean is looked for

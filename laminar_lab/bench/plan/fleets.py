@@ -1,4 +1,4 @@
-"""Emulated fleets under the real runtime, predicted and run: rows of `laminar bench plan --only fleets`.
+"""Emulated fleets under the real runtime, predicted and run.
 
 `configs/emulation/repack.yaml`, 16 replicas, under each schedule, with and without repacking; and 8 replicas at
 the speed of published tables, with repacking. The profile is the same on both sides, so what differs is
@@ -13,14 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_lab.bench.plan.settings import Compared, Setting, median_error, trained_tokens_per_s, warm_steps
-from laminar_lab.bench.report import Row
+from laminar_lab.bench.plan.facts import Compared, Setting, median_error, trained_tokens_per_s, warm_steps
+from laminar_lab.bench.report import Row, Tell, spread
 from laminar_lab.bench.runs import FinishedRun, train
-from laminar_lab.bench.turns import Tell, spread
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.loading import load_config
-from laminar_py.config.section import ConfigError
+from laminar_py.config import ConfigError, load_config
 
+ROWS = (
+    "plan_fleet_error_median plan_fleet_error_max plan_fleet_kv_error_max plan_fleet_staleness_error_max "
+    "plan_fleet_async plan_fleet_async_repack plan_fleet_async_paper plan_fleet_in_place plan_fleet_one_step "
+    "plan_fleet_sync plan_fleet_published"
+)
 CONFIG = Path("configs/emulation/repack.yaml")
 COMPRESSION, PUBLISHED_COMPRESSION = 20, 2
 STEPS = 6
@@ -69,7 +72,7 @@ class FleetFigures:
     staleness: float
 
 
-def rows(*, runs: int, tell: Tell) -> list[Row]:
+def rows(*, runs: int = 3, tell: Tell) -> list[Row]:
     """Predicted beside measured, medians of `runs` rounds, a seed each; a round takes a quarter of an hour."""
     if not CONFIG.is_file():
         raise ConfigError(f"{CONFIG}: no such file; run this in the project's folder")

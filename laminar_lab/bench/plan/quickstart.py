@@ -1,4 +1,4 @@
-"""The quickstart's task, predicted and run: rows `plan_*` of `laminar bench plan --only quickstart`.
+"""The quickstart's task, predicted and run.
 
 In each round the machine is calibrated; a run of the base setting tells lengths and what the machinery takes, and
 the next settings are simulated with that and run for real. Invariant: nothing of a run that is predicted is used
@@ -11,21 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from laminar_lab.bench.plan.cpu import watching_cpu
-from laminar_lab.bench.plan.facts import RunFacts, read_facts
-from laminar_lab.bench.plan.settings import Compared, Setting, median_error, trained_tokens_per_s, warm_steps
-from laminar_lab.bench.report import Row
+from laminar_lab.bench.plan.facts import (
+    Compared,
+    RunFacts,
+    Setting,
+    median_error,
+    read_facts,
+    trained_tokens_per_s,
+    warm_steps,
+    watching_cpu,
+)
+from laminar_lab.bench.report import Row, Tell, spread
 from laminar_lab.bench.runs import train
-from laminar_lab.bench.turns import Tell, spread
 from laminar_lab.calibration.profile import calibrate
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.emulated_profile import EmulationProfile
-from laminar_py.config.loading import load_config
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.relay.cores import num_cores
+from laminar_py.config import ConfigError, EmulationProfile, RunConfig, load_config
+from laminar_py.relay import num_cores
 
+ROWS = (
+    "plan_error_median plan_within plan_sync plan_one_step plan_one_replica plan_sync_one_replica "
+    "plan_half_batch plan_double_batch plan_stale_0 plan_slow_reward"
+)
 CONFIG = Path("configs/quickstart.yaml")
 STEPS = 20
 LIMIT_S = 600.0  # for a run, its warm start included
@@ -48,7 +55,7 @@ SETTINGS = (
 WITHIN, SPREADS = 0.15, 2.0  # an error that is asked for, or so many times the spread of the runs
 
 
-def rows(*, runs: int, tell: Tell) -> list[Row]:
+def rows(*, runs: int = 3, tell: Tell) -> list[Row]:
     """Predicted over measured, medians of `runs` rounds; each takes about nine minutes on two cores."""
     if not CONFIG.is_file():
         raise ConfigError(f"{CONFIG}: no such file; run this in the project's folder")

@@ -1,4 +1,4 @@
-"""`laminar bench plan --only regret`: the planner's first choice against an exhaustive search of the simulator.
+"""The planner's first choice against an exhaustive search of the simulator.
 
 Cases are drawn by seed: models, GPUs, lengths, work of a step, bounds. All placements of a case are judged as the
 planner judges its few. The best of so many noisy figures flatters itself: the best three and the planner's choice
@@ -11,24 +11,23 @@ from statistics import mean
 
 import numpy as np
 
-from laminar_lab.bench.report import Row
-from laminar_lab.bench.turns import Tell
+from laminar_lab.bench.report import Row, Tell
 from laminar_lab.plan.judge import Judgement, judge
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.placements import FleetPlacement, placements
 from laminar_lab.plan.planner import make_plan
 from laminar_lab.plan.pool import judged_side_by_side
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
-from laminar_py.config.learner import LearnerConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.runtime.preflight.gpus import gpu_named
+from laminar_py.config import ConfigError, LearnerConfig
+from laminar_py.runtime.preflight import gpu_named
 
+ROWS = "plan_regret_p95"
 MOST_PLACEMENTS = 200
 FINALISTS = 3
 SEEDS = (101, 102)  # of the second simulation
 
 
-def rows(*, cases: int, tell: Tell) -> list[Row]:
+def rows(*, cases: int = 20, tell: Tell) -> list[Row]:
     """Regret over all cases."""
     found = []
     for number in range(cases):

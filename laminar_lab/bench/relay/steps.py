@@ -1,6 +1,6 @@
 """Versions as optimizer steps make them: what a publish costs the learner, and how little of a version travels.
 
-Rows `stall_*over_memcpy` and `delta_*` of `laminar bench relay`. The weights are a model's as AdamW leaves them:
+The weights are a model's as AdamW leaves them:
 fp32 masters, published as bf16. Invariant: wire bytes are those that a node in another process reports once it has
 verified the version's digest.
 """
@@ -19,15 +19,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from laminar_lab.bench.models import SMALL
 from laminar_lab.bench.relay.tree import CHUNK_BYTES, WARM_VERSIONS, Tree, copy_s, raw
-from laminar_lab.bench.report import Row
-from laminar_lab.bench.turns import Ratio, Tell, in_turn
-from laminar_lab.bench.workplace import workplace
-from laminar_py.learner.export import named_tensors
-from laminar_py.relay.store.delta import apply, encode
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_lab.bench.report import Ratio, Row, Tell, in_turn
+from laminar_lab.bench.workplace import SHARED_MEMORY, SMALL, workplace
+from laminar_py.learner import named_tensors
+from laminar_py.relay import RelayKeys
+from laminar_py.relay.store import apply, encode
 
+ROWS = (
+    "stall_with_cast_over_memcpy stall_over_memcpy delta_bytes_1e6 delta_bytes_3e6 delta_encode_GBps "
+    "delta_apply_GBps"
+)
 NUM_SEQUENCES, LENGTH = 10, 128  # of a step's batch
 BETAS = (0.9, 0.999)
 WEIGHT_DECAY = 0.01
@@ -37,10 +39,16 @@ FIRST_STEP, LAST_STEP = 12, 15  # whose deltas count, each against the step befo
 Words = npt.NDArray[np.uint16]  # weights in bf16, as integers
 
 
+def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, tell: Tell, config: Qwen3Config = SMALL) -> list[Row]:
+    """Figures of the stall and of deltas; versions lie in `shm`."""
+    stalls = stall_rows(shm=shm, repeats=repeats, tell=tell, config=config)
+    return stalls + delta_rows(shm=shm, repeats=repeats, tell=tell, config=config)
+
+
 # ---- the stall
 
 
-def stall_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config = SMALL) -> list[Row]:
+def stall_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config) -> list[Row]:
     """Stall of a publish over a plain copy of the bytes published, which lie in `shm`.
 
     Once from fp32 masters, as a learner publishes, once from tensors that are bf16 before.
@@ -105,7 +113,7 @@ class DeltaShare:
         return -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) / 16 if 0 < p < 1 else 0.0
 
 
-def delta_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config = SMALL) -> list[Row]:
+def delta_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config) -> list[Row]:
     """Bytes of deltas at each learning rate, and the speed of their codec at the least; versions lie in `shm`."""
     found, speeds = [], []
     for name, rate in RATES.items():

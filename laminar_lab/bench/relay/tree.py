@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 from laminar_lab.bench.processes import PATIENCE_S, Worker
-from laminar_py.relay.node.relay_node import RelayNode
-from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.store.version import folder_name
-from laminar_py.relay.store.versions import SPARE
-from laminar_py.relay.wire.messages import ParentLost, RelayEvent, VersionComplete, VersionPulled
-from laminar_py.relay.wire.transport import IPC, RelayKeys
+from laminar_py.relay import Publisher, RelayKeys, RelayNode
+from laminar_py.relay.store import SPARE, folder_name
+from laminar_py.relay.wire import IPC, ParentLost, RelayEvent, VersionComplete, VersionPulled
 
 CHUNK_BYTES = 4 * 2**20
 WARM_VERSIONS = 4  # the fourth is the first to be written over the pages of another

@@ -1,4 +1,4 @@
-"""Measurement of `laminar bench reward`: verifications a second by the term `math`, with some that hang.
+"""Verifications a second by the term `math`, with some that hang.
 
 Called as a scorer calls them, in processes that can be ended. Invariant: every verdict is compared with the right
 one, and a wrong one ends the benchmark.
@@ -11,24 +11,82 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
 
+import msgspec
 import numpy as np
 
-from laminar_lab.bench.report import Row
-from laminar_lab.bench.reward.answers import KINDS, GivenAnswer, make_answers
-from laminar_lab.bench.turns import Tell
-from laminar_py.config.reward import REWARDS, TermConfig
-from laminar_py.records.scoring import ScoringRequest
-from laminar_py.records.trajectory import DropReason, FinishReason
-from laminar_py.relay.cores import num_cores
-from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.calls.process import CallSpec
+from laminar_lab.bench.report import Row, Tell
+from laminar_py.config import REWARDS, TermConfig
+from laminar_py.records import DropReason, FinishReason, ScoringRequest
+from laminar_py.relay import num_cores
+from laminar_py.reward.calls import CallPool, CallSpec
 
+
+class GivenAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    r"""A final answer, e.g. `GivenAnswer(text=r"\frac{2}{8}", reference=r"\frac{1}{4}", right=True)`."""
+
+    text: str
+    reference: str
+    right: bool | None  # None: nobody finds out in time
+
+
+def make_answers(number: int, *, hang_one_in: int) -> list[GivenAnswer]:
+    """So many different ones; the last of every `hang_one_in` hangs."""
+    return [
+        _hanging(seed)
+        if (seed + 1) % hang_one_in == 0
+        else _usual(seed // len(KINDS) + 2, KINDS[seed % len(KINDS)])
+        for seed in range(number)
+    ]
+
+
+def _usual(seed: int, kind: tuple[str, str, bool]) -> GivenAnswer:
+    text, reference, right = kind
+    numbers = {"a": seed, "b": seed + 1, "c": 2 * seed, "d": 6 * seed + 2, "e": 3 * seed + 1, "f": 9 * seed**2 + 9}
+    numbers |= {
+        "g": seed**2 + 1,
+        "h": seed * (seed + 1),
+        "m": 1000 * seed,
+        "p": 12 * seed,
+        "q": 18 * seed,
+        "r": 6 * seed,
+    }
+    for name, value in numbers.items():
+        text, reference = (side.replace(f"<{name}>", str(value)) for side in (text, reference))
+    return GivenAnswer(text=text, reference=reference, right=right)
+
+
+def _hanging(seed: int) -> GivenAnswer:
+    """Answer of which the library writes out a number of 370 million digits first."""
+    return GivenAnswer(text=rf"\gcd(9^{{9^9}}, {seed})", reference="7", right=None)
+
+
+KINDS = (
+    (r"\frac{<c>}{<d>}", r"\frac{<a>}{<e>}", True),
+    (r"\frac{<a>}{<d>}", r"\frac{<a>}{<e>}", False),
+    (r"\sqrt{<f>}", r"3\sqrt{<g>}", True),
+    (r"(x+<a>)(x-<b>)", r"x^2-x-<h>", True),
+    (r"x^2 - <a>x + 1", r"x^2 + <a>x + 1", False),
+    (r"\{<b>, <a>, 0\}", r"\{0, <a>, <b>\}", True),
+    (r"x \le <a>", r"(-\infty, <a>]", True),
+    (r"[<a>, \infty)", r"(<a>, \infty)", False),
+    (r"<a>.5", r"<a>\frac{1}{2}", True),
+    (r"\begin{pmatrix}<a> & 1\\0 & <b>\end{pmatrix}", r"\begin{pmatrix}<a> & 1\\0 & <c>\end{pmatrix}", False),
+    (r"<a>\text{ km}", r"<m>\text{ m}", True),
+    (r"<a>\%", r"\frac{<a>}{100}", True),
+    (r"<a>+<b>i", r"<b>i+<a>", True),
+    (r"\sin(<a>)\cos(<a>)", r"\frac{1}{2}\sin(<c>)", True),
+    (r"<c>\text{ apples}", r"<a>", False),
+    (r"\gcd(<p>, <q>)", r"<r>", True),
+)
+
+
+ROWS = "math_verifications_per_s math_p95_ms"
 HANG_ONE_IN = 100
 TIMEOUT_S = 3.0
 THOUGHT = "We simplify both sides, put the roots back and see that only one case remains. " * 20
 
 
-def rows(*, verifications: int, tell: Tell) -> list[Row]:
+def rows(*, verifications: int = 10_000, tell: Tell) -> list[Row]:
     """Rate and latency. Two minutes and a half for 10,000 on two cores, most of it for what hangs."""
     answers = make_answers(verifications, hang_one_in=HANG_ONE_IN)
     term = REWARDS.get("math").settings.model_validate({"kind": "math", "timeout_s": TIMEOUT_S})
@@ -66,7 +124,9 @@ async def _verify_all(answers: list[GivenAnswer], term: TermConfig) -> tuple[flo
 async def _verify_each(pool: CallPool, todo: Iterator[GivenAnswer], times_s: list[float]) -> None:
     for answer in todo:
         began = time.perf_counter()
-        outcome = await pool.call(_request(answer))
+        outcome = await pool.call(
+            request(f"{THOUGHT}\n\nThe answer is $\\boxed{{{answer.text}}}$.", answer.reference)
+        )
         if answer.right is None:
             assert outcome.failure is DropReason.REWARD_TIMEOUT, f"{answer} does not hang: {outcome}"
         else:
@@ -74,13 +134,14 @@ async def _verify_each(pool: CallPool, todo: Iterator[GivenAnswer], times_s: lis
             times_s.append(time.perf_counter() - began)
 
 
-def _request(answer: GivenAnswer) -> ScoringRequest:
+def request(response: str, reference: str) -> ScoringRequest:
+    """Request to score a response that ended by itself."""
     nothing = np.zeros(0, np.int32)
     return ScoringRequest(
-        trajectory_id=answer.text,
+        trajectory_id="t0",
         prompt="",
-        response=f"{THOUGHT}\n\nThe answer is $\\boxed{{{answer.text}}}$.",
-        answer=answer.reference,
+        response=response,
+        answer=reference,
         finish_reason=FinishReason.STOP,
         prompt_ids=nothing,
         response_ids=nothing,

@@ -1,4 +1,4 @@
-"""Measurements of `laminar bench reward`: programs a second through a sandbox, and how soon one alone is over.
+"""Programs a second through a sandbox, and how soon one alone is over.
 
 Invariant: every output is compared with what had to come out, and a wrong one ends the benchmark.
 """
@@ -10,32 +10,161 @@ from statistics import median
 
 import msgspec
 
-from laminar_lab.bench.report import Row
-from laminar_lab.bench.reward.programs import SmallProgram, make_programs
-from laminar_lab.bench.turns import Tell, spread
-from laminar_py.relay.cores import num_cores
-from laminar_py.reward.compare import same_output, same_value
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxLabel, SandboxTier
+from laminar_lab.bench.report import Row, Tell, spread
+from laminar_py.config import ConfigError
+from laminar_py.relay import num_cores
+from laminar_py.reward import same_output, same_value
+from laminar_py.sandbox import SandboxLabel, SandboxPool, SandboxTier
 
+
+class SmallProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """A program, e.g. `SmallProgram(code="print(int(input()) + 3)", stdin="4", wanted="7")`."""
+
+    code: str
+    wanted: object  # value of the function, or text that is printed
+    function: str = ""  # to call with `args`; none: a script that reads `stdin`
+    args: Sequence[object] = ()
+    stdin: str = ""
+
+
+def make_programs(number: int) -> list[SmallProgram]:
+    """So many different ones, functions that are called and scripts by turns."""
+    return [MAKERS[seed % len(MAKERS)](seed) for seed in range(number)]
+
+
+def _sum_of_multiples(seed: int) -> SmallProgram:
+    code = (
+        "def solve(limit: int, step: int) -> int:\n"
+        f'    """Sum of all multiples of step below limit, and {seed}."""\n'
+        f"    total = {seed}\n"
+        "    for number in range(0, limit, step):\n"
+        "        total += number\n"
+        "    return total\n"
+    )
+    limit, step = 50 + seed % 200, 2 + seed % 7
+    return SmallProgram(code=code, function="solve", args=[limit, step], wanted=seed + sum(range(0, limit, step)))
+
+
+def _collatz(seed: int) -> SmallProgram:
+    code = (
+        "def steps(n):\n    return 0 if n == 1 else 1 + steps(n // 2 if n % 2 == 0 else 3 * n + 1)\n\n"
+        f"print(steps(int(input())) + {seed})\n"
+    )
+    start, steps = 2 + seed % 97, 0
+    number = start
+    while number != 1:
+        number, steps = (number // 2 if number % 2 == 0 else 3 * number + 1), steps + 1
+    return SmallProgram(code=code, stdin=f"{start}\n", wanted=f"{steps + seed}\n")
+
+
+def _words_by_count(seed: int) -> SmallProgram:
+    code = (
+        "from collections import Counter\n\n\n"
+        f"def most_common(text, extra='w{seed}'):\n"
+        "    counts = Counter(text.split() + [extra])\n"
+        "    return [word for word, times in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]\n"
+    )
+    return SmallProgram(
+        code=code, function="most_common", args=["b a b c a b"], wanted=["b", "a", "c", f"w{seed}"]
+    )
+
+
+def _reversed_lines(seed: int) -> SmallProgram:
+    code = (
+        "import sys\n\nfor line in sys.stdin.read().splitlines():\n"
+        f"    print(' '.join(reversed(line.split())), {seed})\n"
+    )
+    return SmallProgram(
+        code=code, stdin=f"one two {seed}\nthree four\n", wanted=f"{seed} two one {seed}\nfour three {seed}\n"
+    )
+
+
+def _is_prime(seed: int) -> SmallProgram:
+    code = (
+        f"import math\n\n\ndef is_prime(n):  # number {seed}\n"
+        "    return n > 1 and all(n % k for k in range(2, math.isqrt(n) + 1))\n"
+    )
+    number = 1000 + seed % 5000
+    return SmallProgram(
+        code=code,
+        function="is_prime",
+        args=[number],
+        wanted=all(number % k for k in range(2, int(number**0.5) + 1)),
+    )
+
+
+def _stack(seed: int) -> SmallProgram:
+    code = (
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+        "    def push(self, item):\n        self.items.append(item)\n\n"
+        "    def pop(self):\n        return self.items.pop()\n\n\n"
+        f"stack = Stack()\nfor number in range(int(input())):\n    stack.push(number * {seed})\n"
+        "print(stack.pop(), stack.pop())\n"
+    )
+    most = 3 + seed % 40
+    return SmallProgram(code=code, stdin=f"{most}", wanted=f"{(most - 1) * seed} {(most - 2) * seed}")
+
+
+def _two_sum(seed: int) -> SmallProgram:
+    code = (
+        "from typing import List\n\n\nclass Solution:\n"
+        "    def twoSum(self, nums: List[int], target: int) -> List[int]:\n"
+        f"        seen = {{}}  # attempt {seed}\n"
+        "        for i, x in enumerate(nums):\n"
+        "            if target - x in seen:\n"
+        "                return [seen[target - x], i]\n"
+        "            seen[x] = i\n"
+        "        return []\n"
+    )
+    numbers: list[int] = [seed + 3**power for power in range(20)]  # of which no two pairs have the same sum
+    return SmallProgram(
+        code=code, function="Solution.twoSum", args=[numbers, numbers[8] + numbers[17]], wanted=[8, 17]
+    )
+
+
+def _fibonacci(seed: int) -> SmallProgram:
+    code = (
+        "from functools import lru_cache\n\n\n@lru_cache(maxsize=None)\n"
+        "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n\n\n"
+        f"print(fib(int(input())) % {1000 + seed})\n"
+    )
+    place = 20 + seed % 60
+    number, after = 0, 1
+    for _ in range(place):
+        number, after = after, number + after
+    return SmallProgram(code=code, stdin=f"{place}\n", wanted=f"{number % (1000 + seed)}\n")
+
+
+MAKERS = (
+    _sum_of_multiples,
+    _collatz,
+    _words_by_count,
+    _reversed_lines,
+    _is_prime,
+    _stack,
+    _two_sum,
+    _fibonacci,
+)
+
+
+ROWS = "sandbox_runs_per_s sandbox_warm_ms sandbox_runs_per_s_landlock sandbox_runs_per_s_none"
 ROUNDS = 5
 WARM = 40  # runs before those that count
 ALONE = 200  # runs of which there is one at a time
 
 
-def strongest_rows(*, programs: int, tell: Tell) -> list[Row]:
-    """Rate and time in the strongest tier that the machine offers. A minute for 10,000 programs on two cores."""
-    return asyncio.run(_strongest(make_programs(programs), tell))
+def rows(*, programs: int = 10_000, tell: Tell) -> list[Row]:
+    """Rate and time in the strongest tier that the machine has; rates of a fifth of `programs` in the others.
 
-
-def landlock_rows(*, programs: int, tell: Tell) -> list[Row]:
-    """Rate of a fifth of the programs in that tier. Raises `ConfigError` where it cannot be had."""
-    return asyncio.run(_weaker(SandboxTier.LANDLOCK, make_programs(max(programs // ROUNDS, ROUNDS)), tell))
-
-
-def none_rows(*, programs: int, tell: Tell) -> list[Row]:
-    """Rate of a fifth of the programs without walls."""
-    return asyncio.run(_weaker(SandboxTier.NONE, make_programs(max(programs // ROUNDS, ROUNDS)), tell))
+    A minute for 10,000 programs on two cores.
+    """
+    found = asyncio.run(_strongest(make_programs(programs), tell))
+    for tier in (SandboxTier.LANDLOCK, SandboxTier.NONE):
+        try:
+            found += asyncio.run(_weaker(tier, make_programs(max(programs // ROUNDS, ROUNDS)), tell))
+        except ConfigError as error:
+            tell(f"{tier.value} is left out: {error}")
+    return found
 
 
 async def _strongest(programs: Sequence[SmallProgram], tell: Tell) -> list[Row]:

@@ -1,0 +1,19 @@
+"""Microbatches of finished trajectories, balanced over ranks."""
+
+from typing import TYPE_CHECKING
+
+from laminar_py._lazy import public_names
+
+if TYPE_CHECKING:
+    from laminar_py.learner.packing.balance import PackedT as PackedT
+    from laminar_py.learner.packing.balance import attention_share as attention_share
+    from laminar_py.learner.packing.balance import sequence_cost as sequence_cost
+    from laminar_py.learner.packing.packer import Packed as Packed
+    from laminar_py.learner.packing.packer import assign as assign
+    from laminar_py.learner.packing.packer import microbatches as microbatches
+    from laminar_py.learner.packing.packer import pack as pack
+    from laminar_py.learner.packing.packer import step_terms as step_terms
+    from laminar_py.learner.packing.stream import StreamPacker as StreamPacker
+    from laminar_py.learner.packing.window import choose as choose
+else:
+    __getattr__ = public_names(__name__)

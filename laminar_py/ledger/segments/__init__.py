@@ -1,0 +1,17 @@
+"""Files of pieces of responses, and the store that serves them."""
+
+from typing import TYPE_CHECKING
+
+from laminar_py._lazy import public_names
+
+if TYPE_CHECKING:
+    from laminar_py.ledger.segments.fetch import StoreClient as StoreClient
+    from laminar_py.ledger.segments.frames import make_frame as make_frame
+    from laminar_py.ledger.segments.reader import PayloadReader as PayloadReader
+    from laminar_py.ledger.segments.store import LOCAL as LOCAL
+    from laminar_py.ledger.segments.store import PieceStore as PieceStore
+    from laminar_py.ledger.segments.store import listen as listen
+    from laminar_py.ledger.segments.writer import SegmentWriter as SegmentWriter
+    from laminar_py.ledger.segments.writer import tokens_ref as tokens_ref
+else:
+    __getattr__ = public_names(__name__)

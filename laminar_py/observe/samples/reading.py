@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.ledger.audit.queries import Filters, condition
-from laminar_py.ledger.audit.story import Story, read_story
+from laminar_py.ledger.audit.stories import Story, read_story
 from laminar_py.ledger.database import ledger_path, reading
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.observe.samples.models import RunModel, find_model

@@ -10,6 +10,9 @@ learner step hands tensors of megabytes back and forth: 6 to 14 % of its time).
 import os
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laminar_py._lazy import public_names
 
 _RUN_TOKEN = secrets.token_hex(32)  # of a cluster that this run starts
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -34,3 +37,15 @@ def use_token_of_cluster() -> None:
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if os.environ.get("RAY_AUTH_TOKEN") == _RUN_TOKEN and file.is_file():
         del os.environ["RAY_AUTH_TOKEN"]
+
+
+if TYPE_CHECKING:
+    from laminar_py.runtime.cluster.backend import LOOPBACK as LOOPBACK
+    from laminar_py.runtime.cluster.backend import Process as Process
+    from laminar_py.runtime.cluster.backend import cluster as cluster
+    from laminar_py.runtime.cluster.backend import open_cluster as open_cluster
+    from laminar_py.runtime.cluster.errors import RunFailedError as RunFailedError
+    from laminar_py.runtime.cluster.part import Part as Part
+    from laminar_py.runtime.cluster.placement import Place as Place
+else:
+    __getattr__ = public_names(__name__)

@@ -1,0 +1,397 @@
+"""SGLang through our client: its overhead against a bare HTTP client, and what new weights cost running streams.
+
+Real servers on this machine's CPU, with
+models made from a seed; sides of a comparison take turns against one server.
+"""
+
+import asyncio
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+
+import aiohttp
+import numpy as np
+from transformers import Qwen3Config
+
+from laminar_lab.bench.report import Ratio, Row, Tell, spread
+from laminar_lab.bench.workplace import write_model
+from laminar_py.config import ConfigError, Device
+from laminar_py.engines.sglang import NO_FLAGS, Flag, Served, ServerSpec, SGLangEngine, SGLangServer
+from laminar_py.records import FinishReason, GenerateRequest, PauseMode, Recording, SamplingParams
+
+ROWS = (
+    "client_over_bare_http client_cpu_us_per_token refresh_in_place_s refresh_in_place_over_bare "
+    "refresh_drain_s refresh_resume_s refresh_retract_s refresh_retract_over_bare"
+)
+STREAMS = 32
+TOKENS = 256  # of each stream, for the overhead
+LONG_TOKENS = 512  # of each stream under which weights change; none comes to its end
+PROMPT = 16
+VOCAB = 320
+MAX_LEN = 2040
+WARM_TOKENS = 16  # of each stream before the first refresh
+AFTER_TOKENS = 8  # of each stream after one
+REFRESHES = 20
+NO_IDS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A served model and the two clients' ways to it."""
+
+    engine: SGLangEngine
+    server: SGLangServer
+    weights: Path
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of a bare client."""
+        return {"Authorization": f"Bearer {self.server.api_key}"}
+
+
+def rows(*, repeats: int = 3, tell: Tell) -> list[Row]:
+    """Measure each figure; `tell` gets a line for each. Raises `ConfigError` without an SGLang to run."""
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
+        return asyncio.run(_rows(find_python(), Path(folder), repeats=repeats, tell=tell))
+
+
+def find_python() -> Path:
+    """The interpreter that has SGLang: `LAMINAR_SGLANG_PYTHON`, or the environment of `make test-sglang`."""
+    python = Path(os.environ.get("LAMINAR_SGLANG_PYTHON", ".venv-sglang/bin/python"))
+    if not python.is_file():
+        raise ConfigError(f"LAMINAR_SGLANG_PYTHON={python}: no such interpreter; `make test-sglang` makes it")
+    return python
+
+
+def cpu_server(
+    python: Path,
+    model: Path,
+    *,
+    slots: int,
+    max_len: int,
+    record: tuple[Recording, ...] = (),
+    flags: Mapping[str, Flag] = NO_FLAGS,
+) -> SGLangServer:
+    """A server of that model on this machine's CPU, not started; its log is beside the model."""
+    spec = ServerSpec(
+        python=python,
+        model_dir=model,
+        log=model / "sglang.log",
+        max_batch=slots,
+        max_len=max_len,
+        kv_capacity=slots * max_len,
+        device=Device.CPU,
+        dtype="float32",
+        record=record,
+        flags=flags,
+    )
+    return SGLangServer(spec)
+
+
+@asynccontextmanager
+async def connected(server: SGLangServer, served: Served) -> AsyncIterator[SGLangEngine]:
+    """Our client of a running server, with the server's own weights as version 1."""
+    engine = SGLangEngine(server.url, api_key=server.api_key, served=served, stall_timeout_s=120)
+    await engine.start()
+    await engine.load_weights(server.spec.model_dir, 1)
+    yield engine
+    await engine.close()
+
+
+async def _rows(python: Path, folder: Path, *, repeats: int, tell: Tell) -> list[Row]:
+    small = write_model(folder / "small", _config(hidden=128, layers=2, intermediate=384))
+    large = write_model(folder / "large", _config(hidden=512, layers=13, intermediate=1632))
+    async with _serving(python, small) as rig:
+        overhead = await overhead_rows(rig, repeats, tell)
+    async with _serving(python, large, flags={"disable-overlap-schedule": True}) as rig:
+        in_place = await _in_place_rows(rig, REFRESHES, tell)  # as a run launches it for that policy
+    async with _serving(python, large) as rig:
+        return [*overhead, *in_place, *await _refreshes(rig, REFRESHES, tell)]
+
+
+def _config(*, hidden: int, layers: int, intermediate: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+
+
+@asynccontextmanager
+async def _serving(
+    python: Path, model: Path, *, flags: Mapping[str, Flag] = NO_FLAGS
+) -> AsyncIterator[ServedModel]:
+    async with (
+        cpu_server(python, model, slots=STREAMS, max_len=MAX_LEN, flags=flags) as server,
+        connected(server, Served(vocab=VOCAB, max_len=MAX_LEN)) as engine,
+    ):
+        yield ServedModel(engine, server, model)
+
+
+def _request(name: str, *, length: int, prefix: list[int] | None = None) -> GenerateRequest:
+    seed = int.from_bytes(name.encode()[-6:], "little")
+    prompt = np.random.default_rng(seed).integers(0, VOCAB, PROMPT, dtype=np.int32)
+    ids = NO_IDS if prefix is None else np.array(prefix, np.int32)
+    return GenerateRequest(
+        rid=name, group_id=name, prompt_ids=prompt, prefix_ids=ids, sampling=SamplingParams(max_new_tokens=length)
+    )
+
+
+# ---- overhead
+
+
+async def overhead_rows(rig: ServedModel, rounds: int, tell: Tell) -> list[Row]:
+    """Speed of our client over a bare one, and CPU time that ours takes for a token, medians over `rounds`."""
+    # a bare client as ours is: a connection for each request, a large buffer
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    watch = asyncio.create_task(rig.engine.watch())  # as a replica does
+    async with aiohttp.ClientSession(headers=rig.headers, connector=connector, read_bufsize=2**20) as session:
+        streams = {"ours": partial(_ours, rig), "bare": partial(_bare, rig, session)}
+        found: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
+        for turn in range(rounds + 1):  # the first warms both up
+            for side in sorted(streams, reverse=turn % 2 == 0):
+                found[side].append(await client_round(streams[side], f"{side}{turn}"))
+    watch.cancel()
+    speeds, costs = ({side: [one[part] for one in taken[1:]] for side, taken in found.items()} for part in (0, 1))
+    ratio = Ratio.of(speeds["ours"], speeds["bare"])
+    conditions = (
+        f"{STREAMS} streams of {TOKENS} tokens, one token per event, model of 0.5 M parameters, {ratio}; bare:"
+        f" reads the bytes and drops them, {median(speeds['bare']):,.0f} tokens/s"
+    )
+    spent = (
+        f"CPU of the client's process in {rounds} rounds of the same streams, {spread(costs['ours'], '.1f')};"
+        f" of the bare client's, {spread(costs['bare'], '.1f')}"
+    )
+    rows = [
+        Row("client_over_bare_http", ratio.median, "x", conditions),
+        Row("client_cpu_us_per_token", median(costs["ours"]), "us", spent),
+    ]
+    for row in rows:
+        tell(f"{row.name} {row.value:.3f}: {row.conditions}")
+    return rows
+
+
+async def client_round(stream: Callable[[str], Awaitable[None]], turn: str) -> tuple[float, float]:
+    """Tokens/s and this process's CPU microseconds a token for all streams at once, each a call with its name."""
+    began, cpu_began_s = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(stream(f"{turn}.{i}") for i in range(STREAMS)))
+    elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began_s
+    tokens = STREAMS * TOKENS
+    return tokens / elapsed_s, 1e6 * cpu_s / tokens
+
+
+async def _ours(rig: ServedModel, name: str) -> None:
+    count = 0
+    async for delta in rig.engine.generate(_request(name, length=TOKENS)):
+        count += len(delta.ids)
+    assert count == TOKENS, f"{name} has {count} tokens"
+
+
+async def _bare(rig: ServedModel, session: aiohttp.ClientSession, name: str) -> None:
+    request = _request(name, length=TOKENS)
+    body = {
+        "rid": name,
+        "input_ids": request.prompt_ids.tolist(),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True},
+        "return_logprob": True,
+        "stream": True,
+    }
+    async with session.post(f"{rig.server.url}/generate", json=body) as response:
+        assert response.status == 200, await response.text()
+        async for _ in response.content.iter_any():
+            pass
+
+
+# ---- refresh
+
+
+@dataclass(slots=True, kw_only=True)
+class Crowd:
+    """Streams that are kept running, and when their tokens came."""
+
+    engine: SGLangEngine
+    length: int
+    ids: dict[str, list[int]] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)  # when each stream's deltas with tokens came
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self, turn: str | None = None) -> None:
+        """Start new streams, which a turn names, or each again from the tokens that it has."""
+        if turn is not None:
+            self.ids = {f"{turn}.{i}": [] for i in range(STREAMS)}
+            self.times = {name: [] for name in self.ids}
+        self.tasks = [asyncio.create_task(self._run(name)) for name in self.ids]
+
+    async def _run(self, name: str) -> None:
+        ids = self.ids[name]
+        async for delta in self.engine.generate(_request(name, length=self.length, prefix=ids)):
+            if len(delta.ids):
+                self.times[name].append(time.perf_counter())
+                ids.extend(delta.ids.tolist())
+            if delta.finish_reason is FinishReason.ABORT:
+                return
+
+    async def grown(self, tokens: int) -> None:
+        """Wait until every stream has so many tokens more, or has ended."""
+        targets = {name: len(ids) + tokens for name, ids in self.ids.items()}
+        while any(len(self.ids[name]) < targets[name] for name in targets) and not all(  # noqa: ASYNC110
+            task.done() for task in self.tasks
+        ):
+            await asyncio.sleep(0.005)
+
+    async def done(self) -> None:
+        """Wait until every stream has ended."""
+        await asyncio.gather(*self.tasks)
+
+    def pause_s(self, loaded: float, *, since: float = 0.0) -> float:
+        """Time without a token around the load at `loaded`, less the time between two tokens; mean of all streams.
+
+        Streams that begin after it waited from `since` on.
+        """
+        return mean(_pause_s(times, loaded, since) for times in self.times.values())
+
+
+def _pause_s(times: list[float], loaded: float, since: float) -> float:
+    last = max((time_s for time_s in times if time_s <= loaded), default=since)
+    first = min(time_s for time_s in times if time_s > loaded)
+    return first - last - median(b - a for a, b in itertools.pairwise(times[-WARM_TOKENS:]))
+
+
+async def _refreshes(rig: ServedModel, count: int, tell: Tell) -> list[Row]:
+    bare = await _bare_updates(rig, count)
+    retract, prefill = await _retracted(rig, count)
+    tell(f"retract {retract:.3f} s, bare update {bare:.3f} s and prefill alone {prefill:.3f} s")
+    resume = await _resumed(rig, count)
+    drain = await _drained(rig, count)
+    tell(f"resume {resume:.3f} s, drain {drain:.3f} s")
+    told = _conditions(count, bare)
+    more = f"{told}; re-prefill of the contexts alone {prefill * 1000:.0f} ms"
+    return [
+        Row("refresh_drain_s", drain, "s", f"{told}; streams of {WARM_TOKENS} tokens that end together"),
+        Row("refresh_resume_s", resume, "s", more),
+        Row("refresh_retract_s", retract, "s", more),
+        Row("refresh_retract_over_bare", retract / (bare + prefill), "x", more),
+    ]
+
+
+async def _in_place_rows(rig: ServedModel, count: int, tell: Tell) -> list[Row]:
+    bare = await _bare_updates(rig, count)
+    async with _running(rig, "p") as crowd:
+        in_place = median([(await _pause(rig, crowd, PauseMode.IN_PLACE))[0] for _ in range(count)])
+    tell(f"in_place {in_place:.3f} s, bare update {bare:.3f} s")
+    told = f"{_conditions(count, bare)}; no overlapped steps"
+    return [
+        Row("refresh_in_place_s", in_place, "s", told),
+        Row("refresh_in_place_over_bare", in_place / bare, "x", told),
+    ]
+
+
+def _conditions(count: int, bare: float) -> str:
+    return (
+        f"{STREAMS} streams, model of 43 M parameters in fp32 (173 MB), median of {count}; bare"
+        f" /update_weights_from_disk on the idle server {bare * 1000:.0f} ms"
+    )
+
+
+async def _bare_updates(rig: ServedModel, count: int) -> float:
+    body = {"model_path": str(rig.weights), "load_format": "auto", "weight_version": "1", "flush_cache": False}
+    elapsed = []
+    async with aiohttp.ClientSession(headers=rig.headers) as session:
+        for _ in range(count + 1):
+            began = time.perf_counter()
+            async with session.post(f"{rig.server.url}/update_weights_from_disk", json=body) as response:
+                assert response.status == 200, await response.text()
+                await response.read()
+            elapsed.append(time.perf_counter() - began)
+    return median(elapsed[1:])
+
+
+@asynccontextmanager
+async def _running(rig: ServedModel, turn: str) -> AsyncIterator[Crowd]:
+    """Streams that all have some tokens; aborted at the end."""
+    crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
+    crowd.start(turn)
+    await crowd.grown(WARM_TOKENS)
+    yield crowd
+    await rig.engine.pause(PauseMode.ABORT)
+    await crowd.done()
+    await rig.engine.resume()
+
+
+async def _pause(rig: ServedModel, crowd: Crowd, mode: PauseMode) -> tuple[float, dict[str, list[int]]]:
+    """Pause of running streams for a new version, and what each had when it began; what is aborted starts anew."""
+    await rig.engine.pause(mode)
+    if mode is PauseMode.ABORT:
+        await crowd.done()
+    contexts = {name: list(ids) for name, ids in crowd.ids.items()}
+    loaded = await _load_next(rig)
+    await rig.engine.resume()
+    if mode is PauseMode.ABORT:
+        crowd.start()
+    await crowd.grown(AFTER_TOKENS)
+    return crowd.pause_s(loaded), contexts
+
+
+async def _load_next(rig: ServedModel) -> float:
+    """Load the next version; returns the moment at which it was loaded."""
+    await rig.engine.load_weights(rig.weights, rig.engine.status().version + 1)
+    return time.perf_counter()
+
+
+async def _retracted(rig: ServedModel, count: int) -> tuple[float, float]:
+    """Pause by retraction, and the prefill of the same contexts on the idle server, in turn."""
+    pauses, prefills = [], []
+    for turn in range(count):
+        async with _running(rig, f"t{turn}") as crowd:
+            pause_s, contexts = await _pause(rig, crowd, PauseMode.RETRACT)
+        pauses.append(pause_s)
+        await _load_next(rig)  # drops the prefix cache
+        prefills.append(await _prefill(rig, contexts))
+    return median(pauses), median(prefills)
+
+
+async def _prefill(rig: ServedModel, contexts: dict[str, list[int]]) -> float:
+    async def first_token(name: str, ids: list[int]) -> None:
+        async for _ in rig.engine.generate(_request(name, length=len(ids) + 1, prefix=ids)):
+            pass
+
+    began = time.perf_counter()
+    await asyncio.gather(*(first_token(name, ids) for name, ids in contexts.items()))
+    return time.perf_counter() - began
+
+
+async def _resumed(rig: ServedModel, count: int) -> float:
+    pauses = []
+    for turn in range(count):
+        async with _running(rig, f"s{turn}") as crowd:
+            pauses.append((await _pause(rig, crowd, PauseMode.ABORT))[0])
+    return median(pauses)
+
+
+async def _drained(rig: ServedModel, count: int) -> float:
+    pauses = []
+    for turn in range(count):
+        crowd = Crowd(engine=rig.engine, length=WARM_TOKENS)
+        crowd.start(f"d{turn}")
+        await crowd.done()
+        last = max(times[-1] for times in crowd.times.values())
+        loaded = await _load_next(rig)
+        crowd.start(f"e{turn}")
+        await crowd.done()
+        pauses.append(crowd.pause_s(loaded, since=last))
+    return median(pauses)

@@ -1,0 +1,167 @@
+"""Time until the last of several replicas on one host has new weights: ours beside Ray, gloo and HTTP.
+
+A round begins with the call that gives the tensors away and ends when the last replica has them as its engine
+would load them and has touched every page. Ray's object is put once, and each actor maps it where it lies.
+Invariants: sides are up together, take turns in changing order, and carry the same bytes from warm memory; the
+local Ray cluster and its actors end with the side.
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laminar_lab.bench.processes import PATIENCE_S, READY, Worker, here
+from laminar_lab.bench.relay.hop import VERSION_BYTES
+from laminar_lab.bench.relay.peers import Gloo, http_side, load, make_tensors, touch
+from laminar_lab.bench.relay.tree import WARM_VERSIONS, Bytes, Tree, copy_s, raw
+from laminar_lab.bench.report import Ratio, Row, Side, Tell, in_turn
+from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
+from laminar_py.relay import RelayKeys, Subscriber
+
+ROWS = "ray_over_ours gloo_over_ours http_over_ours"
+RAY = "ray.put, ray.get in actors, arrays not copied"
+
+
+def rows(
+    *,
+    shm: Path = SHARED_MEMORY,
+    repeats: int = 7,
+    tell: Tell,
+    num_bytes: int = VERSION_BYTES,
+    num_replicas: int = 7,
+) -> list[Row]:
+    """Time of others over ours, medians over `repeats` rounds; versions, and Ray's objects, lie in `shm`."""
+    tensors, count = make_tensors(num_bytes), num_replicas + 1
+    with workplace(shm) as folder, ExitStack() as stack:
+        gloo = Gloo(count=count, num_bytes=num_bytes, rendezvous=f"file://{folder}/gloo", interface="lo")
+        ray = stack.enter_context(ray_side(folder, tensors, num_replicas=num_replicas))
+        broadcast = stack.enter_context(gloo.side(here))
+        http = stack.enter_context(http_side(here, folder / "http", count=count, num_bytes=num_bytes))
+        ours = stack.enter_context(our_side(folder / "ours", tensors, num_replicas=num_replicas))
+        sides = {"ray": ray, "gloo": broadcast.measure, "http": http.measure, "ours": ours}
+        seconds = in_turn(sides, rounds=repeats, warm=WARM_VERSIONS, tell=tell)
+        broadcast.check()
+        http.check()
+    pairs = [(raw(tensor), raw(tensor).copy()) for tensor in tensors.values()]
+    copying_s = median(copy_s(pairs) for _ in range(repeats))
+    told = f"{num_bytes / 2**20:g} MiB to {num_replicas} replicas"
+    others = {"ray": RAY, "gloo": broadcast.conditions, "http": http.conditions}
+    return [_row(name, others[name], seconds, copying_s, told) for name in others]
+
+
+def _row(name: str, how: str, seconds: dict[str, list[float]], copying_s: float, told: str) -> Row:
+    ratio = Ratio.of(seconds[name], seconds["ours"])
+    conditions = (
+        f"{told} on one host, until the last has touched every page of tensors that its engine can load; {name}:"
+        f" {how}, {median(seconds[name]):.3f} s; ours: encrypted, verified safetensors mapped,"
+        f" {median(seconds['ours']):.3f} s; one copy of the bytes {copying_s:.3f} s; {ratio}"
+    )
+    return Row(f"{name}_over_ours", ratio.median, "x", conditions)
+
+
+@contextmanager
+def our_side(folder: Path, tensors: dict[str, Tensor], *, num_replicas: int) -> Iterator[Side]:
+    """A publisher here, a root, and subscribers, which share the root's folder."""
+    keys = RelayKeys.generate()
+    with ExitStack() as stack:
+        tree = stack.enter_context(Tree(folder, keys=keys, leaf=False))
+        follow = partial(_subscribe, endpoint=tree.root.endpoint, keys=keys)
+        replicas = [stack.enter_context(Worker(partial(follow, number=n))) for n in range(num_replicas)]
+        for replica in replicas:
+            replica.await_ready()
+
+        def measure(_: int) -> float:
+            tree.await_spare()
+            began = time.monotonic()
+            tree.publish(tensors.items())
+            ended = max(replica.hear(float) for replica in replicas)
+            tree.await_last()
+            return ended - began
+
+        yield measure
+
+
+def _subscribe(pipe: Connection, *, number: int, endpoint: str, keys: RelayKeys) -> None:
+    """Pull and load each version; says when its tensors were loaded."""
+
+    async def follow() -> None:
+        subscriber = Subscriber(endpoint, f"replica-{number}", keys)
+        version = -1
+        async with asyncio.TaskGroup() as group:
+            group.create_task(subscriber.run())
+            pipe.send(READY)
+            while True:
+                await subscriber.wait_newer(version)
+                pulled = await subscriber.pull()
+                held = load(Path(pulled.path))
+                pipe.send(time.monotonic())
+                version = pulled.version
+                del held  # an engine has its own copy by then
+
+    torch.set_num_threads(1)
+    asyncio.run(follow())
+
+
+STORE_VERSIONS = 4  # one being written and one that the actors hold, and room between them
+SMALLEST_STORE_BYTES = 128 * 2**20  # below, Ray refuses
+
+
+class ArrayHolder:
+    """An actor that holds the newest arrays."""
+
+    def __init__(self) -> None:
+        self._held: list[Bytes] = []
+
+    def load(self, references: list[Any]) -> float:
+        """Get and touch what a reference stands for; it is wrapped, so that Ray does not get it before."""
+        import ray  # here, since workers that subscribe import this module
+
+        [self._held] = ray.get(references)
+        for array in self._held:
+            touch(array)
+        return time.monotonic()
+
+
+@contextmanager
+def ray_side(folder: Path, tensors: dict[str, Tensor], *, num_replicas: int) -> Iterator[Side]:
+    """`ray.put` here and `ray.get` in actors, arrays without a copy; the store lies in `folder`."""
+    import ray  # after `processes`, which sets what Ray reads when it is imported
+
+    arrays = [raw(tensor) for tensor in tensors.values()]
+    num_bytes = sum(array.nbytes for array in arrays)
+    ray.init(
+        address="local",
+        num_cpus=num_replicas,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=max(STORE_VERSIONS * num_bytes, SMALLEST_STORE_BYTES),
+        _node_ip_address="127.0.0.1",
+        _plasma_directory=str(folder),
+    )
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    replicas = [ray.remote(ArrayHolder).options(num_cpus=1).remote() for _ in range(num_replicas)]
+
+    def measure(_: int) -> float:
+        began = time.monotonic()
+        reference = ray.put(arrays)
+        ended: list[float] = ray.get(
+            [replica.load.remote([reference]) for replica in replicas], timeout=PATIENCE_S
+        )
+        return max(ended) - began
+
+    try:
+        yield measure
+    finally:
+        ray.shutdown()
+        shutil.rmtree(session, ignore_errors=True)

@@ -1,0 +1,86 @@
+"""How long a round of repacking takes to plan on a large fleet."""
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+from laminar_lab.bench.report import Row
+from laminar_py.records import Held, Survey
+from laminar_py.repack import EngineSpeed, GroupForecast, PlanningContext, PredictivePlanner, RemainingTokens
+
+ROWS = "plan_256x8192_ms"
+REPLICAS, TRAJECTORIES = 256, 8192
+MAX_STALL_S = 5.0
+MAX_NEW_TOKENS = 16_384
+SPEED = EngineSpeed(
+    step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-8, prefill_tokens_per_s=25_000, roofline_batch=48
+)
+
+
+def rows(*, repeats: int = 11) -> list[Row]:
+    """Time to think about 8,192 trajectories on 256 replicas of one version: forecast and plan.
+
+    The worst of three fleets: in ramp-down, with contexts so short that each could move, and with queues.
+    """
+    fleets = {"ramp-down": ramp_down, "short": _short, "queues": _queues}
+    found = {
+        name: [_think(make(np.random.default_rng(seed))) for seed in range(repeats)]
+        for name, make in fleets.items()
+    }
+    times = {name: 1e3 * median(elapsed_s for elapsed_s, _ in runs) for name, runs in found.items()}
+    told = ", ".join(f"{name} {ms:.1f} ms ({found[name][-1][1]} moves)" for name, ms in times.items())
+    return [Row("plan_256x8192_ms", max(times.values()), "ms", f"worst of: {told}; medians of {repeats}")]
+
+
+def _think(group: Sequence[Survey]) -> tuple[float, int]:
+    """Seconds, and moves. Every second trajectory has three finished siblings."""
+    remaining = RemainingTokens(MAX_NEW_TOKENS)
+    running = [held for survey in group for held in survey.running]
+    with_siblings = {held.trajectory_id for held in running[::2]}
+    began = time.perf_counter()
+    remaining.look([held.length for held in running])
+    forecast = GroupForecast(remaining, lambda name: (1000, 2000, 3000) if name in with_siblings else ())
+    context = PlanningContext(
+        speed=SPEED, forecast=forecast, max_stall_s=MAX_STALL_S, max_new_tokens=MAX_NEW_TOKENS
+    )
+    moves = PredictivePlanner(context).plan(group)
+    return time.perf_counter() - began, len(moves)
+
+
+def ramp_down(rng: np.random.Generator) -> list[Survey]:
+    """A fleet whose replicas have few or many trajectories."""
+    counts = rng.multinomial(TRAJECTORIES, rng.dirichlet(np.full(REPLICAS, 3.0)))
+    return [_survey(replica, _lengths(rng, count)) for replica, count in enumerate(counts.tolist())]
+
+
+def _short(rng: np.random.Generator) -> list[Survey]:
+    """A fleet of which half could be emptied, since each context is short."""
+    return [_survey(replica, rng.integers(1, 50, 32).tolist()) for replica in range(REPLICAS)]
+
+
+def _queues(rng: np.random.Generator) -> list[Survey]:
+    """A fleet of which half has queues and half has room."""
+    lengths = [_lengths(rng, 16) for _ in range(REPLICAS)]
+    return [_survey(replica, n, waiting=32 if replica % 2 else 0) for replica, n in enumerate(lengths)]
+
+
+def _lengths(rng: np.random.Generator, count: int) -> list[int]:
+    lengths: list[int] = np.minimum(16_000, 1500 * np.exp(0.99 * rng.standard_normal(count))).astype(int).tolist()
+    return lengths
+
+
+def _survey(replica: int, lengths: Sequence[int], *, waiting: int = 0) -> Survey:
+    held = tuple(Held(f"g{replica}.{i}", 400 + n, n) for i, n in enumerate(lengths))
+    queue = tuple(Held(f"w{replica}.{i}", 400, 0) for i in range(waiting))
+    used = sum(item.context for item in held)
+    return Survey(
+        replica=replica,
+        version=7,
+        slots=64,
+        kv_used=used,
+        kv_capacity=max(120_000, used),
+        running=held,
+        waiting=queue,
+    )
