@@ -17,7 +17,7 @@ from laminar_lab.bench.kept import KeptResults
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import train
 from laminar_py.ledger.database import reading
-from laminar_py.observe.telemetry.summary import EvaluationFigures
+from laminar_py.observe.summary import EvaluationFigures
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "tiny_code.yaml"

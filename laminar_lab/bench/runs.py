@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.ledger.row_files import read_rows
-from laminar_py.observe.telemetry.summary import Summary
+from laminar_py.observe.summary import Summary
 from laminar_py.records.metrics import FleetRow, StepRow
 
 LAMINAR = (sys.executable, "-c", "from laminar_py.cli import main; main()")

@@ -11,12 +11,10 @@ from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.made import tell_difference
 from laminar_lab.launcher.standing import RunState, Standing
 from laminar_py.config.section import ConfigError
-from laminar_py.observe.analytics.measure.curves import EvalPoint
-from laminar_py.observe.analytics.measure.quality import count_devices, device_seconds, measure_quality
-from laminar_py.observe.analytics.measure.tails import Measure
-from laminar_py.observe.analytics.read.samples import Costs, read_costs, read_steps
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.observe.analytics.triage.report import RunReport
+from laminar_py.observe.quality import EvalPoint, count_devices, device_seconds, measure_quality
+from laminar_py.observe.record import Costs, read_costs, read_snapshot, read_steps
+from laminar_py.observe.report import RunReport
+from laminar_py.observe.tails import Measure
 from laminar_py.records.metrics import StepRow
 
 HOUR_S = 3600.0

@@ -16,8 +16,8 @@ import msgspec
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.row_files import read_last, read_tail
-from laminar_py.observe.analytics.measure.curves import EvalPoint, read_curves
-from laminar_py.observe.telemetry.summary import Summary
+from laminar_py.observe.quality import EvalPoint, read_curves
+from laminar_py.observe.summary import Summary
 from laminar_py.records.metrics import StepRow
 
 ENDED = "laminar: "  # begins the line with which a command that failed ends

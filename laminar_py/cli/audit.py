@@ -86,9 +86,9 @@ def show(
     """Tell a trajectory's whole life: who made which tokens, interruptions, moves, reward, use; then its text."""
     from laminar_py.cli.samples import print_lines, say_model
     from laminar_py.ledger.audit.story import story, tell_story
-    from laminar_py.observe.samples.reading import read_sample
-    from laminar_py.observe.samples.records import Colour
-    from laminar_py.observe.samples.telling import tell_prompt, tell_response, tell_verdict
+    from laminar_py.observe.sample_lines import tell_prompt, tell_response, tell_verdict
+    from laminar_py.observe.sample_reader import read_sample
+    from laminar_py.observe.samples import Colour
 
     for line in tell_story(story(context.obj, trajectory)):
         say(line)

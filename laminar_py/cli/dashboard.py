@@ -18,6 +18,6 @@ def dashboard(
     ] = "127.0.0.1",
 ) -> None:
     """Serve the report's page, updating while the run goes on, and /metrics for Prometheus, until Ctrl-C."""
-    from laminar_py.observe.analytics.show.dashboard import TOKEN_VARIABLE, serve
+    from laminar_py.observe.dashboard import TOKEN_VARIABLE, serve
 
     asyncio.run(serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, tell=say))

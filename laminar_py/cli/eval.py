@@ -11,7 +11,7 @@ from rich.text import Text
 from laminar_py.cli.lines import console, say
 
 if TYPE_CHECKING:
-    from laminar_py.observe.telemetry.summary import EvaluationFigures
+    from laminar_py.observe.summary import EvaluationFigures
 
 
 def evaluate(

@@ -15,7 +15,7 @@ import typer
 from laminar_py.cli.lines import console, say
 
 if TYPE_CHECKING:
-    from laminar_py.observe.analytics.triage.report import RunReport
+    from laminar_py.observe.report import RunReport
 
 
 def report(
@@ -32,9 +32,8 @@ def report(
     if len(runs) == 1 and not as_json:
         _report_one(runs[0], details=details)
         return
-    from laminar_py.observe.analytics.show.compare_tables import comparison_tables
-    from laminar_py.observe.analytics.triage.compare import compare
-    from laminar_py.observe.analytics.triage.report import read_report
+    from laminar_py.observe.compare import compare, comparison_tables
+    from laminar_py.observe.report import read_report
 
     reports = [read_report(run) for run in runs]
     comparison = compare(reports) if len(reports) > 1 else None
@@ -46,10 +45,10 @@ def report(
 
 
 def _report_one(run: Path, *, details: bool) -> None:
-    from laminar_py.observe.analytics.show.page import write_page
-    from laminar_py.observe.analytics.show.run_tables import run_tables
-    from laminar_py.observe.analytics.show.trace import write_trace
-    from laminar_py.observe.analytics.triage.report import read_report
+    from laminar_py.observe.page import write_page
+    from laminar_py.observe.report import read_report
+    from laminar_py.observe.terminal import run_tables
+    from laminar_py.observe.trace import write_trace
 
     found = read_report(run)
     for table in run_tables(found, details=details):
@@ -62,7 +61,8 @@ def _report_one(run: Path, *, details: bool) -> None:
 def _print_choices(report: "RunReport") -> None:
     """Other schedules and placements with what they would give, and the command that runs the best."""
     from laminar_py.cli.choices import choices, command
-    from laminar_py.observe.analytics.show.run_tables import make_table, tell_seconds
+    from laminar_py.observe.tails import tell_seconds
+    from laminar_py.observe.terminal import make_table
 
     config, diagnosis = report.snapshot.config, report.diagnosis
     if config is None or diagnosis is None:
@@ -80,10 +80,10 @@ def _print_choices(report: "RunReport") -> None:
 
 def print_limits(run: Path) -> None:
     """Print what limits a run, and where all the rest is told; the last words of `laminar train`."""
-    from laminar_py.observe.analytics.read.snapshot import read_snapshot
-    from laminar_py.observe.analytics.show.run_tables import diagnosis_table
-    from laminar_py.observe.analytics.show.walls import NO_STEP
-    from laminar_py.observe.analytics.triage.report import RunReport
+    from laminar_py.observe.diagnosis import NO_STEP
+    from laminar_py.observe.record import read_snapshot
+    from laminar_py.observe.report import RunReport
+    from laminar_py.observe.terminal import diagnosis_table
 
     diagnosis = RunReport(read_snapshot(run)).diagnosis
     if diagnosis is not None:
@@ -97,7 +97,7 @@ def print_limits(run: Path) -> None:
 
 def plain(value: object) -> object:
     """Figures as JSON has them, with what is derived of them beside their fields; NaN is none."""
-    from laminar_py.observe.analytics.triage.report import RunReport
+    from laminar_py.observe.report import RunReport
 
     if dataclasses.is_dataclass(value) or isinstance(value, RunReport):
         names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []

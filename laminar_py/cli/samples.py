@@ -26,12 +26,12 @@ from laminar_py.cli.filters import (
 )
 from laminar_py.cli.lines import console, say
 from laminar_py.config.section import ConfigError
-from laminar_py.observe.samples.records import Colour, SampleOrder
+from laminar_py.observe.samples import Colour, SampleOrder
 from laminar_py.records.trajectory import Kind
 
 if TYPE_CHECKING:
     from laminar_py.ledger.audit.queries import Filters
-    from laminar_py.observe.samples.records import FullSample
+    from laminar_py.observe.samples import FullSample
 
 _AT_ONCE = 8  # read by one look at the ledger
 
@@ -90,7 +90,7 @@ def samples(
 def _find(run: Path, wanted: "Filters", order: SampleOrder | None, limit: int) -> list[str]:
     """Ids; where nothing is asked for, of contrasts of training, and of an evaluation where nothing trains."""
     from laminar_py.ledger.audit.queries import Filters
-    from laminar_py.observe.samples.reading import list_samples
+    from laminar_py.observe.sample_reader import list_samples
 
     trained = Filters(kind=Kind.TRAIN)
     if wanted != Filters() or order:
@@ -103,7 +103,7 @@ def _find(run: Path, wanted: "Filters", order: SampleOrder | None, limit: int) -
 
 
 def _read(run: Path, ids: Sequence[str], model: Path | None) -> Iterator["FullSample"]:
-    from laminar_py.observe.samples.reading import read_samples
+    from laminar_py.observe.sample_reader import read_samples
 
     for at in range(0, len(ids), _AT_ONCE):
         yield from read_samples(run, ids[at : at + _AT_ONCE], model=model)
@@ -115,7 +115,7 @@ def _write(found: Iterable["FullSample"]) -> None:
 
 
 def _print(found: Iterable["FullSample"], colour: Colour, *, whole: bool) -> None:
-    from laminar_py.observe.samples.telling import tell_colours, tell_sample
+    from laminar_py.observe.sample_lines import tell_colours, tell_sample
 
     for place, sample in enumerate(found):
         if not place:

@@ -11,7 +11,7 @@ import pytest
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.config.tracking import TrackerKind
-from laminar_py.observe.telemetry.trackers import TRACKERS, Ending, Opening, Rewound, Values, check_trackers
+from laminar_py.observe.trackers import TRACKERS, Ending, Opening, Rewound, Values, check_trackers
 from laminar_py.runtime.preflight.inputs import check
 
 REPO = Path(__file__).parent.parent.parent

@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-from laminar_py.observe.telemetry.tracking import flat_evaluation, flat_row, flat_settings
+from laminar_py.observe.trackers import flat_evaluation, flat_row, flat_settings
 from laminar_py.records.metrics import StepRow, TokenMetrics
 from tests.builders import make_evaluated
 from tests.runs.runs import REPO

@@ -5,10 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from laminar_py.observe.telemetry import view as view_module
-from laminar_py.observe.telemetry.stats import Stats, Totals
-from laminar_py.observe.telemetry.view import LiveView, PlainView, evaluation_line
-from laminar_py.observe.telemetry.waits import Waits, tell_time_left
+from laminar_py.observe import live as view_module
+from laminar_py.observe.live import LiveView, PlainView, Waits, evaluation_line, tell_time_left
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.metrics import LearnerProgress
 from tests.builders import make_evaluated

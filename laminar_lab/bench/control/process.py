@@ -14,8 +14,8 @@ from rich.console import Console
 
 from laminar_lab.bench.control.generator import Generators, ReadingScorerActor
 from laminar_lab.bench.control.inputs import write_inputs
-from laminar_py.observe.telemetry.summary import Summary
-from laminar_py.observe.telemetry.view import make_view
+from laminar_py.observe.live import make_view
+from laminar_py.observe.summary import Summary
 from laminar_py.runtime.orchestrator.controller import Controller
 from laminar_py.runtime.orchestrator.launch import lead
 from laminar_py.runtime.workers.incarnation import Opened, PartKinds

@@ -29,7 +29,7 @@ from laminar_py.ledger.audit.story import story, tell_story
 from laminar_py.ledger.database import LEDGER_NAME, SEGMENTS_NAME, reading
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.seal import seal_run
-from laminar_py.observe.telemetry.memory import pss_bytes
+from laminar_py.observe.fleet import pss_bytes
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.protocols import Clock

@@ -17,8 +17,8 @@ from laminar_py.control.evaluation import Evaluation, EvaluationLostError
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import evaluations_on_record, read_answers
 from laminar_py.ledger.recovery import Recovered, recover
-from laminar_py.observe.telemetry.summary import EvaluationFigures, evaluation_figures, write_summary
-from laminar_py.observe.telemetry.view import View
+from laminar_py.observe.live import View
+from laminar_py.observe.summary import EvaluationFigures, evaluation_figures, write_summary
 from laminar_py.records.evaluations import EvalAnswer, pass_id
 from laminar_py.records.events import Evaluated, RunEnded, VersionPublished
 from laminar_py.records.finished import FinishedTrajectory

@@ -20,8 +20,8 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.recovery import is_finished
 from laminar_py.ledger.run_folder import RunFolder, new_run, runs_of
-from laminar_py.observe.telemetry.tracking import flat_settings
-from laminar_py.observe.telemetry.view import PlainView
+from laminar_py.observe.live import PlainView
+from laminar_py.observe.trackers import flat_settings
 from laminar_py.records.disk import write_file
 from laminar_py.runtime.orchestrator.eval_controller import EvalController, EvalSource, EvalSummary
 from laminar_py.runtime.orchestrator.exports import export, run_of

@@ -21,9 +21,9 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.live import own_disk, settle
 from laminar_py.ledger.run_folder import RunFolder, new_run
-from laminar_py.observe.telemetry.memory import folder_bytes
-from laminar_py.observe.telemetry.summary import Summary
-from laminar_py.observe.telemetry.view import make_view
+from laminar_py.observe.fleet import folder_bytes
+from laminar_py.observe.live import make_view
+from laminar_py.observe.summary import Summary
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
     RunFailedError,

@@ -3,7 +3,7 @@
 import pytest
 
 from laminar_py.config.loading import dump_config, load_config
-from laminar_py.observe.analytics.measure.curves import read_curves
+from laminar_py.observe.quality import read_curves
 from tests.analytics.builders import make_step_row, write_rows
 from tests.builders import make_evaluated
 from tests.ledger.runs import begin, open_ledger

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
-from laminar_py.observe.analytics.measure.pipeline import measure_pipeline
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
+from laminar_py.observe.pipeline import measure_pipeline
+from laminar_py.observe.record import read_snapshot
 from laminar_py.records.events import RolledBack, RunStarted, Undone
 from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 

@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 
-from laminar_py.observe.analytics.measure.stragglers import measure_stragglers
-from laminar_py.observe.analytics.measure.tails import MOST_ROWS, Measure, distribution, group_wait, measure_tails
+from laminar_py.observe.tails import (
+    MOST_ROWS,
+    Measure,
+    distribution,
+    group_wait,
+    measure_stragglers,
+    measure_tails,
+)
 from laminar_py.records.trajectory import DropReason, Status
 from tests.analytics.builders import make_fleet_row, make_trajectories
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import read_rows
-from laminar_py.observe.analytics.read.columns import FINISHES, REASONS, STATUSES, read_trajectories
+from laminar_py.observe.trajectories import FINISHES, REASONS, STATUSES, read_trajectories
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 from tests.analytics.ledgers import write_small_run
 from tests.ledger.runs import Issued, begin, issue, open_ledger

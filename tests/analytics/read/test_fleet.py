@@ -5,10 +5,9 @@ import math
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.observe.analytics.measure.quality import count_devices, device_seconds
-from laminar_py.observe.analytics.measure.stragglers import measure_stragglers
-from laminar_py.observe.analytics.read.fleet import FleetSizes, find_presence, fleet_sizes, with_last_fleet
-from laminar_py.observe.analytics.read.history import Happened
+from laminar_py.observe.quality import count_devices, device_seconds
+from laminar_py.observe.record import FleetSizes, Happened, find_presence, fleet_sizes, with_last_fleet
+from laminar_py.observe.tails import measure_stragglers
 from laminar_py.records.events import PartStarted, ReplicaLeft, RunStarted, Scaled
 from laminar_py.records.metrics import FleetRow
 from tests.analytics.builders import make_trajectories

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.observe.analytics.read.stays import StayEnd, Stays
-from laminar_py.observe.analytics.show.lanes import lanes_of, occupancy
+from laminar_py.observe.record import read_snapshot
+from laminar_py.observe.trace import lanes_of, occupancy
+from laminar_py.observe.trajectories import StayEnd, Stays
 from laminar_py.records.events import Assigned, Dropped, Interrupted
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted

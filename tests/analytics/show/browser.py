@@ -69,7 +69,7 @@ class Tab:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         await self.do("Emulation.setEmulatedMedia", features=scheme)
         await self.do("Page.navigate", url=address)
-        await self.until("window.laminar !== undefined && window.laminar.timeline.mode !== ''")
+        await self.until("window.laminar !== undefined")
 
     async def screenshot(self, path):
         """The whole page."""

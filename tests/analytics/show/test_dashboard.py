@@ -16,12 +16,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from laminar_py.config.loading import dump_config, load_config
-from laminar_py.observe.analytics.measure.tails import NAMES, OF_TURNS, Measure
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.observe.analytics.show.dashboard import Reader, check_binding, make_app
-from laminar_py.observe.analytics.show.figures import histograms
-from laminar_py.observe.analytics.show.gauges import expose
-from laminar_py.observe.analytics.triage.report import RunReport
+from laminar_py.observe.dashboard import Reader, check_binding, make_app
+from laminar_py.observe.figures import expose
+from laminar_py.observe.panels import distribution_panels
+from laminar_py.observe.record import read_snapshot
+from laminar_py.observe.report import RunReport
+from laminar_py.observe.tails import NAMES, OF_TURNS, Measure
 from laminar_py.records.events import PartDied
 from laminar_py.records.trajectory import Status
 from tests.analytics.scripted import CONFIG
@@ -30,6 +30,7 @@ from tests.analytics.synthetic import simulate
 from tests.ledger.runs import begin, checkpoint, consume, make_ready, open_ledger, undo_since
 
 GRAFANA = Path(__file__).parents[3] / "configs/grafana/laminar.json"
+CHART = "document.querySelector('#timeline .chart')"
 TOKEN = "a-secret-of-some-length"
 
 
@@ -179,12 +180,13 @@ async def test_metrics_agree_with_the_ledger(run):
 
 async def test_every_view_tells_the_same_of_lengths_and_times(run):
     report = RunReport(read_snapshot(run))
-    exported, drawn = samples(expose(report).decode()), histograms(report.snapshot.trajectories)
+    exported = samples(expose(report).decode())
+    drawn = [chart for panel in distribution_panels(report.snapshot.trajectories) for chart in panel.charts]
     of_one_turn = [one for one in Measure if one not in OF_TURNS]
     assert [one.name for one in drawn] == [NAMES[one] for one in of_one_turn]
     for measure, one in zip(of_one_turn, drawn, strict=True):
         told = report.tails.overall[measure]
-        assert one.percentiles == {"p50": told.p50, "p95": told.p95, "p99": told.p99}
+        assert one.marks == [("p50", told.p50), ("p95", told.p95), ("p99", told.p99)]
         if measure is not Measure.LENGTH:
             assert exported["laminar_latency_seconds", "0.95", one.name] == told.p95
 
@@ -253,7 +255,7 @@ async def command(run, *, first=""):
 
 
 async def test_ctrl_c_ends_it_in_the_midst_of_a_reading(run):
-    reads_long = "from laminar_py.observe.analytics.show import dashboard as d; import time"
+    reads_long = "from laminar_py.observe import dashboard as d; import time"
     reads_long += f"; d.Reader.look = lambda self: time.sleep({5 * PATIENCE_S})"
     async with (
         command(run, first=reads_long) as address,
@@ -264,7 +266,7 @@ async def test_ctrl_c_ends_it_in_the_midst_of_a_reading(run):
 
 
 async def test_ctrl_c_ends_it_in_the_midst_of_a_question(run):
-    asks_long = "from laminar_py.observe.analytics.show import dashboard as d; import time"
+    asks_long = "from laminar_py.observe import dashboard as d; import time"
     asks_long += f"; d.find_texts = lambda run, _: (run / 'asked').touch() or time.sleep({5 * PATIENCE_S})"
     async with aiohttp.ClientSession() as session:
         async with command(run, first=asks_long) as address, asyncio.timeout(PATIENCE_S):
@@ -291,16 +293,16 @@ async def test_an_open_page_follows_a_run_that_grows_and_keeps_its_zoom(tmp_path
     async with command(run) as address, browsing(tmp_path / "profile") as tab:
         await tab.open(address)
         assert await tab.look("laminar.page.live")
-        await tab.look("laminar.timeline.zoom(2, 5); laminar.timeline.draw()")
+        await tab.look(f"(Plotly.relayout({CHART}, {{'xaxis.range': [2, 5]}}), 0)")
         before = await tab.look("laminar.page.seq")
         async with open_ledger(run) as ledger:
             make_ready(ledger, "g9000.0", index=9000)
             ledger.append(PartDied("replica-1", "a test"))
         await tab.until(f"laminar.page.seq >= {before} + 6")
-        assert await tab.look("laminar.timeline.view") == [2, 5]
+        assert await tab.look(f"{CHART}.layout.xaxis.range") == [2, 5]
         assert "goes on" in await tab.look("fate({ live: true, heard_s: Date.now() / 1000 })")
         assert "killed" in await tab.look("fate({ live: true, heard_s: Date.now() / 1000 - 3600 })")
-        assert await tab.look("laminar.page.timeline.marks.some((mark) => mark[1] === 'death')")
+        assert await tab.look(f"{CHART}.data.some((one) => one.name === 'death, roll-back')")
         assert tab.errors == []
         assert all(url.startswith((address, "data:", "blob:")) for url in tab.requests)
         async with aiohttp.ClientSession() as session, session.get(f"{address}metrics") as answer:

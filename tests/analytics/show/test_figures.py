@@ -6,12 +6,12 @@ from math import isnan
 import pytest
 
 from laminar_py.ledger.database import reading
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.observe.analytics.show.figures import curves, drops, headline, learner_curves
-from laminar_py.observe.analytics.show.timeline import make_timeline
-from laminar_py.observe.analytics.triage.report import RunReport
+from laminar_py.observe.page import headline
+from laminar_py.observe.panels import curves_panel, drops_panel, learner_panel, timeline
+from laminar_py.observe.record import read_snapshot
+from laminar_py.observe.report import RunReport
 from laminar_py.records.events import RunEnded
-from laminar_py.records.trajectory import DropReason, Kind
+from laminar_py.records.trajectory import DropReason
 from tests.analytics.builders import make_step_row, write_rows
 from tests.analytics.scripted import scripted
 from tests.builders import make_evaluated
@@ -36,7 +36,8 @@ async def three_steps(run):
 async def test_a_step_in_whose_time_nothing_was_scored_has_no_reward_and_not_the_reward_0(tmp_path):
     async with three_steps(tmp_path):
         pass
-    first, second, third = curves(read_snapshot(tmp_path)).reward
+    (reward,) = curves_panel(read_snapshot(tmp_path)).charts[0].series
+    first, second, third = reward.y
     assert (first, third) == (0.5, 0.5)
     assert isnan(second)
 
@@ -44,23 +45,8 @@ async def test_a_step_in_whose_time_nothing_was_scored_has_no_reward_and_not_the
 async def test_the_bar_of_a_step_has_the_reward_of_what_it_trained_on(tmp_path):
     async with three_steps(tmp_path):
         pass
-    steps = make_timeline(read_snapshot(tmp_path)).steps
-    assert [step.reward for step in steps] == [1.0, 0.0, 0.5]
-
-
-async def test_heights_are_those_of_training_and_not_of_an_evaluation_that_crowds_a_replica(tmp_path):
-    async with scripted(tmp_path) as script:
-        for sample in range(2):
-            script.issue(0, f"g1.{sample}")
-        for sample in range(40):
-            script.issue(20, f"e1.{sample}", kind=Kind.EVAL)
-        for sample in range(40):
-            script.finish(30, f"e1.{sample}")
-        for sample in range(2):
-            script.finish(40, f"g1.{sample}")
-    found = make_timeline(read_snapshot(tmp_path))
-    assert found.most_running == pytest.approx(2.0, rel=0.01)
-    assert found.trajectories == 42
+    steps = timeline(read_snapshot(tmp_path)).charts[0].series[0]
+    assert [words.rpartition(" ")[2] for words in steps.words] == ["1", "0", "0.5"]
 
 
 async def test_drops_without_signal_are_counted_and_all_others_listed(tmp_path):
@@ -68,9 +54,9 @@ async def test_drops_without_signal_are_counted_and_all_others_listed(tmp_path):
         for group in range(6):
             script.issue(0, f"g{group}.0")
             script.drop(1 + group, f"g{group}.0", DropReason.NO_SIGNAL if group < 4 else DropReason.STALE)
-    kinds, rows = drops(read_snapshot(tmp_path))
-    assert {kind.reason: kind.count for kind in kinds} == {"no_signal": 4, "stale": 2}
-    assert [row.id for row in rows] == ["g5.0", "g4.0"]
+    kinds, newest = drops_panel(read_snapshot(tmp_path)).tables
+    assert [row[:2] for row in kinds.rows] == [["no signal", "4"], ["stale", "2"]]
+    assert [row[0] for row in newest.rows] == ["g5.0", "g4.0"]
 
 
 async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_each_trained_on(tmp_path):
@@ -87,10 +73,11 @@ async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_ea
                 script.finish(10 * step - 5, id, length=length)
                 script.score(10 * step - 4, id)
             script.step(10 * step, step, *ids)
-    found = learner_curves(read_snapshot(tmp_path))
-    assert (found.steps, found.loss, found.length) == ([1, 2], [0.1, 0.2], [6.0, 10.0])
-    assert (found.grad_norm, found.kl, found.clipped) == ([1.0, 1.0], [0.02, 0.02], [0.3, 0.3])
-    assert found.effective == [1.0, 1.0]
+    charts = learner_panel(read_snapshot(tmp_path)).charts
+    assert all(chart.series[0].x == [1, 2] for chart in charts)
+    loss, norm, length, kl, clipped, effective = (chart.series[0].y for chart in charts)
+    assert (loss, length) == ([0.1, 0.2], [6.0, 10.0])
+    assert (norm, kl, clipped, effective) == ([1.0, 1.0], [0.02, 0.02], [0.3, 0.3], [1.0, 1.0])
 
 
 async def test_a_run_has_ended_when_it_says_so_and_is_heard_until_its_last_event(tmp_path):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from laminar_py.config.loading import dump_config, load_config
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.observe.analytics.show import timeline
-from laminar_py.observe.analytics.show.page import write_page
-from laminar_py.observe.analytics.show.timeline import draw
-from laminar_py.observe.analytics.show.walls import MEANINGS
-from laminar_py.observe.analytics.triage.report import RunReport
+from laminar_py.observe import panels
+from laminar_py.observe.diagnosis import MEANINGS
+from laminar_py.observe.page import write_page
+from laminar_py.observe.record import read_snapshot
+from laminar_py.observe.report import RunReport
+from laminar_py.observe.trace import draw
 from laminar_py.records.events import Dropped, Pulled, Relayed
 from laminar_py.records.trajectory import DropReason
 from tests.analytics.scripted import CONFIG
@@ -22,16 +22,14 @@ from tests.builders import make_evaluated
 from tests.ledger.runs import begin, issue, open_ledger
 
 MARKS = """JSON.stringify(Object.fromEntries(
-  ['lengths', 'latencies', 'staleness', 'step', 'curves', 'learner'].map((id) => {
+  ['timeline', 'lengths', 'latencies', 'staleness', 'step', 'curves', 'learner'].map((id) => {
     const box = document.getElementById(id), size = box.querySelector('svg').getBoundingClientRect();
     const marks = box.querySelectorAll('.bars .point, .heatmaplayer image, .scatterlayer path.js-line').length;
     return [id, [size.width, size.height, marks]];
   })))"""
-INK = """(() => {
-  const canvas = document.getElementById('timeline-canvas'), { width, height } = canvas;
-  const seen = new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, width, height).data.buffer));
-  return seen.size;
-})()"""
+
+
+TEXT = "document.getElementById('{}').textContent"
 
 
 @pytest.fixture
@@ -61,17 +59,16 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
             assert width > 200, panel
             assert height > 150, panel
             assert marks > 0, panel
-        drawn = await tab.look("laminar.timeline.drawn")
-        assert drawn["steps"] == 12
-        assert drawn["transfers"] > 0
-        assert await tab.look(INK) > 10  # colours
-        assert await tab.look("document.querySelectorAll('#relays circle').length") == 6
-        silent = await tab.look("document.getElementById('drop-note').textContent")
-        assert silent.endswith("without signal are counted, not listed. ")
-        assert await tab.look("document.querySelectorAll('#drop-rows tbody tr').length") == 0
+        assert await tab.look("document.querySelectorAll('#timeline .bars .point').length") == 12  # steps
+        assert await tab.look("document.querySelectorAll('#relays tbody tr').length") == 6
+        assert "groups without signal are counted, not listed." in await tab.look(TEXT.format("drops"))
+        assert await tab.look("document.querySelectorAll('#drops .opens tbody tr').length") == 0
         assert await tab.look("document.querySelectorAll('#learner .js-line').length") == 6
-        assert await tab.look("document.getElementById('config').textContent") == (run / "config.yaml").read_text()
-        assert await tab.look("document.getElementById('wall-name').textContent") == wall.wall
+        assert (
+            await tab.look("document.querySelector('#config pre').textContent")
+            == (run / "config.yaml").read_text()
+        )
+        assert await tab.look("document.querySelector('#wall .lead').textContent") == wall.wall
         told = await tab.look("document.getElementById('wall').textContent")
         for words in (MEANINGS[wall.wall], wall.evidence, *(remedy.change for remedy in wall.remedies)):
             assert words in told
@@ -82,48 +79,14 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
     assert (tmp_path / "report.png").stat().st_size > 50_000
 
 
-@needs_browser
-async def test_zooming_in_shows_single_trajectories_and_their_story(run, tmp_path):
-    report = write_report(run)
-    async with browsing(tmp_path / "profile") as tab:
-        await tab.open(report.as_uri())
-        await tab.look("laminar.timeline.zoom(4, 8); laminar.timeline.draw()")
-        drawn = await tab.look("laminar.timeline.drawn")
-        assert await tab.look("laminar.timeline.mode") == "bars"
-        within = await tab.look(
-            "(() => { const { start, end } = laminar.timeline.bars;"
-            " return start.filter((at, i) => at <= 8000 && end[i] >= 4000).length; })()"
-        )
-        assert drawn["bars"] == within > 0
-        x, y = await tab.look(
-            "(() => { const [x, y, w, h] = laminar.timeline.hits.find("
-            "   (hit) => hit[0] > 120 && hit[4]().startsWith('g'));"
-            " const at = document.getElementById('timeline-canvas').getBoundingClientRect();"
-            " return [at.left + x + w / 2, at.top + y + h / 2]; })()"
-        )
-        await tab.do("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        await tab.until("!document.getElementById('tip').hidden")
-        told = await tab.look("document.getElementById('tip').textContent")
-        assert "tokens, reward" in told
-        assert tab.errors == []
-
-
-@needs_browser
-async def test_a_crowded_run_is_drawn_as_areas_and_says_what_part_its_bars_are(tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    await simulate(run, replicas=4, slots=256, steps=20)
-    monkeypatch.setattr(timeline, "MOST_BARS", 9_500)  # the page draws 9,000 of them at once
-    report = write_report(run)
-    async with browsing(tmp_path / "profile") as tab:
-        await tab.open(report.as_uri())
-        note = await tab.look("document.getElementById('timeline-note').textContent")
-        assert "Bars show 1 in" in note
-        assert await tab.look("laminar.timeline.mode") == "areas"
-        heat = (
-            "laminar.timeline.heat.running.reduce((sum, one) => sum + one, 0) * laminar.page.timeline.heat.bin_s"
-        )
-        stays = read_snapshot(run).stays
-        assert np.isclose(await tab.look(heat), (stays.end_s - stays.start_s).sum(), rtol=1e-3)  # of all of them
+async def test_the_timeline_counts_every_trajectory_however_many_there_are(tmp_path, monkeypatch):
+    await simulate(tmp_path, replicas=4, slots=256, steps=20)
+    monkeypatch.setattr(panels, "MOST_CELLS", 400)
+    stays = read_snapshot(tmp_path).stays
+    heat = panels.timeline(read_snapshot(tmp_path)).charts[0].heat
+    width = heat.x[1] - heat.x[0]
+    assert (len(heat.y), len(heat.x)) == (4, 100)
+    assert np.isclose(np.nansum(heat.z) * width, (stays.end_s - stays.start_s).sum(), rtol=1e-2)
 
 
 async def test_what_is_drawn_is_chosen_the_same_each_time_and_whole(run):
@@ -161,8 +124,8 @@ async def test_nothing_from_a_run_becomes_markup(tmp_path):
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(report.as_uri())
         assert await tab.look("document.querySelectorAll('img').length") == 0
-        assert evil in await tab.look("document.getElementById('drop-rows').textContent")
-        assert evil in await tab.look("document.getElementById('relays').textContent")
+        assert evil in await tab.look(TEXT.format("drops"))
+        assert evil in await tab.look(TEXT.format("relays"))
         assert await tab.look("document.getElementById('name').textContent") == run.name
         assert await tab.look("window.hit") is None
         assert tab.errors == []
@@ -216,7 +179,7 @@ async def test_an_evaluation_before_the_first_step_has_its_curve(tmp_path):
 
 
 def test_the_page_is_one_file_with_all_that_it_needs():
-    web = Path(timeline.__file__).parent / "web"
+    web = Path(panels.__file__).parent / "web"
     for part in web.iterdir():
         text = part.read_text()
         assert "://" not in text.replace("http://www.w3.org/2000/svg", ""), part.name

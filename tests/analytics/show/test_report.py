@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from laminar_py.cli import app
 from laminar_py.cli.report import print_limits
 from laminar_py.config.loading import load_config
-from laminar_py.observe.analytics.measure.tails import NAMES, Distribution, Measure, Tails
-from laminar_py.observe.analytics.read.samples import read_samples
-from laminar_py.observe.analytics.show.run_tables import tail_table
-from laminar_py.observe.analytics.triage.report import read_report
+from laminar_py.observe.record import read_samples
+from laminar_py.observe.report import read_report
+from laminar_py.observe.tails import NAMES, Distribution, Measure, Tails
+from laminar_py.observe.terminal import tail_table
 from laminar_py.records.events import RefillStopped
 from tests.analytics.builders import make_fleet_row, make_step_row, write_rows
 from tests.analytics.ledgers import live, write_small_run

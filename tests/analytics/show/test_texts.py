@@ -11,11 +11,11 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from laminar_py.ledger.audit.queries import Filters, listing
-from laminar_py.observe.analytics.show import dashboard, texts
-from laminar_py.observe.analytics.show.dashboard import Reader, make_app
-from laminar_py.observe.analytics.show.texts import embed_texts, find_texts, view_sample
-from laminar_py.observe.samples.reading import read_sample
-from laminar_py.observe.samples.records import SampleOrder
+from laminar_py.observe import dashboard, texts
+from laminar_py.observe.dashboard import Reader, make_app
+from laminar_py.observe.sample_reader import read_sample
+from laminar_py.observe.samples import SampleOrder
+from laminar_py.observe.texts import embed_texts, find_texts, view_sample
 from tests.analytics.show.browser import PATIENCE_S
 from tests.analytics.show.written import write_run
 from tests.analytics.synthetic import simulate

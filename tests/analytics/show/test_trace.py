@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.observe.analytics.show import trace
-from laminar_py.observe.analytics.show.trace import write_trace
-from laminar_py.observe.analytics.triage.report import RunReport
+from laminar_py.observe import trace
+from laminar_py.observe.record import read_snapshot
+from laminar_py.observe.report import RunReport
+from laminar_py.observe.trace import write_trace
 from laminar_py.records.events import Relayed
 from tests.analytics.synthetic import simulate
 from tests.ledger.runs import begin, open_ledger

@@ -8,24 +8,18 @@ from rich.console import Console
 
 from laminar_py.cli.choices import choices, command
 from laminar_py.config.loading import load_config
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.observe.analytics.show.gauges import expose
-from laminar_py.observe.analytics.show.page import make_page, write_page
-from laminar_py.observe.analytics.show.run_tables import run_tables
-from laminar_py.observe.analytics.show.trace import write_trace
-from laminar_py.observe.analytics.triage.remedies import Wall, remedies
-from laminar_py.observe.analytics.triage.report import RunReport
+from laminar_py.observe.figures import expose
+from laminar_py.observe.page import make_page, write_page
+from laminar_py.observe.record import read_snapshot
+from laminar_py.observe.remedies import Wall, remedies
+from laminar_py.observe.report import RunReport
+from laminar_py.observe.terminal import run_tables
+from laminar_py.observe.trace import write_trace
 from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 from tests.analytics.show.browser import browsing, needs_browser
 from tests.runs.runs import REPO
 
-OPTIONS = "JSON.stringify([...document.getElementById('{}').options].map((one) => one.value))"
-AREAS = """(() => {
-  laminar.timeline.visibleBars = () => null;
-  laminar.timeline.draw();
-  const [x, y, width, , tell] = laminar.timeline.hits.find(([, y]) => y > 60);
-  return tell(laminar.timeline.x(2));
-})()"""
+OPTIONS = "JSON.stringify([...document.querySelector('#{} select').options].map((one) => one.value))"
 
 
 async def write_turns(run, *overrides):
@@ -76,11 +70,15 @@ async def test_the_terminal_has_turns_and_environments_where_there_are_some_and_
     assert "  of it, to the first tokens" in without
 
 
+def panels(page):
+    return {panel.id: panel for panel in page.panels}
+
+
 async def test_page_trace_and_metrics_tell_environments_apart(tmp_path):
     report = await write_turns(tmp_path, WITH_ENVIRONMENT)
     page = make_page(report)
-    assert [bar.name for bar in page.stages] == ["generation", "environment", "learner"]
-    assert [one.value for one in page.headline if one.name == "turns"] == ["2.00"]
+    assert panels(page)["step"].charts[0].series[0].y == ["generation", "environment", "learner"]
+    assert [one.value for one in page.cards if one.name == "turns"] == ["2.00"]
     exported = expose(report).decode()
     assert 'laminar_latency_seconds{quantile="0.95",stage="environment"} 8.1' in exported
     assert 'laminar_turns{quantile="0.50"} 2.0' in exported
@@ -92,8 +90,10 @@ async def test_page_trace_and_metrics_tell_environments_apart(tmp_path):
 async def test_a_run_without_environments_has_none_in_page_trace_and_metrics(tmp_path):
     report = await write_turns(tmp_path)
     page = make_page(report)
-    assert "environment" not in {bar.name for bar in page.stages} | {one.name for one in page.distributions}
-    assert page.timeline.heat.away is page.timeline.bars.away is page.timeline.bars.turns is None
+    found = panels(page)
+    assert "environment" not in found["step"].charts[0].series[0].y
+    assert "environment" not in [chart.name for chart in found["latencies"].charts]
+    assert [chart.name for chart in found["timeline"].charts] == ["running", "weight version"]
     assert b'stage="environment"' not in expose(report)
     assert b"laminar_turns" not in expose(report)
     written = write_trace(report).read_bytes()
@@ -107,21 +107,12 @@ async def test_a_browser_draws_turns_and_environments_without_complaint(tmp_path
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(f"{write_page(report).as_uri()}#sample=g3.0")
         await tab.until("document.querySelector('#texts-head b').textContent === 'g3.0'")
-        assert json.loads(await tab.look(OPTIONS.format("length-measure"))) == [
-            "response tokens",
-            "turns of the model",
-        ]
-        assert "environment" in json.loads(await tab.look(OPTIONS.format("latency-stage")))
-        assert not await tab.look("document.getElementById('length-measure').parentElement.hidden")
-        assert "more time in environments" in await tab.look(
-            "document.getElementById('timeline-legend').textContent"
-        )
-        tip = await tab.look("laminar.timeline.tellBar(0)")
-        assert "2 turns, 8.1 s in its environment" in tip
-        assert "8 trajectories running, 7.2 of them in environments" in await tab.look(AREAS)
+        assert json.loads(await tab.look(OPTIONS.format("lengths"))) == ["response tokens", "turns of the model"]
+        assert "environment" in json.loads(await tab.look(OPTIONS.format("latencies")))
+        assert "in environments" in json.loads(await tab.look(OPTIONS.format("timeline")))
         legend = await tab.look("document.getElementById('texts-legend').textContent")
         assert legend == "version 0environment"
-        assert await tab.look("document.querySelectorAll('#texts-response .environment').length") == 1
+        assert await tab.look("document.querySelectorAll('#texts-response .environment').length") == 2
         assert tab.errors == []
 
 
@@ -130,8 +121,8 @@ async def test_a_browser_offers_no_turns_where_there_are_none(tmp_path):
     report = await write_turns(tmp_path)
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(write_page(report).as_uri())
-        assert await tab.look("document.getElementById('length-measure').parentElement.hidden")
-        assert "environments" not in await tab.look("document.getElementById('timeline-legend').textContent")
+        assert await tab.look("document.querySelector('#lengths select').parentElement.hidden")
+        assert "in environments" not in json.loads(await tab.look(OPTIONS.format("timeline")))
         assert tab.errors == []
 
 

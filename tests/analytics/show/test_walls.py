@@ -3,11 +3,12 @@
 import pytest
 
 from laminar_py.config.staleness import Schedule
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.observe.analytics.show.walls import MEANINGS, stage_bars, wall_panel
-from laminar_py.observe.analytics.triage.goodput import StageTimes, StepStage, compose
-from laminar_py.observe.analytics.triage.remedies import Wall
-from laminar_py.observe.analytics.triage.report import RunReport, read_report
+from laminar_py.observe.diagnosis import MEANINGS
+from laminar_py.observe.mean_step import StageTimes, StepStage, compose
+from laminar_py.observe.panels import stage_bars, wall_panel
+from laminar_py.observe.record import read_snapshot
+from laminar_py.observe.remedies import Wall
+from laminar_py.observe.report import RunReport, read_report
 from tests.analytics.scripted import scripted
 from tests.analytics.synthetic import simulate
 
@@ -39,9 +40,9 @@ async def test_the_page_names_the_wall_that_the_triage_found(tmp_path):
             script.step(at + 9.5, step, id, waited_s=1.0)
     diagnosis = read_report(tmp_path).diagnosis
     panel = wall_panel(diagnosis)
-    assert panel.name == str(diagnosis.binding.wall)
-    assert panel.remedies == diagnosis.binding.remedies != ()
-    assert panel.meaning.endswith(".")
+    assert panel.lead == str(diagnosis.binding.wall)
+    assert panel.note == MEANINGS[diagnosis.binding.wall]
+    assert len(panel.lists[1]) == len(diagnosis.binding.remedies) > 0
     assert diagnosis.mean_step.measured_s > 0
 
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 import numpy as np
 
 from laminar_py.config.loading import dump_config, load_config
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.observe.analytics.show.page import write_page
-from laminar_py.observe.analytics.triage.report import RunReport
+from laminar_py.observe.page import write_page
+from laminar_py.observe.record import read_snapshot
+from laminar_py.observe.report import RunReport
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped, Interrupted, Ready
 from laminar_py.records.spans import Span

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.observe.analytics.measure.quality import Point, Quality, count_devices
-from laminar_py.observe.analytics.triage.compare import compare
+from laminar_py.observe.compare import compare
+from laminar_py.observe.quality import Point, Quality, count_devices
 from tests.runs.runs import REPO
 
 QUICKSTART = load_config(REPO / "configs/quickstart.yaml", [])

@@ -6,12 +6,18 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.config.staleness import Schedule
-from laminar_py.observe.analytics.measure.use import Age, Use
-from laminar_py.observe.analytics.show.walls import wall_rows
-from laminar_py.observe.analytics.triage.diagnosis import BoundSide, diagnose, what_if, what_if_set
-from laminar_py.observe.analytics.triage.goodput import StageTimes, StepStage, compose, predict
-from laminar_py.observe.analytics.triage.mean_step import MeanStep, expected_longest
-from laminar_py.observe.analytics.triage.remedies import Remedy, Wall, remedies
+from laminar_py.observe.diagnosis import BoundSide, diagnose, wall_rows, what_if, what_if_set
+from laminar_py.observe.mean_step import (
+    Age,
+    MeanStep,
+    StageTimes,
+    StepStage,
+    Use,
+    compose,
+    expected_longest,
+    predict,
+)
+from laminar_py.observe.remedies import Remedy, Wall, remedies
 from tests.analytics.scripted import CONFIG, WITH_ENVIRONMENT
 
 

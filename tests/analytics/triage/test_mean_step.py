@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.observe.analytics.measure.pipeline import Pipeline
-from laminar_py.observe.analytics.measure.use import Age, Use, measure_age
-from laminar_py.observe.analytics.read.samples import Samples
-from laminar_py.observe.analytics.triage.mean_step import BACKGROUND, FEW_STEPS, mean_step
+from laminar_py.observe.mean_step import BACKGROUND, FEW_STEPS, Age, Use, mean_step, measure_age
+from laminar_py.observe.pipeline import Pipeline
+from laminar_py.observe.record import Samples
 from laminar_py.records.metrics import TokenMetrics
 from laminar_py.records.trajectory import DropReason, Status
 from tests.analytics.builders import make_fleet_row, make_step_row, make_trajectories
