@@ -25,7 +25,7 @@ COMMANDS = {  # name: where its function or `typer.Typer` is, and an example for
     "train": ("laminar_py.cli.train:train", "laminar train configs/quickstart.yaml seed=1 steps=60"),
     "scale": ("laminar_py.cli.scale:scale", "laminar scale runs/quickstart-1 replicas=4"),
     "report": ("laminar_py.cli.report:report", "laminar report runs/quickstart-1"),
-    "dashboard": ("laminar_py.cli.dashboard:dashboard", "laminar dashboard runs/quickstart-1 --port 8400"),
+    "dashboard": ("laminar_py.cli.report:dashboard", "laminar dashboard runs/quickstart-1 --port 8400"),
     "data": ("laminar_py.cli.data:data", "laminar data configs/quickstart.yaml"),
     "samples": (
         "laminar_py.cli.samples:samples",

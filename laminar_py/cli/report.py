@@ -1,9 +1,11 @@
-"""`laminar report`: what limits a run and where its tokens and time went, or several runs side by side.
+"""`laminar report`: what limits a run and where its tokens and time went; `laminar dashboard`: the same, live.
 
 Owns the order in which things are said, the most important first; figures and tables come from `analytics`.
 """
 
+import asyncio
 import dataclasses
+import os
 from functools import cached_property
 from math import isnan
 from pathlib import Path
@@ -93,6 +95,19 @@ def print_limits(run: Path) -> None:
         say(NO_STEP)
     say(f"laminar report {run} has all figures, and draws report.html")
     say(f"laminar audit {run} verify proves them")
+
+
+def dashboard(
+    run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one")] = 8400,
+    host: Annotated[
+        str, typer.Option(help="Interface; beyond loopback LAMINAR_DASHBOARD_TOKEN must be set")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve the report's page, updating while the run goes on, and /metrics for Prometheus, until Ctrl-C."""
+    from laminar_py.observe.dashboard import TOKEN_VARIABLE, serve
+
+    asyncio.run(serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, tell=say))
 
 
 def plain(value: object) -> object:

@@ -10,10 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from rich.console import Group
 
 from laminar_py.config.run import RunConfig
+from laminar_py.observe.figures import FIGURES
 from laminar_py.observe.quality import Point, tell_mean
 from laminar_py.observe.report import RunReport
 from laminar_py.observe.tails import NAMES, Measure, tell_seconds
@@ -124,7 +126,12 @@ class CompareRow:
 def comparison_tables(reports: Sequence[RunReport], comparison: Comparison) -> Iterator[Group]:
     """Speed and tails, staleness, then quality against time, tokens and device-hours, and all sets by seeds."""
     heads = short_names(reports)
-    yield _table("Speed and tails", heads, [*_speed(reports), *_tails(reports)])
+    speed = [
+        CompareRow(one.compared, [cast(float | None, one.value(report)) for report in reports], one.tell)
+        for one in FIGURES
+        if one.compared
+    ]
+    yield _table("Speed and tails", heads, [*speed, *_tails(reports)])
     yield make_table("\nStaleness of consumed trajectories", "versions", heads, _staleness(reports))
     measure = comparison.measure
     if comparison.reached:
@@ -162,15 +169,6 @@ def _cells(row: CompareRow) -> Iterator[str]:
         else:
             ratio = f" ({value / first:.2f}x)" if place and first else ""
             yield f"{row.tell(value)}{ratio}"
-
-
-def _speed(reports: Sequence[RunReport]) -> Iterator[CompareRow]:
-    yield CompareRow("goodput, useful tokens/s", [r.tokens.goodput for r in reports], "{:,.0f}".format)
-    yield CompareRow("trained tokens/s", [r.trained_tokens_per_s for r in reports], "{:,.0f}".format)
-    yield CompareRow("useful of the issued", [r.tokens.useful_share for r in reports], "{:.1%}".format)
-    yield CompareRow("steps", [float(r.steps) for r in reports], "{:,.0f}".format)
-    yield CompareRow("RL", [r.rl_s for r in reports], tell_seconds)
-    yield CompareRow("slots lost to stragglers", [r.stragglers.slots for r in reports], "{:.1%}".format)
 
 
 def _tails(reports: Sequence[RunReport]) -> Iterator[CompareRow]:

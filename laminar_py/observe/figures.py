@@ -4,10 +4,9 @@ Invariants of `/metrics`: names and labels are few and fixed, whatever the run d
 labels; counters do not fall when steps are undone. `configs/grafana/laminar.json` draws these.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,6 +17,7 @@ from laminar_py.observe.report import RunReport
 from laminar_py.observe.tails import COUNTED, NAMES, Distribution, Measure, distribution, tell_seconds
 from laminar_py.observe.trajectories import REASONS, STATUSES
 from laminar_py.records.events import (
+    AnyEvent,
     PartDied,
     Pulled,
     Relayed,
@@ -33,7 +33,6 @@ from laminar_py.records.trajectory import Status
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Labelled = Mapping[str, float] | Mapping[tuple[str, ...], float]
-Event = TypeVar("Event")
 Value = float | Labelled | None
 
 
@@ -75,6 +74,27 @@ def _quantiles(found: Distribution | None) -> dict[str, float]:
 
 def _of_turns(report: RunReport) -> Distribution | None:
     return report.tails.overall.get(Measure.TURNS)
+
+
+def _lengths(report: RunReport) -> Labelled:
+    return _quantiles(report.tails.overall.get(Measure.LENGTH))
+
+
+def _turns(report: RunReport) -> Labelled | None:
+    return None if (found := _of_turns(report)) is None else _quantiles(found)
+
+
+def _entropy(report: RunReport) -> float | None:
+    steps = report.snapshot.samples.steps
+    return steps[-1].entropy if steps else None
+
+
+def _evaluated(report: RunReport) -> Labelled:
+    return {one.set_name: one.figures.mean.value for one in report.snapshot.history.evaluations}
+
+
+def _wall(report: RunReport) -> Labelled:
+    return {} if report.diagnosis is None else {str(report.diagnosis.binding.wall): 1.0}
 
 
 def _latencies(report: RunReport) -> dict[tuple[str, ...], float]:
@@ -125,29 +145,29 @@ def _fleet(values: Callable[[FleetRow], Iterable[float]]) -> Callable[[RunReport
     return of_last
 
 
-def _sum(kind: type[Event], value: Callable[[Event], float]) -> Callable[[RunReport], Value]:
-    """Sum over all events of a kind; of undone steps too, so that nothing falls."""
-    return lambda report: sum(value(event) for _, event in report.snapshot.history.of(kind))
+def _sum(kind: type[AnyEvent], field: str) -> Callable[[RunReport], Value]:
+    """Sum of a field over all events of a kind; of undone steps too, so that nothing falls."""
+    return lambda report: sum(getattr(event, field) for _, event in report.snapshot.history.of(kind))
 
 
-def _sums(
-    kind: type[Event], label: Callable[[Event], str], value: Callable[[Event], float]
-) -> Callable[[RunReport], Value]:
-    """The same by label."""
+def _sums(kind: type[AnyEvent], label: str, field: str = "") -> Callable[[RunReport], Value]:
+    """The same by another field; without a field the number of events."""
 
     def by_label(report: RunReport) -> Value:
-        found = Counter[str]()
+        found = defaultdict[str, float](float)
         for _, event in report.snapshot.history.of(kind):
-            found[label(event)] += value(event)  # type: ignore[assignment]  # a Counter of seconds
+            found[getattr(event, label)] += getattr(event, field) if field else 1
         return found
 
     return by_label
 
 
-def _last_step(value: Callable[[Stepped], float]) -> Callable[[RunReport], Value]:
+def _last(kind: type[AnyEvent], field: str, default: float | None = None) -> Callable[[RunReport], Value]:
+    """A field of the last event of a kind."""
+
     def of_last(report: RunReport) -> Value:
-        steps = [step for _, step in report.snapshot.history.of(Stepped)]
-        return value(steps[-1]) if steps else None
+        events = [event for _, event in report.snapshot.history.of(kind)]
+        return float(getattr(events[-1], field)) if events else default
 
     return of_last
 
@@ -158,11 +178,6 @@ def _repacked(report: RunReport) -> dict[str, float]:
         moved["running"] += event.num_running
         moved["waiting"] += event.num_waiting
     return {name: float(count) for name, count in moved.items()}
-
-
-def _published(report: RunReport) -> float:
-    versions = [event.version for _, event in report.snapshot.history.of(VersionPublished)]
-    return versions[-1] if versions else -1
 
 
 def _note_trajectories(report: RunReport) -> str:
@@ -184,10 +199,9 @@ FIGURES = (
     Figure(
         name="goodput",
         value=lambda r: r.tokens.goodput,
-        tell="{:,.0f} tokens/s".format,
         metric="goodput_tokens_per_second",
         compared="goodput, useful tokens/s",
-        note=lambda r: f"{r.tokens.useful:,} useful in {r.rl_s:,.1f} s of RL",
+        note=lambda r: f"tokens/s, {r.tokens.useful:,} useful in {r.rl_s:,.1f} s of RL",
     ),
     Figure(name="", value=lambda r: r.trained_tokens_per_s, compared="trained tokens/s"),
     Figure(name="", value=lambda r: r.tokens.useful_share, tell="{:.1%}".format, compared="useful of the issued"),
@@ -235,18 +249,8 @@ FIGURES = (
     counter("tokens_generated", "response tokens of training, stored so far", lambda r: r.tokens.issued),
     gauge("tokens_useful", "of steps that stand, each weighed as its loss was", lambda r: r.tokens.useful),
     gauge("reward", "mean reward of the last thousand scored", _recent_reward),
-    gauge(
-        "response_length_tokens",
-        "response length",
-        lambda r: _quantiles(r.tails.overall.get(Measure.LENGTH)),
-        "quantile",
-    ),
-    gauge(
-        "turns",
-        "turns of the model in a trajectory",
-        lambda r: None if (found := _of_turns(r)) is None else _quantiles(found),
-        "quantile",
-    ),
+    gauge("response_length_tokens", "response length", _lengths, "quantile"),
+    gauge("turns", "turns of the model in a trajectory", _turns, "quantile"),
     gauge("staleness_steps", "staleness of what was consumed", _staleness, "quantile"),
     gauge("latency_seconds", "seconds of the stages of a trajectory's way", _latencies, "stage", "quantile"),
     gauge("tail_ratio", "p95 over p50", _tail_ratios, "of"),
@@ -255,71 +259,34 @@ FIGURES = (
     gauge("replica_waiting", "trajectories that wait in its engine", _fleet(lambda row: row.waiting), "replica"),
     gauge("replica_kv_share", "share of its KV cache in use", _fleet(lambda row: row.kv_use), "replica"),
     counter("repacked", "trajectories that repacking moved", _repacked, "state"),
-    gauge("learner_step", "the last step", lambda r: _last_step(lambda one: one.step)(r) or 0),
-    counter("tokens_trained", "response tokens of steps", _sum(Stepped, lambda one: one.num_tokens)),
-    counter("learner_busy_seconds", "in steps", _sum(Stepped, lambda one: one.elapsed_s)),
-    counter("learner_waiting_seconds", "without a batch", _sum(Stepped, lambda one: one.waited_s)),
-    counter("reference_seconds", "in the reference model", _sum(Stepped, lambda one: one.reference_s)),
-    gauge("loss", "of the last step", _last_step(lambda one: one.loss)),
-    gauge("gradient_norm", "of the last step", _last_step(lambda one: one.grad_norm)),
-    gauge(
-        "entropy_nats",
-        "of the last step's tokens",
-        lambda r: r.snapshot.samples.steps[-1].entropy if r.snapshot.samples.steps else None,
-    ),
-    gauge(
-        "evaluation_mean_reward",
-        "of the last evaluation; an accuracy of 0 and 1",
-        lambda r: {one.set_name: one.figures.mean.value for one in r.snapshot.history.evaluations},
-        "set",
-    ),
-    gauge("version_published", "newest weight version of the learner", _published),
-    counter(
-        "publish_stall_seconds",
-        "that the learner stood still for publishing",
-        _sum(VersionPublished, lambda one: one.stall_s),
-    ),
-    counter(
-        "relay_seconds",
-        "from first request to verified, of all versions",
-        _sums(Relayed, lambda one: one.node, lambda one: one.elapsed_s),
-        "node",
-    ),
-    counter(
-        "relay_wire_bytes",
-        "that came over the wire",
-        _sums(Relayed, lambda one: one.node, lambda one: one.wire_bytes),
-        "node",
-    ),
+    gauge("learner_step", "the last step", _last(Stepped, "step", 0)),
+    counter("tokens_trained", "response tokens of steps", _sum(Stepped, "num_tokens")),
+    counter("learner_busy_seconds", "in steps", _sum(Stepped, "elapsed_s")),
+    counter("learner_waiting_seconds", "without a batch", _sum(Stepped, "waited_s")),
+    counter("reference_seconds", "in the reference model", _sum(Stepped, "reference_s")),
+    gauge("loss", "of the last step", _last(Stepped, "loss")),
+    gauge("gradient_norm", "of the last step", _last(Stepped, "grad_norm")),
+    gauge("entropy_nats", "of the last step's tokens", _entropy),
+    gauge("evaluation_mean_reward", "of the last evaluation", _evaluated, "set"),
+    gauge("version_published", "newest weight version of the learner", _last(VersionPublished, "version", -1)),
+    counter("publish_stall_seconds", "the learner stood still to publish", _sum(VersionPublished, "stall_s")),
+    counter("relay_seconds", "from first request to verified", _sums(Relayed, "node", "elapsed_s"), "node"),
+    counter("relay_wire_bytes", "that came over the wire", _sums(Relayed, "node", "wire_bytes"), "node"),
     counter(
         "pull_waited_seconds",
-        "that a subscriber waited for versions",
-        _sums(Pulled, lambda one: one.subscriber, lambda one: one.waited_s),
+        "waits for versions",
+        _sums(Pulled, "subscriber", "waited_s"),
         "subscriber",
     ),
-    counter(
-        "deaths",
-        "parts that were found dead, and restarted",
-        _sums(PartDied, lambda one: one.part, lambda _: 1),
-        "part",
-    ),
+    counter("deaths", "parts that died and were restarted", _sums(PartDied, "part"), "part"),
     gauge(
         "live",
-        "1 until the run has ended by its own word, so also after a kill",
+        "1 until the run says that it ended",
         lambda r: float(r.snapshot.history.live),
     ),
-    gauge(
-        "last_event_timestamp_seconds",
-        "since 1970; long ago where a run was killed",
-        lambda r: r.snapshot.heard_s,
-    ),
+    gauge("last_event_timestamp_seconds", "since 1970; long ago after a kill", lambda r: r.snapshot.heard_s),
     counter("events", "in the ledger", lambda r: r.snapshot.seq),
-    gauge(
-        "wall_info",
-        "what limits the run",
-        lambda r: {} if r.diagnosis is None else {str(r.diagnosis.binding.wall): 1.0},
-        "wall",
-    ),
+    gauge("wall_info", "what limits the run", _wall, "wall"),
 )
 
 

@@ -26,9 +26,7 @@ def tell_sample(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[
     """Lines on a sample: its problem, its text, its reward, its group and its prompt's visits."""
     row = sample.row
     yield _line(f"{row.id}: {_fate(sample)}", "bold")
-    yield from tell_prompt(sample, whole=whole)
-    yield from tell_response(sample, colour=colour, whole=whole)
-    yield from tell_verdict(sample, whole=whole)
+    yield from tell_text(sample, colour=colour, whole=whole)
     rewards = " ".join(
         f"[{_number(one.reward)}]" if one.id == row.id else _number(one.reward) for one in sample.siblings
     )
@@ -38,7 +36,14 @@ def tell_sample(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[
     yield _line(f"prompt {row.prompt_id}, visits {len(sample.history)}, mean rewards{newest}: {visits}")
 
 
-def tell_prompt(sample: FullSample, *, whole: bool) -> Iterator[Text]:
+def tell_text(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[Text]:
+    """Lines on the problem, the response, and each term of its reward."""
+    yield from _prompt(sample, whole=whole)
+    yield from tell_response(sample, colour=colour, whole=whole)
+    yield from _verdict(sample, whole=whole)
+
+
+def _prompt(sample: FullSample, *, whole: bool) -> Iterator[Text]:
     """Lines on the problem, with the prompt as the model got it."""
     task = f" of {sample.task}" if sample.task else ""
     answer = f", answer {sample.answer!r}" if sample.answer else ""
@@ -66,7 +71,7 @@ def tell_response(sample: FullSample, *, colour: Colour, whole: bool) -> Iterato
     yield from _block(body, marks, whole=whole)
 
 
-def tell_verdict(sample: FullSample, *, whole: bool) -> Iterator[Text]:
+def _verdict(sample: FullSample, *, whole: bool) -> Iterator[Text]:
     """Lines on each term of the reward, with what its verifier said."""
     for term in sample.terms:
         yield _line(f"{term.name} {term.value:g} in {term.elapsed_s:.3f} s{_said(term)}", "dim")

@@ -224,6 +224,15 @@ def read_sample(run: Path, trajectory_id: str, *, model: Path | None = None) -> 
 
 def read_samples(run: Path, trajectory_ids: Sequence[str], *, model: Path | None = None) -> list[FullSample]:
     """Several trajectories, likewise, in this order, with one look for all their prompts."""
+    return [sample for _, sample in _read(run, trajectory_ids, model)]
+
+
+def read_life(run: Path, trajectory_id: str, *, model: Path | None = None) -> tuple[Story, FullSample]:
+    """A trajectory's events and, likewise, its text, by one reading."""
+    return _read(run, [trajectory_id], model)[0]
+
+
+def _read(run: Path, trajectory_ids: Sequence[str], model: Path | None) -> list[tuple[Story, FullSample]]:
     found = find_model(ledger_path(run).parent, model)
     with reading(run) as connection:
         responses = StoredResponses(ledger_path(run).parent, connection)
@@ -233,7 +242,7 @@ def read_samples(run: Path, trajectory_ids: Sequence[str], *, model: Path | None
         asked = f"WHERE prompt_id IN ({', '.join('?' * len(prompts))}) ORDER BY number"
         for row in _rows(connection, asked, tuple(prompts)):
             by_prompt[row.prompt_id].append(row)
-        return [_full(responses, told, by_prompt[told.row.prompt_id], found) for told in stories]
+        return [(told, _full(responses, told, by_prompt[told.row.prompt_id], found)) for told in stories]
 
 
 def _full(responses: StoredResponses, told: Story, of_prompt: Sequence[SampleRow], model: RunModel) -> FullSample:

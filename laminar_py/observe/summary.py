@@ -2,9 +2,10 @@
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from laminar_py.records.events import Checkpointed, Evaluated, Relayed, Repacked
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind
 
+EventKind = TypeVar("EventKind", Relayed, Repacked, Checkpointed)
 ROOT = "relay-0"  # which holds what the learner wrote: nothing comes to it
 
 
@@ -134,17 +136,20 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     unscored: UnscoredFigures
 
 
+def _events(connection: sqlite3.Connection, kind: type[EventKind]) -> Iterator[EventKind]:
+    """Every event of one kind, in the order of the log."""
+    tag = kind.__struct_config__.tag
+    with closing(connection.execute("SELECT body FROM event WHERE kind = ? ORDER BY seq", (tag,))) as rows:
+        yield from (event for (body,) in rows if isinstance(event := decode_event(body), kind))
+
+
 def read_relay(connection: sqlite3.Connection) -> RelayFigures:
     """Read how weights travelled. A version whose learner died over it has no stall on record."""
     stalls = [stall_s for (stall_s,) in connection.execute("SELECT stall_s FROM version")]
     spreads: dict[int, float] = {}
     wire_bytes = num_bytes = 0
-    with closing(
-        connection.execute("SELECT body FROM event WHERE kind = 'relayed' AND subject <> ?", (ROOT,))
-    ) as rows:
-        for (body,) in rows:
-            event = decode_event(body)
-            assert isinstance(event, Relayed), f"{body} is of another kind"
+    for event in _events(connection, Relayed):
+        if event.node != ROOT:
             spreads[event.version] = max(event.elapsed_s, spreads.get(event.version, 0.0))
             wire_bytes += event.wire_bytes
             num_bytes += event.num_bytes
@@ -159,8 +164,7 @@ def read_relay(connection: sqlite3.Connection) -> RelayFigures:
 
 def read_repack(connection: sqlite3.Connection) -> RepackFigures:
     """Read the rounds of repacking."""
-    with closing(connection.execute("SELECT body FROM event WHERE kind = 'repacked'")) as rows:
-        rounds = [event for (body,) in rows if isinstance(event := decode_event(body), Repacked)]
+    rounds = list(_events(connection, Repacked))
     return RepackFigures(
         rounds=len(rounds),
         running=sum(event.num_running for event in rounds),
@@ -172,8 +176,7 @@ def read_repack(connection: sqlite3.Connection) -> RepackFigures:
 
 def read_checkpoints(connection: sqlite3.Connection) -> CheckpointFigures:
     """Read the checkpoints, also of those that were deleted or gone back behind."""
-    with closing(connection.execute("SELECT body FROM event WHERE kind = 'checkpointed'")) as rows:
-        events = [event for (body,) in rows if isinstance(event := decode_event(body), Checkpointed)]
+    events = list(_events(connection, Checkpointed))
     if not events:
         return CheckpointFigures(0, None, None)
     return CheckpointFigures(
