@@ -19,7 +19,7 @@ from laminar_lab.launcher.forecast import tell_duration
 from laminar_lab.launcher.results import Results, RunResult, trained_per_s
 from laminar_lab.launcher.standing import RunState, Standing, read_standings
 from laminar_py.observe.kit import Card, render
-from laminar_py.observe.quality import REWARD_STEPS, EvalPoint, tell_mean
+from laminar_py.observe.quality import REWARD_STEPS, Point, tell_mean
 
 NOTHING = "–"
 OF_SEEDS = "Means over the seeds that have finished, or before any has, over those that were begun"
@@ -175,9 +175,9 @@ def _tails(results: Results) -> Sheet:
 
 
 def _charts(results: Results) -> list[Chart]:
-    places: dict[str, Callable[[EvalPoint], float]] = {
+    places: dict[str, Callable[[Point], float]] = {
         f"{results.device}-hours of RL": lambda point: point.device_hours,
-        "trained tokens": lambda point: point.trained_tokens,
+        "trained tokens": lambda point: point.tokens,
         "step": lambda point: point.step,
     }
     charts = []
@@ -243,7 +243,7 @@ def _runs(results: Results) -> Sheet:
 def _figures_of(one: RunResult) -> list[str]:
     last, tails = one.last, one.tails
     return [
-        f"{one.points[-1].mean:.3f}" if one.points else NOTHING,
+        f"{one.points[-1].value:.3f}" if one.points else NOTHING,
         NOTHING if last is None else f"{last.reward:.3f}",
         tell_duration(one.costs.rl_s),
         _amount(one.device_hours),
@@ -254,7 +254,7 @@ def _figures_of(one: RunResult) -> list[str]:
 
 def _ends(runs: list[RunResult]) -> list[float]:
     """Last results of runs that have finished."""
-    return [one.points[-1].mean for one in runs if one.points and one.standing.state is RunState.FINISHED]
+    return [one.points[-1].value for one in runs if one.points and one.standing.state is RunState.FINISHED]
 
 
 def _mean_end(runs: list[RunResult]) -> float:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -67,36 +66,8 @@ PROGRESS_EVERY_S = 5.0
 LINE_EVERY_S = 60.0
 
 
-class View(Protocol):
-    """Takes in what happens and shows it."""
-
-    def progress(self, progress: LearnerProgress) -> None:
-        """Show how far a starting learner is."""
-        ...
-
-    def step(self, row: StepRow) -> None:
-        """A committed step."""
-        ...
-
-    def evaluated(self, result: Evaluated) -> None:
-        """An evaluation of a set."""
-        ...
-
-    def notice(self, line: str) -> None:
-        """A line that the user has to see at once."""
-        ...
-
-    def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
-        """A look at all parts, twice a second; `notes` say what they wait for and what failed, "" nothing."""
-        ...
-
-    def close(self) -> None:
-        """Nothing more will come."""
-        ...
-
-
-class PlainView:
-    """A line every ten steps and at least one a minute, for files and pipes."""
+class View:
+    """Prints what happens, for files and pipes: a line every ten steps and at least one a minute."""
 
     def __init__(self, console: Console, *, steps: int, max_rl_s: float | None = None) -> None:
         self._console = console
@@ -128,7 +99,10 @@ class PlainView:
         self._say(line)
 
     def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
-        """Print a line when there was none for a minute."""
+        """Look at all parts, twice a second; `notes` say what they wait for and what failed, "" nothing.
+
+        Prints a line when there was none for a minute.
+        """
         if version >= 0 and time.monotonic() - self._said_s > LINE_EVERY_S:
             left = tell_time_left(step=step, steps=self._steps, rl_s=stats.rl_s, max_rl_s=self._max_rl_s)
             done = f"step {step}/{self._steps}, {stats.rl_s:.0f} s of RL"
@@ -142,12 +116,11 @@ class PlainView:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-class LiveView:
+class LiveView(View):
     """A screen that is drawn anew twice a second."""
 
     def __init__(self, console: Console, *, steps: int, max_rl_s: float | None = None) -> None:
-        self._steps = steps
-        self._max_rl_s = max_rl_s
+        super().__init__(console, steps=steps, max_rl_s=max_rl_s)
         self._row: StepRow | None = None
         self._starting = "starting"  # how far the learner is, and when it said so
         self._started_s = time.monotonic()
@@ -168,10 +141,6 @@ class LiveView:
         self._means[result.set_name] = f"{result.set_name} {result.figures.mean.value:.3f} (step {result.step})"
         self.notice(evaluation_line(result))
 
-    def notice(self, line: str) -> None:
-        """Print it above the screen."""
-        self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
         """Draw."""
         left = tell_time_left(step=step, steps=self._steps, rl_s=stats.rl_s, max_rl_s=self._max_rl_s)
@@ -191,7 +160,7 @@ class LiveView:
 
 def make_view(console: Console, *, steps: int, max_rl_s: float | None) -> View:
     """Live on a terminal, plain elsewhere; steps and seconds of RL after which the run is done."""
-    kind = LiveView if console.is_terminal else PlainView
+    kind = LiveView if console.is_terminal else View
     return kind(console, steps=steps, max_rl_s=max_rl_s)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.config.staleness import Schedule
-from laminar_py.observe.diagnosis import MEANINGS, STAGE_OF, Diagnosis, tell_bound, tell_use
+from laminar_py.observe.diagnosis import MEANINGS, STAGE_OF, Diagnosis, wall_rows
 from laminar_py.observe.kit import Chart, Heat, Panel, Series, Table
 from laminar_py.observe.mean_step import StageTimes, StepStage
 from laminar_py.observe.record import History, Snapshot
@@ -38,23 +38,19 @@ Event = TypeVar("Event")
 
 MOST_BINS, MOST_COLUMNS, MOST_POINTS, MOST_ROWS, NUM_EXAMPLES = 50, 240, 2_000, 200, 3
 MOST_CELLS, MOST_TIMES, MOST_MARKS = 60_000, 600, 400  # of the timeline
-MOST_VERSIONS, MOST_LEAVES = 20, 24  # of the relay tree
+MOST_VERSIONS, MOST_HOPS = 20, 128  # of the relay tree: a larger one is told of all versions together
 DRAWN_S = 1e-4  # of a stage: less has no bar
 
 
 def wall_panel(diagnosis: Diagnosis) -> Panel:
-    """What limits the run, its evidence, and what to change."""
-    binding, following = diagnosis.binding, diagnosis.next
-    step, without = diagnosis.mean_step, "with twice the cores" if binding.wall is Wall.CPU else "without it"
+    """What limits the run, its evidence as the terminal tells it, and what to change."""
+    binding = diagnosis.binding
+    advice = ("change first", "or instead")
     evidence = [
-        binding.evidence,
-        f"{without}, goodput would be at most {binding.gain:.3g} times as high",
-        f"the next wall is then {following.wall}: {following.evidence}",
+        f"{heading}: {words}".removeprefix(": ")
+        for heading, words in wall_rows(diagnosis)
+        if heading not in advice
     ]
-    if diagnosis.bound is not None:
-        evidence.append(tell_bound(diagnosis.bound, step))
-    if step.use is not None:
-        evidence.append(f"in use: {tell_use(step.use)}")
     return Panel(
         id="wall",
         title="What limits this run",
@@ -417,13 +413,10 @@ class RelayHop(NamedTuple):
 
 def relay_panel(history: History) -> Panel:
     """Who got versions from whom, in what time: of all versions, and of each of the newest."""
-    hops, subscribers = list(_relay_hops(history)), list(_subscriber_hops(history))
-    if len(hops) + len(subscribers) > MOST_LEAVES:
-        subscribers = _together(subscribers)
-    hops += subscribers
+    hops = [*_relay_hops(history), *_subscriber_hops(history)]
     versions = sorted({version for hop in hops for version in hop.taken}, reverse=True)[:MOST_VERSIONS]
     tables = [_relay_table("all", hops)]
-    for version in versions:
+    for version in versions if len(hops) <= MOST_HOPS else ():
         of_one = [
             hop._replace(parent=hop.taken[version][1], taken={version: hop.taken[version]})
             for hop in hops
@@ -485,20 +478,6 @@ def _grouped(pairs: Iterable[tuple[str, Event]]) -> dict[str, list[Event]]:
     found = defaultdict[str, list[Event]](list)
     for name, event in pairs:
         found[name].append(event)
-    return found
-
-
-def _together(subscribers: Sequence[RelayHop]) -> list[RelayHop]:
-    """Subscribers of each relay as one, with the longest of their times."""
-    found = []
-    for parent, hops in _grouped((hop.parent, hop) for hop in subscribers).items():
-        taken: dict[int, tuple[float, str]] = {}
-        for hop in hops:
-            for version, (seconds, node) in hop.taken.items():
-                taken[version] = max(seconds, taken.get(version, (0.0, ""))[0]), node
-        found.append(
-            RelayHop(f"{len(hops)} of {hops[0].name} to {hops[-1].name}", parent, False, taken, "longest")
-        )
     return found
 
 

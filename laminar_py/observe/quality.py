@@ -1,6 +1,11 @@
-"""Figures over runs that differ in their seeds. Pure."""
+"""Learning against its costs: evaluations and reward over time, tokens and device-hours; and means over seeds.
 
-from collections.abc import Sequence
+A device is a GPU where the run has any, those of its reward's servers and of engines that it attaches to included;
+where it has none, a process: replicas, the learner's ranks and a reference stage count. All do so from the first
+second of RL to the last, but for replicas, which count while they are there.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -13,6 +18,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.ledger.evaluations import in_order, of_first_set, read_evaluations
 from laminar_py.observe.record import NOT_KNOWN, FleetSizes, read_costs, read_steps
 from laminar_py.observe.trajectories import Times
+from laminar_py.records.evaluations import SetFigures
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow
 
@@ -52,7 +58,8 @@ class Point:
     rl_s: float
     tokens: int  # trained
     device_hours: float
-    value: float
+    value: float  # of an evaluation its mean reward
+    figures: SetFigures | None = None  # of an evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +83,10 @@ def measure_quality(
 ) -> Quality:
     """Curves over these steps and evaluations."""
     devices, device = count_devices(config)
-    at = np.array([0.0, *(row.rl_s for row in steps)])
-    tokens = np.array([0.0, *(row.trained_tokens for row in steps)])
-
-    def point(step: int, rl_s: float, value: float) -> Point:
-        trained = int(np.interp(rl_s, at, tokens))
-        hours = device_seconds(config, sizes, rl_s) / 3600
-        return Point(step=step, rl_s=rl_s, tokens=trained, device_hours=hours, value=value)
+    point = _pointer(config, steps, sizes)
 
     def curve(found: Sequence[Evaluated]) -> tuple[Point, ...]:
-        return tuple(point(one.step, one.rl_s, one.figures.mean.value) for one in in_order(found))
+        return tuple(point(one.step, one.rl_s, one.figures) for one in in_order(found))
 
     rewards = _running_mean(np.array([row.reward for row in steps], np.float64), REWARD_STEPS).tolist()
     of_first = of_first_set(evaluations, config.eval.sets)
@@ -132,60 +133,34 @@ def count_devices(config: RunConfig) -> tuple[int, str]:
     return rollout.replicas + learner.world_size + config.algorithm.refers_in_stage, "process"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalPoint:
-    """An evaluation of one set, and what the run had taken by then; `low` and `high` bound 95 % of `mean`.
-
-    E.g. `EvalPoint(step=30, rl_s=29.0, device_hours=0.024, trained_tokens=240_000, mean=0.41, low=0.36, ...)`.
-    """
-
-    step: int
-    rl_s: float
-    device_hours: float
-    trained_tokens: int
-    mean: float
-    low: float
-    high: float
-    is_accuracy: bool  # every reward is 0 or 1
-    pass_at: dict[int, float]
-    majority: float | None
-    truncated: float
-    length_p50: int
-    length_p95: int
-
-
-def read_curves(run: Path) -> dict[str, list[EvalPoint]]:
-    """Points of each set, in the order of time; the sets in the order of the config, which is that of the passes.
+def read_curves(run: Path) -> dict[str, list[Point]]:
+    """Evaluations of each set, in the order of time; the sets are in the order of the config.
 
     Raises `ConfigError` where `run` is no run folder.
     """
     config = load_config(run / "config.yaml", [])
-    sizes = read_costs(run).sizes
-    steps = read_steps(run)
-    at, tokens = [0.0, *(row.rl_s for row in steps)], [0.0, *(float(row.trained_tokens) for row in steps)]
-    curves: dict[str, list[EvalPoint]] = {name: [] for name in config.eval.sets}
+    point = _pointer(config, read_steps(run), read_costs(run).sizes)
+    curves: dict[str, list[Point]] = {name: [] for name in config.eval.sets}
     for event in read_evaluations(run):
-        trained = int(np.interp(event.rl_s, at, tokens))
-        hours = device_seconds(config, sizes, event.rl_s) / 3600
-        point = _point(event, device_hours=hours, trained_tokens=trained)
-        curves.setdefault(event.set_name, []).append(point)
+        curves.setdefault(event.set_name, []).append(point(event.step, event.rl_s, event.figures))
     return {name: points for name, points in curves.items() if points}
 
 
-def _point(event: Evaluated, *, device_hours: float, trained_tokens: int) -> EvalPoint:
-    figures = event.figures
-    return EvalPoint(
-        step=event.step,
-        rl_s=event.rl_s,
-        device_hours=device_hours,
-        trained_tokens=trained_tokens,
-        mean=figures.mean.value,
-        low=figures.mean.low,
-        high=figures.mean.high,
-        is_accuracy=figures.is_accuracy,
-        pass_at={k: one.value for k, one in figures.pass_at.items()},
-        majority=None if figures.majority is None else figures.majority.value,
-        truncated=figures.truncated.value,
-        length_p50=figures.length_p50,
-        length_p95=figures.length_p95,
-    )
+def _pointer(
+    config: RunConfig, steps: Sequence[StepRow], sizes: FleetSizes
+) -> Callable[[int, float, SetFigures | float], Point]:
+    """Make points of a step, seconds of RL, and a value, or the figures of an evaluation."""
+    at = np.array([0.0, *(row.rl_s for row in steps)])
+    tokens = np.array([0.0, *(row.trained_tokens for row in steps)])
+
+    def point(step: int, rl_s: float, found: SetFigures | float) -> Point:
+        return Point(
+            step=step,
+            rl_s=rl_s,
+            tokens=int(np.interp(rl_s, at, tokens)),
+            device_hours=device_seconds(config, sizes, rl_s) / 3600,
+            value=found.mean.value if isinstance(found, SetFigures) else found,
+            figures=found if isinstance(found, SetFigures) else None,
+        )
+
+    return point

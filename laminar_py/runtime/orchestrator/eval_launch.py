@@ -20,7 +20,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.recovery import is_finished
 from laminar_py.ledger.run_folder import RunFolder, new_run, runs_of
-from laminar_py.observe.live import PlainView
+from laminar_py.observe.live import View
 from laminar_py.observe.trackers import flat_settings
 from laminar_py.records.disk import write_file
 from laminar_py.runtime.orchestrator.eval_controller import EvalController, EvalSource, EvalSummary
@@ -69,7 +69,7 @@ def _led(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary:
     assert source is not None, f"{run.path} has not begun"
 
     def make(opened: Opened) -> EvalController:
-        return EvalController(opened, source, view=PlainView(console, steps=0))
+        return EvalController(opened, source, view=View(console, steps=0))
 
     what = f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas"
     begun, resume = (None, run) if resumed else (run, None)

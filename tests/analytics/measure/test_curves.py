@@ -26,11 +26,11 @@ async def test_a_curve_has_each_set_with_its_costs_in_the_order_of_time(tmp_path
     curves = read_curves(tmp_path)
     assert list(curves) == ["easy", "hard"]
     easy = curves["easy"]
-    assert [(point.rl_s, point.mean, point.trained_tokens) for point in easy] == [
+    assert [(point.rl_s, point.value, point.tokens) for point in easy] == [
         (0.0, 0.5, 0),
         (5.0, 0.75, 500),
         (10.0, 1.0, 1_000),
     ]
     assert easy[2].device_hours == pytest.approx(10.0 * (3 + 1) / 3600)
-    assert easy[0].low < 0.5 < easy[0].high
-    assert easy[0].pass_at == {1: 0.5}
+    assert easy[0].figures.mean.low < 0.5 < easy[0].figures.mean.high
+    assert {k: one.value for k, one in easy[0].figures.pass_at.items()} == {1: 0.5}
