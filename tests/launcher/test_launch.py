@@ -22,8 +22,8 @@ from laminar_py.cli import app
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.run_folder import new_run
 from laminar_py.observe.quality import tell_mean
+from tests.analytics.browser import browsing, needs_browser
 from tests.analytics.builders import make_step_row
-from tests.analytics.show.browser import browsing, needs_browser
 from tests.launcher.experiments import (
     LAUNCH,
     make_experiment,

@@ -24,12 +24,12 @@ from laminar_py.observe.report import RunReport
 from laminar_py.observe.tails import NAMES, OF_TURNS, Measure
 from laminar_py.records.events import PartDied
 from laminar_py.records.trajectory import Status
+from tests.analytics.browser import PATIENCE_S, browsing, needs_browser
 from tests.analytics.scripted import CONFIG
-from tests.analytics.show.browser import PATIENCE_S, browsing, needs_browser
 from tests.analytics.synthetic import simulate
 from tests.ledger.runs import begin, checkpoint, consume, make_ready, open_ledger, undo_since
 
-GRAFANA = Path(__file__).parents[3] / "configs/grafana/laminar.json"
+GRAFANA = Path(__file__).parents[2] / "configs/grafana/laminar.json"
 CHART = "document.querySelector('#timeline .chart')"
 TOKEN = "a-secret-of-some-length"
 

@@ -15,8 +15,8 @@ from laminar_py.observe.report import RunReport
 from laminar_py.observe.trace import draw
 from laminar_py.records.events import Dropped, Pulled, Relayed
 from laminar_py.records.trajectory import DropReason
+from tests.analytics.browser import browsing, needs_browser
 from tests.analytics.scripted import CONFIG
-from tests.analytics.show.browser import browsing, needs_browser
 from tests.analytics.synthetic import simulate
 from tests.builders import make_evaluated
 from tests.ledger.runs import begin, issue, open_ledger

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from laminar_py.observe.sample_reader import read_sample
-from tests.analytics.show.browser import browsing, needs_browser
-from tests.analytics.show.test_dashboard import command
-from tests.analytics.show.test_page import local_only
-from tests.analytics.show.written import EVIL, write_report, write_run
+from tests.analytics.browser import browsing, needs_browser
+from tests.analytics.test_dashboard import command
+from tests.analytics.test_page import local_only
+from tests.analytics.written import EVIL, write_report, write_run
 from tests.ledger.runs import open_ledger
 from tests.samples.runs import encode, write_sample
 

@@ -16,9 +16,9 @@ from laminar_py.observe.dashboard import Reader, make_app
 from laminar_py.observe.sample_reader import read_sample
 from laminar_py.observe.samples import SampleOrder
 from laminar_py.observe.texts import embed_texts, find_texts, view_sample
-from tests.analytics.show.browser import PATIENCE_S
-from tests.analytics.show.written import write_run
+from tests.analytics.browser import PATIENCE_S
 from tests.analytics.synthetic import simulate
+from tests.analytics.written import write_run
 from tests.ledger.runs import begin, open_ledger
 
 TOKEN = "a-secret-of-some-length"

@@ -15,8 +15,8 @@ from laminar_py.observe.remedies import Wall, remedies
 from laminar_py.observe.report import RunReport
 from laminar_py.observe.terminal import run_tables
 from laminar_py.observe.trace import write_trace
+from tests.analytics.browser import browsing, needs_browser
 from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
-from tests.analytics.show.browser import browsing, needs_browser
 from tests.runs.runs import REPO
 
 OPTIONS = "JSON.stringify([...document.querySelector('#{} select').options].map((one) => one.value))"
