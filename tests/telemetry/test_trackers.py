@@ -5,7 +5,6 @@ import json
 import re
 import struct
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -30,7 +29,6 @@ from tests.builders import make_evaluated
 from tests.runs.runs import REPO
 from tests.telemetry.rows import make_row
 
-REPO = Path(__file__).parent.parent.parent
 SUMMARY = {"summary/finished": 1.0, "summary/rl_seconds": 60.0}
 BLOCK = 32768  # of wandb's files: records of LevelDB's log format after a header
 
