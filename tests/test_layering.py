@@ -36,8 +36,6 @@ RULES = {  # room of the core: the rooms that it may import
 }
 FLOORS = {  # room: its sub-rooms in order, each of which may import those before it
     "ledger": ("segments", "", "audit"),
-    "observe": ("telemetry", "samples", "analytics"),
-    "observe/analytics": ("read", "measure", "triage", "show"),
     "runtime": ("cluster", "link", "preflight", "workers", "orchestrator"),
 }
 TOP = {"cli"}  # it may import anything of the core, and nobody imports it
@@ -61,19 +59,20 @@ LIBRARIES = {  # heavy library: where it may be imported
         "environment/agents/streamed.py",
         "reward/servers.py",
         "ledger/segments/store.py",
-        "observe/analytics/show/dashboard.py",
+        "observe/dashboard.py",
     ),
-    "plotly": ("observe/analytics/show/html.py",),
-    "prometheus_client": ("observe/analytics/show/gauges.py",),
+    "plotly": ("observe/kit.py",),
+    "prometheus_client": ("observe/figures.py",),
     "sqlite3": (
         "ledger/",
-        "observe/samples/reading.py",
-        "observe/analytics/read/",
-        "observe/telemetry/summary.py",
+        "observe/sample_reader.py",
+        "observe/record.py",
+        "observe/trajectories.py",
+        "observe/summary.py",
     ),
-    "tensorboard": ("observe/telemetry/trackers.py",),
-    "wandb": ("observe/telemetry/trackers.py",),
-    "mlflow": ("observe/telemetry/trackers.py",),
+    "tensorboard": ("observe/trackers.py",),
+    "wandb": ("observe/trackers.py",),
+    "mlflow": ("observe/trackers.py",),
     "pickle": (),
 }
 MODULES = sorted((ROOT / CORE).rglob("*.py"))

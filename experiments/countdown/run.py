@@ -32,7 +32,7 @@ from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.sources import DataSource
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.learner.warm_start import Example, warm_start
-from laminar_py.observe.telemetry.summary import EvaluationFigures
+from laminar_py.observe.summary import EvaluationFigures
 from laminar_py.runtime.preflight.inputs import prepare
 
 HERE = Path(__file__).parent

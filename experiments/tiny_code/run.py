@@ -15,7 +15,7 @@ import msgspec
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import KeptResults, train
 from laminar_py.ledger.database import reading
-from laminar_py.observe.telemetry.summary import EvaluationFigures
+from laminar_py.observe.summary import EvaluationFigures
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "tiny_code.yaml"

@@ -18,11 +18,11 @@ from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import train
 from laminar_py.config.loading import load_config
 from laminar_py.config.staleness import Schedule
-from laminar_py.observe.analytics.show.run_tables import make_table
-from laminar_py.observe.analytics.triage.diagnosis import Diagnosis, what_if_set
-from laminar_py.observe.analytics.triage.mean_step import MeanStep
-from laminar_py.observe.analytics.triage.remedies import Remedy, Wall, remedies
-from laminar_py.observe.analytics.triage.report import read_report
+from laminar_py.observe.diagnosis import Diagnosis, what_if_set
+from laminar_py.observe.mean_step import MeanStep
+from laminar_py.observe.remedies import Remedy, Wall, remedies
+from laminar_py.observe.report import read_report
+from laminar_py.observe.terminal import make_table
 
 CONFIG = Path("configs/quickstart.yaml")
 HERE = Path(__file__).parent

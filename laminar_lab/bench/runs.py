@@ -17,7 +17,7 @@ import msgspec
 
 from laminar_lab.bench.report import machine, tell
 from laminar_py.ledger import read_rows
-from laminar_py.observe.telemetry import Summary
+from laminar_py.observe import Summary
 from laminar_py.records import FleetRow, StepRow
 
 LAMINAR = (sys.executable, "-c", "from laminar_py.cli import main; main()")

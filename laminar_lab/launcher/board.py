@@ -215,4 +215,4 @@ def tell_standing(standing: Standing, experiment: Experiment) -> str:
 def evaluation_of(standing: Standing, experiment: Experiment) -> float | None:
     """The newest result on the set by which the experiment compares; None before the first."""
     points = standing.evaluations.get(experiment.compared, [])
-    return points[-1].mean if points else None
+    return points[-1].value if points else None

@@ -18,11 +18,8 @@ from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.forecast import tell_duration
 from laminar_lab.launcher.results import Results, RunResult, trained_per_s
 from laminar_lab.launcher.standing import RunState, Standing, read_standings
-from laminar_py.observe.analytics.measure.curves import EvalPoint
-from laminar_py.observe.analytics.measure.quality import REWARD_STEPS
-from laminar_py.observe.analytics.measure.seeds import tell_mean
-from laminar_py.observe.analytics.show.html import fill
-from laminar_py.observe.analytics.show.panels import Figure
+from laminar_py.observe.kit import Card, render
+from laminar_py.observe.quality import REWARD_STEPS, Point, tell_mean
 
 NOTHING = "–"
 OF_SEEDS = "Means over the seeds that have finished, or before any has, over those that were begun"
@@ -52,7 +49,7 @@ class ExperimentPage(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: str
-    headline: list[Figure]
+    headline: list[Card]
     variants: list[str]
     counted: list[str]  # [variants] words on how many seeds count, where that is not all
     first: list[Sheet]
@@ -63,15 +60,7 @@ class ExperimentPage(msgspec.Struct, frozen=True, kw_only=True):
 def write_page(experiment: Experiment) -> Path:
     """Draw the experiment into its folder, whole or not at all, and say where."""
     page = make_page(experiment, read_standings(experiment))
-    shared, web = files("laminar_py.observe.analytics.show") / "web", files("laminar_lab.launcher") / "web"
-    html = fill(
-        (web / "page.html").read_text("utf-8"),
-        style="\n".join(
-            sheet.read_text("utf-8") for sheet in (shared / "page.css", shared / "tables.css", web / "page.css")
-        ),
-        scripts="\n".join(script.read_text("utf-8") for script in (shared / "panels.js", web / "page.js")),
-        data=msgspec.json.encode(page),
-    )
+    html = render(msgspec.json.encode(page), files("laminar_lab.launcher") / "web")
     written = experiment.report.with_suffix(".tmp")
     written.write_text(html, "utf-8")
     written.replace(experiment.report)
@@ -103,28 +92,28 @@ def _counted(results: Results, variant: str) -> str:
     return told if unfinished or len(runs) < every else ""
 
 
-def _headline(results: Results) -> list[Figure]:
-    experiment, found = results.experiment, list[Figure]()
+def _headline(results: Results) -> list[Card]:
+    experiment, found = results.experiment, list[Card]()
     whole = {name: runs for name, runs in results.by_variant.items() if _is_whole(experiment, runs)}
     best = max(whole, key=lambda name: _mean_end(whole[name]), default="")
     ends = _ends(whole.get(best, []))
     if ends:
         name = experiment.compared
         note = f"{best}: the highest {results.word(name)}, {_of_seeds(len(ends))}"
-        found.append(Figure(f"best at the end: {name}", tell_mean(ends), note))
+        found.append(Card(f"best at the end: {name}", tell_mean(ends), note))
     counts = Counter(one.state for one in results.standings)
     others = ", ".join(
         f"{counts[state]} {state}" for state in RunState if counts[state] and state is not RunState.FINISHED
     )
     finished, every = counts[RunState.FINISHED], len(results.standings)
-    found.append(Figure("runs finished", f"{finished} of {every}", others or "all"))
+    found.append(Card("runs finished", f"{finished} of {every}", others or "all"))
     hours = sum(one.device_hours for one in results.all)
-    found.append(Figure(f"{results.device}-hours", _amount(hours), "of RL, all runs"))
+    found.append(Card(f"{results.device}-hours", _amount(hours), "of RL, all runs"))
     core_hours = [one.core_hours for one in results.all if one.core_hours is not None]
     if results.device == "process" and core_hours:
-        found.append(Figure("CPU core-hours", _amount(sum(core_hours)), "used in RL, all runs"))
+        found.append(Card("CPU core-hours", _amount(sum(core_hours)), "used in RL, all runs"))
     trained = sum(one.last.trained_tokens for one in results.all if one.last is not None)
-    found.append(Figure("trained tokens", f"{trained:,}", "all runs"))
+    found.append(Card("trained tokens", f"{trained:,}", "all runs"))
     return found
 
 
@@ -186,9 +175,9 @@ def _tails(results: Results) -> Sheet:
 
 
 def _charts(results: Results) -> list[Chart]:
-    places: dict[str, Callable[[EvalPoint], float]] = {
+    places: dict[str, Callable[[Point], float]] = {
         f"{results.device}-hours of RL": lambda point: point.device_hours,
-        "trained tokens": lambda point: point.trained_tokens,
+        "trained tokens": lambda point: point.tokens,
         "step": lambda point: point.step,
     }
     charts = []
@@ -254,7 +243,7 @@ def _runs(results: Results) -> Sheet:
 def _figures_of(one: RunResult) -> list[str]:
     last, tails = one.last, one.tails
     return [
-        f"{one.points[-1].mean:.3f}" if one.points else NOTHING,
+        f"{one.points[-1].value:.3f}" if one.points else NOTHING,
         NOTHING if last is None else f"{last.reward:.3f}",
         tell_duration(one.costs.rl_s),
         _amount(one.device_hours),
@@ -265,7 +254,7 @@ def _figures_of(one: RunResult) -> list[str]:
 
 def _ends(runs: list[RunResult]) -> list[float]:
     """Last results of runs that have finished."""
-    return [one.points[-1].mean for one in runs if one.points and one.standing.state is RunState.FINISHED]
+    return [one.points[-1].value for one in runs if one.points and one.standing.state is RunState.FINISHED]
 
 
 def _mean_end(runs: list[RunResult]) -> float:

@@ -11,12 +11,10 @@ from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.made import tell_difference
 from laminar_lab.launcher.standing import RunState, Standing
 from laminar_py.config.section import ConfigError
-from laminar_py.observe.analytics.measure.curves import EvalPoint
-from laminar_py.observe.analytics.measure.quality import count_devices, device_seconds, measure_quality
-from laminar_py.observe.analytics.measure.tails import Measure
-from laminar_py.observe.analytics.read.samples import Costs, read_costs, read_steps
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.observe.analytics.triage.report import RunReport
+from laminar_py.observe.quality import Point, count_devices, device_seconds, measure_quality
+from laminar_py.observe.record import Costs, read_costs, read_snapshot, read_steps
+from laminar_py.observe.report import RunReport
+from laminar_py.observe.tails import Measure
 from laminar_py.records.metrics import StepRow
 
 HOUR_S = 3600.0
@@ -51,12 +49,12 @@ class RunResult:
         return folder.path
 
     @cached_property
-    def evaluations(self) -> dict[str, list[EvalPoint]]:
+    def evaluations(self) -> dict[str, list[Point]]:
         """Evaluations by set."""
         return self.standing.evaluations
 
     @property
-    def points(self) -> list[EvalPoint]:
+    def points(self) -> list[Point]:
         """Evaluations of the set by which runs are compared."""
         return self.evaluations.get(self.compared, [])
 
@@ -118,10 +116,10 @@ class RunResult:
         """A figure of each step's row."""
         return [float(row.step) for row in self.steps], [value(row) for row in self.steps]
 
-    def evaluated(self, *, name: str, place: Callable[[EvalPoint], float]) -> Line:
+    def evaluated(self, *, name: str, place: Callable[[Point], float]) -> Line:
         """Results on a set, over steps or costs."""
         points = self.evaluations.get(name, [])
-        return [place(point) for point in points], [point.mean for point in points]
+        return [place(point) for point in points], [point.value for point in points]
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,11 @@ class Results:
     def word(self, name: str) -> str:
         """Word for results on a set: "accuracy" where every reward was 0 or 1, else "mean reward"."""
         points = [point for one in self.all for point in one.evaluations.get(name, [])]
-        return "accuracy" if all(point.is_accuracy for point in points) else "mean reward"
+        return (
+            "accuracy"
+            if all(point.figures is not None and point.figures.is_accuracy for point in points)
+            else "mean reward"
+        )
 
     def counted(self, variant: str) -> list[RunResult]:
         """Runs of a variant that its figures are of: finished ones, or while there are none, those begun."""

@@ -16,8 +16,8 @@ import msgspec
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.row_files import read_last, read_tail
-from laminar_py.observe.analytics.measure.curves import EvalPoint, read_curves
-from laminar_py.observe.telemetry.summary import Summary
+from laminar_py.observe.quality import Point, read_curves
+from laminar_py.observe.summary import Summary
 from laminar_py.records.metrics import StepRow
 
 ENDED = "laminar: "  # begins the line with which a command that failed ends
@@ -61,7 +61,7 @@ class Standing:
         return None if self.row is None else self.row.rl_s / self.row.step
 
     @property
-    def evaluations(self) -> dict[str, list[EvalPoint]]:
+    def evaluations(self) -> dict[str, list[Point]]:
         """Evaluations by set; none before the first, or where its record cannot be read."""
         return self._read[0]
 
@@ -71,7 +71,7 @@ class Standing:
         return self._read[1]
 
     @property
-    def _read(self) -> tuple[dict[str, list[EvalPoint]], str]:
+    def _read(self) -> tuple[dict[str, list[Point]], str]:
         folder = self.run.folder
         if folder is None or not folder.has_ledger:
             return {}, ""
@@ -79,7 +79,7 @@ class Standing:
 
 
 @lru_cache(maxsize=4096)
-def _evaluations(run: Path, step: int, finished: bool) -> tuple[dict[str, list[EvalPoint]], str]:
+def _evaluations(run: Path, step: int, finished: bool) -> tuple[dict[str, list[Point]], str]:
     """Evaluations, or why there are none; read again when the run has moved on, not for each look at a table."""
     try:
         return read_curves(run), ""

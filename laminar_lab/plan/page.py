@@ -14,7 +14,7 @@ from laminar_lab.plan.stages import Formula, estimate
 from laminar_lab.plan.words import tell
 from laminar_py.config.section import ConfigError
 from laminar_py.config.staleness import Schedule
-from laminar_py.observe.analytics.show.html import fill
+from laminar_py.observe.kit import render
 from laminar_py.runtime.preflight.memory import Parts
 
 BOUNDS = (1, 2, 4, 8, 16)  # on staleness
@@ -75,13 +75,7 @@ class PlanPage(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_page(plan: RankedPlan, path: Path) -> None:
     """Write the page. Raises `ConfigError` where it cannot be written."""
-    shared, web = files("laminar_py.observe.analytics.show") / "web", files("laminar_lab.plan") / "web"
-    html = fill(
-        (web / "page.html").read_text("utf-8"),
-        style="\n".join(shared.joinpath(name).read_text("utf-8") for name in ("page.css", "tables.css")),
-        scripts="\n".join(script.read_text("utf-8") for script in (shared / "panels.js", web / "page.js")),
-        data=msgspec.json.encode(plain_plan(plan)),
-    )
+    html = render(msgspec.json.encode(plain_plan(plan)), files("laminar_lab.plan") / "web")
     try:
         path.write_text(html, "utf-8")
     except OSError as error:

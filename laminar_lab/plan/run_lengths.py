@@ -8,8 +8,8 @@ import numpy.typing as npt
 
 from laminar_lab.plan.request import Lengths
 from laminar_py.config.section import ConfigError
-from laminar_py.observe.analytics.read.columns import Trajectories
-from laminar_py.observe.analytics.read.snapshot import read_snapshot
+from laminar_py.observe.record import read_snapshot
+from laminar_py.observe.trajectories import Trajectories
 from laminar_py.records.trajectory import Kind
 
 FEWEST = 20  # responses that lengths are taken from

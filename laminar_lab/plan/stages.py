@@ -16,8 +16,8 @@ from laminar_lab.plan.times import engine_times, learner_times, weights_bytes
 from laminar_py.config.emulated_profile import EngineTimes, LearnerTimes
 from laminar_py.config.staleness import Schedule
 from laminar_py.learner.packing.balance import attention_share
-from laminar_py.observe.analytics.triage.goodput import StageTimes, StepStage, compose
-from laminar_py.observe.analytics.triage.remedies import Wall
+from laminar_py.observe.mean_step import StageTimes, StepStage, compose
+from laminar_py.observe.remedies import Wall
 
 REPACK_SHARE = 0.5  # of what draining costs, that repacking gives back: the simulator's figure for a 7B, rounded
 RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread: measured, see docs/scale.md

@@ -31,7 +31,7 @@ from laminar_py.control.tick import DISPATCH_S, Tick
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.turns import environments_of
-from laminar_py.observe.telemetry.stats import Stats
+from laminar_py.observe.stats import Stats
 from laminar_py.records.events import PartDied, PartStarted
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport, Survey

@@ -16,9 +16,9 @@ from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.ledger.seal import seal_run
 from laminar_py.ledger.start import first_events
-from laminar_py.observe.telemetry.fleet import watch_fleet
-from laminar_py.observe.telemetry.stats import Stats
-from laminar_py.observe.telemetry.summary import summarise
+from laminar_py.observe.fleet import watch_fleet
+from laminar_py.observe.stats import Stats
+from laminar_py.observe.summary import summarise
 from laminar_py.records.events import RunEnded
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.protocols import Clock

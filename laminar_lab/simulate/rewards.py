@@ -13,7 +13,7 @@ from typing import NamedTuple
 from laminar_lab.simulate.figures import EndedResponse
 from laminar_py.config.run import RunConfig
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.observe.telemetry.stats import Stats
+from laminar_py.observe.stats import Stats
 from laminar_py.records.events import AnyEvent, Dropped, Issued
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.scoring import Score

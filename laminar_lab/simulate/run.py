@@ -32,7 +32,7 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import control_settings, packing
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.observe.telemetry.stats import Stats, Totals
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import Prompt

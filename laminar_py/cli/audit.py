@@ -14,21 +14,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from laminar_py.cli.filters import (
-    ByLength,
-    ByReward,
-    ByStaleness,
-    ByStep,
-    OfGroup,
-    OfKind,
-    OfModel,
-    OfPrompt,
-    OfReason,
-    OfReplica,
-    OfSet,
-    OfStatus,
-    OfVersion,
-)
+from laminar_py.cli.filters import OfModel, takes_conditions
 from laminar_py.cli.lines import console, say
 from laminar_py.records.visible import visible
 
@@ -85,58 +71,31 @@ def show(
 ) -> None:
     """Tell a trajectory's whole life: who made which tokens, interruptions, moves, reward, use; then its text."""
     from laminar_py.cli.samples import print_lines, say_model
-    from laminar_py.ledger.audit.stories import story, tell_story
-    from laminar_py.observe.samples.reading import read_sample
-    from laminar_py.observe.samples.records import Colour
-    from laminar_py.observe.samples.telling import tell_prompt, tell_response, tell_verdict
+    from laminar_py.ledger.audit.stories import tell_story
+    from laminar_py.observe.sample_lines import tell_text
+    from laminar_py.observe.sample_reader import read_life
+    from laminar_py.observe.samples import Colour
 
-    for line in tell_story(story(context.obj, trajectory)):
+    life, sample = read_life(context.obj, trajectory, model=model)
+    for line in tell_story(life):
         say(line)
-    sample = read_sample(context.obj, trajectory, model=model)
     say_model(sample)
-    print_lines(tell_prompt(sample, whole=True))
-    print_lines(tell_response(sample, colour=Colour.VERSION, whole=True))
-    print_lines(tell_verdict(sample, whole=True))
+    print_lines(tell_text(sample, colour=Colour.VERSION, whole=True))
 
 
 @audit.command("list", epilog="Example: laminar audit runs/quickstart-1 list --staleness '>3' --status consumed")
+@takes_conditions
 def list_trajectories(
+    *,
     context: typer.Context,
-    status: OfStatus = None,
-    reason: OfReason = None,
-    staleness: ByStaleness = None,
-    kind: OfKind = None,
-    eval_set: OfSet = None,
-    group: OfGroup = None,
-    prompt: OfPrompt = None,
-    step: ByStep = None,
-    replica: OfReplica = None,
-    version: OfVersion = None,
-    reward: ByReward = None,
-    length: ByLength = None,
     limit: Annotated[
         int | None, typer.Option(min=0, help=f"At most so many; default {_LISTED}, with --json all")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All of them")] = False,
     as_json: AsJson = False,
+    wanted: "Filters",
 ) -> None:
     """List trajectories that meet all conditions, one line each, and say how many there are."""
-    from laminar_py.ledger.audit.queries import Filters
-
-    wanted = Filters(
-        status=status,
-        reason=reason,
-        kind=kind,
-        eval_set=eval_set,
-        group=group,
-        prompt=prompt,
-        replica=replica,
-        version=version,
-        staleness=staleness,
-        step=step,
-        reward=reward,
-        length=length,
-    )
     if as_json:
         _write_list(context.obj, wanted, limit)
     else:

@@ -13,9 +13,9 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.config.staleness import Schedule
-from laminar_py.observe.analytics.triage.diagnosis import Diagnosis, scaled_by, what_if_set
-from laminar_py.observe.analytics.triage.goodput import StageTimes, compose, predict
-from laminar_py.observe.analytics.triage.remedies import Remedy
+from laminar_py.observe.diagnosis import Diagnosis, scaled_by, what_if_set
+from laminar_py.observe.mean_step import StageTimes, compose, predict
+from laminar_py.observe.remedies import Remedy
 from laminar_py.runtime.preflight.memory import memory_faults
 
 BOUND = 4  # on staleness, of a run that had none by its schedule

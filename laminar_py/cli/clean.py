@@ -17,7 +17,7 @@ import typer
 from laminar_py.cli.lines import say
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder, run_of
-from laminar_py.observe.telemetry.memory import folder_bytes
+from laminar_py.observe.fleet import folder_bytes
 
 MOST_TOLD = 5  # runs of a line
 

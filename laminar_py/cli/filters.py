@@ -1,5 +1,8 @@
-"""Options of commands that list or show trajectories: which ones, and by whose tokenizer."""
+"""Options of commands that list or show trajectories: which trajectories, and by whose tokenizer."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -28,3 +31,38 @@ ByLength: TypeAlias = Annotated[str | None, typer.Option("--length", help=f"Resp
 OfModel: TypeAlias = Annotated[
     Path | None, typer.Option("--model", help="Folder with the tokenizer, if the run's model has moved")
 ]
+
+
+def _conditions(
+    status: OfStatus = None,
+    reason: OfReason = None,
+    kind: OfKind = None,
+    eval_set: OfSet = None,
+    group: OfGroup = None,
+    prompt: OfPrompt = None,
+    replica: OfReplica = None,
+    version: OfVersion = None,
+    staleness: ByStaleness = None,
+    step: ByStep = None,
+    reward: ByReward = None,
+    length: ByLength = None,
+) -> None:
+    """Hold the options of all conditions, for `takes_conditions`."""
+
+
+def takes_conditions(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of all conditions; it gets them as one argument `wanted`, the `Filters`."""
+    conditions = inspect.signature(_conditions).parameters
+
+    @functools.wraps(command)
+    def run(*arguments: object, **given: object) -> None:
+        from laminar_py.ledger.audit.queries import Filters
+
+        wanted = Filters(**{name: given.pop(name) for name in conditions})  # type: ignore[arg-type]
+        command(*arguments, **given, wanted=wanted)
+
+    own = {name: one for name, one in inspect.signature(command).parameters.items() if name != "wanted"}
+    merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (own | dict(conditions)).values()]
+    run.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads both
+    run.__annotations__ = {one.name: one.annotation for one in merged}
+    return run

@@ -1,4 +1,4 @@
-"""`laminar report`: what limits a run and where its tokens and time went, or several runs side by side.
+"""`laminar report`: what limits a run and where its tokens and time went; `laminar dashboard`: the same, live.
 
 Owns the order in which things are said, the most important first; figures and tables come from `analytics`.
 """
@@ -17,7 +17,7 @@ import typer
 from laminar_py.cli.lines import console, say
 
 if TYPE_CHECKING:
-    from laminar_py.observe.analytics.triage.report import RunReport
+    from laminar_py.observe.report import RunReport
 
 
 def report(
@@ -34,9 +34,8 @@ def report(
     if len(runs) == 1 and not as_json:
         _report_one(runs[0], details=details)
         return
-    from laminar_py.observe.analytics.show.compare_tables import comparison_tables
-    from laminar_py.observe.analytics.triage.compare import compare
-    from laminar_py.observe.analytics.triage.report import read_report
+    from laminar_py.observe.compare import compare, comparison_tables
+    from laminar_py.observe.report import read_report
 
     reports = [read_report(run) for run in runs]
     comparison = compare(reports) if len(reports) > 1 else None
@@ -48,10 +47,10 @@ def report(
 
 
 def _report_one(run: Path, *, details: bool) -> None:
-    from laminar_py.observe.analytics.show.page import write_page
-    from laminar_py.observe.analytics.show.run_tables import run_tables
-    from laminar_py.observe.analytics.show.trace import write_trace
-    from laminar_py.observe.analytics.triage.report import read_report
+    from laminar_py.observe.page import write_page
+    from laminar_py.observe.report import read_report
+    from laminar_py.observe.terminal import run_tables
+    from laminar_py.observe.trace import write_trace
 
     found = read_report(run)
     for table in run_tables(found, details=details):
@@ -64,7 +63,8 @@ def _report_one(run: Path, *, details: bool) -> None:
 def _print_choices(report: "RunReport") -> None:
     """Other schedules and placements with what they would give, and the command that runs the best."""
     from laminar_py.cli.choices import choices, command
-    from laminar_py.observe.analytics.show.run_tables import make_table, tell_seconds
+    from laminar_py.observe.tails import tell_seconds
+    from laminar_py.observe.terminal import make_table
 
     config, diagnosis = report.snapshot.config, report.diagnosis
     if config is None or diagnosis is None:
@@ -82,10 +82,10 @@ def _print_choices(report: "RunReport") -> None:
 
 def print_limits(run: Path) -> None:
     """Print what limits a run, and where all the rest is told; the last words of `laminar train`."""
-    from laminar_py.observe.analytics.read.snapshot import read_snapshot
-    from laminar_py.observe.analytics.show.run_tables import diagnosis_table
-    from laminar_py.observe.analytics.show.walls import NO_STEP
-    from laminar_py.observe.analytics.triage.report import RunReport
+    from laminar_py.observe.diagnosis import NO_STEP
+    from laminar_py.observe.record import read_snapshot
+    from laminar_py.observe.report import RunReport
+    from laminar_py.observe.terminal import diagnosis_table
 
     diagnosis = RunReport(read_snapshot(run)).diagnosis
     if diagnosis is not None:
@@ -97,9 +97,22 @@ def print_limits(run: Path) -> None:
     say(f"laminar audit {run} verify proves them")
 
 
+def dashboard(
+    run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one")] = 8400,
+    host: Annotated[
+        str, typer.Option(help="Interface; beyond loopback LAMINAR_DASHBOARD_TOKEN must be set")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve the report's page, updating while the run goes on, and /metrics for Prometheus, until Ctrl-C."""
+    from laminar_py.observe.dashboard import TOKEN_VARIABLE, serve
+
+    asyncio.run(serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, tell=say))
+
+
 def plain(value: object) -> object:
     """Figures as JSON has them, with what is derived of them beside their fields; NaN is none."""
-    from laminar_py.observe.analytics.triage.report import RunReport
+    from laminar_py.observe.report import RunReport
 
     if dataclasses.is_dataclass(value) or isinstance(value, RunReport):
         names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
@@ -111,16 +124,3 @@ def plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return None if isinstance(value, float) and isnan(value) else value
-
-
-def dashboard(
-    run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one")] = 8400,
-    host: Annotated[
-        str, typer.Option(help="Interface; beyond loopback LAMINAR_DASHBOARD_TOKEN must be set")
-    ] = "127.0.0.1",
-) -> None:
-    """Serve the report's page, updating while the run goes on, and /metrics for Prometheus, until Ctrl-C."""
-    from laminar_py.observe.analytics.show.dashboard import TOKEN_VARIABLE, serve
-
-    asyncio.run(serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, tell=say))

@@ -9,73 +9,36 @@ import msgspec
 import typer
 from rich.text import Text
 
-from laminar_py.cli.filters import (
-    ByLength,
-    ByReward,
-    ByStaleness,
-    ByStep,
-    OfGroup,
-    OfKind,
-    OfModel,
-    OfPrompt,
-    OfReason,
-    OfReplica,
-    OfSet,
-    OfStatus,
-    OfVersion,
-)
+from laminar_py.cli.filters import OfModel, takes_conditions
 from laminar_py.cli.lines import console, say
 from laminar_py.config.section import ConfigError
-from laminar_py.observe.samples.records import Colour, SampleOrder
+from laminar_py.observe.samples import Colour, SampleOrder
 from laminar_py.records.trajectory import Kind
 
 if TYPE_CHECKING:
     from laminar_py.ledger.audit.queries import Filters
-    from laminar_py.observe.samples.records import FullSample
+    from laminar_py.observe.samples import FullSample
 
 _AT_ONCE = 8  # read by one look at the ledger
 
 
+@takes_conditions
 def samples(
+    *,
     run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
     ids: Annotated[list[str] | None, typer.Argument(help="Ids, e.g. g17.3, in place of conditions")] = None,
-    status: OfStatus = None,
-    reason: OfReason = None,
-    kind: OfKind = None,
-    eval_set: OfSet = None,
-    group: OfGroup = None,
-    prompt: OfPrompt = None,
-    replica: OfReplica = None,
-    version: OfVersion = None,
-    staleness: ByStaleness = None,
-    step: ByStep = None,
-    reward: ByReward = None,
-    length: ByLength = None,
     order: Annotated[SampleOrder | None, typer.Option(help="Which ones come first")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most that are shown")] = 6,
     full: Annotated[bool, typer.Option("--full", help="Do not shorten long texts")] = False,
     colour: Annotated[Colour, typer.Option(help="What the colour of a token shows")] = Colour.VERSION,
     model: OfModel = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else")] = False,
+    wanted: "Filters",
 ) -> None:
     """Show what the model wrote: of the newest groups the best and the worst, or the trajectories that are named,
     or those that meet all conditions."""
     from laminar_py.ledger.audit.queries import Filters
 
-    wanted = Filters(
-        status=status,
-        reason=reason,
-        kind=kind,
-        eval_set=eval_set,
-        group=group,
-        prompt=prompt,
-        replica=replica,
-        version=version,
-        staleness=staleness,
-        step=step,
-        reward=reward,
-        length=length,
-    )
     if ids and (order or wanted != Filters()):
         raise ConfigError(f"{ids[0]}: named beside conditions; give one of the two")
     found = ids or _find(run, wanted, order, limit)
@@ -90,7 +53,7 @@ def samples(
 def _find(run: Path, wanted: "Filters", order: SampleOrder | None, limit: int) -> list[str]:
     """Ids; where nothing is asked for, of contrasts of training, and of an evaluation where nothing trains."""
     from laminar_py.ledger.audit.queries import Filters
-    from laminar_py.observe.samples.reading import list_samples
+    from laminar_py.observe.sample_reader import list_samples
 
     trained = Filters(kind=Kind.TRAIN)
     if wanted != Filters() or order:
@@ -103,7 +66,7 @@ def _find(run: Path, wanted: "Filters", order: SampleOrder | None, limit: int) -
 
 
 def _read(run: Path, ids: Sequence[str], model: Path | None) -> Iterator["FullSample"]:
-    from laminar_py.observe.samples.reading import read_samples
+    from laminar_py.observe.sample_reader import read_samples
 
     for at in range(0, len(ids), _AT_ONCE):
         yield from read_samples(run, ids[at : at + _AT_ONCE], model=model)
@@ -115,7 +78,7 @@ def _write(found: Iterable["FullSample"]) -> None:
 
 
 def _print(found: Iterable["FullSample"], colour: Colour, *, whole: bool) -> None:
-    from laminar_py.observe.samples.telling import tell_colours, tell_sample
+    from laminar_py.observe.sample_lines import tell_colours, tell_sample
 
     for place, sample in enumerate(found):
         if not place:

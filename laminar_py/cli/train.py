@@ -18,7 +18,7 @@ from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
     from laminar_py.config.run import RunConfig
-    from laminar_py.observe.telemetry.summary import (
+    from laminar_py.observe.summary import (
         CheckpointFigures,
         EvaluationFigures,
         RelayFigures,

@@ -1,0 +1,15 @@
+"""What a run did: figures, pages, samples, trackers, from its record alone."""
+
+from typing import TYPE_CHECKING
+
+from laminar_py._lazy import public_names
+
+if TYPE_CHECKING:
+    from laminar_py.observe.fleet import pss_bytes as pss_bytes
+    from laminar_py.observe.live import make_view as make_view
+    from laminar_py.observe.sample_reader import list_samples as list_samples
+    from laminar_py.observe.sample_reader import read_sample as read_sample
+    from laminar_py.observe.samples import SampleOrder as SampleOrder
+    from laminar_py.observe.summary import Summary as Summary
+else:
+    __getattr__ = public_names(__name__)

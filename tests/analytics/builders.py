@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from laminar_py.observe.analytics.read.columns import FINISHES, KINDS, REASONS, STATUSES, Trajectories
+from laminar_py.observe.trajectories import FINISHES, KINDS, REASONS, STATUSES, Trajectories
 from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.records.trajectory import FinishReason, Kind, Status
 

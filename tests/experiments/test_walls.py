@@ -6,8 +6,8 @@ import pytest
 
 from experiments.walls.run import CONFIG, HERE, Trial, line, read_plant, rows
 from laminar_py.config.loading import load_config
-from laminar_py.observe.analytics.triage.remedies import Remedy, Wall, remedies
-from tests.analytics.triage.test_diagnosis import FULL, mean_step_of
+from laminar_py.observe.remedies import Remedy, Wall, remedies
+from tests.analytics.test_diagnosis import FULL, mean_step_of
 
 PLANTS = [read_plant(path) for path in sorted(HERE.glob("*.yaml"))]
 

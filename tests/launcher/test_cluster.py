@@ -17,7 +17,7 @@ from laminar_lab.launcher.standing import RunState, read_standings
 from laminar_py.cli import app
 from laminar_py.ledger.database import open_writer
 from laminar_py.ledger.run_folder import new_run
-from laminar_py.observe.telemetry.fleet import note_placed
+from laminar_py.observe.fleet import note_placed
 from laminar_py.runtime.cluster.backend import all_placed
 from laminar_py.runtime.cluster.ray_cluster import ray
 from tests.launcher.experiments import make_experiment, program, small_settings, start_launcher

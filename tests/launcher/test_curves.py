@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_lab.launcher.curves import make_band, value_at
-from laminar_py.observe.analytics.measure.seeds import half_width, tell_mean
+from laminar_py.observe.quality import half_width, tell_mean
 
 LINES = st.lists(
     st.lists(

@@ -21,9 +21,9 @@ from laminar_lab.launcher.standing import RunState, read_standings
 from laminar_py.cli import app
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.run_folder import new_run
-from laminar_py.observe.analytics.measure.seeds import tell_mean
+from laminar_py.observe.quality import tell_mean
+from tests.analytics.browser import browsing, slow_in_browser
 from tests.analytics.builders import make_step_row
-from tests.analytics.show.browser import browsing, slow_in_browser
 from tests.launcher.experiments import (
     LAUNCH,
     make_experiment,
@@ -174,7 +174,8 @@ async def test_what_a_run_said_is_text_on_the_page_whatever_it_is(tmp_path):
     run.log.write_text(f"laminar: {words}\n")
     async with browsing(tmp_path / "profile") as tab:
         await look_at(tab, write_page(experiment))
-        assert words in await tab.look("document.getElementById('first').textContent")
+        shown = words.replace("\x1b", "\\x1b")
+        assert shown in await tab.look("document.getElementById('first').textContent")
         assert await tab.look("document.querySelectorAll('img').length") == 0
         assert tab.errors == []
 

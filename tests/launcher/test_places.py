@@ -8,7 +8,7 @@ import pytest
 from laminar_lab.launcher.places import busy_gpus, make_slots
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import new_run
-from laminar_py.observe.analytics.measure.quality import count_devices
+from laminar_py.observe.quality import count_devices
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
 from tests.launcher.experiments import make_experiment
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.evaluations import OpenPass
-from laminar_py.observe.telemetry.stats import Stats, Totals
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.evaluations import pass_number, set_of
 from laminar_py.records.trajectory import Kind

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.config.loading import load_config
-from laminar_py.observe.telemetry.stats import Stats, Totals
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Dropped
 from laminar_py.records.scoring import Score

@@ -18,7 +18,7 @@ from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.completion import complete_all
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.observe.telemetry.stats import Stats, read_totals
+from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import RunStarted
 from laminar_py.records.metrics import OrderFigures, StepMetrics

@@ -6,7 +6,7 @@ import pytest
 
 from laminar_lab.plan.page import plain_plan, write_page
 from laminar_lab.plan.planner import make_plan
-from tests.analytics.show.browser import browsing, slow_in_browser
+from tests.analytics.browser import browsing, slow_in_browser
 from tests.plan.builders import make_request
 
 DRAWN = """JSON.stringify(Object.fromEntries(['by-staleness', 'by-gpus', 'stages', 'memory'].map((id) => [

@@ -5,9 +5,9 @@ import pytest
 from laminar_py.cli.choices import choices, command
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.config.staleness import Schedule
-from laminar_py.observe.analytics.triage.diagnosis import diagnose
+from laminar_py.observe.diagnosis import diagnose
 from tests.analytics.scripted import CONFIG
-from tests.analytics.triage.test_diagnosis import mean_step_of
+from tests.analytics.test_diagnosis import mean_step_of
 from tests.runs.runs import REPO
 
 EIGHT_GPUS = REPO / "experiments/math_long_cot/7b_8gpu.yaml"  # five replicas of one GPU, three ranks

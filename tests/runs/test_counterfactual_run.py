@@ -1,7 +1,7 @@
 """A whole emulated run with a deadline for groups, whose drops go on counterfactually."""
 
 from laminar_py.ledger.audit.verify import verify
-from laminar_py.observe.analytics.triage.report import read_report
+from laminar_py.observe.report import read_report
 from tests.runs.runs import TrainProcess
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 

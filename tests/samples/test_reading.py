@@ -12,8 +12,8 @@ import pytest
 
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.audit.queries import Filters, count, listing
-from laminar_py.observe.samples.reading import list_samples, read_sample, read_samples
-from laminar_py.observe.samples.records import FullSample, SampleOrder, TokenSpan
+from laminar_py.observe.sample_reader import list_samples, read_sample, read_samples
+from laminar_py.observe.samples import FullSample, SampleOrder, TokenSpan
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped, Ready, Restamped
 from laminar_py.records.spans import Span

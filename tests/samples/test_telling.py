@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from laminar_py.observe.samples.records import Colour, FullSample, PromptVisit, SampleRow, TokenSpan
-from laminar_py.observe.samples.telling import CUT_AT, tell_colours, tell_response, tell_sample
+from laminar_py.observe.sample_lines import CUT_AT, tell_colours, tell_response, tell_sample
+from laminar_py.observe.samples import Colour, FullSample, PromptVisit, SampleRow, TokenSpan
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.trajectory import FinishReason, Kind, Status
 from tests.samples.runs import HOSTILE

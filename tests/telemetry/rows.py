@@ -1,6 +1,6 @@
 """Rows of `metrics.jsonl` as a run makes them."""
 
-from laminar_py.observe.telemetry.stats import Stats, Totals
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.metrics import Mismatch, StepMetrics, TokenMetrics, Work
 

@@ -7,10 +7,10 @@ import sys
 import time
 
 from laminar_py.ledger.row_files import append_row
-from laminar_py.observe.analytics.read.samples import read_samples
-from laminar_py.observe.telemetry import fleet
-from laminar_py.observe.telemetry.fleet import OwnCpu, cpu_use, watch_fleet
-from laminar_py.observe.telemetry.stats import Stats, Totals
+from laminar_py.observe import fleet
+from laminar_py.observe.fleet import OwnCpu, cpu_use, watch_fleet
+from laminar_py.observe.record import read_samples
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 
 

@@ -2,7 +2,7 @@
 
 from laminar_py.cli.train import tell_checkpoints, tell_relay
 from laminar_py.ledger.database import reading
-from laminar_py.observe.telemetry.summary import (
+from laminar_py.observe.summary import (
     CheckpointFigures,
     RelayFigures,
     UnscoredFigures,

@@ -5,10 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from laminar_py.observe.telemetry import view as view_module
-from laminar_py.observe.telemetry.stats import Stats, Totals
-from laminar_py.observe.telemetry.view import LiveView, PlainView, evaluation_line
-from laminar_py.observe.telemetry.waits import Waits, tell_time_left
+from laminar_py.observe import live as view_module
+from laminar_py.observe.live import LiveView, View, Waits, evaluation_line, tell_time_left
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.metrics import LearnerProgress
 from tests.builders import make_evaluated
@@ -80,7 +79,7 @@ def test_plain_output_says_a_line_a_minute_with_the_time_left(monkeypatch):
     console, file = make_console()
     now = 1000.0
     monkeypatch.setattr(view_module.time, "monotonic", lambda: now)
-    view = PlainView(console, steps=100)
+    view = View(console, steps=100)
     for _ in range(500):  # looks at half a second each
         view.refresh(make_stats(rl_s=100.0), 10, 3, NOTES)
         now += 0.5
@@ -89,7 +88,7 @@ def test_plain_output_says_a_line_a_minute_with_the_time_left(monkeypatch):
     assert set(lines) == {f"step 10/100, 100 s of RL; about 15 min left; {NOTES[0]}; {NOTES[1]}"}
 
 
-@pytest.mark.parametrize("kind", [PlainView, LiveView])
+@pytest.mark.parametrize("kind", [View, LiveView])
 def test_a_notice_is_printed_at_once_and_as_it_is(kind):
     console, file = make_console()
     view = kind(console, steps=100)

@@ -8,7 +8,7 @@ import pytest
 from laminar_py.config.loading import load_config
 from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.observe.telemetry.stats import Stats, Totals
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import Dtype

@@ -18,7 +18,7 @@ from laminar_py.ledger.segments.completion import complete_all
 from laminar_py.ledger.segments.journal import Journal
 from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError
 from laminar_py.ledger.segments.writer import SegmentWriter
-from laminar_py.observe.telemetry.stats import Stats, Totals
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Consumed
 from laminar_py.records.spans import Span

@@ -14,7 +14,7 @@ from laminar_py.config.loading import load_config
 from laminar_py.control.tick import DISPATCH_S, Tick
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.salvage import Salvaged
-from laminar_py.observe.telemetry.stats import Stats, Totals
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode
 from laminar_py.records.engine import EngineStatus

@@ -13,9 +13,9 @@ import pytest
 from laminar_py.config.loading import parse_config
 from laminar_py.config.run import TrackerKind
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.observe.telemetry.stats import Stats, Totals
-from laminar_py.observe.telemetry.summary import summarise
-from laminar_py.observe.telemetry.trackers import Opening, Values
+from laminar_py.observe.stats import Stats, Totals
+from laminar_py.observe.summary import summarise
+from laminar_py.observe.trackers import Opening, Values
 from laminar_py.records.clock import SystemClock
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.placement import Needs, Placement

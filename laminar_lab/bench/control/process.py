@@ -14,7 +14,7 @@ from rich.console import Console
 
 from laminar_lab.bench.control.generator import Generators, ReadingScorerActor
 from laminar_lab.bench.control.inputs import write_inputs
-from laminar_py.observe.telemetry import make_view
+from laminar_py.observe import make_view
 from laminar_py.runtime.orchestrator import Controller, Result, lead
 from laminar_py.runtime.workers import Opened, PartKinds
 

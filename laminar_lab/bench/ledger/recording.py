@@ -34,7 +34,7 @@ from laminar_py.ledger import (
     seal_run,
 )
 from laminar_py.ledger.audit import accounting, story, tell_story
-from laminar_py.observe.telemetry import pss_bytes
+from laminar_py.observe import pss_bytes
 from laminar_py.records import Clock, SystemClock, decode, encode
 
 ROWS = (

@@ -1,6 +1,4 @@
-// The page of an experiment, after `panels.js` of the report. Whatever text comes from runs is set as text.
-"use strict";
-
+// The page of an experiment, after `kit.js`. Whatever text comes from runs is set as text.
 const COLOURS = 8, DASHES = ["solid", "dash", "dot", "dashdot"];
 const hidden = new Set();
 
@@ -69,13 +67,13 @@ function drawLegend(page) {
   }));
 }
 
-const page = JSON.parse(byId("data").textContent);
+const page = data;
 
 function drawPage() {
   document.title = `${page.name} · laminar`;
   byId("name").textContent = page.name;
   byId("state").textContent = page.state;
-  drawHeadline(page);
+  drawCards(page.headline);
   for (const place of ["first", "last"]) byId(place).replaceChildren(...page[place].map(sheet));
   drawLegend(page);
   drawCharts(page);

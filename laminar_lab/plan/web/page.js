@@ -1,7 +1,5 @@
-// The page of a plan, after `panels.js` of the report. Whatever text comes from a plan is set as text.
-"use strict";
-
-const page = JSON.parse(byId("data").textContent);
+// The page of a plan, after `kit.js`. Whatever text comes from a plan is set as text.
+const page = data;
 const whole = (value) => Number(value).toLocaleString("en", { maximumFractionDigits: 0 });
 const label = (row) => `${row.schedule}, ${row.learner_gpus} + ${row.replicas} × ${row.tensor_parallel}`;
 const SCHEDULES = { async: "accent", one_step: "second", sync: "third" };
@@ -89,7 +87,7 @@ function drawMemory() {
 function drawPage() {
   byId("name").textContent = page.model;
   byId("state").textContent = `on ${page.fleet}`;
-  drawHeadline({ headline: headline() });
+  drawCards(headline());
   byId("ranking").replaceChildren(sheet(ranking()));
   byId("words").replaceChildren(...page.words.map((line) => element("li", line)));
   byId("formulas").replaceChildren(sheet({ title: "The first choice, formula by formula", head: ["formula", "with its numbers", "gives"], rows: page.formulas, words: 2 }));

@@ -50,12 +50,10 @@ from laminar_py.control.tick import DISPATCH_S, Tick
 from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.row_files import read_rows
-from laminar_py.observe.telemetry.fleet import note_placed, watch_fleet
-from laminar_py.observe.telemetry.memory import watch_memory
-from laminar_py.observe.telemetry.stats import Stats
-from laminar_py.observe.telemetry.summary import Summary, summarise
-from laminar_py.observe.telemetry.view import View
-from laminar_py.observe.telemetry.waits import Waits
+from laminar_py.observe.fleet import note_placed, watch_fleet, watch_memory
+from laminar_py.observe.live import View, Waits
+from laminar_py.observe.stats import Stats
+from laminar_py.observe.summary import Summary, summarise
 from laminar_py.records.events import Evaluated, RunEnded
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow

@@ -25,9 +25,9 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.live import own_disk, settle
 from laminar_py.ledger.run_folder import RunFolder, new_run
-from laminar_py.observe.telemetry.memory import folder_bytes
-from laminar_py.observe.telemetry.summary import Summary
-from laminar_py.observe.telemetry.view import PlainView, make_view
+from laminar_py.observe.fleet import folder_bytes
+from laminar_py.observe.live import View, make_view
+from laminar_py.observe.summary import Summary
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
     RunFailedError,
@@ -134,7 +134,7 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     assert source is not None, f"{run.path} has not begun"
     summary = lead(
         config,
-        lambda opened: Controller(opened, view=PlainView(console, steps=0), source=source),
+        lambda opened: Controller(opened, view=View(console, steps=0), source=source),
         what=f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas",
         resume=run if resumed else None,
         begun=None if resumed else run,

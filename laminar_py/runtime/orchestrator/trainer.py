@@ -20,7 +20,7 @@ from laminar_py.control.steps import pack_step, step_events
 from laminar_py.learner.packing.balance import attention_share
 from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.row_files import append_row, open_rows
-from laminar_py.observe.telemetry.stats import read_totals
+from laminar_py.observe.stats import read_totals
 from laminar_py.records.events import RolledBack
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow

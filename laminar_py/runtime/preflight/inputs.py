@@ -25,7 +25,7 @@ from laminar_py.data.survey import UnknownWords, unknown_words
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
-from laminar_py.observe.telemetry.trackers import check_trackers
+from laminar_py.observe.trackers import check_trackers
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.planning.cost import versions_at_peak

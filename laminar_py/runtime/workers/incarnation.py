@@ -7,7 +7,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import Recovered, closed_groups
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.observe.telemetry.stats import Stats, read_totals
+from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Checkpointed
 from laminar_py.runtime.cluster.memory import KernelKills

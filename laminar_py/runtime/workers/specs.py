@@ -3,7 +3,7 @@
 import msgspec
 
 from laminar_py.learner.packing.packer import StepTerms
-from laminar_py.observe.telemetry.trackers import Opening
+from laminar_py.observe.trackers import Opening
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.pieces import ColumnRef

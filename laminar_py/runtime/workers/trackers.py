@@ -12,9 +12,18 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
-from laminar_py.observe.telemetry.summary import Summary
-from laminar_py.observe.telemetry.trackers import Ending, Message, Opening, Rewound, Values
-from laminar_py.observe.telemetry.tracking import flat_evaluation, flat_row, flat_settings, flat_summary
+from laminar_py.observe.summary import Summary
+from laminar_py.observe.trackers import (
+    Ending,
+    Message,
+    Opening,
+    Rewound,
+    Values,
+    flat_evaluation,
+    flat_row,
+    flat_settings,
+    flat_summary,
+)
 from laminar_py.records.codec import encode
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow

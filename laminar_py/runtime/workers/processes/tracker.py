@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from laminar_py.observe.telemetry.trackers import TRACKERS, Ending, Message, Rewound, Values
+from laminar_py.observe.trackers import TRACKERS, Ending, Message, Rewound, Values
 from laminar_py.records.codec import decode
 from laminar_py.runtime.workers.processes.setup import PartActor, log_to
 from laminar_py.runtime.workers.specs import TrackerSpec

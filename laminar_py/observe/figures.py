@@ -1,0 +1,317 @@
+"""Table of the figures of a run, from which cards, `/metrics` and the comparison of runs are generated.
+
+Invariants of `/metrics`: names and labels are few and fixed, whatever the run does; ids of trajectories are no
+labels; counters do not fall when steps are undone. `configs/grafana/laminar.json` draws these.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from laminar_py.observe.report import RunReport
+from laminar_py.observe.tails import COUNTED, NAMES, Distribution, Measure, distribution, tell_seconds
+from laminar_py.observe.trajectories import REASONS, STATUSES
+from laminar_py.records.events import (
+    AnyEvent,
+    PartDied,
+    Pulled,
+    Relayed,
+    Repacked,
+    ReplicaLeft,
+    Stepped,
+    VersionLoaded,
+    VersionPublished,
+)
+from laminar_py.records.metrics import FleetRow
+from laminar_py.records.trajectory import Status
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Labelled = Mapping[str, float] | Mapping[tuple[str, ...], float]
+Value = float | Labelled | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """Figure of a run, e.g. goodput: a card of the page, a gauge, a row of a comparison."""
+
+    name: str  # for readers; of a metric, what it means
+    value: Callable[[RunReport], Value]  # by label where it has some; None: there is none now
+    tell: Callable[[float], str] = "{:,.0f}".format
+    metric: str = ""  # its name in `/metrics` after `laminar_`; "": it is not exported
+    labels: tuple[str, ...] = ()
+    is_counter: bool = False
+    compared: str = ""  # its name between runs; "": it is not compared
+    note: Callable[[RunReport], str] | None = None  # beside it on a card; None: it has no card
+
+
+def gauge(metric: str, name: str, value: Callable[[RunReport], Value], *labels: str) -> Figure:
+    """A figure that is only exported, and may fall."""
+    return Figure(name=name, value=value, metric=metric, labels=labels)
+
+
+def counter(metric: str, name: str, value: Callable[[RunReport], Value], *labels: str) -> Figure:
+    """A figure that is only exported, and never falls."""
+    return Figure(name=name, value=value, metric=metric, labels=labels, is_counter=True)
+
+
+# ---- values
+
+
+def _named(names: Iterable[object], values: Iterable[float]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in zip(names, values, strict=True)}
+
+
+def _quantiles(found: Distribution | None) -> dict[str, float]:
+    """Percentiles as Prometheus names them, e.g. `{"0.50": 12.0}`."""
+    return {} if found is None else {f"0.{name[1:]}": value for name, value in found.percentiles.items()}
+
+
+def _of_turns(report: RunReport) -> Distribution | None:
+    return report.tails.overall.get(Measure.TURNS)
+
+
+def _lengths(report: RunReport) -> Labelled:
+    return _quantiles(report.tails.overall.get(Measure.LENGTH))
+
+
+def _turns(report: RunReport) -> Labelled | None:
+    return None if (found := _of_turns(report)) is None else _quantiles(found)
+
+
+def _entropy(report: RunReport) -> float | None:
+    steps = report.snapshot.samples.steps
+    return steps[-1].entropy if steps else None
+
+
+def _evaluated(report: RunReport) -> Labelled:
+    return {one.set_name: one.figures.mean.value for one in report.snapshot.history.evaluations}
+
+
+def _wall(report: RunReport) -> Labelled:
+    return {} if report.diagnosis is None else {str(report.diagnosis.binding.wall): 1.0}
+
+
+def _latencies(report: RunReport) -> dict[tuple[str, ...], float]:
+    times = {NAMES[measure]: found for measure, found in report.tails.overall.items() if measure not in COUNTED}
+    return {(stage, of): value for stage, found in times.items() for of, value in _quantiles(found).items()}
+
+
+def _tail_ratios(report: RunReport) -> dict[str, float]:
+    tails = {NAMES[measure]: found.tail for measure, found in report.tails.overall.items()}
+    return {name: tail for name, tail in tails.items() if tail is not None}
+
+
+def _staleness(report: RunReport) -> dict[str, float]:
+    train = report.snapshot.trajectories
+    return _quantiles(distribution(train.staleness[train.is_status(Status.CONSUMED)].astype(np.float64)))
+
+
+def _by_status(report: RunReport) -> dict[str, float]:
+    return _named(STATUSES, np.bincount(report.snapshot.trajectories.status, minlength=len(STATUSES)).tolist())
+
+
+def _by_reason(report: RunReport) -> dict[str, float]:
+    drop = report.snapshot.trajectories.drop
+    return _named(REASONS, np.bincount(drop[drop >= 0], minlength=len(REASONS)).tolist())
+
+
+def _recent_reward(report: RunReport) -> float | None:
+    reward = report.snapshot.trajectories.reward
+    scored = reward[~np.isnan(reward)]
+    return float(scored[-1000:].mean()) if len(scored) else None
+
+
+def _served(report: RunReport) -> dict[str, float]:
+    served: dict[str, float] = {}
+    for one in report.snapshot.history.happened:
+        if isinstance(one.event, VersionLoaded):
+            served[str(one.event.replica)] = float(one.event.version)
+        elif isinstance(one.event, ReplicaLeft):
+            served.pop(str(one.event.replica), None)
+    return served
+
+
+def _fleet(values: Callable[[FleetRow], Iterable[float]]) -> Callable[[RunReport], Value]:
+    def of_last(report: RunReport) -> Value:
+        fleet = report.snapshot.samples.fleet
+        return _named(fleet[-1].indices, values(fleet[-1])) if fleet else None
+
+    return of_last
+
+
+def _sum(kind: type[AnyEvent], field: str) -> Callable[[RunReport], Value]:
+    """Sum of a field over all events of a kind; of undone steps too, so that nothing falls."""
+    return lambda report: sum(getattr(event, field) for _, event in report.snapshot.history.of(kind))
+
+
+def _sums(kind: type[AnyEvent], label: str, field: str = "") -> Callable[[RunReport], Value]:
+    """The same by another field; without a field the number of events."""
+
+    def by_label(report: RunReport) -> Value:
+        found = defaultdict[str, float](float)
+        for _, event in report.snapshot.history.of(kind):
+            found[getattr(event, label)] += getattr(event, field) if field else 1
+        return found
+
+    return by_label
+
+
+def _last(kind: type[AnyEvent], field: str, default: float | None = None) -> Callable[[RunReport], Value]:
+    """A field of the last event of a kind."""
+
+    def of_last(report: RunReport) -> Value:
+        events = [event for _, event in report.snapshot.history.of(kind)]
+        return float(getattr(events[-1], field)) if events else default
+
+    return of_last
+
+
+def _repacked(report: RunReport) -> dict[str, float]:
+    moved = Counter[str]()
+    for _, event in report.snapshot.history.of(Repacked):
+        moved["running"] += event.num_running
+        moved["waiting"] += event.num_waiting
+    return {name: float(count) for name, count in moved.items()}
+
+
+def _note_trajectories(report: RunReport) -> str:
+    train = report.snapshot.trajectories
+    used, dropped = (int(train.is_status(status).sum()) for status in (Status.CONSUMED, Status.DROPPED))
+    return f"{used:,} consumed + {dropped:,} dropped + {len(train) - used - dropped:,} live"
+
+
+def _note_turns(report: RunReport) -> str:
+    train, turns = report.snapshot.trajectories, _of_turns(report)
+    known = ~np.isnan(train.environment_s)
+    spent_s = float(np.sum(train.finished_s[known] - train.started_s[known]))
+    share = float(train.environment_s[known].sum()) / spent_s if spent_s > 0 else 0.0
+    most = 0.0 if turns is None else turns.max
+    return f"of the model, the mean; {most:.0f} at most; environments take {share:.0%} of the time on replicas"
+
+
+FIGURES = (
+    Figure(
+        name="goodput",
+        value=lambda r: r.tokens.goodput,
+        metric="goodput_tokens_per_second",
+        compared="goodput, useful tokens/s",
+        note=lambda r: f"tokens/s, {r.tokens.useful:,} useful in {r.rl_s:,.1f} s of RL",
+    ),
+    Figure(name="", value=lambda r: r.trained_tokens_per_s, compared="trained tokens/s"),
+    Figure(name="", value=lambda r: r.tokens.useful_share, tell="{:.1%}".format, compared="useful of the issued"),
+    Figure(
+        name="learner steps",
+        value=lambda r: len(r.snapshot.history.steps),
+        compared="steps",
+        note=lambda r: f"the run {'has not ended' if r.snapshot.history.live else 'has ended'}",
+    ),
+    Figure(
+        name="of the RL phase",
+        value=lambda r: r.rl_s,
+        tell=tell_seconds,
+        metric="rl_seconds",
+        is_counter=True,
+        compared="RL",
+    ),
+    Figure(
+        name="",
+        value=lambda r: r.stragglers.slots,
+        tell="{:.1%}".format,
+        compared="slots lost to stragglers",
+    ),
+    Figure(
+        name="trajectories",
+        value=lambda r: r.tokens.issued_trajectories,
+        metric="issued",
+        is_counter=True,
+        note=_note_trajectories,
+    ),
+    Figure(
+        name="turns",
+        value=lambda r: None if (found := _of_turns(r)) is None else found.mean,
+        tell="{:.2f}".format,
+        note=_note_turns,
+    ),
+    Figure(
+        name="staleness",
+        value=lambda r: None if r.staleness is None else r.staleness.mean,
+        tell="{:.2f}".format,
+        note=lambda r: "" if r.staleness is None else f"versions, the mean; {r.staleness.max} at most",
+    ),
+    gauge("trajectories", "training trajectories by status", _by_status, "status"),
+    counter("dropped", "dropped trajectories by reason", _by_reason, "reason"),
+    counter("tokens_generated", "response tokens of training, stored so far", lambda r: r.tokens.issued),
+    gauge("tokens_useful", "of steps that stand, each weighed as its loss was", lambda r: r.tokens.useful),
+    gauge("reward", "mean reward of the last thousand scored", _recent_reward),
+    gauge("response_length_tokens", "response length", _lengths, "quantile"),
+    gauge("turns", "turns of the model in a trajectory", _turns, "quantile"),
+    gauge("staleness_steps", "staleness of what was consumed", _staleness, "quantile"),
+    gauge("latency_seconds", "seconds of the stages of a trajectory's way", _latencies, "stage", "quantile"),
+    gauge("tail_ratio", "p95 over p50", _tail_ratios, "of"),
+    gauge("replica_version", "weight version that a replica serves", _served, "replica"),
+    gauge("replica_running", "trajectories that it decodes", _fleet(lambda row: row.running), "replica"),
+    gauge("replica_waiting", "trajectories that wait in its engine", _fleet(lambda row: row.waiting), "replica"),
+    gauge("replica_kv_share", "share of its KV cache in use", _fleet(lambda row: row.kv_use), "replica"),
+    counter("repacked", "trajectories that repacking moved", _repacked, "state"),
+    gauge("learner_step", "the last step", _last(Stepped, "step", 0)),
+    counter("tokens_trained", "response tokens of steps", _sum(Stepped, "num_tokens")),
+    counter("learner_busy_seconds", "in steps", _sum(Stepped, "elapsed_s")),
+    counter("learner_waiting_seconds", "without a batch", _sum(Stepped, "waited_s")),
+    counter("reference_seconds", "in the reference model", _sum(Stepped, "reference_s")),
+    gauge("loss", "of the last step", _last(Stepped, "loss")),
+    gauge("gradient_norm", "of the last step", _last(Stepped, "grad_norm")),
+    gauge("entropy_nats", "of the last step's tokens", _entropy),
+    gauge("evaluation_mean_reward", "of the last evaluation", _evaluated, "set"),
+    gauge("version_published", "newest weight version of the learner", _last(VersionPublished, "version", -1)),
+    counter("publish_stall_seconds", "the learner stood still to publish", _sum(VersionPublished, "stall_s")),
+    counter("relay_seconds", "from first request to verified", _sums(Relayed, "node", "elapsed_s"), "node"),
+    counter("relay_wire_bytes", "that came over the wire", _sums(Relayed, "node", "wire_bytes"), "node"),
+    counter(
+        "pull_waited_seconds",
+        "waits for versions",
+        _sums(Pulled, "subscriber", "waited_s"),
+        "subscriber",
+    ),
+    counter("deaths", "parts that died and were restarted", _sums(PartDied, "part"), "part"),
+    gauge(
+        "live",
+        "1 until the run says that it ended",
+        lambda r: float(r.snapshot.history.live),
+    ),
+    gauge("last_event_timestamp_seconds", "since 1970; long ago after a kill", lambda r: r.snapshot.heard_s),
+    counter("events", "in the ledger", lambda r: r.snapshot.seq),
+    gauge("wall_info", "what limits the run", _wall, "wall"),
+)
+
+
+class _RunCollector(Collector):
+    """Figures of one report, as families of metrics."""
+
+    def __init__(self, report: RunReport) -> None:
+        self._report = report
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family that has a value now."""
+        for figure in FIGURES:
+            value = figure.value(self._report) if figure.metric else None
+            if value is None:
+                continue
+            make = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
+            family = make(f"laminar_{figure.metric}", figure.name.capitalize(), labels=figure.labels)
+            by_label = value if isinstance(value, Mapping) else {(): value}
+            for label, one in by_label.items():
+                family.add_metric([label] if isinstance(label, str) else list(label), one)
+            yield family
+
+
+def expose(report: RunReport) -> bytes:
+    """Text of `/metrics`."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_RunCollector(report))
+    return generate_latest(registry)

@@ -1,0 +1,116 @@
+"""What processes, replicas and cores do: `fleet.jsonl`, a row a second of the RL phase; and the peak of memory.
+
+The controller runs the watchers. Memory is the PSS of the controller and its descendants, and shared memory.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+
+from laminar_py.ledger.row_files import append_row, open_rows
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.observe.stats import Stats
+
+MEMORY_EVERY_S = 10.0
+
+
+def processes() -> list[psutil.Process]:
+    """Own process and everything below it."""
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
+
+
+def pss_bytes(pid: int) -> int:
+    """Proportional set size: private pages plus this process's share of shared ones."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files below a folder; what vanishes meanwhile counts 0."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total
+
+
+def used_bytes(pids: list[int], shm: Path) -> int:
+    """Bytes that these processes and the version folders in `shm` take; pages mapped twice may count twice."""
+    return sum(pss_bytes(pid) for pid in pids) + folder_bytes(shm)
+
+
+async def watch_memory(run: RunFolder, stats: Stats, shm: Path) -> None:
+    """Note the run's processes and their peak of memory until cancelled."""
+    while True:
+        pids = [process.pid for process in processes()]
+        run.note_processes(pids)
+        used = await asyncio.to_thread(used_bytes, pids, shm)
+        stats.peak_memory_bytes = max(stats.peak_memory_bytes, used)
+        await asyncio.sleep(MEMORY_EVERY_S)
+
+
+EVERY_S = 1.0
+
+
+def cpu_use(cores: set[int]) -> float:
+    """Share of these cores that was busy since the call before, whoever kept them so."""
+    busy = [use for core, use in enumerate(psutil.cpu_percent(percpu=True)) if core in cores]
+    return sum(busy) / (100 * max(1, len(busy)))
+
+
+class OwnCpu:
+    """CPU time of the controller and of all below it, from one call to the next."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, float], float] = {}  # seconds by process, which has a number and a start
+        self._since = time.monotonic()
+
+    def use(self, num_cores: int) -> float:
+        """Share of so many cores that the run's own processes kept busy since the call before."""
+        now, seen, used_s = time.monotonic(), dict[tuple[int, float], float](), 0.0
+        for process in processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # what it used since the last call is lost
+                times = process.cpu_times()
+                key = (process.pid, process.create_time())
+                seen[key] = times.user + times.system
+                used_s += seen[key] - self._seen.get(key, 0.0)
+        elapsed_s, self._since, self._seen = max(now - self._since, 1e-9), now, seen
+        return used_s / (elapsed_s * num_cores)
+
+
+async def note_placed(path: Path, *, all_placed: Callable[[], Awaitable[bool]]) -> None:
+    """Write a file once every process has its GPUs; `laminar launch` then starts the next run beside this one."""
+    placed = False
+    while not placed:
+        await asyncio.sleep(EVERY_S)
+        placed = await all_placed()
+    await asyncio.to_thread(path.write_text, f"{time.time()}\n")
+
+
+async def watch_fleet(
+    path: Path, stats: Stats, *, generated_tokens: Callable[[], int], has_processes: bool = True
+) -> None:
+    """Append a row for each second of RL until cancelled; of a simulation without the use of cores."""
+    cores, own = os.sched_getaffinity(0), OwnCpu()
+    use = own_use = None
+    with open_rows(path) as file:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if has_processes:
+                use = cpu_use(cores)  # also before RL, since each call counts from the one before
+                own_use = await asyncio.to_thread(own.use, len(cores))
+            if stats.in_rl:
+                count = len(cores) if has_processes else 0
+                row = stats.fleet(generated_tokens(), cpu_use=use, own_cpu_use=own_use, cores=count)
+                append_row(file, row)
+                file.flush()

@@ -1,0 +1,311 @@
+"""Changes against each wall, first things first, as keys of the config with the values that they have. Pure.
+
+The order is that of the field's experience: cheap and certain changes come before those that cost devices or
+freshness.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from laminar_py.config.algorithm import Correction, ReferencePass
+from laminar_py.config.cluster import TopologyKind
+from laminar_py.config.learner import Recompute
+from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, WithoutSignal
+from laminar_py.config.run import RunConfig
+from laminar_py.config.staleness import Schedule, StalePolicy
+from laminar_py.observe.mean_step import MeanStep
+
+SMALL_MICROBATCHES = 4  # for each rank and step, above which larger ones are worth a try
+WORKERS = 8  # times that many are advised at most
+FULL = 0.5  # share of the turns that environments may work on at a time from which on others wait for room
+SHARED = 4  # turns at a time in a process, above which they may hold each other up
+CROWDED = 0.3  # share of the time from which on a larger decode batch is worth a try
+WIDEST = 8  # no bound above is advised
+FIRST_BOUND = 4  # where there is none
+MUCH_LOST = 0.25  # share of the data's weight from which on no wider bound is advised
+
+
+class Wall(StrEnum):
+    """Limit of a run."""
+
+    GENERATION = "generation"
+    LONG_TAIL = "long tail"
+    ENVIRONMENT = "environment"
+    REWARD = "reward"
+    REFERENCE = "reference"
+    WEIGHTS = "weights"
+    LEARNER = "learner"
+    FRESHNESS = "freshness"
+    STALE_DATA = "stale data"
+    SPARSE_REWARD = "sparse reward"
+    CPU = "cpu cores"
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A setting to change, e.g. `Remedy("reward.workers", "1 -> 4", "scorers are busy all the time")`."""
+
+    key: str
+    change: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.change} ({self.why})"
+
+    @property
+    def old(self) -> str:
+        """Value before, e.g. 1."""
+        return self.change.partition(" -> ")[0]
+
+    @property
+    def new(self) -> str:
+        """Value to set, e.g. 4; where there is a choice, the first."""
+        return self.change.partition(" -> ")[2].partition(",")[0]
+
+
+def remedies(wall: Wall, config: RunConfig, step: MeanStep) -> tuple[Remedy, ...]:
+    """Remedies for one wall; the first is to be tried first."""
+    found = tuple(_BY_WALL[wall](config, step))
+    if config.schedule is Schedule.ASYNC:
+        return found
+    why = "stages work side by side, and no batch waits for its longest trajectory"
+    return (Remedy("schedule", f"{config.schedule} -> async", why), *found)
+
+
+def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    rollout = config.rollout
+    if step.crowded_share > CROWDED:
+        yield from _larger_batch(config, step)
+    yield Remedy(
+        "rollout.replicas", f"{rollout.replicas} -> {2 * rollout.replicas}", "generation divides by their number"
+    )
+    for setting, change, why in rollout.engine.remedies():
+        yield Remedy(f"rollout.engine.{setting}", change, why)
+
+
+def _larger_batch(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    change = f"{config.rollout.max_batch} -> {4 * config.rollout.max_batch}"
+    why = f"replicas have more than they decode at a time, {step.crowded_share:.0%} of the time"
+    yield Remedy("rollout.max_batch", change, why)
+
+
+def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    rollout = config.rollout
+    if rollout.on_new_weights is OnNewWeights.DRAIN:
+        why = "partial rollout: a replica takes new prompts and weights beside its stragglers"
+        if config.repacks:
+            planner = config.repack.planner
+            also = f": leave out repack.planner={planner} too" if planner is not None else ""
+            why = f"{why}; repacking, which needs drain, ends with it{also}"
+        yield Remedy("rollout.on_new_weights", "drain -> resume", why)
+        if config.repack.planner == NO_PLANNER and rollout.replicas > 1:
+            yield Remedy("repack.planner", "none -> predictive", "stragglers move together, the rest goes on")
+    if config.schedule is Schedule.ASYNC:
+        yield from _wider_bound(config, step, more=2, why="others may go on while a group waits for its last")
+    cap = rollout.sampling.max_new_tokens
+    if rollout.group_deadline_s is None and step.group_p90_s > 0:
+        why = "groups close without stragglers"
+        yield Remedy("rollout.group_deadline_s", f"none -> {max(2 * step.group_p90_s, 0.1):.1f}", why)
+    yield Remedy("rollout.sampling.max_new_tokens", f"below {cap}", "a cap on all, logged with each that it cuts")
+
+
+def _environment(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Room for turns where that is taken, else others in the slots meanwhile; then the turns themselves."""
+    environment = config.environment  # emulated ones have no room of their own
+    room = math.inf if environment is None else environment.workers * environment.at_once
+    told = f"about {step.away:.0f} are away at a time"
+    is_full = step.away > FULL * room
+    if environment is not None and is_full:  # more in flight would only wait longer
+        at_once = environment.at_once
+        yield Remedy("environment.at_once", f"{at_once} -> {2 * at_once}", f"{told}, and {room} may work")
+    else:
+        yield from _more_in_flight(config)
+        yield from _wider_bound(config, step, more=2, why="more may be under way while environments work")
+    if environment is not None and _idle_cores(config, step) > 0:
+        workers = environment.workers
+        if is_full or step.away > SHARED * workers:
+            why = f"{told}, which processes share"
+            yield Remedy("environment.workers", f"{workers} -> {2 * workers}", why)
+    why = f"p95 of a turn is {step.turn_p95_s:.2f} s"
+    yield Remedy("environment", "faster turns, e.g. a cache of what is asked again", why)
+
+
+def _more_in_flight(config: RunConfig) -> Iterator[Remedy]:
+    rollout, why = config.rollout, "those that are away hold no slot, and others can have it"
+    if rollout.on_new_weights is OnNewWeights.DRAIN:
+        change = f"{rollout.batch_per_replica} -> {2 * rollout.batch_per_replica}"
+        yield Remedy("rollout.batch_per_replica", change, why)
+    else:  # what is away counts as running there
+        yield Remedy("rollout.max_batch", f"{rollout.max_batch} -> {2 * rollout.max_batch}", why)
+
+
+def _reward(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    workers = config.reward.workers
+    others = max(step.times.generation_s, step.times.learner_s, 1e-9)
+    needed = max(min(math.ceil(workers * step.times.reward_s / others), WORKERS * workers), 2 * workers)
+    most = needed if config.reward.waits_for_servers else min(needed, workers + _idle_cores(config, step))
+    if most > workers:
+        yield Remedy("reward.workers", f"{workers} -> {most}", "scoring divides by their number")
+    limit = max(2 * step.reward_p95_s, 0.1)
+    if limit < config.reward.timeout_s:
+        why = f"p95 of a reward is {step.reward_p95_s:.2f} s: a shorter limit frees workers from those that hang"
+        yield Remedy("reward.timeout_s", f"{config.reward.timeout_s:g} -> {limit:.1f}", why)
+    yield Remedy("reward.use", "cache what it computes", "samples of a prompt share their problem")
+
+
+def _idle_cores(config: RunConfig, step: MeanStep) -> int:
+    """Whole cores that nothing keeps busy; any number where they are not known, as on a cluster's machines."""
+    if step.use is None or not step.use.cores or config.cluster.address is not None:
+        return sys.maxsize
+    return int(step.use.cores * (1 - step.use.cpu))
+
+
+def _reference(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    if config.algorithm.reference_pass is ReferencePass.LEARNER:
+        yield Remedy("algorithm.reference_pass", "learner -> stage", "it runs beside scoring, off the learner")
+    yield Remedy("algorithm.kl_coef", f"{config.algorithm.kl_coef:g} -> 0", "without a KL term there is no pass")
+
+
+def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    learner, algorithm = config.learner, config.algorithm
+    yield from _less_work(config, step)
+    if step.reference_in_learner and step.reference_s > 0.1 * step.times.learner_s:
+        yield Remedy("algorithm.reference_pass", "learner -> stage", f"{step.reference_s:.2f} s of its step")
+    if algorithm.updates_per_step > 1:
+        yield Remedy("algorithm.updates_per_step", f"{algorithm.updates_per_step} -> 1", "fewer optimizer steps")
+    yield Remedy("learner.world_size", f"{learner.world_size} -> {2 * learner.world_size}", "a step divides by it")
+    if not learner.compile:
+        yield Remedy("learner.compile", "false -> true", "faster layers, on GPUs")
+    if learner.lora is None:
+        yield Remedy("learner.lora.rank", "none -> 16", "gradients and optimizer for adapters alone")
+
+
+def _less_work(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    if step.microbatches > SMALL_MICROBATCHES:
+        change = f"{config.packer.max_tokens} -> {2 * config.packer.max_tokens}"
+        why = f"a rank computes {step.microbatches:.0f} microbatches a step"
+        yield Remedy("packer.max_tokens", change, why)
+    if config.learner.recompute is not Recompute.NONE:
+        change = f"{config.learner.recompute} -> none"
+        yield Remedy("learner.recompute", change, "activations are computed once")
+
+
+def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    learner, relay = config.learner, config.relay
+    if relay.max_bytes_per_s is not None:
+        change = f"{relay.max_bytes_per_s:.0f} -> {10 * relay.max_bytes_per_s:.0f}, or none"
+        yield Remedy("relay.max_bytes_per_s", change, f"a version is {step.transfer_s:.2f} s on its way")
+    if relay.topology is not TopologyKind.AUTO:
+        yield Remedy(
+            "relay.topology", f"{relay.topology} -> auto", "the tree that takes least time on these links"
+        )
+    yield from _rarer_versions(config, step)
+    if learner.lora is None:
+        yield Remedy("learner.lora.rank", "none -> 16", "adapters are a few percent of the bytes")
+    yield from _wider_bound(config, step, more=2, why="work goes on under the version before")
+    yield Remedy("relay.host", f"{relay.host} -> an address of a faster network", "the links themselves are slow")
+
+
+def _rarer_versions(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Half as many versions, with the bound that they need, unless either is too old."""
+    every, bound = 2 * config.learner.publish_every, config.staleness.enforced
+    oldest = every - (config.schedule is not Schedule.ONE_STEP)
+    if oldest <= WIDEST and step.age.lost <= MUCH_LOST:
+        needed = f", with staleness.max_staleness={oldest}" if bound is not None and bound < oldest else ""
+        change = f"{config.learner.publish_every} -> {every}"
+        yield Remedy("learner.publish_every", change, f"fewer versions travel{needed}")
+
+
+def _wider_bound(config: RunConfig, step: MeanStep, *, more: int, why: str) -> Iterator[Remedy]:
+    """A bound wider by `more`, unless it is wide enough, or the data too old already."""
+    bound = config.staleness.max_staleness
+    if bound is not None and bound < WIDEST and step.age.lost <= MUCH_LOST:
+        yield Remedy("staleness.max_staleness", f"{bound} -> {min(bound + more, WIDEST)}", why)
+
+
+def _freshness(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    bound, replicas = config.staleness.max_staleness, config.rollout.replicas
+    capacity = Remedy("buffer.capacity", f"{config.capacity} -> {2 * config.capacity}", "it bounds what may begin")
+    if bound is None and config.schedule is Schedule.ASYNC:
+        yield capacity
+    if bound is not None:
+        why = f"useful staleness ends at about 4 to {WIDEST}"
+        yield from _wider_bound(config, step, more=max(2, bound), why=why)
+        if config.algorithm.correction is Correction.NONE:
+            why = "corrects for what older weights drew; or algorithm.name=decoupled_ppo"
+            yield Remedy("algorithm.correction", "none -> tis", why)
+        if step.stale_share > 0 and StalePolicy.DROP in config.staleness.policies:
+            why = f"{step.stale_share:.0%} of the tokens were dropped as too old"
+            yield Remedy("staleness.policies", "drop -> reweight", why)
+    yield from _smaller_batches(config)
+    if bound is not None and bound >= WIDEST and replicas > 1:
+        why = f"no more work fits within {bound}, and half of them would do it"
+        yield Remedy("rollout.replicas", f"{replicas} -> {replicas // 2}", why)
+    elif bound is not None and config.schedule is Schedule.ASYNC:
+        yield capacity
+
+
+def _smaller_batches(config: RunConfig) -> Iterator[Remedy]:
+    batch = config.rollout.batch_per_replica
+    if config.rollout.on_new_weights is OnNewWeights.DRAIN and batch > config.rollout.group_size:
+        yield Remedy("rollout.batch_per_replica", f"{batch} -> {batch // 2}", "replicas take new weights sooner")
+
+
+def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    bound, why = config.staleness.max_staleness, f"{step.age.lost:.0%} of the weight is gone"
+    narrower = FIRST_BOUND if bound is None else max(min(bound // 2, WIDEST), 1)
+    every, rarest = config.learner.publish_every, narrower + (config.schedule is not Schedule.ONE_STEP)
+    if every > rarest:
+        yield Remedy("learner.publish_every", f"{every} -> {rarest}", f"{why}; the narrower bound needs it")
+    if bound is None or narrower < bound:
+        yield Remedy("staleness.max_staleness", f"{'none' if bound is None else bound} -> {narrower}", why)
+    if config.algorithm.correction is Correction.NONE:
+        yield Remedy("algorithm.correction", "none -> tis", "corrects for what older weights drew")
+    yield from _smaller_batches(config)
+    change = f"{config.learner.lr:g} -> {config.learner.lr / 2:g}"
+    yield Remedy("learner.lr", change, "smaller steps leave the policy nearer to the one that drew the data")
+
+
+def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Savings of work first, then other machines: more processes would only share these cores."""
+    generation_s, learner_s = step.times.generation_s, step.times.learner_s
+    if step.crowded_share > CROWDED and generation_s >= learner_s:
+        yield from _larger_batch(config, step)
+    elif learner_s >= generation_s:
+        yield from _less_work(config, step)
+    cores = step.use.cores if step.use is not None else 0
+    why = f"its machines add cores; here {cores} are full, and more replicas, workers or ranks would share them"
+    yield Remedy("cluster.address", "none -> that of a Ray cluster", why)
+    replicas = config.rollout.replicas
+    if replicas > 1:
+        yield Remedy(
+            "rollout.replicas", f"{replicas} -> {replicas // 2}", "as fast on full cores, with less memory"
+        )
+
+
+def _sparse(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    size = config.rollout.group_size
+    yield Remedy("rollout.group_size", f"{size} -> {2 * size}", "a wider search finds the first right answer")
+    if config.rollout.without_signal is not WithoutSignal.REFILL:
+        change = f"{config.rollout.without_signal} -> refill"
+        yield Remedy("rollout.without_signal", change, "steps are filled with groups that teach")
+    yield Remedy("algorithm.name", f"{config.algorithm.name} -> tba", "an objective that learns off-policy")
+    yield Remedy("data.train", "easier prompts first", f"{step.hopeless_share:.0%} of the groups had no success")
+
+
+_BY_WALL = {
+    Wall.GENERATION: _generation,
+    Wall.LONG_TAIL: _long_tail,
+    Wall.ENVIRONMENT: _environment,
+    Wall.REWARD: _reward,
+    Wall.REFERENCE: _reference,
+    Wall.WEIGHTS: _weights,
+    Wall.LEARNER: _learner,
+    Wall.FRESHNESS: _freshness,
+    Wall.STALE_DATA: _stale_data,
+    Wall.SPARSE_REWARD: _sparse,
+    Wall.CPU: _cpu,
+}

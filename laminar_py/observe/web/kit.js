@@ -1,0 +1,195 @@
+// The page kit: draws the parts of `kit.py`. Whatever text comes from a run is set as text, never as markup.
+"use strict";
+
+const byId = (id) => document.getElementById(id), data = JSON.parse(byId("data").textContent);
+const number = (value, digits = 3) =>
+  value === null || value === undefined ? "–" : Number(value).toLocaleString("en", { maximumSignificantDigits: digits });
+const seconds = (s) =>
+  s === null || s === undefined ? "–" : s >= 1 ? `${number(s)} s` : s >= 1e-3 ? `${number(s * 1e3)} ms` : `${number(s * 1e6)} µs`;
+const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;"); // plotly reads a subset of HTML
+const UNSEEN = /[\p{C}\p{Zl}\p{Zp}\p{Zs}]/gu; // as `records.visible`
+const scheme = matchMedia("(prefers-color-scheme: dark)"), palette = new Map();
+function css(name) {
+  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return palette.get(name);
+}
+scheme.addEventListener("change", () => palette.clear()); // before a page draws: listeners run in this order
+
+// An escape as Python writes it.
+function escapeOf(character) {
+  const named = { "\r": "\\r", "\n": "\\n", "\t": "\\t" }[character], code = character.codePointAt(0), hex = code.toString(16);
+  return named || (code < 0x100 ? `\\x${hex.padStart(2, "0")}` : code < 0x10000 ? `\\u${hex.padStart(4, "0")}` : `\\U${hex.padStart(8, "0")}`);
+}
+// A text on one line, for a cell or a title.
+const oneLine = (text) => String(text).replace(UNSEEN, (one) => (one === " " ? one : escapeOf(one)));
+
+function element(tag, text, className) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+function fillSelect(select, options) {
+  const chosen = select.value;
+  select.replaceChildren(...options.map(([value, text]) => Object.assign(element("option", text), { value })));
+  if (options.some(([value]) => value === chosen)) select.value = chosen;
+}
+
+// What to ask the server, with the token that the page itself was asked with.
+function address(name, query = {}) {
+  const token = new URLSearchParams(location.search).get("token");
+  const asked = new URLSearchParams({ ...query, ...(token === null ? {} : { token }) }).toString();
+  return asked ? `${name}?${asked}` : name;
+}
+
+function drawCards(cards) {
+  byId("headline").replaceChildren(...cards.map((one) => {
+    const card = element("div", undefined, "figure");
+    card.append(element("span", one.name), element("b", one.value), element("span", one.note));
+    return card;
+  }));
+}
+
+function axis(title, more = {}) {
+  return {
+    title: { text: plain(title), font: { size: 12, color: css("muted") }, standoff: 8 }, gridcolor: css("line"), zeroline: false,
+    linecolor: css("line"), tickfont: { size: 11, color: css("muted") }, automargin: true, ...more,
+  };
+}
+
+function plot(id, traces, layout) {
+  const box = typeof id === "string" ? byId(id) : id;
+  if (!traces.length) {
+    Plotly.purge(box);
+    box.replaceChildren(element("p", "Nothing yet.", "empty"));
+    return;
+  }
+  box.querySelector(".empty")?.remove();
+  const font = { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("ink") };
+  Plotly.react(box, traces, {
+    font, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 56, r: 16, t: 16, b: 44 },
+    showlegend: false, uirevision: "kept", hoverlabel: { font: { family: font.family, size: 12 } }, bargap: 0, ...layout,
+  }, { displayModeBar: false, responsive: true });
+}
+
+function logTicks(low, high) {
+  const tickvals = [], digits = high / low > 1e3 ? [1] : [1, 2, 5];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+    tickvals.push(...digits.map((digit) => digit * 10 ** power).filter((x) => x >= low && x <= high));
+  return { type: "log", tickvals, ticktext: tickvals.map(seconds) };
+}
+
+function trace(one) {
+  const colour = one.colours ? one.colours.map(css) : css(one.colour || "accent"), name = plain(one.name), kind = one.kind || "line";
+  const hover = one.words ? { text: one.words.map(plain), hovertemplate: "%{text}<extra></extra>", textposition: kind === "row" ? "outside" : "none" } : { hovertemplate: `${name} %{y:.4~g}<br>%{x:,.4~r}<extra></extra>` };
+  const shared = { name, x: one.x, y: one.y, ...hover };
+  if (kind === "row") return { ...shared, type: "bar", orientation: "h", base: one.base, width: 0.62, marker: { color: colour }, textposition: "none" };
+  if (kind === "bar") return { ...shared, type: "bar", width: one.width, marker: { color: colour } };
+  const error = one.low && {
+    type: "data", symmetric: false, array: one.high.map((high, i) => high - one.y[i]), arrayminus: one.low.map((low, i) => one.y[i] - low), color: colour, thickness: 0.8, width: 2,
+  };
+  return {
+    ...shared, type: "scatter", mode: kind === "points" ? "markers" : one.x.length < 30 ? "lines+markers" : "lines", connectgaps: true, line: { color: colour, width: 1.6 },
+    marker: { color: colour, size: 6, symbol: one.symbol || "circle" }, ...(error ? { error_y: error } : {}),
+  };
+}
+
+function drawChart(box, chart) {
+  const { heat, series = [], marks = [] } = chart, rows = series.some((one) => one.kind === "row"), legend = series.length > 1;
+  const scale = heat && { colorscale: [[0, css("track")], [0.02, "#3b4cc0"], [0.35, "#2a9d8f"], [0.7, "#b5d33d"], [1, "#fde725"]] };
+  const grid = heat && {
+    type: "heatmap", x: heat.x, y: heat.y, z: heat.z, ...scale, xgap: heat.x.length < 300 ? 0.5 : 0, ygap: 1, hovertemplate: `%{x:,.4~r}, %{y}<br>${plain(heat.name)} %{z:,.3~r}<extra></extra>`,
+    colorbar: { title: { text: plain(heat.name), side: "right", font: { size: 11 } }, thickness: 10, outlinewidth: 0, tickfont: { size: 11 } },
+  };
+  if (heat) box.style.height = `${Math.max(280, Math.min(640, 120 + 26 * heat.y.length))}px`;
+  const ends = series.length && chart.log ? [series[0].x[0], series[0].x.at(-1)] : null, place = (x) => (chart.log ? Math.log10(Math.max(x, ends[0])) : x);
+  const shown = (x) => (chart.log ? seconds(x) : number(x));
+  plot(box, chart.is_empty ? [] : [...(heat ? [grid] : []), ...series.map(trace)], {
+    xaxis: axis(chart.x, chart.log && ends ? logTicks(...ends) : {}),
+    yaxis: axis(chart.y, { ...(rows || heat ? { autorange: rows ? "reversed" : true, showgrid: false } : {}), ...(chart.from_zero ? { rangemode: "tozero" } : {}) }),
+    showlegend: legend, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, margin: { l: 56, r: 16, t: marks.length ? 52 : legend ? 44 : 16, b: 44 },
+    shapes: marks.map(([, x]) => ({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: css("second"), width: 1.5, dash: "dot" } })),
+    annotations: marks.map(([name, x], i) => ({
+      x: place(x), y: 1, yref: "paper", yanchor: "bottom", yshift: 14 * (marks.length - 1 - i), showarrow: false, xanchor: i ? "left" : "right",
+      text: plain(`${name} ${shown(x)}`), font: { size: 11, color: css("second") },
+    })),
+  });
+}
+
+// A table; a click on a row calls `open` with its first cell, of the row numbered `i`.
+function table({ head, rows, words = 0 }, open) {
+  const made = element("table", undefined, open ? "opens" : ""), kind = (i) => (i === 0 ? "" : i >= head.length - words ? "words" : "number");
+  const line = (cells, tag) => {
+    const row = element("tr");
+    row.append(...cells.map((text, i) => element(tag, oneLine(text), kind(i))));
+    return row;
+  };
+  made.createTHead().append(line(head, "th"));
+  made.createTBody().append(...rows.map((cells, i) => {
+    const row = line(cells, "td");
+    if (open) (row.dataset.id = cells[0]), (row.onclick = () => open(cells[0], i));
+    return row;
+  }));
+  return made;
+}
+
+// A table with all around it, of a panel or of pages that are made of such.
+function tableBox(found, open) {
+  const box = element("div"), frame = element("div", undefined, "scroll"), filter = element("input");
+  const fill = () => frame.replaceChildren(table({ ...found, rows: found.rows.filter((cells) => cells.some((cell) => cell.includes(filter.value))) }, found.opens_texts && open));
+  if (found.name) box.append(element("h3", found.name));
+  if (found.note) box.append(element("p", found.note, "note"));
+  if (found.has_filter) box.append(Object.assign(filter, { type: "search", placeholder: "filter", oninput: fill }));
+  fill();
+  if (found.rows.length) box.append(frame);
+  return box;
+}
+
+function sheet(found) {
+  const panel = element("section", undefined, "panel");
+  panel.append(element("h2", found.title), tableBox(found));
+  return panel;
+}
+
+// Draw a panel into `parent`, or again into the one that is there, so that a choice and a zoom stay.
+function drawPanel(panel, parent, open) {
+  const charts = panel.charts || [], tables = panel.tables || [];
+  let box = byId(panel.id);
+  if (!box) {
+    box = element("section", undefined, `panel${panel.is_wide ? " wide" : ""}`);
+    box.id = panel.id;
+    const title = element("div", undefined, "title"), label = element("label", `${panel.choose} `, "tools");
+    title.append(element("h2", panel.title), label);
+    label.append(element("select"));
+    box.append(title, element("div", undefined, "above"), element("div", undefined, "charts"), element("div", undefined, "below"));
+    parent.append(box);
+  }
+  const above = box.querySelector(".above"), frame = box.querySelector(".charts"), below = box.querySelector(".below"), select = box.querySelector("select");
+  const lists = element("div", undefined, "lists"), all = [...charts, ...tables];
+  lists.append(...(panel.lists || []).map((lines) => {
+    const list = element("ul");
+    list.append(...lines.map((line) => element("li", line)));
+    return list;
+  }));
+  above.replaceChildren(...(panel.lead ? [element("p", panel.lead, "lead")] : []), ...(panel.note ? [element("p", panel.note, "note")] : []), ...(panel.lists ? [lists] : []));
+  fillSelect(select, panel.choose ? all.map((one) => [one.name, one.name]) : []);
+  select.parentElement.hidden = select.options.length < 2;
+  const show = () => {
+    const shows = (one) => !panel.choose || one.name === select.value, drawn = charts.filter(shows);
+    while (frame.children.length > drawn.length) frame.lastChild.remove();
+    while (frame.children.length < drawn.length) frame.appendChild(element("div")).append(element("h3"), element("div", undefined, "chart"));
+    drawn.forEach((chart, i) => { // into cells that have their sizes
+      frame.children[i].firstChild.textContent = panel.choose ? "" : chart.name || "";
+      drawChart(frame.children[i].lastChild, chart);
+    });
+    below.replaceChildren(...tables.filter(shows).map((one) => tableBox(panel.choose ? { ...one, name: "" } : one, open)));
+    if (!charts.length && !tables.length && !panel.lists) below.append(element("p", "Nothing yet.", "empty"));
+    if (!panel.text) return;
+    const details = element("details");
+    details.append(element("summary", "show"), element("pre", panel.text));
+    below.replaceChildren(details);
+  };
+  select.onchange = show;
+  show();
+}

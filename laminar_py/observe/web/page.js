@@ -1,0 +1,54 @@
+// The page of a run, from the data in it; a page without data asks `data.json` beside it, again and again.
+
+const QUIET_S = 120; // without any event, after which a run may have been killed
+
+function drawPage(page) {
+  window.laminar = { page, texts };
+  document.title = `${page.name} – laminar`;
+  byId("name").textContent = page.name;
+  drawCards(page.cards);
+  for (const [place, panels] of [["panels", page.panels], ["more", page.more]])
+    for (const panel of panels) drawPanel(panel, byId(place), (id) => texts.visit(id));
+  texts.show(page.texts);
+}
+
+function say(text) {
+  byId("state").textContent = text;
+}
+
+// What is known of the run's end: a run that was killed never says that it has ended.
+function fate(page) {
+  if (!page.live) return "has ended";
+  const quiet_s = Date.now() / 1000 - page.heard_s, heard = new Date(page.heard_s * 1000).toLocaleString();
+  return quiet_s < QUIET_S ? "goes on" : `has not ended, but its last event was at ${heard}: killed, or slow`;
+}
+
+async function follow() {
+  let tag = null, wait_s = 2, drawn = null;
+  for (;;) {
+    try {
+      const answer = await fetch(address("data.json"), { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+      wait_s = Number(answer.headers.get("X-Refresh-Seconds")) || wait_s;
+      if (answer.status === 200) {
+        tag = answer.headers.get("ETag");
+        const page = await answer.json();
+        drawPage(page);
+        drawn = { page, when: new Date().toLocaleTimeString() };
+      } else if (answer.status !== 304) {
+        throw new Error((await answer.text()) || `it answers ${answer.status}`);
+      }
+      const again = drawn.page.live ? `, looks again every ${number(wait_s, 2)} s` : "";
+      say(`${fate(drawn.page)}; drawn at ${drawn.when}${again}`);
+    } catch (error) {
+      say(`${drawn ? "not up to date" : "waiting"}: ${error.message}`);
+    }
+    await new Promise((done) => setTimeout(done, wait_s * 1000));
+  }
+}
+
+document.addEventListener("DOMContentLoaded", () => {
+  if (data) drawPage(data);
+  say(!data ? "reading the record" : data.live ? `had not ended when this was drawn; last event at ${new Date(data.heard_s * 1000).toLocaleString()}` : "has ended");
+  if (!data) follow();
+  scheme.addEventListener("change", () => window.laminar && drawPage(window.laminar.page));
+});
