@@ -13,6 +13,7 @@ from laminar_py.records.events import Cut
 from laminar_py.records.trajectory import DropReason
 from tests.analytics.builders import make_step_row, write_rows
 from tests.analytics.ledgers import random_ledger, useful, write_small_run
+from tests.depth import examples
 from tests.ledger.runs import begin, consume, finish, issue, open_ledger, run_to
 
 FATES = st.one_of(
