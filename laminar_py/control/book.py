@@ -66,8 +66,6 @@ class ControlSettings:
     admission: Admission
     bound: StalenessBound
     group_deadline_s: float | None = None
-    counterfactual_share: float = 0.0
-    max_counterfactual: int = 0  # at a time
     min_group_survivors: int = 2
     max_seconds: float | None = None
     has_environment: bool = False  # which answers the turns of each trajectory
@@ -102,7 +100,6 @@ class Book:
         self.groups: dict[str, Group] = {}  # of training
         self.views = ReplicaViews(settings.replicas, sizes={1, settings.group_size})
         self.moves = Moves()
-        self.counterfactual: dict[str, Lifecycle] = {}  # dropped by a deadline, followed until they are scored
         self.aborts: dict[int, list[str]] = {}  # by replica: what it still runs of dropped trajectories
         self.phase = Phase.PAUSED
         self.newest_version = -1  # that the learner published
@@ -126,15 +123,6 @@ class Book:
     def record(self, event: AnyEvent) -> None:
         """Append an event."""
         self.recorder.append(event)
-
-    def record_of(self, lifecycle: Lifecycle, event: AnyEvent) -> None:
-        """Append an event of a trajectory; the drop of a counterfactual one was its last but for its score."""
-        if not lifecycle.counterfactual:
-            self.recorder.append(event)
-
-    def followed(self, trajectory_id: str) -> Lifecycle | None:
-        """The trajectory whose progress and score are taken in: a live or a counterfactual one."""
-        return self.live.get(trajectory_id) or self.counterfactual.get(trajectory_id)
 
     def may_run(self, lifecycle: Lifecycle) -> bool:
         """True where the phase lets a replica have it."""
@@ -174,10 +162,10 @@ class Book:
         return lifecycle
 
     def drop(self, members: Sequence[Lifecycle], reason: DropReason, detail: str = "") -> None:
-        """End trajectories that will never be trained on; counterfactual ones without a word."""
+        """End trajectories that will never be trained on."""
         for member in members:
-            self.record_of(member, member.drop(reason, detail))
-            del (self.counterfactual if member.counterfactual else self.live)[member.id]
+            self.record(member.drop(reason, detail))
+            del self.live[member.id]
 
     def abort(self, lifecycle: Lifecycle) -> None:
         """Have the replica that runs a trajectory told to end it."""
@@ -203,14 +191,13 @@ class Book:
 
     def finished_beside(self, trajectory_id: str) -> Sequence[int]:
         """Response lengths of the finished samples of a trajectory's prompt."""
-        lifecycle = self.followed(trajectory_id)
+        lifecycle = self.live.get(trajectory_id)
         group = None if lifecycle is None else self.groups.get(lifecycle.group_id)
         return () if group is None else group.finished_lengths
 
     def segments(self) -> set[str]:
-        """Segments that have something of what is live, or counterfactual."""
-        held = (*self.live.values(), *self.counterfactual.values())
-        return set().union(*(lifecycle.segments for lifecycle in held))
+        """Segments that hold tokens or columns of live trajectories."""
+        return set().union(*(lifecycle.segments for lifecycle in self.live.values()))
 
     def versions_alive(self) -> int:
         """Number of distinct weight versions among live training trajectories."""

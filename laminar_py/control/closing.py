@@ -80,13 +80,10 @@ class Closing:
 
     async def on_score(self, score: Score) -> None:
         """Take in a score; it may complete its group."""
-        lifecycle = self._book.followed(score.trajectory_id)
+        lifecycle = self._book.live.get(score.trajectory_id)
         if lifecycle is None or lifecycle.status is not Status.FINISHED:
             return
-        if lifecycle.counterfactual:
-            del self._book.counterfactual[lifecycle.id]
-            self._book.record(lifecycle.score_counterfactual(score.value))
-        elif score.value is None:
+        if score.value is None:
             self._book.drop([lifecycle], score.failure or DropReason.REWARD_FAILED, score.detail)
         else:
             if score.columns:

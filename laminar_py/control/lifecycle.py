@@ -4,7 +4,7 @@ Each transition returns the event that the ledger stores, so that the state in m
 differ. An illegal transition is an `IllegalEventError` with the ids: a bug, which ends the run.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -15,7 +15,6 @@ from laminar_py.records.environment import Problem
 from laminar_py.records.events import (
     Assigned,
     Consumed,
-    CounterfactualScored,
     Dropped,
     Finished,
     Interrupted,
@@ -67,7 +66,6 @@ class Lifecycle:
     columns: dict[str, ColumnRef] = field(default_factory=dict)  # those of a reference are on no record
     earned: Earned | None = None  # where its tokens have rewards of their own
     roles: tuple[RoleCredit, ...] = ()  # where these have rewards of their own
-    counterfactual: bool = False  # goes on for the record alone; see `go_on_counterfactually`
 
     def issued(self) -> Issued:
         """The event of a new trajectory."""
@@ -89,7 +87,7 @@ class Lifecycle:
     @property
     def trains(self) -> bool:
         """True where the learner may get it."""
-        return self.kind is Kind.TRAIN and not self.counterfactual
+        return self.kind is Kind.TRAIN
 
     @property
     def version(self) -> int | None:
@@ -244,22 +242,6 @@ class Lifecycle:
         self._move(LIVE, Status.DROPPED)
         self.replica = None
         return Dropped(self.id, reason, detail)
-
-    def go_on_counterfactually(self) -> "Lifecycle":
-        """A copy that goes on to its score when this trajectory is dropped; one event says what became of it."""
-        return replace(self, counterfactual=True)
-
-    def score_counterfactual(self, reward: float | None) -> CounterfactualScored:
-        """FINISHED -> SCORED for the record alone; `reward` is None where scoring failed."""
-        assert self.finish_reason is not None, f"{self.id} is scored while {self.status}"
-        self._move({Status.FINISHED}, Status.SCORED)
-        return CounterfactualScored(
-            trajectory_id=self.id,
-            length=self.length,
-            finish_reason=self.finish_reason,
-            reward=reward,
-            generate_s=self.used_s + self.here_s,
-        )
 
     def finished(self) -> FinishedTrajectory:
         """The finished record."""

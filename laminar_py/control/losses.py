@@ -36,7 +36,7 @@ class Losses:
 
     async def of_segments(self, segments: Collection[str], reason: str) -> None:
         """Drop every live trajectory of which something is in one of these segments, which are gone."""
-        holders = [*self._book.live.values(), *self._book.counterfactual.values()]
+        holders = self._book.live.values()
         await self.of({one.id: reason for one in holders if not one.segments.isdisjoint(segments)})
 
     async def of(self, lost: Mapping[str, str]) -> None:
@@ -44,7 +44,7 @@ class Losses:
         self._waiting.remove(lost)
         self._consumption.drop_lost(lost)
         for trajectory_id, detail in lost.items():
-            lifecycle = self._book.followed(trajectory_id)
+            lifecycle = self._book.live.get(trajectory_id)
             if lifecycle is None:
                 continue
             if lifecycle.status is Status.READY:

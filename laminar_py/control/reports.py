@@ -1,7 +1,6 @@
 """Reports of replicas on their way in: progress, interruptions, ends, losses. Owned by `control.scheduler`.
 
-Every change of a trajectory goes through its `Lifecycle`. A counterfactual one changes like any other, but nothing
-of it is recorded before its score, and it ends where another would wait for a new replica.
+Every change of a trajectory goes through its `Lifecycle`.
 """
 
 from collections.abc import Callable, Iterable
@@ -55,11 +54,11 @@ class Reports:
                 )
             )
         for progress in report.progress:
-            lifecycle = self._book.followed(progress.trajectory_id)
+            lifecycle = self._book.live.get(progress.trajectory_id)
             if lifecycle is not None and lifecycle.accepts(progress):
                 await self._on_progress(report.replica, lifecycle, progress)
         for trajectory_id in report.lost:
-            lifecycle = self._book.followed(trajectory_id)
+            lifecycle = self._book.live.get(trajectory_id)
             if lifecycle is not None and lifecycle.replica == report.replica:
                 self._book.views.returned(report.replica, trajectory_id)
                 await self._lose_version(lifecycle)
@@ -72,9 +71,9 @@ class Reports:
         )
 
     def running_on(self, replica: int) -> dict[str, Known]:
-        """Live and counterfactual trajectories that a replica has, and how much of each is on record."""
+        """Live trajectories that a replica has, and how much of each is on record."""
         names = sorted(self._book.views.by_index[replica].in_flight)
-        followed = ((name, self._book.followed(name)) for name in names)
+        followed = ((name, self._book.live.get(name)) for name in names)
         return {
             name: Known(lifecycle.epoch, lifecycle.length)
             for name, lifecycle in followed
@@ -89,7 +88,7 @@ class Reports:
         self._book.moves.forget(replica)
         more = {one.trajectory_id: one for one in salvaged}
         for trajectory_id in sorted(self._book.views.forget(replica)):
-            lifecycle = self._book.followed(trajectory_id)
+            lifecycle = self._book.live.get(trajectory_id)
             if lifecycle is not None and lifecycle.status is Status.RUNNING:
                 self.take_over(lifecycle, more.get(trajectory_id))
                 self._requeue(lifecycle, reason, self._waiting.append_displaced)
@@ -129,8 +128,6 @@ class Reports:
     def _grow(self, lifecycle: Lifecycle, progress: Progress) -> None:
         """Append new tokens, in memory and on record."""
         restamped = lifecycle.grow(progress)
-        if lifecycle.counterfactual:
-            return
         begun = lifecycle.version if progress.begun is None else progress.begun
         if lifecycle.kind is Kind.EVAL and begun is not None:
             self._evaluations.runs_under(lifecycle, begun)
@@ -143,8 +140,8 @@ class Reports:
     def _on_break(self, replica: int, lifecycle: Lifecycle, broken: Break) -> None:
         """Note that a stream broke off, or was interrupted for new weights and goes on where it is."""
         if broken is Break.CUT:
-            self._book.record_of(lifecycle, lifecycle.cut_off())
-        elif not lifecycle.counterfactual:
+            self._book.record(lifecycle.cut_off())
+        else:
             self._book.record(lifecycle.interrupt("new_weights"))
             self._book.record(lifecycle.resume(replica))
 
@@ -167,22 +164,19 @@ class Reports:
             self._finish(lifecycle, progress)
 
     def _requeue(self, lifecycle: Lifecycle, reason: str, queue: Callable[[Lifecycle], None]) -> None:
-        """Interrupt a trajectory for another replica to take up; a counterfactual one ends instead."""
-        if lifecycle.counterfactual:
-            self._book.drop([lifecycle], DropReason.GROUP_DEADLINE)
-        else:
-            self._book.record(lifecycle.interrupt(reason))
-            queue(lifecycle)
+        """Interrupt a trajectory for another replica to take up."""
+        self._book.record(lifecycle.interrupt(reason))
+        queue(lifecycle)
 
     def _finish(self, lifecycle: Lifecycle, progress: Progress) -> None:
         settings = self._book.settings
         if progress.cut is Cap.SECONDS:
-            self._book.record_of(lifecycle, Cut(lifecycle.id, Cap.SECONDS, settings.max_seconds or 0.0))
+            self._book.record(Cut(lifecycle.id, Cap.SECONDS, settings.max_seconds or 0.0))
         elif progress.cut is Cap.TURNS:
-            self._book.record_of(lifecycle, Cut(lifecycle.id, Cap.TURNS, num_turns(lifecycle.spans)))
+            self._book.record(Cut(lifecycle.id, Cap.TURNS, num_turns(lifecycle.spans)))
         elif progress.finish_reason is FinishReason.LENGTH:
-            self._book.record_of(lifecycle, Cut(lifecycle.id, Cap.TOKENS, lifecycle.sampling.max_new_tokens))
-        self._book.record_of(lifecycle, lifecycle.finish(progress))
+            self._book.record(Cut(lifecycle.id, Cap.TOKENS, lifecycle.sampling.max_new_tokens))
+        self._book.record(lifecycle.finish(progress))
         self._failing.finished()
         self._closing.finished(lifecycle)
 

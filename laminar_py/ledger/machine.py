@@ -16,7 +16,6 @@ from laminar_py.records.events import (
     AnyEvent,
     Assigned,
     Consumed,
-    CounterfactualScored,
     Cut,
     Dropped,
     Evaluated,
@@ -137,7 +136,6 @@ class Machine:
             Consumed: self._consumed,
             Undone: self._undone,
             Dropped: self._dropped,
-            CounterfactualScored: self._counterfactual_scored,
             RunStarted: self._run_started,
             VersionPublished: self._version_published,
             VersionLoaded: self._version_seen,
@@ -301,11 +299,6 @@ class Machine:
         row.drop_reason, row.drop_detail = event.reason, event.detail
         self._tally(row).dropped[event.reason] += 1
         return row
-
-    def _counterfactual_scored(self, event: CounterfactualScored) -> None:
-        if event.trajectory_id in self.live:
-            _refuse(event, "it is live")
-        _finite(event, event.generate_s, event.reward or 0.0)
 
     # ---- the rest of the run
 

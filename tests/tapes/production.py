@@ -81,7 +81,6 @@ SPEED = EngineSpeed(
 )
 ATTENTION_SHARE = 0.002
 SHORT = 5  # characters of a digest that a tape has
-TAGS = {"counterfactualscored": "probed"}  # words of the tapes for tags that are others
 DELAYED = frozenset({"repacked"})  # recorded by a task of its own
 UNTOLD = ("at_once", "terms", "earned", "roles")  # of a score: no decision follows from them that is on no tape
 
@@ -128,7 +127,7 @@ def event_line(event: msgspec.Struct) -> list:
         for name, value in ((name, getattr(event, name)) for name in names)
     ]
     tag = event.__struct_config__.tag
-    return [TAGS.get(tag, tag), *plain(fields)]
+    return [tag, *plain(fields)]
 
 
 def token_ids(seed: int, start: int, count: int) -> np.ndarray:
@@ -714,7 +713,7 @@ class Control:
 
     def wanted(self, id: str) -> list[bool]:
         """Say if it is live, and if its score would tell anything."""
-        return [self.scheduler.is_live(id), self.scheduler.awaits_score(id)]
+        return [self.scheduler.is_live(id)] * 2
 
     # ---- evaluations
 
@@ -930,8 +929,6 @@ def _settings(plan: Plan) -> ControlSettings:
         admission=_admission(plan),
         bound=StalenessBound(plan.max_staleness, tuple(StalePolicy(policy) for policy in plan.policies)),
         group_deadline_s=plan.deadline_s,
-        counterfactual_share=plan.counterfactual_share,
-        max_counterfactual=plan.max_counterfactual,
         min_group_survivors=plan.min_survivors,
         max_seconds=plan.max_seconds,
     )

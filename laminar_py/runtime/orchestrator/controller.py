@@ -165,7 +165,7 @@ class Controller:
             "fleet": watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens),
             "keep-replicas": self._replicas.keep(),
             "keep-environments": self._environments.keep(),
-            "sweep-environments": self._environments.sweep(self._scheduler.awaits_score),
+            "sweep-environments": self._environments.sweep(self._scheduler.is_live),
             "scale": self._fleet.run(say=self._view.notice),
         }
 

@@ -178,7 +178,7 @@ class EvalController:
 
     def _is_followed(self, trajectory_id: str) -> bool:
         """True where a turn of it may still come: of any, before what was under way is taken up."""
-        return self._recovered is not None or self._scheduler.awaits_score(trajectory_id)
+        return self._recovered is not None or self._scheduler.is_live(trajectory_id)
 
     async def _publish(self) -> None:
         """Have the weights served. Raises `ConfigError` where they are others than when the evaluation began."""

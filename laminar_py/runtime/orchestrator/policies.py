@@ -7,7 +7,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.control.closing import Stages
 from laminar_py.control.credit import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.settings import control_settings, max_counterfactual, packing
+from laminar_py.control.settings import control_settings, packing
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.trajectory import Prompt
@@ -56,11 +56,11 @@ def make_scheduler(
 
 
 def max_scored(config: RunConfig, inputs: Inputs) -> int:
-    """Trajectories that can wait for a score: live ones, all of evaluations, counterfactual ones; and a trial."""
+    """Trajectories that can wait for a score: live ones, all of evaluations, and a trial."""
     sets = inputs.sets
     answers = sum(config.eval.sets[name].samples * len(prompts) for name, prompts in sets.items())
     evaluations = (2 + config.num_evaluations) * answers + len(inputs.first_of_tasks)
-    return config.capacity + config.rollout.group_size + evaluations + max_counterfactual(config) + 1
+    return config.capacity + config.rollout.group_size + evaluations + 1
 
 
 def make_migration(

@@ -155,7 +155,7 @@ class Scoring:
             self._ready.submit(Unscored(request=self._trials[0].request))
 
     def _wanted(self, trajectory_id: str) -> bool:
-        return self._is_trial(trajectory_id) or self._scheduler.awaits_score(trajectory_id)
+        return self._is_trial(trajectory_id) or self._scheduler.is_live(trajectory_id)
 
     def _is_trial(self, trajectory_id: str) -> bool:
         return bool(self._trials) and trajectory_id == self._trials[0].request.trajectory_id
@@ -184,7 +184,7 @@ class Scoring:
                 continue
             if score.trajectory_id in lost:
                 continue
-            lifecycle = self._scheduler.book.followed(score.trajectory_id)
+            lifecycle = self._scheduler.book.live.get(score.trajectory_id)
             if lifecycle is not None:
                 self._note(score, lifecycle)
             await self._scheduler.closing.on_score(score)

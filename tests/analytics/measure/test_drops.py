@@ -5,17 +5,11 @@ import pytest
 
 from laminar_py.observe.analytics.measure.drops import measure_drops
 from laminar_py.observe.analytics.read.columns import CAPS
-from laminar_py.observe.analytics.read.counterfactuals import Counterfactuals
 from laminar_py.observe.analytics.triage.dropping import tell_dropping
 from laminar_py.records.trajectory import DropReason, Status
 from tests.analytics.builders import make_trajectories
 
 NAN = float("nan")
-
-
-def counterfactuals(*rows):
-    columns = np.array(rows, np.float64).reshape(-1, 3).T
-    return Counterfactuals(columns[0].astype(np.int32), columns[1].astype(np.int32), columns[2].astype(np.float32))
 
 
 def with_drops(kept, dropped, *, reason=DropReason.GROUP_DEADLINE, lengths=(10, 30), rewards=(1.0, NAN), **more):
@@ -39,7 +33,7 @@ def test_a_row_says_how_many_of_each_length_a_reason_dropped_and_their_rewards()
         length=[10, 10, 40, 10, 40, 40],
         reward=[1.0, 0.0, 0.0, 1.0, 1.0, NAN],
     )
-    table = measure_drops(trajectories, counterfactuals())
+    table = measure_drops(trajectories)
     (row,) = table.rows
     assert table.edges == (10, 40)
     assert (row.reason, row.count, row.share, row.length) == ("stale", 3, 0.5, 30.0)
@@ -49,19 +43,9 @@ def test_a_row_says_how_many_of_each_length_a_reason_dropped_and_their_rewards()
     assert (row.known, row.reward, row.expected) == (2, 1.0, 0.25)
 
 
-def test_counterfactual_ones_count_with_what_they_had_in_the_end_and_speak_for_the_others():
-    trajectories = with_drops(2, 4, lengths=(10, 5), finish=[0, 0, -1, -1, -1, -1])
-    alone = measure_drops(trajectories, counterfactuals()).any
-    assert (alone.unfinished, alone.length) == (4, 5.0)
-    table = measure_drops(trajectories, counterfactuals((3, 10, 1.0), (4, 70, NAN)))
-    assert (table.any.count, table.any.unfinished, table.any.length, table.any.known) == (4, 0, 40.0, 1)
-    assert table.edges == (10, 70)
-    assert [bin.share for bin in table.any.bins] == [0.5, 1.0]
-
-
 def test_groups_without_signal_are_judged_apart():
     trajectories = with_drops(5, 5, reason=DropReason.NO_SIGNAL, rewards=(0.5, 1.0))
-    table = measure_drops(trajectories, counterfactuals())
+    table = measure_drops(trajectories)
     assert (table.any.count, table.kept.count) == (0, 10)
     assert [row.reason for row in table.rows] == ["no_signal"]
     assert tell_dropping(table) == [
@@ -72,19 +56,22 @@ def test_groups_without_signal_are_judged_apart():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "more", "known", "says"),
+    ("lengths", "more", "says"),
     [
-        ((10, 11), {"rewards": (1.0, 1.0)}, 0, "1.1x as long as what is kept: dropping does not go by length."),
-        ((10, 30), {}, 0, "3.0x as long as what is kept; the rewards of only 0 are known"),
-        ((10, 5), {"finish": [0] * 60 + [-1] * 40}, 0, "at least 0.5x as long as what is kept; the rewards of"),
-        ((10, 30), {}, 40, "were right in 50%, and nothing so long is kept: what they could teach is lost."),
-        ((30, 30), {"rewards": (0.0, 1.0)}, 0, "1.0x as long as what is kept: dropping does not go by length."),
+        ((10, 11), {"rewards": (1.0, 1.0)}, "1.1x as long as what is kept: dropping does not go by length."),
+        ((10, 30), {}, "3.0x as long as what is kept; the rewards of only 0 are known"),
+        ((10, 5), {"finish": [0] * 60 + [-1] * 40}, "at least 0.5x as long as what is kept; the rewards of"),
+        (
+            (10, 30),
+            {"rewards": (1.0, 0.5)},
+            "have a mean reward of 0.5, and nothing so long is kept: what they could",
+        ),
+        ((30, 30), {"rewards": (0.0, 1.0)}, "1.0x as long as what is kept: dropping does not go by length."),
     ],
 )
-def test_words_say_what_is_known_of_dropping(lengths, more, known, says):
+def test_words_say_what_is_known_of_dropping(lengths, more, says):
     trajectories = with_drops(60, 40, lengths=lengths, **more)
-    found = counterfactuals(*((61 + place, 30, float(place % 2)) for place in range(known)))
-    (line,) = tell_dropping(measure_drops(trajectories, found))
+    (line,) = tell_dropping(measure_drops(trajectories))
     assert line.startswith("40.00% were dropped, ")
     assert says in line
 
@@ -103,13 +90,13 @@ def test_long_ones_that_were_right_are_a_loss_and_wrong_ones_are_not(right, says
         length=[10] * 40 + [30] * 60,
         reward=rewards,
     )
-    (line,) = tell_dropping(measure_drops(trajectories, counterfactuals()))
+    (line,) = tell_dropping(measure_drops(trajectories))
     assert f"were right in {right:.0%}, kept ones of the same length were right in 50%" in line
     assert line.endswith(says)
 
 
 def test_a_cap_that_cut_is_told_with_its_setting():
     trajectories = make_trajectories(10, cap=[CAPS.index("tokens")] + [-1] * 9, reward=[0.0] + [1.0] * 9)
-    line = tell_dropping(measure_drops(trajectories, counterfactuals()))[1]
+    line = tell_dropping(measure_drops(trajectories))[1]
     assert line.startswith("The cap on tokens (rollout.sampling.max_new_tokens) cut 10.00%")
     assert "they were right in 0%, the kept were right in 90%" in line

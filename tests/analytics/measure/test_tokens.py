@@ -4,18 +4,16 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.ledger.audit.verify import verify
-from laminar_py.ledger.machine import IllegalEventError
 from laminar_py.observe.analytics.measure.tokens import account_tokens
 from laminar_py.observe.analytics.read.snapshot import read_snapshot
-from laminar_py.records.events import CounterfactualScored, Cut
-from laminar_py.records.trajectory import DropReason, FinishReason
+from laminar_py.records.events import Cut
+from laminar_py.records.trajectory import DropReason
 from tests.analytics.builders import make_step_row, write_rows
-from tests.analytics.ledgers import live, random_ledger, useful, write_small_run
+from tests.analytics.ledgers import random_ledger, useful, write_small_run
 from tests.ledger.runs import begin, consume, finish, issue, open_ledger, run_to
 
 FATES = st.one_of(
@@ -46,7 +44,7 @@ async def test_every_token_of_a_small_run_is_where_it_belongs(tmp_path):
         "weighed less for staleness": 10,
     }
     assert (found.issued, found.useful, found.goodput) == (103, 25, 2.5)
-    assert (found.recomputed, found.counterfactual, found.cut) == (3 + 15, 40 - 12, 0)
+    assert (found.recomputed, found.cut) == (3 + 15, 0)
     assert found.undone == 5
 
 
@@ -63,7 +61,7 @@ async def test_what_was_cut_and_masked_from_the_loss_is_not_useful(tmp_path):
     assert (found.useful, found.useful_trajectories, found.cut) == (0, 0, 0)
 
 
-async def test_a_counterfactual_score_breaks_no_law(tmp_path):
+async def test_a_small_run_breaks_no_law(tmp_path):
     await write_small_run(tmp_path)
     assert [str(finding.subject) for finding in verify(tmp_path)] == []
 
@@ -84,14 +82,3 @@ def test_issued_is_the_sum_of_the_losses_and_what_is_useful(draws):
     assert len(draws) == found.useful_trajectories + sum(
         loss.trajectories for loss in found.losses if loss.name != "weighed less for staleness"
     )
-
-
-async def test_only_what_was_dropped_has_a_counterfactual_score(tmp_path):
-    async with open_ledger(tmp_path) as ledger:
-        live(ledger, "g0.0", 3)
-        with pytest.raises(IllegalEventError, match="it is live"):
-            ledger.append(
-                CounterfactualScored(
-                    trajectory_id="g0.0", length=9, finish_reason=FinishReason.STOP, reward=1.0, generate_s=3.0
-                )
-            )

@@ -1,8 +1,7 @@
 """Drops by filters, caps and timeouts, by length and by reward: does dropping train away long reasoning?
 
-A trajectory is judged when it has ended, by the length that it had then. Of those that a deadline dropped
-unfinished the counterfactual ones speak for all: they count with what they had in the end, each for several that
-nobody went on with. Groups without signal are a filter of their own: kept, where other reasons are judged.
+A trajectory is judged when it has ended, by the length that it had then. Groups without signal are a filter of
+their own: kept, where other reasons are judged.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.observe.analytics.read.columns import CAPS, REASONS, Trajectories
-from laminar_py.observe.analytics.read.counterfactuals import Counterfactuals
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.trajectory import DropReason, Status
 
@@ -59,17 +57,17 @@ class DropTable:
     graded: bool  # rewards other than 0 and 1 occur
 
 
-def measure_drops(trajectories: Trajectories, others: Counterfactuals) -> DropTable:
+def measure_drops(trajectories: Trajectories) -> DropTable:
     """Drops among the trajectories that have ended so far."""
-    t, ended = _with_counterfactuals(trajectories, others)
+    t = trajectories.where(trajectories.is_status(Status.CONSUMED) | trajectories.is_status(Status.DROPPED))
     dropped = t.is_status(Status.DROPPED)
     apart = np.logical_or.reduce([t.dropped_for(reason) for reason in _APART])
-    judge = _Judge(ended, kept=~dropped | t.dropped_for(DropReason.NO_SIGNAL))
+    judge = _Judge(t, kept=~dropped | t.dropped_for(DropReason.NO_SIGNAL))
     rows = [judge.row(str(reason), t.dropped_for(reason)) for reason in REASONS if reason not in _APART]
     rows += [judge.row(f"cap: {cap}", ~dropped & (t.cap == code)) for code, cap in enumerate(CAPS)]
-    trained = _Judge(ended, kept=~dropped, edges=judge.edges)
+    trained = _Judge(t, kept=~dropped, edges=judge.edges)
     rows += [trained.row(str(reason), t.dropped_for(reason)) for reason in _APART]
-    known = ended.rewards[~np.isnan(ended.rewards)]
+    known = t.reward[~np.isnan(t.reward)]
     return DropTable(
         edges=tuple(judge.edges.tolist()),
         ended=len(t),
@@ -80,44 +78,22 @@ def measure_drops(trajectories: Trajectories, others: Counterfactuals) -> DropTa
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """[N] trajectories that have ended."""
-
-    lengths: npt.NDArray[np.int64]
-    rewards: npt.NDArray[np.float64]  # NaN where not known
-    open_ended: BoolArray  # were to be longer
-    stands_for: npt.NDArray[np.float64]  # how many
-
-
-def _with_counterfactuals(t: Trajectories, others: Counterfactuals) -> tuple[Trajectories, _Ended]:
-    lengths, rewards = t.length.astype(np.int64), t.reward.astype(np.float64)
-    unfinished = t.finish < 0
-    known = np.zeros(len(t), np.bool_)  # whose end is
-    places = np.searchsorted(t.number, others.number)
-    lengths[places], rewards[places], known[places] = others.length, others.reward, True
-    stands_for = np.ones(len(t))
-    sampled = unfinished & t.dropped_for(DropReason.GROUP_DEADLINE)
-    if (sampled & known).any():
-        stands_for[sampled] = np.where(known[sampled], sampled.sum() / (sampled & known).sum(), 0.0)
-    open_ended = unfinished & ~known & (stands_for > 0)
-    ended = t.is_status(Status.CONSUMED) | t.is_status(Status.DROPPED)
-    return t.where(ended), _Ended(lengths[ended], rewards[ended], open_ended[ended], stands_for[ended])
-
-
 class _Judge:
     """Compares what was dropped with what was kept, bin by bin."""
 
-    def __init__(self, ended: _Ended, *, kept: BoolArray, edges: npt.NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self, ended: Trajectories, *, kept: BoolArray, edges: npt.NDArray[np.int64] | None = None
+    ) -> None:
         self.kept = kept
-        self._ended = ended
+        self._lengths, self._rewards = ended.length.astype(np.int64), ended.reward.astype(np.float64)
+        self._unfinished = ended.finish < 0
         if edges is None:
-            counted = ended.lengths[ended.stands_for > 0]
-            edges = np.unique(np.quantile(counted, _QUANTILES, method="higher")) if len(counted) else counted
+            lengths = self._lengths
+            edges = np.unique(np.quantile(lengths, _QUANTILES, method="higher")) if len(lengths) else lengths
         self.edges = edges
-        self._bins = np.minimum(np.searchsorted(edges, ended.lengths), max(0, len(edges) - 1))
+        self._bins = np.minimum(np.searchsorted(edges, self._lengths), max(0, len(edges) - 1))
         self._num = self._count(np.ones_like(kept))
-        self._known = ~np.isnan(ended.rewards)
+        self._known = ~np.isnan(self._rewards)
         _, self._kept_reward = self._rewards_of(kept)
 
     def row(self, reason: str, mask: BoolArray) -> DropRow:
@@ -125,17 +101,16 @@ class _Judge:
         count = int(mask.sum())
         in_bins = self._count(mask)
         known_in, reward_in = self._rewards_of(mask)
-        rewards = self._ended.rewards[mask & self._known]
+        rewards = self._rewards[mask & self._known]
         comparable = (known_in > 0) & ~np.isnan(self._kept_reward)
         weights = np.where(comparable, known_in, 0)
-        begun = mask & (self._ended.lengths > 0)
-        stands_for = self._ended.stands_for[begun]
+        begun = self._lengths[mask & (self._lengths > 0)]
         return DropRow(
             reason=reason,
             count=count,
             share=count / max(1, len(mask)),
-            unfinished=int((mask & self._ended.open_ended).sum()),
-            length=float(np.average(self._ended.lengths[begun], weights=stands_for)) if stands_for.any() else 0.0,
+            unfinished=int((mask & self._unfinished).sum()),
+            length=float(begun.mean()) if len(begun) else 0.0,
             known=len(rewards),
             reward=float(rewards.mean()) if len(rewards) else None,
             expected=float(np.nansum(weights * self._kept_reward) / weights.sum()) if weights.any() else None,
@@ -148,14 +123,13 @@ class _Judge:
             ),
         )
 
-    def _count(self, mask: BoolArray) -> npt.NDArray[np.float64]:
+    def _count(self, mask: BoolArray) -> npt.NDArray[np.int64]:
         """How many are in each bin."""
-        counts = np.bincount(self._bins[mask], self._ended.stands_for[mask], minlength=len(self.edges))
-        return counts.astype(np.float64, copy=False)
+        return np.bincount(self._bins[mask], minlength=len(self.edges))
 
     def _rewards_of(self, mask: BoolArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """How many rewards of each bin are known, and their mean; NaN for none."""
         of = mask & self._known
         known = np.bincount(self._bins[of], minlength=len(self.edges))
-        total = np.bincount(self._bins[of], self._ended.rewards[of], minlength=len(self.edges))
+        total = np.bincount(self._bins[of], self._rewards[of], minlength=len(self.edges))
         return known, np.where(known > 0, total / np.maximum(known, 1), np.nan)

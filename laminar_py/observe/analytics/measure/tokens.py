@@ -1,7 +1,7 @@
 """Use and loss of generated tokens: the numerator of goodput. Pure.
 
 Every response token of a training trajectory is counted once, in one step of the waterfall: issued = sum of the
-losses + useful. Beside it stand tokens that are in no response (computed again, or counterfactual), and those that
+losses + useful. Beside it stand tokens that are in no response (computed again), and those that
 the learner trained on in vain.
 """
 
@@ -50,7 +50,6 @@ class TokenAccount:
     useful_trajectories: int  # consumed by steps that stand
     cut: int  # of the consumed, tokens of responses that a cap cut
     recomputed: int  # tokens of prompt and response whose KV cache was computed again after a move or new weights
-    counterfactual: int  # generated after the drop, for counterfactual trajectories
     undone: int  # trained by steps that were rolled back, so trained again
     rl_s: float  # seconds of RL
 
@@ -67,7 +66,7 @@ class TokenAccount:
 
 def account_tokens(snapshot: Snapshot) -> TokenAccount:
     """Account of the whole run so far."""
-    t, others = snapshot.trajectories, snapshot.counterfactuals
+    t = snapshot.trajectories
     lengths = t.length.astype(np.int64)
     consumed, skipped = t.is_status(Status.CONSUMED), np.isin(t.step, snapshot.history.skipped)
     stands = consumed & ~skipped
@@ -89,7 +88,6 @@ def account_tokens(snapshot: Snapshot) -> TokenAccount:
         useful_trajectories=int(stands.sum()),
         cut=int(lengths[stands & (t.cap >= 0)].sum()),
         recomputed=snapshot.recomputed,
-        counterfactual=int(others.length.sum() - lengths[np.searchsorted(t.number, others.number)].sum()),
         undone=snapshot.history.undone_tokens,
         rl_s=snapshot.samples.rl_s,
     )

@@ -18,11 +18,6 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.database import ledger_path, reading
 from laminar_py.observe.analytics.read.columns import Ints, Times, Trajectories, read_trajectories
-from laminar_py.observe.analytics.read.counterfactuals import (
-    Counterfactuals,
-    read_counterfactuals,
-    read_recomputed,
-)
 from laminar_py.observe.analytics.read.fleet import with_last_fleet
 from laminar_py.observe.analytics.read.history import History, read_history
 from laminar_py.observe.analytics.read.samples import Samples, read_samples
@@ -46,7 +41,6 @@ class Snapshot:
     everyone: Trajectories  # of training and of evaluations
     stays: Stays  # of everyone; what is open ends at `end_s`
     history: History
-    counterfactuals: Counterfactuals
     recomputed: int  # tokens whose KV cache was computed again after a move or new weights
     samples: Samples
 
@@ -126,7 +120,17 @@ def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
         everyone=everyone,
         stays=read_stays(connection, times).until(end_s).with_environments(everyone),
         history=history,
-        counterfactuals=read_counterfactuals(connection),
         recomputed=read_recomputed(connection),
         samples=read_samples(folder),
     )
+
+
+def read_recomputed(connection: sqlite3.Connection) -> int:
+    """Tokens of prompt and response that replicas computed again when they took up a begun training trajectory."""
+    (tokens,) = connection.execute(
+        "SELECT coalesce(sum(json_extract(body, '$.length') + length(ids) / 4), 0) FROM event"
+        " CROSS JOIN trajectory ON trajectory.id = subject CROSS JOIN prompt ON prompt.id = prompt_id"
+        " WHERE event.kind = 'assigned' AND json_extract(body, '$.length') > 0 AND trajectory.kind = ?",
+        (Kind.TRAIN,),
+    ).fetchone()
+    return int(tokens)

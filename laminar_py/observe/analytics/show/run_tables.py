@@ -111,7 +111,6 @@ def _beside(account: TokenAccount) -> Iterator[str]:
     told = {
         "of the useful in responses that a cap cut": account.cut,
         "of prefixes computed again after moves and new weights": account.recomputed,
-        "generated for counterfactual trajectories": account.counterfactual,
         "trained in steps that were rolled back": account.undone,
     }
     words = [f"{count:,} {what}" for what, count in told.items() if count]

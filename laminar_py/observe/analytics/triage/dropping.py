@@ -37,7 +37,7 @@ def _on_dropping(table: DropTable) -> str:
     if row.known < MIN_KNOWN or row.reward is None:
         return (
             f"{words}; the rewards of only {row.known} are known, so whether this trains away long reasoning is"
-            " not: set rollout.counterfactual_share above 0 to learn it."
+            " not."
         )
     if row.expected is None:
         return (

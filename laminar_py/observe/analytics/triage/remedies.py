@@ -108,7 +108,7 @@ def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield from _wider_bound(config, step, more=2, why="others may go on while a group waits for its last")
     cap = rollout.sampling.max_new_tokens
     if rollout.group_deadline_s is None and step.group_p90_s > 0:
-        why = "groups close without stragglers; set rollout.counterfactual_share too, to see what that drops"
+        why = "groups close without stragglers"
         yield Remedy("rollout.group_deadline_s", f"none -> {max(2 * step.group_p90_s, 0.1):.1f}", why)
     yield Remedy("rollout.sampling.max_new_tokens", f"below {cap}", "a cap on all, logged with each that it cuts")
 

@@ -88,7 +88,7 @@ class RunReport:
     @cached_property
     def drops(self) -> DropTable:
         """Drops by reason and length."""
-        return measure_drops(self.snapshot.trajectories, self.snapshot.counterfactuals)
+        return measure_drops(self.snapshot.trajectories)
 
     @cached_property
     def dropping(self) -> list[str]:
