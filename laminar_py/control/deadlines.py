@@ -2,8 +2,8 @@
 
 from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
-from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.waiting import WaitingQueue
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.protocols import Clock
 from laminar_py.records.trajectory import DropReason, Status
 
@@ -47,11 +47,11 @@ class Deadlines:
                 self._book.drop(late, DropReason.STALE, "its score did not come in time")
                 await self._closing.close(group)
 
-    def _is_late(self, member: Lifecycle) -> bool:
+    def _is_late(self, member: LiveTrajectory) -> bool:
         """True where only a score is missing, and no step could use it."""
         return member.status is Status.FINISHED and self._ages_out(member)
 
-    def _ages_out(self, member: Lifecycle) -> bool:
+    def _ages_out(self, member: LiveTrajectory) -> bool:
         """True where the next step is one too many for a finished response."""
         settings, ages = self._book.settings, self._book.ages
-        return settings.bound.weight(1 + ages.of(member.oldest_version)) is None
+        return settings.bound.weight(1 + ages.of(member.age_version)) is None

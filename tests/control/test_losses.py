@@ -136,8 +136,8 @@ async def test_a_column_that_is_lost_takes_its_response_along():
 
 
 async def test_a_restored_group_waits_for_no_reference_of_what_cannot_be_read():
-    ready = [left("g1.0", Status.READY, reward=1.0), left("g1.1", Status.READY, reward=0.0)]
     for lost, members in ((["g1.0"], ["g1.1"]), (["g1.0", "g1.1"], [])):
+        ready = [left("g1.0", Status.READY, reward=1.0), left("g1.1", Status.READY, reward=0.0)]
         fleet = await restored(*ready, refers=True)
         fleet.unreferred = [one for one in fleet.unreferred if one.id not in lost]
         await fleet.refer_all()
@@ -219,7 +219,7 @@ async def test_what_a_dead_replica_had_goes_on_where_its_journal_ends_under_that
     await fleet.report(1)
     items = fleet.running[1]
     assert {name: (item.length, item.version) for name, item in items.items()} == {"g0.0": (5, 0), "g0.1": (4, 0)}
-    assert covers(fleet.scheduler.book.live["g0.0"].spans, 0, 5)
+    assert covers(fleet.scheduler.book.live["g0.0"].token_spans, 0, 5)
 
 
 @pytest.mark.parametrize("start", [1, 3], ids=["told meanwhile", "a gap"])
@@ -282,7 +282,7 @@ async def play(actions, without_signal):
                 assert account.live == sum(one.kind is Kind.TRAIN for one in live)
                 assert account.issued == account.consumed + sum(account.dropped.values()) + account.live
                 assert not set(account.dropped) - {"host_lost", "no_signal"}
-                assert fleet.scheduler.views.in_flight == sum(one.replica is not None for one in live)
+                assert fleet.scheduler.views.in_flight == sum(one.runs_on is not None for one in live)
 
 
 async def act(fleet, name, number, step):

@@ -342,7 +342,7 @@ class Left:
                 entry.status.value,
                 len(response.ids),
                 crc32(response.ids.tobytes()),
-                span_rows(entry.spans),
+                span_rows(entry.token_spans),
                 entry.epoch,
                 entry.replica,
                 entry.finish_reason.value if entry.finish_reason else None,
@@ -362,7 +362,7 @@ class Listener:
     """The recorder of the scheduler: all goes to the tape, and on to the real ledger."""
 
     def __init__(self, ledger: Ledger, tape: Tape, store: Store) -> None:
-        self.ledger = ledger
+        self.ledger, self.machine = ledger, ledger.machine
         self.tokens_of: Callable[[str], Sequence[TokensRef]] = lambda id: ()  # where a live response lies
         self._tape = tape
         self._store = store
@@ -650,10 +650,10 @@ class Control:
 
     def _is_news(self, said: Said, lengths: dict[str, int]) -> bool:
         """True where it counts, after what the same report says of earlier tokens."""
-        lifecycle = self.scheduler.book.live.get(said.id)
-        if lifecycle is None or lifecycle.kind is not Kind.TRAIN or lifecycle.status is not Status.RUNNING:
+        trajectory = self.scheduler.book.live.get(said.id)
+        if trajectory is None or trajectory.kind is not Kind.TRAIN or trajectory.status is not Status.RUNNING:
             return False
-        if (said.epoch, said.start) != (lifecycle.epoch, lengths.get(said.id, lifecycle.length)):
+        if (said.epoch, said.start) != (trajectory.epoch, lengths.get(said.id, trajectory.length)):
             return False
         lengths[said.id] = said.start + said.count
         return True
@@ -894,7 +894,7 @@ class Control:
     def _versions_told(self) -> set[int]:
         """Versions that live training trajectories are known to have tokens of."""
         training = (one for one in self.scheduler.book.live.values() if one.kind is Kind.TRAIN)
-        return {span.version for lifecycle in training for span in lifecycle.spans}
+        return {span.version for one in training for span in one.token_spans}
 
     def siblings(self) -> object:
         """Lengths that are finished beside each one that goes on."""

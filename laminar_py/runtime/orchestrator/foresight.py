@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from heapq import nlargest
 
 from laminar_py.config.reward import RewardConfig
-from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.scoring import NO_IDS, PartialResponse, Unfinished
 from laminar_py.records.trajectory import Status
@@ -24,30 +24,30 @@ class Foresight:
         self._shown: dict[str, int] = {}  # tokens, of live trajectories
         self.is_wanted = reward.looks_ahead
 
-    def choose(self, live: Mapping[str, Lifecycle]) -> list[Unfinished]:
+    def choose(self, live: Mapping[str, LiveTrajectory]) -> list[Unfinished]:
         """Beginnings of those that have grown most since they were shown, at most `AT_A_TIME`."""
         self._shown = {name: shown for name, shown in self._shown.items() if name in live}
         news = {
-            name: lifecycle.length - self._shown.get(name, 0)
-            for name, lifecycle in live.items()
-            if lifecycle.status is Status.RUNNING and self._looks_ahead(lifecycle)
+            name: trajectory.length - self._shown.get(name, 0)
+            for name, trajectory in live.items()
+            if trajectory.status is Status.RUNNING and self._looks_ahead(trajectory)
         }
         chosen = [live[name] for name in nlargest(AT_A_TIME, news, key=lambda name: news[name]) if news[name]]
-        self._shown |= {lifecycle.id: lifecycle.length for lifecycle in chosen}
+        self._shown |= {trajectory.id: trajectory.length for trajectory in chosen}
         return [
             Unfinished(
-                tokens=lifecycle.tokens,
+                tokens=trajectory.tokens,
                 response=PartialResponse(
-                    trajectory_id=lifecycle.id,
-                    task=lifecycle.prompt.task,
-                    set_name=set_of(lifecycle.group_id),
-                    prompt_ids=lifecycle.prompt.ids,
+                    trajectory_id=trajectory.id,
+                    task=trajectory.prompt.task,
+                    set_name=set_of(trajectory.group_id),
+                    prompt_ids=trajectory.prompt.ids,
                     response_ids=NO_IDS,
                 ),
             )
-            for lifecycle in chosen
+            for trajectory in chosen
         ]
 
-    def _looks_ahead(self, lifecycle: Lifecycle) -> bool:
-        terms = self._reward.of_task(lifecycle.prompt.task, set_name=set_of(lifecycle.group_id))
+    def _looks_ahead(self, trajectory: LiveTrajectory) -> bool:
+        terms = self._reward.of_task(trajectory.prompt.task, set_name=set_of(trajectory.group_id))
         return any(term.looks_ahead for term in terms)

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, Score, ScoringRequest, Unscored
@@ -184,14 +184,14 @@ class Scoring:
                 continue
             if score.trajectory_id in lost:
                 continue
-            lifecycle = self._scheduler.book.live.get(score.trajectory_id)
-            if lifecycle is not None:
-                self._note(score, lifecycle)
+            trajectory = self._scheduler.book.live.get(score.trajectory_id)
+            if trajectory is not None:
+                self._note(score, trajectory)
             await self._scheduler.closing.on_score(score)
-            if lifecycle is not None and lifecycle.trains and score.value is not None:
-                self._stats.scored(score.value, score.terms, lifecycle.length)
-                if lifecycle.environment_s:
-                    self._stats.turned(num_turns(lifecycle.spans), lifecycle.environment_s)
+            if trajectory is not None and trajectory.trains and score.value is not None:
+                self._stats.scored(score.value, score.terms, trajectory.length)
+                if trajectory.environment_s:
+                    self._stats.turned(num_turns(trajectory.token_spans), trajectory.environment_s)
         self._wake()  # with the last score of a batch another may be issued
         if not self.failures.is_outage:
             self._scored.set()
@@ -201,7 +201,7 @@ class Scoring:
             async with asyncio.timeout(OUTAGE_REST_S):
                 await self._scored.wait()
 
-    def _note(self, score: Score, of: Lifecycle) -> None:
+    def _note(self, score: Score, of: LiveTrajectory) -> None:
         line = self.failures.add(
             score,
             task=of.prompt.task,
