@@ -20,7 +20,7 @@ from rich.console import Console
 
 from laminar_lab.bench.report import Row, show
 from laminar_py.config.loading import load_config
-from laminar_py.control import lifecycle
+from laminar_py.ledger import trajectory
 from laminar_py.ledger.archive import ArchiveRequest, archive_files, archive_pieces, file_name, file_pieces
 from laminar_py.ledger.database import reading, segments_path
 from laminar_py.ledger.ledger import Ledger
@@ -134,7 +134,7 @@ def main() -> None:
     for name in ENTRANCES:
         watch.watch(Ledger, name)
     watch.watch(Writer, "write")
-    watch.watch(lifecycle, "response_digest")
+    watch.watch(trajectory, "response_digest")
     processes.start()
     with TemporaryDirectory() as cache:  # the warm start is a part of the quickstart
         overrides = ["name=recording", f"steps={args.steps}", f"warm_start.cache={cache}"]

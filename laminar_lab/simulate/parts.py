@@ -9,6 +9,7 @@ import numpy as np
 
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.ledger.ledger import Ledger
+from laminar_py.ledger.machine import Machine
 from laminar_py.ledger.segments.payload import Payload
 from laminar_py.ledger.segments.salvage import Known, Salvaged, continuations, salvaged
 from laminar_py.records.engine import GenerateRequest
@@ -20,17 +21,20 @@ from laminar_py.records.trajectory import Prompt
 
 
 class HeardRecorder:
-    """A recorder whose events `see` hears too, see `control.book.Recorder`; without a ledger it keeps nothing."""
+    """A recorder whose events `see` hears too, see `control.book.Recorder`; without a ledger it keeps no log."""
 
     def __init__(self, ledger: Ledger | None, *, see: Callable[[AnyEvent], None]) -> None:
         self._ledger = ledger
         self._see = see
+        self.machine = Machine() if ledger is None else ledger.machine
 
     def append(self, event: AnyEvent) -> None:
         """Record an event."""
         self._see(event)
         if self._ledger is not None:
             self._ledger.append(event)
+        else:
+            self.machine.apply(0, event, wall=0.0, mono=0.0)
 
     def store_prompt(self, prompt: Prompt) -> None:
         """Keep a prompt."""
@@ -39,13 +43,11 @@ class HeardRecorder:
 
     def store_tokens(self, trajectory_id: str, tokens: TokensRef, spans: tuple[Span, ...]) -> None:
         """Keep how many tokens there are, and under which versions."""
-        if self._ledger is not None:
-            self._ledger.store_tokens(trajectory_id, tokens, spans)
+        (self._ledger or self.machine).store_tokens(trajectory_id, tokens, spans)
 
     def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
         """Keep where columns lie."""
-        if self._ledger is not None:
-            self._ledger.store_columns(trajectory_id, columns)
+        (self._ledger or self.machine).store_columns(trajectory_id, columns)
 
     def together(self) -> AbstractContextManager[None]:
         """See `ledger.Ledger.together`."""

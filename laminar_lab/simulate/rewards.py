@@ -92,7 +92,7 @@ class SimulatedRewards:
         """Have free scorers work on what waits, first come first served."""
         while self._waiting and self._free:
             one = self._waiting.popleft()
-            if not self._scheduler.awaits_score(one.score.trajectory_id):  # a deadline has dropped it meanwhile
+            if not self._scheduler.is_live(one.score.trajectory_id):  # a deadline has dropped it meanwhile
                 self.num_open -= 1
                 continue
             self._free -= 1

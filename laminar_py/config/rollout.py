@@ -1,9 +1,9 @@
 """Settings of replicas, sampling and groups, and of consolidation in flight."""
 
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from laminar_py.config.engine import AnyEngineConfig, EngineConfig
 from laminar_py.config.registry import Registry
@@ -105,21 +105,8 @@ class RolloutConfig(Section):
     group_deadline_s: Seconds | None = None
     """Close a group this many seconds after its first member finished; stragglers are dropped with an event, as is
     a group of which fewer than two are left."""
-    counterfactual_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the trajectories that `group_deadline_s` drops which are generated to their end all the same and
-    scored, never trained on, so that the report can say what dropping costs. A draining replica waits for those
-    that it has; at most an eighth of all the sequences that the replicas decode at a time go on like this."""
     partial_interval_s: Seconds = 1.0
     """Seconds between two entries of what runs in its replica's journal; the death of a replica costs as much."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.counterfactual_share and self.group_deadline_s is None:
-            raise ConfigError(
-                f"rollout.counterfactual_share={self.counterfactual_share:g}: without rollout.group_deadline_s no"
-                " deadline drops anything; set that, or leave counterfactual_share at 0"
-            )
-        return self
 
     @property
     def kv_tokens(self) -> int:

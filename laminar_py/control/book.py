@@ -16,10 +16,11 @@ import msgspec
 
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.groups import Group
-from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.moves import Moves
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.control.views import ReplicaViews
+from laminar_py.ledger.machine import Machine
+from laminar_py.ledger.trajectory import LiveTrajectory, issued
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.evaluations import set_of
@@ -30,7 +31,9 @@ from laminar_py.records.trajectory import DropReason, Kind, Prompt
 
 
 class Recorder(Protocol):
-    """Destination of events and response pieces: the ledger."""
+    """Destination of events and response pieces: the ledger, which applies each to its state as it takes it."""
+
+    machine: Machine
 
     def append(self, event: AnyEvent) -> None:
         """Record an event."""
@@ -66,8 +69,6 @@ class ControlSettings:
     admission: Admission
     bound: StalenessBound
     group_deadline_s: float | None = None
-    counterfactual_share: float = 0.0
-    max_counterfactual: int = 0  # at a time
     min_group_survivors: int = 2
     max_seconds: float | None = None
     has_environment: bool = False  # which answers the turns of each trajectory
@@ -98,11 +99,10 @@ class Book:
     def __init__(self, settings: ControlSettings, recorder: Recorder) -> None:
         self.settings = settings
         self.recorder = recorder
-        self.live: dict[str, Lifecycle] = {}
+        self.live = recorder.machine.live
         self.groups: dict[str, Group] = {}  # of training
         self.views = ReplicaViews(settings.replicas, sizes={1, settings.group_size})
         self.moves = Moves()
-        self.counterfactual: dict[str, Lifecycle] = {}  # dropped by a deadline, followed until they are scored
         self.aborts: dict[int, list[str]] = {}  # by replica: what it still runs of dropped trajectories
         self.phase = Phase.PAUSED
         self.newest_version = -1  # that the learner published
@@ -124,39 +124,23 @@ class Book:
         return settings.without_signal is WithoutSignal.REFILL and num_ready < batch and closed >= most
 
     def record(self, event: AnyEvent) -> None:
-        """Append an event."""
+        """Append an event; it changes the state of its trajectory."""
         self.recorder.append(event)
 
-    def record_of(self, lifecycle: Lifecycle, event: AnyEvent) -> None:
-        """Append an event of a trajectory; the drop of a counterfactual one was its last but for its score."""
-        if not lifecycle.counterfactual:
-            self.recorder.append(event)
-
-    def followed(self, trajectory_id: str) -> Lifecycle | None:
-        """The trajectory whose progress and score are taken in: a live or a counterfactual one."""
-        return self.live.get(trajectory_id) or self.counterfactual.get(trajectory_id)
-
-    def may_run(self, lifecycle: Lifecycle) -> bool:
+    def may_run(self, trajectory: LiveTrajectory) -> bool:
         """True where the phase lets a replica have it."""
-        if lifecycle.kind is Kind.EVAL:
+        if trajectory.kind is Kind.EVAL:
             return not self.phase.gives_nothing
         return self.phase in (Phase.CONTINUING, Phase.ADMITTING)
 
-    def issue(self, id: str, group_id: str, sample_index: int, prompt: Prompt, kind: Kind) -> Lifecycle:
+    def issue(self, id: str, group_id: str, sample_index: int, prompt: Prompt, kind: Kind) -> LiveTrajectory:
         """A new trajectory, QUEUED."""
-        lifecycle = Lifecycle(
-            id=id,
-            group_id=group_id,
-            sample_index=sample_index,
-            prompt=prompt,
-            kind=kind,
-            sampling=self.sampling(id, group_id, kind),
-        )
-        self.live[id] = lifecycle
-        self.record(lifecycle.issued())
-        return lifecycle
+        self.record(issued(prompt, id=id, group_id=group_id, sample_index=sample_index, kind=kind))
+        trajectory = self.live[id]
+        trajectory.prompt = prompt
+        return trajectory
 
-    def issue_group(self, prompt: Prompt) -> list[Lifecycle]:
+    def issue_group(self, prompt: Prompt) -> list[LiveTrajectory]:
         """Issue a new group for the prompt at `next_prompt`; its samples, QUEUED."""
         group = Group(id=f"g{self.next_prompt}", prompt=prompt)
         self.next_prompt += 1
@@ -165,61 +149,59 @@ class Book:
         self.recorder.store_prompt(prompt)
         return [self.issue_member(group) for _ in range(self.settings.group_size)]
 
-    def issue_member(self, group: Group) -> Lifecycle:
+    def issue_member(self, group: Group) -> LiveTrajectory:
         """The next sample of a group, e.g. "g3.8" in place of a lost one of 8."""
         index = group.next_sample
         group.next_sample += 1
-        lifecycle = self.issue(f"{group.id}.{index}", group.id, index, group.prompt, Kind.TRAIN)
-        group.members[lifecycle.id] = lifecycle
-        return lifecycle
+        trajectory = self.issue(f"{group.id}.{index}", group.id, index, group.prompt, Kind.TRAIN)
+        group.members[trajectory.id] = trajectory
+        return trajectory
 
-    def drop(self, members: Sequence[Lifecycle], reason: DropReason, detail: str = "") -> None:
-        """End trajectories that will never be trained on; counterfactual ones without a word."""
+    def drop(self, members: Sequence[LiveTrajectory], reason: DropReason, detail: str = "") -> None:
+        """End trajectories that will never be trained on."""
         for member in members:
-            self.record_of(member, member.drop(reason, detail))
-            del (self.counterfactual if member.counterfactual else self.live)[member.id]
+            self.record(member.dropped(reason, detail))
 
-    def abort(self, lifecycle: Lifecycle) -> None:
+    def abort(self, trajectory: LiveTrajectory) -> None:
         """Have the replica that runs a trajectory told to end it."""
-        if lifecycle.replica is not None:
-            self.views.returned(lifecycle.replica, lifecycle.id)
-            self.aborts.setdefault(lifecycle.replica, []).append(lifecycle.id)
+        if trajectory.runs_on is not None:
+            self.views.returned(trajectory.runs_on, trajectory.id)
+            self.aborts.setdefault(trajectory.runs_on, []).append(trajectory.id)
 
     def take_aborts(self) -> dict[int, list[str]]:
         """Dropped trajectories that replicas still run, by replica; each is told once."""
         aborts, self.aborts = self.aborts, {}
         return aborts
 
-    def sampling(self, id: str, group_id: str, kind: Kind) -> SamplingParams:
+    def sampling(self, trajectory: LiveTrajectory) -> SamplingParams:
         """Sampling of the run or of an evaluation's set, with a seed of the trajectory's own.
 
         An evaluation that is of no set is greedy.
         """
         sampling = self.settings.sampling
-        if kind is Kind.EVAL:
+        if trajectory.kind is Kind.EVAL:
             greedy = msgspec.structs.replace(sampling, temperature=0.0)
-            sampling = self.settings.of_sets.get(set_of(group_id), greedy)
-        return msgspec.structs.replace(sampling, seed=trajectory_seed(self.settings.seed, id))
+            sampling = self.settings.of_sets.get(set_of(trajectory.group_id), greedy)
+        return msgspec.structs.replace(sampling, seed=trajectory_seed(self.settings.seed, trajectory.id))
 
     def finished_beside(self, trajectory_id: str) -> Sequence[int]:
         """Response lengths of the finished samples of a trajectory's prompt."""
-        lifecycle = self.followed(trajectory_id)
-        group = None if lifecycle is None else self.groups.get(lifecycle.group_id)
+        trajectory = self.live.get(trajectory_id)
+        group = None if trajectory is None else self.groups.get(trajectory.group_id)
         return () if group is None else group.finished_lengths
 
     def segments(self) -> set[str]:
-        """Segments that have something of what is live, or counterfactual."""
-        held = (*self.live.values(), *self.counterfactual.values())
-        return set().union(*(lifecycle.segments for lifecycle in held))
+        """Segments that hold tokens or columns of live trajectories."""
+        return set().union(*(trajectory.segments for trajectory in self.live.values()))
 
     def versions_alive(self) -> int:
         """Number of distinct weight versions among live training trajectories."""
         versions, replicas = set[int](), set[int]()
-        for lifecycle in self.live.values():
-            if lifecycle.kind is Kind.TRAIN:
-                versions.update(sampled_versions(lifecycle.spans))
-                if lifecycle.replica is not None:
-                    replicas.add(lifecycle.replica)
+        for trajectory in self.live.values():
+            if trajectory.kind is Kind.TRAIN:
+                versions.update(sampled_versions(trajectory.token_spans))
+                if trajectory.runs_on is not None:
+                    replicas.add(trajectory.runs_on)
         versions.update(self.views.by_index[replica].serving for replica in replicas)
         return len(versions - {-1})
 

@@ -13,8 +13,9 @@ from laminar_py.control.consumption import Consumption
 from laminar_py.control.credit import Credit, teaches
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.groups import Group
-from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.columns import REFERENCE_LOGPROBS
+from laminar_py.records.events import Ready
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.pieces import ColumnRef
@@ -32,16 +33,16 @@ class Stages:
         None  # None: there is no stage for the reference model
     )
 
-    def score(self, lifecycle: Lifecycle) -> None:
+    def score(self, trajectory: LiveTrajectory) -> None:
         """Have a response scored."""
-        self.submit_score(lifecycle.finished(), lifecycle.prompt)
+        self.submit_score(trajectory.as_finished(), trajectory.prompt)
 
-    def refer(self, lifecycle: Lifecycle) -> None:
+    def refer(self, trajectory: LiveTrajectory) -> None:
         """Have the reference model's log-probabilities computed, where a training response needs them."""
-        if self.submit_reference is not None and lifecycle.trains:
-            self.submit_reference(lifecycle.finished())
+        if self.submit_reference is not None and trajectory.trains:
+            self.submit_reference(trajectory.as_finished())
 
-    def awaits_reference(self, members: Iterable[Lifecycle]) -> bool:
+    def awaits_reference(self, members: Iterable[LiveTrajectory]) -> bool:
         """True where the reference model still has to answer for one of them."""
         return self.submit_reference is not None and any(REFERENCE_LOGPROBS not in m.columns for m in members)
 
@@ -68,50 +69,47 @@ class Closing:
         self._clock = clock
         self._tell = tell
 
-    def finished(self, lifecycle: Lifecycle) -> None:
+    def finished(self, trajectory: LiveTrajectory) -> None:
         """Send a finished response on; the first of a group starts the clock of the group's deadline."""
-        group = self._book.groups.get(lifecycle.group_id)
-        if group is not None and lifecycle.trains:
-            group.finished_lengths.append(lifecycle.length)
+        group = self._book.groups.get(trajectory.group_id)
+        if group is not None and trajectory.trains:
+            group.finished_lengths.append(trajectory.length)
         if group is not None and group.first_finished_s is None:
             group.first_finished_s = self._clock.now()
-        self._stages.score(lifecycle)
-        self._stages.refer(lifecycle)
+        self._stages.score(trajectory)
+        self._stages.refer(trajectory)
 
     async def on_score(self, score: Score) -> None:
         """Take in a score; it may complete its group."""
-        lifecycle = self._book.followed(score.trajectory_id)
-        if lifecycle is None or lifecycle.status is not Status.FINISHED:
+        trajectory = self._book.live.get(score.trajectory_id)
+        if trajectory is None or trajectory.status is not Status.FINISHED:
             return
-        if lifecycle.counterfactual:
-            del self._book.counterfactual[lifecycle.id]
-            self._book.record(lifecycle.score_counterfactual(score.value))
-        elif score.value is None:
-            self._book.drop([lifecycle], score.failure or DropReason.REWARD_FAILED, score.detail)
+        if score.value is None:
+            self._book.drop([trajectory], score.failure or DropReason.REWARD_FAILED, score.detail)
         else:
             if score.columns:
-                self._book.recorder.store_columns(lifecycle.id, score.columns)
-            self._book.record(lifecycle.score(score))
-        await self.settled(lifecycle)
+                self._book.recorder.store_columns(trajectory.id, score.columns)
+            self._book.record(trajectory.scored(score))
+        await self.settled(trajectory)
 
     async def on_reference(self, trajectory_id: str, logprobs: ColumnRef) -> None:
         """Take in where the reference's log-probabilities of a response lie; its group may have waited for it."""
-        lifecycle = self._book.live.get(trajectory_id)
-        if lifecycle is None:
+        trajectory = self._book.live.get(trajectory_id)
+        if trajectory is None:
             return
-        lifecycle.columns = lifecycle.columns | {REFERENCE_LOGPROBS: logprobs}
-        group = self._book.groups[lifecycle.group_id]
+        trajectory.columns = trajectory.columns | {REFERENCE_LOGPROBS: logprobs}
+        group = self._book.groups[trajectory.group_id]
         if group.is_ready:
             await self._put(group)
         elif not group.is_pending:
             await self.close(group)
 
-    async def settled(self, lifecycle: Lifecycle) -> None:
+    async def settled(self, trajectory: LiveTrajectory) -> None:
         """Close the group, or the evaluation, of a trajectory that was scored or dropped, if it was the last."""
-        if lifecycle.kind is Kind.EVAL:
-            self._evaluations.settle(lifecycle)
-        elif lifecycle.trains:
-            group = self._book.groups[lifecycle.group_id]
+        if trajectory.kind is Kind.EVAL:
+            self._evaluations.settle(trajectory)
+        elif trajectory.trains:
+            group = self._book.groups[trajectory.group_id]
             if not group.is_pending:
                 await self.close(group)
 
@@ -135,10 +133,10 @@ class Closing:
             await self._close_without_signal(group, survivors, f"reward {survivors[0].reward:g}")
             return
         for member, credit in zip(survivors, self._credit.of(survivors), strict=True):
-            self._book.record(member.make_ready(credit.advantage, credit.scale, credit.roles))
+            self._book.record(Ready(member.id, credit.advantage, credit.scale, credit.roles))
         await self._consumption.put(group)
 
-    async def _close_without_signal(self, group: Group, survivors: Sequence[Lifecycle], detail: str) -> None:
+    async def _close_without_signal(self, group: Group, survivors: Sequence[LiveTrajectory], detail: str) -> None:
         self._book.drop(survivors, DropReason.NO_SIGNAL, detail)
         if self._book.settings.without_signal is WithoutSignal.SKIP:
             await self._consumption.put_silent(group.id, survivors)
@@ -147,21 +145,21 @@ class Closing:
             self._book.refilled.append(survivors[0].reward or 0.0)
             await self._consumption.buffer.wake()
 
-    def _note_rewards(self, survivors: Sequence[Lifecycle]) -> None:
+    def _note_rewards(self, survivors: Sequence[LiveTrajectory]) -> None:
         """Keep the worst and the best reward of the run."""
         worst, best = self._book.rewards
         rewards = [member.reward or 0.0 for member in survivors]
         self._book.rewards = min(worst, *rewards), max(best, *rewards)
 
-    async def lose_ready(self, lifecycle: Lifecycle, detail: str) -> None:
+    async def lose_ready(self, trajectory: LiveTrajectory, detail: str) -> None:
         """Drop a ready member for which the reference model was to answer; its group does not wait for that.
 
         One that the learner has in hand stays, since it was read.
         """
-        if self._stages.awaits_reference([lifecycle]):
-            group = self._book.groups[lifecycle.group_id]
-            self._book.drop([lifecycle], DropReason.HOST_LOST, detail)
-            del group.members[lifecycle.id]
+        if self._stages.awaits_reference([trajectory]):
+            group = self._book.groups[trajectory.group_id]
+            self._book.drop([trajectory], DropReason.HOST_LOST, detail)
+            del group.members[trajectory.id]
             await self._put(group)
 
     async def restore(self, group: Group) -> None:
@@ -176,11 +174,11 @@ class Closing:
         if not group.is_pending:
             await self.close(group)
 
-    def restore_member(self, lifecycle: Lifecycle) -> None:
+    def restore_member(self, trajectory: LiveTrajectory) -> None:
         """Ask the stages again for what the dead controller did not come to record."""
-        if lifecycle.status is Status.FINISHED:
-            self._stages.score(lifecycle)
-        self._stages.refer(lifecycle)  # no record has the reference's answers
+        if trajectory.status is Status.FINISHED:
+            self._stages.score(trajectory)
+        self._stages.refer(trajectory)  # no record has the reference's answers
 
     async def _put(self, group: Group) -> None:
         """Hand over a group whose members are ready, once the reference model has answered for all."""

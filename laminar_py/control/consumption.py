@@ -13,13 +13,13 @@ import msgspec
 
 from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
-from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.staleness import StalenessBound
 from laminar_py.learner.packing.balance import Bin
 from laminar_py.learner.packing.buffer import Buffer, ReadyGroup
 from laminar_py.learner.packing.stage import Packing, StagedGroups
 from laminar_py.learner.packing.window import choose
-from laminar_py.records.events import RefillStopped
+from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.events import RefillStopped, Undone
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.spans import num_sampled, versions_of
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
@@ -67,7 +67,9 @@ class Consumption:
         self._bound = bound
         self._packing: Packing | None = None
         self._stage: StagedGroups | None = None
-        self._undoable: list[tuple[int, Lifecycle]] = []  # (step, trajectory); bounded by the checkpoint interval
+        self._undoable: list[
+            tuple[int, LiveTrajectory]
+        ] = []  # (step, trajectory); bounded by the checkpoint interval
 
     def pack(self, packing: Packing) -> None:
         """Have batches packed; to be called before any group is ready."""
@@ -78,7 +80,7 @@ class Consumption:
     async def put(self, group: Group) -> None:
         """Give the learner a group that has its advantages."""
         ready = [member for member in group.members.values() if member.status is Status.READY]
-        members = [self._masked(m.finished()) for m in ready if not self._too_long(m)]
+        members = [self._masked(m.as_finished()) for m in ready if not self._too_long(m)]
         if not members:
             del self._book.groups[group.id]
             await self.buffer.wake()  # perhaps it was the last that a step waits for
@@ -86,10 +88,10 @@ class Consumption:
         oldest = min(member.oldest_version for member in members)
         self._staged(await self.buffer.put(group.id, members, oldest_version=oldest))
 
-    async def put_silent(self, group_id: str, survivors: Sequence[Lifecycle]) -> None:
+    async def put_silent(self, group_id: str, survivors: Sequence[LiveTrajectory]) -> None:
         """Fill the place of a group without signal in a step, where its responses count untrained."""
-        oldest = min(member.oldest_version for member in survivors)
-        tokens = tuple(0 if self._is_masked(m.finish_reason) else num_sampled(m.spans) for m in survivors)
+        oldest = min(member.age_version for member in survivors)
+        tokens = tuple(0 if self._is_masked(m.finish_reason) else num_sampled(m.token_spans) for m in survivors)
         self._staged(await self.buffer.put(group_id, [], oldest_version=oldest, silent_tokens=tokens))
 
     async def next_batch(
@@ -130,12 +132,12 @@ class Consumption:
         for place, (trajectory, staleness) in enumerate(pairs, 1):
             if place % COMMITTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            lifecycle = self._book.live.pop(trajectory.id)
-            event = lifecycle.consume(
+            member = self._book.live[trajectory.id]
+            event = member.consumed(
                 step=step, version=batch.version, staleness=staleness, weight=trajectory.weight
             )
             self._book.record(event)
-            self._undoable.append((step, lifecycle))
+            self._undoable.append((step, member))
         for group in batch.groups:
             del self._book.groups[group.group_id]
         self._in_hand((), missing=0)
@@ -166,11 +168,10 @@ class Consumption:
         self._book.ages.rolled_back(step)
         undone, self._undoable = self._undoable, []
         groups: dict[str, Group] = {}
-        for of_step, lifecycle in undone:
-            self._book.record(lifecycle.undo(of_step))
-            self._book.live[lifecycle.id] = lifecycle
-            group = groups.setdefault(lifecycle.group_id, Group(id=lifecycle.group_id, prompt=lifecycle.prompt))
-            group.members[lifecycle.id] = lifecycle
+        for of_step, member in undone:
+            self._book.record(Undone(member.id, of_step))
+            group = groups.setdefault(member.group_id, Group(id=member.group_id, prompt=member.prompt))
+            group.members[member.id] = member
         self._book.groups.update(groups)
         for group in groups.values():
             await self.put(group)
@@ -251,9 +252,9 @@ class Consumption:
     def _is_masked(self, reason: FinishReason | None) -> bool:
         return self._book.settings.masks_truncated and reason is FinishReason.LENGTH
 
-    def _too_long(self, member: Lifecycle) -> bool:
+    def _too_long(self, member: LiveTrajectory) -> bool:
         """True where it fits no microbatch, and so was dropped: the last guard behind the check of the config."""
-        packing, num_tokens = self._packing, packed_tokens(len(member.prompt.ids), member.spans)
+        packing, num_tokens = self._packing, packed_tokens(len(member.prompt.ids), member.token_spans)
         if packing is None or num_tokens <= packing.max_tokens:
             return False
         detail = f"{num_tokens} tokens, packer.max_tokens {packing.max_tokens}"

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import msgspec
 
-from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.returns import Returns, differ
 from laminar_py.records.roles import RoleCredit
@@ -35,7 +35,7 @@ class Credit:
     advantages: Callable[[Sequence[Returns]], tuple[FloatArray, float]]
     length_cost: Callable[[int], float] = lambda length: 0.0
 
-    def of(self, members: Sequence[Lifecycle]) -> list[MemberCredit]:
+    def of(self, members: Sequence[LiveTrajectory]) -> list[MemberCredit]:
         """Credit of scored members, in their order."""
         returns = [member.returns_by_role() for member in members]
         found: list[dict[str, MemberCredit]] = [{} for _ in members]
@@ -52,14 +52,14 @@ class Credit:
         return [MemberCredit(advantage, scale) for advantage in advantages.tolist()]
 
 
-def teaches(members: Sequence[Lifecycle]) -> bool:
+def teaches(members: Sequence[LiveTrajectory]) -> bool:
     """True where tokens of these responses have different returns, role by role."""
     returns = [member.returns_by_role() for member in members]
     roles = {role for one in returns for role in one}
     return any(differ([one[role] for one in returns if role in one]) for role in roles)
 
 
-def _joined(member: Lifecycle, by_role: dict[str, MemberCredit]) -> MemberCredit:
+def _joined(member: LiveTrajectory, by_role: dict[str, MemberCredit]) -> MemberCredit:
     if not member.roles:
         (credit,) = by_role.values()
         return credit

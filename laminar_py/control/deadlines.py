@@ -1,22 +1,13 @@
-"""Deadlines of groups: what is late is dropped, its group closes without it. Owned by `control.scheduler`.
-
-A straggler is DROPPED for good. To learn what dropping costs, a share of them, chosen by a hash of their ids, goes
-on counterfactually: the replica is told nothing, progress and score are taken in like any other's, and the score
-ends it as `CounterfactualScored`. No group, no learner and no accounting knows it, it is never handed to another
-replica, and at most `max_counterfactual` go on at a time.
-"""
-
-from hashlib import blake2b
+"""Deadlines of groups: what is late is dropped, its group closes without it. Owned by `control.scheduler`."""
 
 from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
-from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.waiting import WaitingQueue
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.protocols import Clock
 from laminar_py.records.trajectory import DropReason, Status
 
 HOUSEKEEPING_S = 0.5  # between looks at deadlines, which no report and no score brings about
-_UNIT = 2.0**64
 
 
 class Deadlines:
@@ -37,7 +28,7 @@ class Deadlines:
             if group.overdue(now, deadline_s):
                 for member in group.pending:
                     self._book.moves.ends(member.id)
-                    self._end(member)
+                    self._book.abort(member)
                 self._waiting.remove_group(group.id)
                 self._book.drop(group.pending, DropReason.GROUP_DEADLINE)
                 await self._closing.close(group)
@@ -56,28 +47,11 @@ class Deadlines:
                 self._book.drop(late, DropReason.STALE, "its score did not come in time")
                 await self._closing.close(group)
 
-    def _is_late(self, member: Lifecycle) -> bool:
+    def _is_late(self, member: LiveTrajectory) -> bool:
         """True where only a score is missing, and no step could use it."""
         return member.status is Status.FINISHED and self._ages_out(member)
 
-    def _ages_out(self, member: Lifecycle) -> bool:
+    def _ages_out(self, member: LiveTrajectory) -> bool:
         """True where the next step is one too many for a finished response."""
         settings, ages = self._book.settings, self._book.ages
-        return settings.bound.weight(1 + ages.of(member.oldest_version)) is None
-
-    def _end(self, member: Lifecycle) -> None:
-        """Have a straggler aborted, or let it go on counterfactually."""
-        settings, others = self._book.settings, self._book.counterfactual
-        has_place = len(others) < settings.max_counterfactual
-        can_end = member.status is Status.RUNNING or member.finish_reason is not None
-        if has_place and can_end and is_chosen(member.id, settings.counterfactual_share):
-            others[member.id] = member.go_on_counterfactually()
-        else:
-            self._book.abort(member)
-
-
-def is_chosen(trajectory_id: str, share: float) -> bool:
-    """True for a share of all ids: always the same ones, and with a larger share more of them."""
-    # the salt keeps the choice apart from other hashes of ids; with another, runs of old would choose others
-    digest = blake2b(f"probe/{trajectory_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / _UNIT < share
+        return settings.bound.weight(1 + ages.of(member.age_version)) is None

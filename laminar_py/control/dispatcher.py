@@ -9,10 +9,10 @@ import msgspec
 
 from laminar_py.control.book import Book
 from laminar_py.control.evaluation import Evaluations
-from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.moves import Round
 from laminar_py.control.routing import Router
 from laminar_py.control.waiting import WaitingQueue
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.replica import Assignment, Move
 from laminar_py.records.trajectory import Kind, Prompt, Status
 
@@ -41,14 +41,14 @@ class Dispatcher:
         """Assignments of this moment, by replica."""
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
-        for lifecycle, replica, pin in self._waiting.leave():
-            self._assign(lifecycle, replica, pin, out)
+        for trajectory, replica, pin in self._waiting.leave():
+            self._assign(trajectory, replica, pin, out)
         for _ in range(min(self._router.num_admitted, self._most_groups)):
             view = self._router.for_new(self._book.settings.group_size)
             if view is None:
                 break
-            for lifecycle in self._book.issue_group(self._prompt_at(self._book.next_prompt)):
-                self._assign(lifecycle, view.index, None, out)
+            for trajectory in self._book.issue_group(self._prompt_at(self._book.next_prompt)):
+                self._assign(trajectory, view.index, None, out)
         self._expect_more(out)
         return out
 
@@ -76,8 +76,8 @@ class Dispatcher:
             return []
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
-        for lifecycle, pin in self._waiting.leave_for_starting():
-            self._assign(lifecycle, replica, pin, out)
+        for trajectory, pin in self._waiting.leave_for_starting():
+            self._assign(trajectory, replica, pin, out)
         self._expect_more(out)
         return sorted(out.get(replica, []), key=lambda assignment: assignment.version or 0)
 
@@ -98,25 +98,26 @@ class Dispatcher:
         return moving
 
     def _may_move(self, move: Move, version: int) -> bool:
-        lifecycle = self._book.live.get(move.trajectory_id)
+        trajectory = self._book.live.get(move.trajectory_id)
         return (
-            lifecycle is not None
-            and self._book.may_run(lifecycle)
-            and lifecycle.status is Status.RUNNING
-            and lifecycle.replica == move.source
-            and lifecycle.version in (None, version)
+            trajectory is not None
+            and self._book.may_run(trajectory)
+            and trajectory.status is Status.RUNNING
+            and trajectory.runs_on == move.source
+            and trajectory.last_version in (None, version)
             and self._book.moves.destination(move.trajectory_id) is None
             and self._book.views.serves(move.destination, version)
         )
 
     def _assign(
-        self, lifecycle: Lifecycle, replica: int, pin: int | None, out: dict[int, list[Assignment]]
+        self, trajectory: LiveTrajectory, replica: int, pin: int | None, out: dict[int, list[Assignment]]
     ) -> None:
-        self._book.moves.arrives(lifecycle.id, replica, length=lifecycle.length, prefill=lifecycle.prefill)
-        self._book.record(lifecycle.assign(replica))
-        self._book.views.send(replica, lifecycle.id, pin=pin)
+        self._book.moves.arrives(trajectory.id, replica, length=trajectory.length, prefill=trajectory.prefill)
+        self._book.record(trajectory.assigned(replica))
+        self._book.views.send(replica, trajectory.id, pin=pin)
         has_environment = self._book.settings.has_environment
-        out.setdefault(replica, []).append(lifecycle.assignment(pin, with_problem=has_environment))
+        sampling = self._book.sampling(trajectory)
+        out.setdefault(replica, []).append(trajectory.assignment(sampling, pin, with_problem=has_environment))
 
     def _expect_more(self, out: dict[int, list[Assignment]]) -> None:
         """Have replicas keep their version for passes beside training as long as more of them waits."""

@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from laminar_py.control.book import Book
-from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, set_of
+from laminar_py.records.events import Ready
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import sampled_versions
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
@@ -100,14 +101,14 @@ class Evaluations:
         self._by_id[evaluation.id] = evaluation
         return evaluation.done
 
-    def start(self) -> list[Lifecycle]:
+    def start(self) -> list[LiveTrajectory]:
         """New trajectories of evaluations that begin now: their version is known, or a replica runs.
 
         Passes that begin at once do so on different replicas, those with the newest weights and the least work.
         """
         if self._book.phase.gives_nothing:
             return []
-        started: list[Lifecycle] = []
+        started: list[LiveTrajectory] = []
         chosen: list[int | None] = []
         for evaluation in list(self._by_id.values()):
             if evaluation.version is None and not self._has_replica(evaluation):
@@ -126,63 +127,61 @@ class Evaluations:
             f"{set_of(one.id)}: {len(one.answers)} of {one.num_members} answers" for one in self._by_id.values()
         )
 
-    def take_up(self, lifecycle: Lifecycle) -> bool:
+    def take_up(self, trajectory: LiveTrajectory) -> bool:
         """Go on with a member that a dead controller left; False if its pass was not asked for again."""
-        evaluation = self._by_id.get(lifecycle.group_id)
+        evaluation = self._by_id.get(trajectory.group_id)
         if evaluation is None:
             return False
-        evaluation.pending.add(lifecycle.id)
+        evaluation.pending.add(trajectory.id)
         return True
 
-    def version_of(self, lifecycle: Lifecycle) -> int | None:
+    def version_of(self, trajectory: LiveTrajectory) -> int | None:
         """The only version a member may run under, if that is settled."""
-        return self._by_id[lifecycle.group_id].version
+        return self._by_id[trajectory.group_id].version
 
-    def pass_of(self, member: Lifecycle | Assignment) -> Evaluation:
+    def pass_of(self, member: LiveTrajectory | Assignment) -> Evaluation:
         """The pass of a member."""
         return self._by_id[member.group_id]
 
-    def settle(self, lifecycle: Lifecycle) -> None:
+    def settle(self, trajectory: LiveTrajectory) -> None:
         """Take in that a member is scored or dropped; the last one completes the evaluation."""
-        evaluation = self._by_id[lifecycle.group_id]
-        evaluation.pending.discard(lifecycle.id)
-        evaluation.answers[lifecycle.id] = EvalAnswer.of(
-            lifecycle.id,
-            sample=lifecycle.sample_index,
-            reward=lifecycle.reward,
-            said=lifecycle.said,
-            length=lifecycle.length,
-            truncated=lifecycle.finish_reason is FinishReason.LENGTH,
+        evaluation = self._by_id[trajectory.group_id]
+        evaluation.pending.discard(trajectory.id)
+        evaluation.answers[trajectory.id] = EvalAnswer.of(
+            trajectory.id,
+            sample=trajectory.sample_index,
+            reward=trajectory.reward,
+            said=trajectory.said,
+            length=trajectory.length,
+            truncated=trajectory.finish_reason is FinishReason.LENGTH,
         )
-        if lifecycle.status is Status.SCORED:
-            self._book.record(lifecycle.make_ready(0.0))
-            versions = sampled_versions(lifecycle.spans)
+        if trajectory.status is Status.SCORED:
+            self._book.record(Ready(trajectory.id, 0.0))
+            versions = sampled_versions(trajectory.token_spans)
             version = versions[-1]
             evaluation.versions |= set(versions)
-            self._book.record(lifecycle.consume(step=NO_STEP, version=version, staleness=0, weight=0.0))
-            del self._book.live[lifecycle.id]
+            self._book.record(trajectory.consumed(step=NO_STEP, version=version, staleness=0, weight=0.0))
         self._finish_if_done(evaluation)
 
-    def runs_under(self, lifecycle: Lifecycle, version: int) -> None:
+    def runs_under(self, trajectory: LiveTrajectory, version: int) -> None:
         """Settle the version of an evaluation that was left to a replica, by its first tokens."""
-        evaluation = self._by_id[lifecycle.group_id]
+        evaluation = self._by_id[trajectory.group_id]
         if evaluation.version is None:
             evaluation.version = version
 
-    def lose(self, lifecycle: Lifecycle) -> None:
+    def lose(self, trajectory: LiveTrajectory) -> None:
         """Fail an evaluation of which a member's version is lost."""
-        self._by_id[lifecycle.group_id].lost = True
+        self._by_id[trajectory.group_id].lost = True
 
-    def give_up(self, lifecycle: Lifecycle) -> None:
+    def give_up(self, trajectory: LiveTrajectory) -> None:
         """Fail an evaluation at once, of which a member waits for its version to return."""
-        evaluation = self._by_id[lifecycle.group_id]
+        evaluation = self._by_id[trajectory.group_id]
         evaluation.lost = True
         evaluation.finish()
 
-    def abandon(self, lifecycle: Lifecycle) -> None:
+    def abandon(self, trajectory: LiveTrajectory) -> None:
         """Drop a member that an earlier incarnation left behind."""
-        self._book.live[lifecycle.id] = lifecycle
-        self._book.drop([lifecycle], DropReason.RUN_ENDED)
+        self._book.drop([trajectory], DropReason.RUN_ENDED)
 
     def _newest_replica(self, chosen: Collection[int | None]) -> int | None:
         """The replica for a pass whose version is open; None where none runs."""
@@ -200,7 +199,7 @@ class Evaluations:
         view = self._book.views.by_index[evaluation.replica]
         return view.has_place and not (view.leaving and view.in_flight.isdisjoint(evaluation.pending))
 
-    def _issue_missing(self, evaluation: Evaluation) -> list[Lifecycle]:
+    def _issue_missing(self, evaluation: Evaluation) -> list[LiveTrajectory]:
         """New trajectories of a pass, but for those that are answered or under way."""
         issued = []
         for id, problem, sample in evaluation.members:
@@ -208,7 +207,7 @@ class Evaluations:
                 prompt = evaluation.prompts[problem]
                 self._book.recorder.store_prompt(prompt)
                 issued.append(self._book.issue(id, evaluation.id, sample, prompt, Kind.EVAL))
-        evaluation.pending |= {lifecycle.id for lifecycle in issued}
+        evaluation.pending |= {trajectory.id for trajectory in issued}
         return issued
 
     def _finish_if_done(self, evaluation: Evaluation) -> None:

@@ -6,7 +6,7 @@ one is set, counts from the first member that finished.
 
 from dataclasses import dataclass, field
 
-from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.trajectory import Prompt, Status
 
 
@@ -16,7 +16,7 @@ class Group:
 
     id: str
     prompt: Prompt
-    members: dict[str, Lifecycle] = field(default_factory=dict)
+    members: dict[str, LiveTrajectory] = field(default_factory=dict)
     next_sample: int = 0
     first_finished_s: float | None = None
     finished_lengths: list[int] = field(default_factory=list)  # tokens; kept, since each repack round asks for all
@@ -27,12 +27,12 @@ class Group:
         return any(member.status not in SETTLED for member in self.members.values())
 
     @property
-    def pending(self) -> list[Lifecycle]:
+    def pending(self) -> list[LiveTrajectory]:
         """Members for which `is_pending` waits."""
         return [member for member in self.members.values() if member.status not in SETTLED]
 
     @property
-    def survivors(self) -> list[Lifecycle]:
+    def survivors(self) -> list[LiveTrajectory]:
         """Scored members."""
         return [member for member in self.members.values() if member.status is Status.SCORED]
 

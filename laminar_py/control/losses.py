@@ -11,8 +11,8 @@ from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
 from laminar_py.control.consumption import Consumption
 from laminar_py.control.evaluation import Evaluations
-from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.waiting import WaitingQueue
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
 
@@ -36,7 +36,7 @@ class Losses:
 
     async def of_segments(self, segments: Collection[str], reason: str) -> None:
         """Drop every live trajectory of which something is in one of these segments, which are gone."""
-        holders = [*self._book.live.values(), *self._book.counterfactual.values()]
+        holders = self._book.live.values()
         await self.of({one.id: reason for one in holders if not one.segments.isdisjoint(segments)})
 
     async def of(self, lost: Mapping[str, str]) -> None:
@@ -44,21 +44,21 @@ class Losses:
         self._waiting.remove(lost)
         self._consumption.drop_lost(lost)
         for trajectory_id, detail in lost.items():
-            lifecycle = self._book.followed(trajectory_id)
-            if lifecycle is None:
+            trajectory = self._book.live.get(trajectory_id)
+            if trajectory is None:
                 continue
-            if lifecycle.status is Status.READY:
-                await self._closing.lose_ready(lifecycle, detail)
+            if trajectory.status is Status.READY:
+                await self._closing.lose_ready(trajectory, detail)
             else:
-                self._book.moves.ends(lifecycle.id)
-                self._book.abort(lifecycle)
-                await self.begin_anew(lifecycle, DropReason.HOST_LOST, detail)
+                self._book.moves.ends(trajectory.id)
+                self._book.abort(trajectory)
+                await self.begin_anew(trajectory, DropReason.HOST_LOST, detail)
 
-    async def begin_anew(self, lifecycle: Lifecycle, reason: DropReason, detail: str) -> None:
+    async def begin_anew(self, trajectory: LiveTrajectory, reason: DropReason, detail: str) -> None:
         """Drop a trajectory that nobody can go on with, and issue its prompt anew."""
-        self._book.drop([lifecycle], reason, detail)
-        if lifecycle.kind is Kind.EVAL:
-            self._evaluations.lose(lifecycle)
-        elif lifecycle.trains:
-            self._waiting.append(self._book.issue_member(self._book.groups[lifecycle.group_id]))
-        await self._closing.settled(lifecycle)
+        self._book.drop([trajectory], reason, detail)
+        if trajectory.kind is Kind.EVAL:
+            self._evaluations.lose(trajectory)
+        elif trajectory.trains:
+            self._waiting.append(self._book.issue_member(self._book.groups[trajectory.group_id]))
+        await self._closing.settled(trajectory)

@@ -12,11 +12,11 @@ from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.groups import Group
-from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
 from laminar_py.control.reports import Reports
 from laminar_py.control.waiting import WaitingQueue
-from laminar_py.ledger.recovery import LiveTrajectory, Recovered
+from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.segments.salvage import Salvaged
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.trajectory import Kind, Status
 
 
@@ -50,48 +50,24 @@ async def restore(
     book.next_prompt, book.ages = recovered.next_prompt, recovered.ages
     book.refilled, book.rewards = list(recovered.refilled), recovered.rewards
     evaluations.next_index = max(evaluations.next_index, recovered.next_evaluation)
-    for entry in recovered.live:
-        lifecycle = _revive(entry, book)
-        if lifecycle.kind is Kind.EVAL and not evaluations.take_up(lifecycle):
-            evaluations.abandon(lifecycle)
+    for trajectory in recovered.live:
+        book.recorder.machine.adopt(trajectory)
+        if trajectory.kind is Kind.EVAL and not evaluations.take_up(trajectory):
+            evaluations.abandon(trajectory)
             continue
-        book.live[lifecycle.id] = lifecycle
-        if lifecycle.kind is Kind.TRAIN:
-            next_sample = recovered.next_sample[entry.group_id]
+        if trajectory.kind is Kind.TRAIN:
+            next_sample = recovered.next_sample[trajectory.group_id]
             group = book.groups.setdefault(
-                entry.group_id, Group(id=entry.group_id, prompt=entry.prompt, next_sample=next_sample)
+                trajectory.group_id,
+                Group(id=trajectory.group_id, prompt=trajectory.prompt, next_sample=next_sample),
             )
-            group.members[lifecycle.id] = lifecycle
-        if lifecycle.status is Status.RUNNING:
-            reports.take_over(lifecycle, more.get(lifecycle.id))
-            book.record(lifecycle.interrupt("controller_died"))
-        if lifecycle.status in DISPATCHABLE:
-            waiting.append(lifecycle)
+            group.members[trajectory.id] = trajectory
+        if trajectory.status is Status.RUNNING:
+            reports.take_over(trajectory, more.get(trajectory.id))
+            book.record(trajectory.interrupted("controller_died"))
+        if trajectory.status in (Status.QUEUED, Status.INTERRUPTED):
+            waiting.append(trajectory)
         else:
-            closing.restore_member(lifecycle)
+            closing.restore_member(trajectory)
     for group in list(book.groups.values()):
         await closing.restore(group)
-
-
-def _revive(entry: LiveTrajectory, book: Book) -> Lifecycle:
-    return Lifecycle(
-        id=entry.id,
-        group_id=entry.group_id,
-        sample_index=entry.sample_index,
-        prompt=entry.prompt,
-        kind=entry.kind,
-        sampling=book.sampling(entry.id, entry.group_id, entry.kind),
-        status=entry.status,
-        epoch=entry.epoch,
-        replica=entry.replica if entry.status is Status.RUNNING else None,
-        tokens=entry.tokens,
-        spans=entry.spans,
-        finish_reason=entry.finish_reason,
-        reward=entry.reward,
-        columns=entry.columns,
-        earned=entry.earned,
-        roles=entry.roles,
-        used_s=entry.used_s,
-        advantage=entry.advantage or 0.0,
-        advantage_scale=1.0 if entry.advantage_scale is None else entry.advantage_scale,
-    )

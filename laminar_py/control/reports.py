@@ -1,7 +1,6 @@
 """Reports of replicas on their way in: progress, interruptions, ends, losses. Owned by `control.scheduler`.
 
-Every change of a trajectory goes through its `Lifecycle`. A counterfactual one changes like any other, but nothing
-of it is recorded before its score, and it ends where another would wait for a new replica.
+Every change of a trajectory is an event.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,13 +9,13 @@ from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.failing import Failing
-from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.losses import Losses
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.segments.salvage import Known, Salvaged
-from laminar_py.records.events import Cut, VersionLoaded
+from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.events import Cut, Restamped, VersionLoaded
 from laminar_py.records.replica import Progress, ReplicaReport
-from laminar_py.records.spans import clip_spans, num_turns
+from laminar_py.records.spans import clip_spans, num_turns, replace_spans
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Status
 
 REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
@@ -55,14 +54,14 @@ class Reports:
                 )
             )
         for progress in report.progress:
-            lifecycle = self._book.followed(progress.trajectory_id)
-            if lifecycle is not None and lifecycle.accepts(progress):
-                await self._on_progress(report.replica, lifecycle, progress)
+            trajectory = self._book.live.get(progress.trajectory_id)
+            if trajectory is not None and trajectory.accepts(progress):
+                await self._on_progress(report.replica, trajectory, progress)
         for trajectory_id in report.lost:
-            lifecycle = self._book.followed(trajectory_id)
-            if lifecycle is not None and lifecycle.replica == report.replica:
+            trajectory = self._book.live.get(trajectory_id)
+            if trajectory is not None and trajectory.runs_on == report.replica:
                 self._book.views.returned(report.replica, trajectory_id)
-                await self._lose_version(lifecycle)
+                await self._lose_version(trajectory)
         self._book.generated_tokens += report.generated
         self._book.views.reported(
             report.replica,
@@ -72,13 +71,13 @@ class Reports:
         )
 
     def running_on(self, replica: int) -> dict[str, Known]:
-        """Live and counterfactual trajectories that a replica has, and how much of each is on record."""
+        """Live trajectories that a replica has, and how much of each is on record."""
         names = sorted(self._book.views.by_index[replica].in_flight)
-        followed = ((name, self._book.followed(name)) for name in names)
+        followed = ((name, self._book.live.get(name)) for name in names)
         return {
-            name: Known(lifecycle.epoch, lifecycle.length)
-            for name, lifecycle in followed
-            if lifecycle is not None and lifecycle.status is Status.RUNNING
+            name: Known(trajectory.epoch, trajectory.length)
+            for name, trajectory in followed
+            if trajectory is not None and trajectory.status is Status.RUNNING
         }
 
     async def on_replica_lost(self, replica: int, salvaged: Iterable[Salvaged] = (), *, reason: str) -> None:
@@ -89,112 +88,111 @@ class Reports:
         self._book.moves.forget(replica)
         more = {one.trajectory_id: one for one in salvaged}
         for trajectory_id in sorted(self._book.views.forget(replica)):
-            lifecycle = self._book.followed(trajectory_id)
-            if lifecycle is not None and lifecycle.status is Status.RUNNING:
-                self.take_over(lifecycle, more.get(trajectory_id))
-                self._requeue(lifecycle, reason, self._waiting.append_displaced)
+            trajectory = self._book.live.get(trajectory_id)
+            if trajectory is not None and trajectory.status is Status.RUNNING:
+                self.take_over(trajectory, more.get(trajectory_id))
+                self._requeue(trajectory, reason, self._waiting.append_displaced)
 
-    def take_over(self, lifecycle: Lifecycle, salvaged: Salvaged | None) -> None:
+    def take_over(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:
         """Append what a dead replica had stored of a trajectory and not told, if anything."""
-        if salvaged is not None and salvaged.tokens.start == lifecycle.length:
+        if salvaged is not None and salvaged.tokens.start == trajectory.length:
             self._grow(
-                lifecycle,
+                trajectory,
                 Progress(
-                    trajectory_id=lifecycle.id,
-                    epoch=lifecycle.epoch,
-                    start=lifecycle.length,
+                    trajectory_id=trajectory.id,
+                    epoch=trajectory.epoch,
+                    start=trajectory.length,
                     tokens=salvaged.tokens,
                     spans=salvaged.spans,
-                    generate_s=max(0.0, salvaged.used_s - lifecycle.used_s),
+                    generate_s=max(0.0, salvaged.used_s - trajectory.used_s),
                 ),
             )
 
     async def drop_unreachable(self) -> None:
         """Drop waiting trajectories that can go on nowhere any more."""
-        for lifecycle in self._waiting.take_unreachable():
-            await self._lose_version(lifecycle)
+        for trajectory in self._waiting.take_unreachable():
+            await self._lose_version(trajectory)
 
-    async def _on_progress(self, replica: int, lifecycle: Lifecycle, progress: Progress) -> None:
-        self._grow(lifecycle, progress)
+    async def _on_progress(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
+        self._grow(trajectory, progress)
         if progress.broken is not None:
-            self._on_break(replica, lifecycle, progress.broken)
+            self._on_break(replica, trajectory, progress.broken)
         elif progress.failure is not None:
-            await self._on_failure(replica, lifecycle, progress.failure, progress.detail)
+            await self._on_failure(replica, trajectory, progress.failure, progress.detail)
         elif progress.lost:
-            self._book.views.returned(replica, lifecycle.id)
-            await self._losses.begin_anew(lifecycle, DropReason.HOST_LOST, progress.detail)
+            self._book.views.returned(replica, trajectory.id)
+            await self._losses.begin_anew(trajectory, DropReason.HOST_LOST, progress.detail)
         elif progress.finish_reason is not None:
-            self._on_end(replica, lifecycle, progress)
+            self._on_end(replica, trajectory, progress)
 
-    def _grow(self, lifecycle: Lifecycle, progress: Progress) -> None:
-        """Append new tokens, in memory and on record."""
-        restamped = lifecycle.grow(progress)
-        if lifecycle.counterfactual:
-            return
-        begun = lifecycle.version if progress.begun is None else progress.begun
-        if lifecycle.kind is Kind.EVAL and begun is not None:
-            self._evaluations.runs_under(lifecycle, begun)
+    def _grow(self, trajectory: LiveTrajectory, progress: Progress) -> None:
+        """Append new tokens; where the engine corrected the spans of earlier ones, that is an event."""
+        trajectory.here_s = progress.generate_s - progress.queue_s
+        trajectory.environment_s += progress.environment_s
         if progress.tokens is not None:
             spans = clip_spans(progress.spans, progress.start)
-            self._book.recorder.store_tokens(lifecycle.id, progress.tokens, spans)
-        if restamped is not None:
-            self._book.record(restamped)
+            self._book.recorder.store_tokens(trajectory.id, progress.tokens, spans)
+        reaches_back = bool(progress.spans) and progress.spans[0].start < progress.start
+        if reaches_back:
+            spans = replace_spans(trajectory.token_spans, progress.spans)
+            if spans != trajectory.token_spans:
+                self._book.record(Restamped(trajectory.id, spans))
+        begun = trajectory.last_version if progress.begun is None else progress.begun
+        if trajectory.kind is Kind.EVAL and begun is not None:
+            self._evaluations.runs_under(trajectory, begun)
 
-    def _on_break(self, replica: int, lifecycle: Lifecycle, broken: Break) -> None:
+    def _on_break(self, replica: int, trajectory: LiveTrajectory, broken: Break) -> None:
         """Note that a stream broke off, or was interrupted for new weights and goes on where it is."""
         if broken is Break.CUT:
-            self._book.record_of(lifecycle, lifecycle.cut_off())
-        elif not lifecycle.counterfactual:
-            self._book.record(lifecycle.interrupt("new_weights"))
-            self._book.record(lifecycle.resume(replica))
+            self._book.record(trajectory.cut_off())
+        else:
+            self._book.record(trajectory.interrupted("new_weights"))
+            self._book.record(trajectory.resumed(replica))
 
-    async def _on_failure(self, replica: int, lifecycle: Lifecycle, reason: DropReason, detail: str) -> None:
+    async def _on_failure(self, replica: int, trajectory: LiveTrajectory, reason: DropReason, detail: str) -> None:
         """Drop a trajectory whose request the engine never takes, or whose environment failed."""
-        self._book.views.returned(replica, lifecycle.id)
-        self._book.moves.ends(lifecycle.id)
-        self._book.drop([lifecycle], reason, detail)
+        self._book.views.returned(replica, trajectory.id)
+        self._book.moves.ends(trajectory.id)
+        self._book.drop([trajectory], reason, detail)
         self._failing.failed(reason, detail)
-        await self._closing.settled(lifecycle)
+        await self._closing.settled(trajectory)
 
-    def _on_end(self, replica: int, lifecycle: Lifecycle, progress: Progress) -> None:
+    def _on_end(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
         """Take in that a stream is over: the trajectory is finished, or handed back."""
-        self._book.views.returned(replica, lifecycle.id)
+        self._book.views.returned(replica, trajectory.id)
         if progress.finish_reason is FinishReason.ABORT:
-            moving = self._book.moves.destination(lifecycle.id) is not None
-            self._requeue(lifecycle, "repacked" if moving else "returned", self._waiting.append)
+            moving = self._book.moves.destination(trajectory.id) is not None
+            self._requeue(trajectory, "repacked" if moving else "returned", self._waiting.append)
         else:
-            self._book.moves.ends(lifecycle.id)
-            self._finish(lifecycle, progress)
+            self._book.moves.ends(trajectory.id)
+            self._finish(trajectory, progress)
 
-    def _requeue(self, lifecycle: Lifecycle, reason: str, queue: Callable[[Lifecycle], None]) -> None:
-        """Interrupt a trajectory for another replica to take up; a counterfactual one ends instead."""
-        if lifecycle.counterfactual:
-            self._book.drop([lifecycle], DropReason.GROUP_DEADLINE)
-        else:
-            self._book.record(lifecycle.interrupt(reason))
-            queue(lifecycle)
+    def _requeue(self, trajectory: LiveTrajectory, reason: str, queue: Callable[[LiveTrajectory], None]) -> None:
+        """Interrupt a trajectory for another replica to take up."""
+        self._book.record(trajectory.interrupted(reason))
+        queue(trajectory)
 
-    def _finish(self, lifecycle: Lifecycle, progress: Progress) -> None:
+    def _finish(self, trajectory: LiveTrajectory, progress: Progress) -> None:
         settings = self._book.settings
         if progress.cut is Cap.SECONDS:
-            self._book.record_of(lifecycle, Cut(lifecycle.id, Cap.SECONDS, settings.max_seconds or 0.0))
+            self._book.record(Cut(trajectory.id, Cap.SECONDS, settings.max_seconds or 0.0))
         elif progress.cut is Cap.TURNS:
-            self._book.record_of(lifecycle, Cut(lifecycle.id, Cap.TURNS, num_turns(lifecycle.spans)))
+            self._book.record(Cut(trajectory.id, Cap.TURNS, num_turns(trajectory.token_spans)))
         elif progress.finish_reason is FinishReason.LENGTH:
-            self._book.record_of(lifecycle, Cut(lifecycle.id, Cap.TOKENS, lifecycle.sampling.max_new_tokens))
-        self._book.record_of(lifecycle, lifecycle.finish(progress))
+            self._book.record(Cut(trajectory.id, Cap.TOKENS, self._book.sampling(trajectory).max_new_tokens))
+        self._book.record(trajectory.finished(progress))
         self._failing.finished()
-        self._closing.finished(lifecycle)
+        self._closing.finished(trajectory)
 
-    async def _lose_version(self, lifecycle: Lifecycle) -> None:
+    async def _lose_version(self, trajectory: LiveTrajectory) -> None:
         """Drop a trajectory that can go on under no version it knows, and issue its prompt anew.
 
         Where versions return it is kept for whoever resumes, and its evaluation ends here.
         """
-        if self._book.settings.versions_return and lifecycle.kind is Kind.EVAL:
-            self._requeue(lifecycle, "version_lost", self._waiting.append)
-            self._evaluations.give_up(lifecycle)
+        if self._book.settings.versions_return and trajectory.kind is Kind.EVAL:
+            self._requeue(trajectory, "version_lost", self._waiting.append)
+            self._evaluations.give_up(trajectory)
             return
         await self._losses.begin_anew(
-            lifecycle, DropReason.VERSION_LOST, f"version {self._waiting.pin(lifecycle)}"
+            trajectory, DropReason.VERSION_LOST, f"version {self._waiting.pin(trajectory)}"
         )

@@ -126,11 +126,11 @@ class TrajectoryScheduler:
         self.views.leave(replica)
         self.moves.leave(replica)
 
-    def resize(self, *, capacity: int, max_counterfactual: int) -> None:
-        """Admit as many live groups, and counterfactual trajectories, as a fleet of another size has room for."""
+    def resize(self, *, capacity: int) -> None:
+        """Admit as many live groups as a fleet of another size has room for."""
         settings = self.book.settings
         admission = replace(settings.admission, capacity=capacity)
-        self.book.settings = replace(settings, admission=admission, max_counterfactual=max_counterfactual)
+        self.book.settings = replace(settings, admission=admission)
 
     # ---- between the parts
 
@@ -150,9 +150,5 @@ class TrajectoryScheduler:
         await self.deadlines.enforce()
 
     def is_live(self, trajectory_id: str) -> bool:
-        """True for one that is neither consumed nor dropped."""
+        """True for a trajectory that is neither consumed nor dropped."""
         return trajectory_id in self.book.live
-
-    def awaits_score(self, trajectory_id: str) -> bool:
-        """True where a score would tell anything: of a live trajectory, or a counterfactual one."""
-        return self.book.followed(trajectory_id) is not None

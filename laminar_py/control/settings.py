@@ -8,8 +8,6 @@ from laminar_py.control.book import ControlSettings
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.packing.stage import Packing
 
-COUNTERFACTUAL_SHARE = 8  # one in so many of what all replicas decode at a time
-
 
 def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> ControlSettings:
     """Settings of the scheduler."""
@@ -37,8 +35,6 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         ),
         bound=StalenessBound(staleness.max_staleness, staleness.policies),
         group_deadline_s=rollout.group_deadline_s,
-        counterfactual_share=rollout.counterfactual_share,
-        max_counterfactual=max_counterfactual(config),
         max_seconds=rollout.max_seconds,
         has_environment=config.has_environment,
     )
@@ -59,9 +55,3 @@ def packing(config: RunConfig) -> Packing:
 def max_groups(config: RunConfig) -> int:
     """Live groups at most."""
     return config.capacity // config.rollout.group_size
-
-
-def max_counterfactual(config: RunConfig) -> int:
-    """Trajectories at a time that count for the record and not for training."""
-    rollout = config.rollout
-    return -(-rollout.replicas * rollout.max_batch // COUNTERFACTUAL_SHARE) if rollout.counterfactual_share else 0

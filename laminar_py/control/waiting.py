@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from laminar_py.control.book import Book
 from laminar_py.control.evaluation import Evaluation, Evaluations
-from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.routing import Router
 from laminar_py.control.views import ReplicaView
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.trajectory import Kind
 
 Need: TypeAlias = str | int | None  # a version; the place of an evaluation or of a move, by its id; any place
@@ -29,7 +29,7 @@ class Lane:
     Where replicas that start divide them among themselves, no replica is given more than its share.
     """
 
-    entries: list[tuple[int, Lifecycle]] = field(default_factory=list)  # a heap, by when they came
+    entries: list[tuple[int, LiveTrajectory]] = field(default_factory=list)  # a heap, by when they came
     share: int | None = None  # trajectories in flight; None: the lane is not divided
 
 
@@ -42,27 +42,27 @@ class WaitingQueue:
         self._evaluations = evaluations
         self._lanes: dict[Need, Lane] = {}  # none is empty; in all of them at most all live
         self._arrivals = count()
-        self._displaced: list[Lifecycle] = []
-        self._unreachable: list[Lifecycle] = []
+        self._displaced: list[LiveTrajectory] = []
+        self._unreachable: list[LiveTrajectory] = []
 
-    def append(self, lifecycle: Lifecycle) -> None:
+    def append(self, trajectory: LiveTrajectory) -> None:
         """Queue a trajectory."""
-        self._insert(next(self._arrivals), lifecycle)
+        self._insert(next(self._arrivals), trajectory)
 
-    def append_displaced(self, lifecycle: Lifecycle) -> None:
+    def append_displaced(self, trajectory: LiveTrajectory) -> None:
         """Queue a trajectory whose replica died; for it a replica need not admit more."""
-        self._displaced.append(lifecycle)
+        self._displaced.append(trajectory)
 
-    def extend(self, lifecycles: Iterable[Lifecycle]) -> None:
+    def extend(self, trajectories: Iterable[LiveTrajectory]) -> None:
         """Queue several trajectories."""
-        for lifecycle in lifecycles:
-            self.append(lifecycle)
+        for trajectory in trajectories:
+            self.append(trajectory)
 
     def remove_group(self, group_id: str) -> None:
         """Remove all members of a group."""
-        self._keep(lambda lifecycle: lifecycle.group_id != group_id)
+        self._keep(lambda trajectory: trajectory.group_id != group_id)
 
-    def _keep(self, stays: Callable[[Lifecycle], bool]) -> None:
+    def _keep(self, stays: Callable[[LiveTrajectory], bool]) -> None:
         self._displaced = [item for item in self._displaced if stays(item)]
         self._unreachable = [item for item in self._unreachable if stays(item)]
         for need, lane in list(self._lanes.items()):
@@ -75,54 +75,54 @@ class WaitingQueue:
 
     def remove(self, trajectory_ids: Container[str]) -> None:
         """Remove these, wherever they wait."""
-        self._keep(lambda lifecycle: lifecycle.id not in trajectory_ids)
+        self._keep(lambda trajectory: trajectory.id not in trajectory_ids)
 
     def has_of(self, pass_id: str) -> bool:
         """True while members of that pass wait."""
         return pass_id in self._lanes
 
-    def take_unreachable(self) -> list[Lifecycle]:
+    def take_unreachable(self) -> list[LiveTrajectory]:
         """Trajectories whose version no replica will serve again; each is told once."""
         unreachable, self._unreachable = self._unreachable, []
         return unreachable
 
-    def pin(self, lifecycle: Lifecycle) -> int | None:
+    def pin(self, trajectory: LiveTrajectory) -> int | None:
         """The only version that a trajectory may go on under, if there is one."""
-        if lifecycle.kind is Kind.EVAL:
-            return self._evaluations.version_of(lifecycle)
-        return lifecycle.version if self._book.settings.one_version else None
+        if trajectory.kind is Kind.EVAL:
+            return self._evaluations.version_of(trajectory)
+        return trajectory.last_version if self._book.settings.one_version else None
 
-    def leave(self) -> Iterator[tuple[Lifecycle, int, int | None]]:
+    def leave(self) -> Iterator[tuple[LiveTrajectory, int, int | None]]:
         """Trajectories that go to a replica now: each with the replica and the version it must have there, if any.
 
         Every one is to be sent before the next is asked for.
         """
         displaced, self._displaced = self._displaced, []
-        for lifecycle in displaced:
-            view = self._router.for_displaced() if self._is_free(lifecycle) else None
+        for trajectory in displaced:
+            view = self._router.for_displaced() if self._is_free(trajectory) else None
             if view is None:
-                self.append(lifecycle)
+                self.append(trajectory)
             else:
-                yield lifecycle, view.index, None
+                yield trajectory, view.index, None
         heads = [(lane.entries[0][0], need) for need, lane in self._lanes.items()]
         heapify(heads)
         while heads:
             arrival, need = heappop(heads)
             lane = self._lanes[need]
-            lifecycle = lane.entries[0][1]
-            view, pin = self._place(lifecycle, lane) if self._book.may_run(lifecycle) else (None, None)
+            trajectory = lane.entries[0][1]
+            view, pin = self._place(trajectory, lane) if self._book.may_run(trajectory) else (None, None)
             if view is not None:
                 self._take(need)
                 if need in self._lanes:
                     heappush(heads, (lane.entries[0][0], need))
-                yield lifecycle, view.index, pin
+                yield trajectory, view.index, pin
             elif pin is not None and self._book.views.is_unreachable(pin):
-                self._unreachable += [lifecycle for _, lifecycle in sorted(self._lanes.pop(need).entries)]
-            elif self._need(lifecycle) != need:  # its move is off
+                self._unreachable += [trajectory for _, trajectory in sorted(self._lanes.pop(need).entries)]
+            elif self._need(trajectory) != need:  # its move is off
                 self._take(need)
-                self._insert(arrival, lifecycle)
+                self._insert(arrival, trajectory)
 
-    def leave_for_starting(self) -> Iterator[tuple[Lifecycle, int]]:
+    def leave_for_starting(self) -> Iterator[tuple[LiveTrajectory, int]]:
         """Trajectories that go, and under which version, to a replica that starts: those that nobody else serves.
 
         Replicas that start together share the versions: of 3, 4, 5 the first of two gets 3 and 5; where they are
@@ -137,7 +137,7 @@ class WaitingQueue:
                 pinned.setdefault(pin, []).append(need)
         num_starting = max(1, self._book.views.num_starting())
         unserved = {version: pinned[version] for version in sorted(pinned) if self._is_unserved(version, pinned)}
-        leaving: list[tuple[int, Lifecycle]] = []
+        leaving: list[tuple[int, LiveTrajectory]] = []
         room = self._book.settings.batch_per_replica
         for version in list(unserved)[::num_starting]:
             replicas = self._replicas_for(version, unserved, num_starting)
@@ -147,10 +147,10 @@ class WaitingQueue:
                     num_leaving = min(room, num_leaving)
                     room -= num_leaving
                 leaving += [self._take(need) for _ in range(num_leaving)]
-        for _, lifecycle in sorted(leaving):
-            pin = self.pin(lifecycle)
-            assert pin is not None, f"{lifecycle.id} goes on under any version"
-            yield lifecycle, pin
+        for _, trajectory in sorted(leaving):
+            pin = self.pin(trajectory)
+            assert pin is not None, f"{trajectory.id} goes on under any version"
+            yield trajectory, pin
 
     # ---- dividing a version among replicas that start
 
@@ -195,36 +195,36 @@ class WaitingQueue:
 
     # ---- lanes
 
-    def _need(self, lifecycle: Lifecycle) -> Need:
-        if self._book.moves.destination(lifecycle.id) is not None:
-            return lifecycle.id
-        return lifecycle.group_id if lifecycle.kind is Kind.EVAL else self.pin(lifecycle)
+    def _need(self, trajectory: LiveTrajectory) -> Need:
+        if self._book.moves.destination(trajectory.id) is not None:
+            return trajectory.id
+        return trajectory.group_id if trajectory.kind is Kind.EVAL else self.pin(trajectory)
 
-    def _insert(self, arrival: int, lifecycle: Lifecycle) -> None:
-        lane = self._lanes.setdefault(self._need(lifecycle), Lane())
-        heappush(lane.entries, (arrival, lifecycle))
+    def _insert(self, arrival: int, trajectory: LiveTrajectory) -> None:
+        lane = self._lanes.setdefault(self._need(trajectory), Lane())
+        heappush(lane.entries, (arrival, trajectory))
 
-    def _take(self, need: Need) -> tuple[int, Lifecycle]:
+    def _take(self, need: Need) -> tuple[int, LiveTrajectory]:
         """The first of a lane, which leaves it."""
         entries = self._lanes[need].entries
         if len(entries) == 1:
             del self._lanes[need]
         return heappop(entries)
 
-    def _is_free(self, lifecycle: Lifecycle) -> bool:
+    def _is_free(self, trajectory: LiveTrajectory) -> bool:
         """True where any replica will do."""
-        bound = self.pin(lifecycle) is not None or self._book.moves.destination(lifecycle.id) is not None
-        return lifecycle.kind is Kind.TRAIN and not bound and self._book.may_run(lifecycle)
+        bound = self.pin(trajectory) is not None or self._book.moves.destination(trajectory.id) is not None
+        return trajectory.kind is Kind.TRAIN and not bound and self._book.may_run(trajectory)
 
-    def _place(self, lifecycle: Lifecycle, lane: Lane) -> tuple[ReplicaView | None, int | None]:
+    def _place(self, trajectory: LiveTrajectory, lane: Lane) -> tuple[ReplicaView | None, int | None]:
         """The replica for a trajectory, if there is a place now; and its version, if only one will do."""
-        move, pin = self._book.moves.destination(lifecycle.id), self.pin(lifecycle)
+        move, pin = self._book.moves.destination(trajectory.id), self.pin(trajectory)
         if move is not None:
             if self._book.views.serves(*move):
                 return self._book.views.by_index[move[0]], move[1]
-            self._book.moves.ends(lifecycle.id)
-        if lifecycle.kind is Kind.EVAL and self._evaluations.pass_of(lifecycle).replica is not None:
-            return self._place_beside_training(self._evaluations.pass_of(lifecycle), lane), pin
+            self._book.moves.ends(trajectory.id)
+        if trajectory.kind is Kind.EVAL and self._evaluations.pass_of(trajectory).replica is not None:
+            return self._place_beside_training(self._evaluations.pass_of(trajectory), lane), pin
         if pin is not None:
             return self._router.for_pinned(pin, limit=self._limit(lane)), pin
         return self._router.for_new(1), None

@@ -17,5 +17,7 @@ if TYPE_CHECKING:
     from laminar_py.ledger.row_files import read_rows as read_rows
     from laminar_py.ledger.rows import decode_event as decode_event
     from laminar_py.ledger.seal import seal_run as seal_run
+    from laminar_py.ledger.trajectory import LiveTrajectory as LiveTrajectory
+    from laminar_py.ledger.trajectory import issued as issued
 else:
     __getattr__ = public_names(__name__)

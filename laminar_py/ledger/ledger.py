@@ -23,8 +23,14 @@ from laminar_py.ledger.live import copy_ledger
 from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock, Tally
 from laminar_py.ledger.pieces import NO_COLUMN, PieceRow, piece_rows
 from laminar_py.ledger.recovery import unpublished
-from laminar_py.ledger.rows import Accounting, KindAccount, TrajectoryRow, read_accounting, read_rows
+from laminar_py.ledger.rows import (
+    Accounting,
+    KindAccount,
+    column_values,
+    read_accounting,
+)
 from laminar_py.ledger.seal import seal_digest
+from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.ledger.writer import Stamped, Unwritten, Writer, end_of
 from laminar_py.records.events import AnyEvent, Archived, SealBroken, TokensLost
 from laminar_py.records.pieces import ColumnRef, TokensRef
@@ -61,12 +67,12 @@ class Ledger:
         self._host = host
         self._clock = clock
         self._wall = wall or (lambda: time.time())  # seconds since 1970
-        self._machine = Machine(recall=self._recall)
+        self.machine = Machine(recall=self._recall)
         self._batch = Unwritten()
         self._prompts: set[str] = set()  # ids in the batch
-        self._dirty: dict[str, TrajectoryRow] = {}  # rows that the batch will write
-        self._ends: dict[str, TrajectoryRow] = {}  # rows of which it will write the end alone
-        self._in_flight: dict[str, TrajectoryRow] = {}  # rows that are being written
+        self._dirty: dict[str, LiveTrajectory] = {}  # rows that the batch will write
+        self._ends: dict[str, LiveTrajectory] = {}  # rows of which it will write the end alone
+        self._in_flight: dict[str, LiveTrajectory] = {}  # rows that are being written
         self._waiters: list[asyncio.Future[None]] = []  # commits that the next cut satisfies
         self._served: list[asyncio.Future[None]] = []  # those that the cut being written satisfies
         self._wake = asyncio.Event()
@@ -84,7 +90,7 @@ class Ledger:
         self._writer = Writer(await asyncio.to_thread(open_writer, self._path), host=self._host)
         self._reader = open_reader(self._path)
         self._seq = self._writer.seq
-        await asyncio.to_thread(_restore, self._machine, self._reader)
+        await asyncio.to_thread(_restore, self.machine, self._reader)
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._write_batches(), name="ledger")
         self._task.add_done_callback(self._ended)
@@ -111,12 +117,12 @@ class Ledger:
     @property
     def newest_version(self) -> int:
         """The highest weight version on record, whoever spoke of it, -1 before the first; the next is above it."""
-        return self._machine.marks.seen_version
+        return self.machine.marks.seen_version
 
     @property
     def newest_published(self) -> int:
         """The highest weight version that is on record as published, -1 before the first."""
-        return self._machine.marks.version
+        return self.machine.marks.version
 
     # ---- in
 
@@ -124,7 +130,7 @@ class Ledger:
         """Record an event. Raises `IllegalEventError`, an AssertionError, if it cannot happen now."""
         self._check_open()
         wall, mono = self._wall(), self._clock.now()
-        row = self._machine.apply(self._seq + 1, event, wall=wall, mono=mono)
+        row = self.machine.apply(self._seq + 1, event, wall=wall, mono=mono)
         self._seq += 1
         if row is not None:
             self._note_changed(row)
@@ -175,7 +181,7 @@ class Ledger:
         Raises `IllegalEventError` unless the trajectory runs and has `start` tokens so far.
         """
         self._check_open()
-        row = self._machine.grow(trajectory_id, tokens.start, spans, tokens.end - tokens.start)
+        row = self.machine.store_tokens(trajectory_id, tokens, spans)
         self._dirty[row.id] = row
         at, what = tokens.at, (NO_COLUMN, "", tokens.start, tokens.end, encode_spans(spans), tokens.routed)
         self._batch.pieces.append(PieceRow(row.number, *what, at.segment, at.offset, at.num_bytes, at.digest))
@@ -184,8 +190,7 @@ class Ledger:
     def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
         """Keep where the columns lie that a finished response was scored with."""
         self._check_open()
-        row = self._machine.live.get(trajectory_id)
-        assert row is not None, f"columns of {trajectory_id}, which is not live"
+        row = self.machine.store_columns(trajectory_id, columns)
         for name, column in columns.items():
             at, where = column.at, (row.number, name, column.dtype.value, 0, row.length, "[]", 0)
             self._batch.pieces.append(PieceRow(*where, at.segment, at.offset, at.num_bytes, at.digest))
@@ -208,14 +213,14 @@ class Ledger:
 
     def accounting(self) -> Accounting:
         """Counts of trajectories by where they are now."""
-        return self._machine.accounting()
+        return self.machine.accounting()
 
     def unpublished(self) -> list[Published]:
         """Versions that relays or replicas have above all published ones, ascending.
 
         Their learner died before its own word was on record. Nobody knows the size of one that was only loaded: 0.
         """
-        return sorted(self._machine.marks.unpublished.values(), key=lambda one: one.version)
+        return sorted(self.machine.marks.unpublished.values(), key=lambda one: one.version)
 
     async def settled_pieces(self, step: int) -> list[PieceRow]:
         """References to all that nobody needs who goes back to `step` or a later one, by trajectory."""
@@ -268,7 +273,7 @@ class Ledger:
             self._timer.cancel()
         batch, self._batch, self._timer = self._batch, Unwritten(), None
         # columns now, plain strings for enums: binding an enum costs SQLite a search for its adapter
-        batch.rows = [msgspec.to_builtins(row) for row in self._dirty.values()]
+        batch.rows = [msgspec.to_builtins(column_values(row)) for row in self._dirty.values()]
         batch.ends = [end_of(row) for row in self._ends.values()]
         self._in_flight, self._dirty, self._ends = self._ends | self._dirty, {}, {}
         self._prompts.clear()
@@ -301,16 +306,13 @@ class Ledger:
             if not waiter.done() and self._failure is not None:
                 waiter.set_exception(self._failure)
 
-    def _note_changed(self, row: TrajectoryRow) -> None:
+    def _note_changed(self, row: LiveTrajectory) -> None:
         """The next batch writes it: all of it, or how it ended if nothing else of it is new."""
         ends = row.status in ENDED and row.id not in self._dirty
         (self._ends if ends else self._dirty)[row.id] = row
 
-    def _recall(self, trajectory_id: str) -> TrajectoryRow | None:
-        for recent in (self._dirty, self._ends, self._in_flight):
-            if trajectory_id in recent:
-                return recent[trajectory_id]
-        return next(iter(read_rows(self._reader, "id = ?", (trajectory_id,))), None)
+    def _recall(self, trajectory_id: str) -> LiveTrajectory | None:
+        return next(iter(live_rows(self._reader, "id = ?", (trajectory_id,))), None)
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -344,7 +346,8 @@ def _segments(ledger: Path) -> set[str]:
 
 def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
     """Bring a fresh machine to the state on disk."""
-    machine.live = {row.id: row for row in read_rows(connection, "status NOT IN ('consumed', 'dropped')")}
+    rows = live_rows(connection, "status NOT IN ('consumed', 'dropped')")
+    machine.live.update({row.id: row for row in rows})
     accounting = read_accounting(connection)
     machine.train, machine.eval = _tally(accounting.train), _tally(accounting.eval)
     marks = connection.execute(

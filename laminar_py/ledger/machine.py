@@ -1,22 +1,24 @@
-"""The state machine between events and rows. Used by the ledger before anything is stored, and by the audit,
-which replays a whole log through it.
+"""The state of a run's trajectories, and `apply`: the one function by which an event changes it.
 
-Invariant: it holds rows of live trajectories only, so its memory is bounded by what is in flight, however long
-the run; and an event that is illegal in the present state changes nothing.
+The ledger applies each event before it stores it, and the control plane decides by the same `live` objects; the
+audit replays a whole log through the same function. Invariant: it holds live trajectories only, so its memory is
+bounded by what is in flight, however long the run; and an event that is illegal in the present state raises
+`IllegalEventError` with the ids and changes nothing. That is a bug, which ends the run.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import NoReturn
+from weakref import WeakValueDictionary
 
-from laminar_py.ledger.rows import Accounting, KindAccount, TrajectoryRow
+from laminar_py.ledger.rows import Accounting, KindAccount
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import (
     AnyEvent,
     Assigned,
     Consumed,
-    CounterfactualScored,
     Cut,
     Dropped,
     Evaluated,
@@ -36,7 +38,16 @@ from laminar_py.records.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.records.spans import Span, clip_spans, covers, encode_spans, merge_spans, sampled_versions
+from laminar_py.records.pieces import ColumnRef, TokensRef
+from laminar_py.records.spans import (
+    Span,
+    clip_spans,
+    covers,
+    encode_spans,
+    merge_spans,
+    replace_spans,
+    sampled_versions,
+)
 from laminar_py.records.trajectory import DropReason, Kind, Status
 from laminar_py.records.weights import Published
 
@@ -114,17 +125,22 @@ class RunClock:
 
 
 class Machine:
-    """Applies events to rows. `recall` finds the row of a consumed trajectory, for an undone step."""
+    """Trajectories that are live, by id, and counts and marks of the others.
 
-    def __init__(self, *, recall: Callable[[str], TrajectoryRow | None]) -> None:
-        self.live: dict[str, TrajectoryRow] = {}
+    `recall` reads a consumed trajectory from the record, for an undone step; one that somebody still holds is
+    taken as it is.
+    """
+
+    def __init__(self, *, recall: Callable[[str], LiveTrajectory | None] = lambda _: None) -> None:
+        self.live: dict[str, LiveTrajectory] = {}
+        self._ended: WeakValueDictionary[str, LiveTrajectory] = WeakValueDictionary()  # consumed, somewhere held
         self.train = Tally()
         self.eval = Tally()
         self.marks = Marks()
         self.clock = RunClock()
         self._now = 0.0  # when the event that is being applied happened
         self._recall = recall
-        self._handlers: dict[type[Event], Callable[..., TrajectoryRow | None]] = {
+        self._handlers: dict[type[Event], Callable[..., LiveTrajectory | None]] = {
             Issued: self._issued,
             Assigned: self._assigned,
             Interrupted: self._interrupted,
@@ -137,7 +153,6 @@ class Machine:
             Consumed: self._consumed,
             Undone: self._undone,
             Dropped: self._dropped,
-            CounterfactualScored: self._counterfactual_scored,
             RunStarted: self._run_started,
             VersionPublished: self._version_published,
             VersionLoaded: self._version_seen,
@@ -147,8 +162,8 @@ class Machine:
             Evaluated: self._evaluated,
         }
 
-    def apply(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> TrajectoryRow | None:
-        """The row that event number `seq`, stamped by the two clocks, changed, if it is about a trajectory.
+    def apply(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> LiveTrajectory | None:
+        """The trajectory that event number `seq`, stamped by the two clocks, changed, if it is about one.
 
         Raises `IllegalEventError`.
         """
@@ -163,17 +178,32 @@ class Machine:
                 row.first_seq = seq
         return row
 
-    def grow(self, trajectory_id: str, start: int, spans: tuple[Span, ...], count: int) -> TrajectoryRow:
-        """Account for `count` new response tokens from `start` on. Raises `IllegalEventError`."""
+    def store_tokens(self, trajectory_id: str, tokens: TokensRef, spans: tuple[Span, ...]) -> LiveTrajectory:
+        """Append response tokens, which `spans` cover, to a running trajectory. Raises `IllegalEventError`."""
         row = self.live.get(trajectory_id)
-        if row is None or row.status is not Status.RUNNING or row.length != start:
+        if row is None or row.status is not Status.RUNNING or row.length != tokens.start:
             state = f"is {row.status} with {row.length} tokens" if row else "is not live"
-            raise IllegalEventError(f"segment [{start}, {start + count}) of {trajectory_id}, which {state}")
-        if not covers(spans, start, start + count):
-            raise IllegalEventError(f"segment [{start}, {start + count}) of {trajectory_id} has spans {spans}")
-        row.length += count
+            raise IllegalEventError(f"segment [{tokens.start}, {tokens.end}) of {trajectory_id}, which {state}")
+        if not covers(spans, tokens.start, tokens.end):
+            raise IllegalEventError(f"segment [{tokens.start}, {tokens.end}) of {trajectory_id} has spans {spans}")
+        row.length = tokens.end
+        row.tokens = (*row.tokens, tokens)
+        row.token_spans = replace_spans(row.token_spans, spans)
         _widen_versions(row, spans)
         return row
+
+    def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> LiveTrajectory:
+        """Note where columns of a response lie."""
+        row = self.live.get(trajectory_id)
+        assert row is not None, f"columns of {trajectory_id}, which is not live"
+        row.columns = {**row.columns, **columns}
+        return row
+
+    def adopt(self, left: LiveTrajectory) -> None:
+        """Hold a trajectory as an earlier incarnation left it, in place of its mere row."""
+        row = self.live.pop(left.id, left)
+        left.last_seq = row.last_seq
+        self.live[left.id] = left
 
     def accounting(self) -> Accounting:
         """Counts of trajectories by where they are; costs one look at each live one."""
@@ -186,11 +216,11 @@ class Machine:
 
     # ---- trajectories
 
-    def _issued(self, event: Issued) -> TrajectoryRow:
+    def _issued(self, event: Issued) -> LiveTrajectory:
         if event.trajectory_id in self.live:
             _refuse(event, "it is live already")
         self.marks.number += 1
-        row = TrajectoryRow(
+        row = LiveTrajectory(
             number=self.marks.number,
             id=event.trajectory_id,
             group_id=event.group_id,
@@ -207,37 +237,40 @@ class Machine:
         self._tally(row).issued += 1
         return row
 
-    def _assigned(self, event: Assigned) -> TrajectoryRow:
+    def _assigned(self, event: Assigned) -> LiveTrajectory:
         row = self._find(event, Status.QUEUED, Status.INTERRUPTED)
         if event.epoch < row.epoch:
             _refuse(event, f"its epoch is {row.epoch}")
         _same_length(event, event.length, row)
+        if event.epoch > row.epoch:
+            row.used_s, row.here_s = row.used_s + row.here_s, 0.0
         row.status, row.epoch, row.replica = Status.RUNNING, event.epoch, event.replica
         if row.started_s is None:
             row.started_s = self._now
         return row
 
-    def _interrupted(self, event: Interrupted) -> TrajectoryRow:
+    def _interrupted(self, event: Interrupted) -> LiveTrajectory:
         row = self._find(event, Status.RUNNING)
         _same_epoch(event, event.epoch, row)
         _same_length(event, event.length, row)
         row.status = Status.INTERRUPTED
         return row
 
-    def _stream_cut(self, event: StreamCut) -> TrajectoryRow:
+    def _stream_cut(self, event: StreamCut) -> LiveTrajectory:
         row = self._find(event, Status.RUNNING)
         _same_length(event, event.length, row)
         return row
 
-    def _restamped(self, event: Restamped) -> TrajectoryRow:
+    def _restamped(self, event: Restamped) -> LiveTrajectory:
         row = self._find(event, Status.RUNNING)
         if not covers(event.spans, 0, row.length):
             _refuse(event, f"its spans do not cover its {row.length} tokens")
         _note_versions(row, event.spans)
-        row.spans, row.restamped = encode_spans(merge_spans(event.spans)), row.length
+        row.token_spans = merge_spans(event.spans)
+        row.spans, row.restamped = encode_spans(row.token_spans), row.length
         return row
 
-    def _finished(self, event: Finished) -> TrajectoryRow:
+    def _finished(self, event: Finished) -> LiveTrajectory:
         row = self._find(event, Status.RUNNING)
         _same_epoch(event, event.epoch, row)
         _same_length(event, event.length, row)
@@ -247,53 +280,53 @@ class Machine:
             _refuse(event, f"it was restamped with {row.spans}")
         _note_versions(row, event.spans)
         row.status = Status.FINISHED
-        row.spans = encode_spans(event.spans)
+        row.token_spans, row.spans = event.spans, encode_spans(event.spans)
         row.finish_reason, row.digest = event.finish_reason, event.digest
         row.queue_s, row.generate_s = event.queue_s, event.generate_s
         row.finished_s = self._now
         return row
 
-    def _cut(self, event: Cut) -> TrajectoryRow:
+    def _cut(self, event: Cut) -> LiveTrajectory:
         row = self._find(event, Status.RUNNING, Status.FINISHED)
         row.cap = event.cap
         return row
 
-    def _scored(self, event: Scored) -> TrajectoryRow:
+    def _scored(self, event: Scored) -> LiveTrajectory:
         row = self._find(event, Status.FINISHED)
         _finite(event, event.reward, *(credit.reward for credit in event.roles))
         row.status, row.reward, row.score_s = Status.SCORED, event.reward, event.elapsed_s
         row.scorer_s, row.scored_s = event.elapsed_s / event.at_once, self._now
+        row.said, row.earned, row.roles = event.said, event.earned, event.roles
         return row
 
-    def _ready(self, event: Ready) -> TrajectoryRow:
+    def _ready(self, event: Ready) -> LiveTrajectory:
         row = self._find(event, Status.SCORED)
         _finite(event, event.advantage, event.advantage_scale, *(credit.advantage for credit in event.roles))
         row.status, row.ready_s = Status.READY, self._now
-        row.advantage, row.advantage_scale = event.advantage, event.advantage_scale
+        row.advantage, row.advantage_scale, row.roles = event.advantage, event.advantage_scale, event.roles
         return row
 
-    def _consumed(self, event: Consumed) -> TrajectoryRow:
+    def _consumed(self, event: Consumed) -> LiveTrajectory:
         row = self._find(event, Status.READY)
         _finite(event, event.weight)
         row.status, row.ended_s = Status.CONSUMED, self._now
         row.step, row.version = event.step, event.version
         row.staleness, row.weight = event.staleness, event.weight
-        del self.live[row.id]
+        self._ended[row.id] = self.live.pop(row.id)
         self._tally(row).consumed += 1
         return row
 
-    def _undone(self, event: Undone) -> TrajectoryRow:
-        row = self._recall(event.trajectory_id)
+    def _undone(self, event: Undone) -> LiveTrajectory:
+        row = self._ended.pop(event.trajectory_id, None) or self._recall(event.trajectory_id)
         if row is None or row.status is not Status.CONSUMED or row.step != event.step:
             state = f"is {row.status}, step {row.step}" if row else "is unknown"
             _refuse(event, f"it {state}")
-        row.status = Status.READY
-        row.step = row.version = row.staleness = row.weight = row.ended_s = None
+        undo(row)
         self.live[row.id] = row
         self._tally(row).consumed -= 1
         return row
 
-    def _dropped(self, event: Dropped) -> TrajectoryRow:
+    def _dropped(self, event: Dropped) -> LiveTrajectory:
         row = self.live.pop(event.trajectory_id, None)
         if row is None:
             _refuse(event, "it is not live")
@@ -301,11 +334,6 @@ class Machine:
         row.drop_reason, row.drop_detail = event.reason, event.detail
         self._tally(row).dropped[event.reason] += 1
         return row
-
-    def _counterfactual_scored(self, event: CounterfactualScored) -> None:
-        if event.trajectory_id in self.live:
-            _refuse(event, "it is live")
-        _finite(event, event.generate_s, event.reward or 0.0)
 
     # ---- the rest of the run
 
@@ -339,7 +367,7 @@ class Machine:
 
     # ---- what they share
 
-    def _find(self, event: TrajectoryEvent, *allowed: Status) -> TrajectoryRow:
+    def _find(self, event: TrajectoryEvent, *allowed: Status) -> LiveTrajectory:
         row = self.live.get(event.trajectory_id)
         if row is None:
             _refuse(event, "it is not live")
@@ -347,20 +375,26 @@ class Machine:
             _refuse(event, f"it is {row.status}")
         return row
 
-    def _tally(self, row: TrajectoryRow) -> Tally:
+    def _tally(self, row: LiveTrajectory) -> Tally:
         return self.train if row.kind is Kind.TRAIN else self.eval
+
+
+def undo(row: LiveTrajectory) -> None:
+    """CONSUMED -> READY."""
+    row.status = Status.READY
+    row.step = row.version = row.staleness = row.weight = row.ended_s = None
 
 
 def _refuse(event: AnyEvent, why: str) -> NoReturn:
     raise IllegalEventError(f"{event} cannot happen: {why}")
 
 
-def _same_epoch(event: AnyEvent, epoch: int, row: TrajectoryRow) -> None:
+def _same_epoch(event: AnyEvent, epoch: int, row: LiveTrajectory) -> None:
     if epoch != row.epoch:
         _refuse(event, f"its epoch is {row.epoch}")
 
 
-def _same_length(event: AnyEvent, length: int, row: TrajectoryRow) -> None:
+def _same_length(event: AnyEvent, length: int, row: LiveTrajectory) -> None:
     if length != row.length:
         _refuse(event, f"{row.length} of its tokens are stored")
 
@@ -372,13 +406,13 @@ def _finite(event: AnyEvent, *values: float) -> None:
             _refuse(event, "it holds a number that is not finite")
 
 
-def _note_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
+def _note_versions(row: LiveTrajectory, spans: tuple[Span, ...]) -> None:
     """Take the versions of a response from its spans."""
     versions = sampled_versions(spans)
     row.oldest_version, row.newest_version = min(versions, default=None), max(versions, default=None)
 
 
-def _widen_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
+def _widen_versions(row: LiveTrajectory, spans: tuple[Span, ...]) -> None:
     """Add the versions of more spans to those of the response."""
     for version in sampled_versions(spans):
         if row.oldest_version is None or version < row.oldest_version:

@@ -13,41 +13,16 @@ from pathlib import Path
 
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import LedgerError, reading
+from laminar_py.ledger.machine import undo
 from laminar_py.ledger.pieces import PieceRow, columns_of, piece_rows, spans_of, tokens_of
-from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, read_rows, sample_prompts
+from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, sample_prompts
+from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.events import AnyEvent, Checkpointed, Ready, RolledBack, RunStarted, Scored, Undone
 from laminar_py.records.outcomes import GroupRewards
-from laminar_py.records.pieces import ColumnRef, TokensRef
-from laminar_py.records.returns import Earned
-from laminar_py.records.roles import RoleCredit
-from laminar_py.records.spans import Span, decode_spans, replace_spans
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
+from laminar_py.records.spans import decode_spans, replace_spans
+from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 from laminar_py.records.weights import Published
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveTrajectory:
-    """A trajectory to go on with, e.g. 41 tokens of "g3.1" that were RUNNING on replica 2."""
-
-    id: str
-    group_id: str
-    sample_index: int
-    kind: Kind
-    prompt: Prompt
-    status: Status
-    epoch: int
-    replica: int | None  # the last one that had it
-    tokens: tuple[TokensRef, ...]  # of the response so far
-    spans: tuple[Span, ...]  # that hold
-    finish_reason: FinishReason | None
-    reward: float | None
-    columns: dict[str, ColumnRef]  # that it was scored with
-    earned: Earned | None  # where its tokens have rewards of their own
-    roles: tuple[RoleCredit, ...]  # where these have rewards of their own
-    advantage: float | None
-    advantage_scale: float | None
-    used_s: float = 0.0  # of generation, at its last interruption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +220,7 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
     pieces: dict[int, list[PieceRow]] = {}
     for piece in piece_rows(connection, where, (step,)):
         pieces.setdefault(piece.trajectory, []).append(piece)
-    for row in read_rows(connection, where, (step,)):
+    for row in live_rows(connection, where, (step,)):
         own = pieces.get(row.number, [])
         if row.length and not own:
             raise LedgerError(
@@ -253,27 +228,15 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
                 " was kept; resume from a later one"
             )
         spans = spans_of(own) if row.spans is None else replace_spans(spans_of(own), decode_spans(row.spans))
-        credit = credits.get(row.id)
-        yield LiveTrajectory(
-            id=row.id,
-            group_id=row.group_id,
-            sample_index=row.sample_index,
-            kind=row.kind,
-            prompt=_prompt(connection, row),
-            status=Status.READY if row.status is Status.CONSUMED else row.status,
-            epoch=row.epoch,
-            replica=row.replica,
-            tokens=tokens_of(own),
-            spans=spans,
-            finish_reason=row.finish_reason,
-            reward=row.reward,
-            columns=columns_of(own),
-            earned=credit.earned if isinstance(credit, Scored) else None,
-            roles=() if credit is None else credit.roles,
-            advantage=row.advantage,
-            advantage_scale=row.advantage_scale,
-            used_s=used_s.get(row.id, 0.0),
-        )
+        if (credit := credits.get(row.id)) is not None:
+            row.roles = credit.roles
+            row.earned = credit.earned if isinstance(credit, Scored) else None
+        row.prompt, row.tokens, row.columns = _prompt(connection, row), tokens_of(own), columns_of(own)
+        row.token_spans = spans
+        row.used_s = used_s.get(row.id, 0.0)
+        if row.status is Status.CONSUMED:
+            undo(row)
+        yield row
 
 
 def _credits(connection: sqlite3.Connection, where: str, step: int) -> dict[str, Scored | Ready]:

@@ -1,4 +1,4 @@
-"""Typed rows of the ledger: what its state machine keeps for live trajectories and what readers get back.
+"""Typed rows of the ledger, as its readers get them; `ledger.trajectory` has a row that is live.
 
 The fields of `TrajectoryRow` are the columns of the table `trajectory`, in order; `schema.sql` has the other half.
 """
@@ -15,7 +15,7 @@ from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
 
 
 class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
-    """A trajectory as the ledger knows it, e.g. sample "g3.1" of prompt "p17"; `machine.Machine` changes it."""
+    """A trajectory as the ledger knows it, e.g. sample "g3.1" of prompt "p17"."""
 
     number: int  # 1, 2, 3, ... in the order of issue
     id: str
@@ -85,6 +85,13 @@ class Accounting(msgspec.Struct, frozen=True):
 
 
 COLUMNS = TrajectoryRow.__struct_fields__
+
+
+def column_values(row: TrajectoryRow) -> tuple[object, ...]:
+    """Values of `COLUMNS`; enums stay as they are."""
+    return msgspec.structs.astuple(row)[: len(COLUMNS)]
+
+
 PROMPT_COLUMNS = "id, idx, text, ids, answer, task, fields"
 
 KINDS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent))  # of events, as the log has them

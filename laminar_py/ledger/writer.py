@@ -100,7 +100,7 @@ class Unwritten:
     """Everything appended between two flushes; plain values, so that the event loop may go on changing rows."""
 
     events: list[Stamped] = field(default_factory=list)
-    rows: list[list[object]] = field(default_factory=list)  # trajectory rows as columns
+    rows: list[tuple[object, ...]] = field(default_factory=list)  # trajectory rows as columns
     ends: list[tuple[object, ...]] = field(default_factory=list)  # of others, what `end_of` says
     prompts: list[Prompt] = field(default_factory=list)
     pieces: list[PieceRow] = field(default_factory=list)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from laminar_py.records.events import Checkpointed as Checkpointed
     from laminar_py.records.events import Finished as Finished
     from laminar_py.records.events import Interrupted as Interrupted
+    from laminar_py.records.events import Ready as Ready
     from laminar_py.records.events import RunStarted as RunStarted
     from laminar_py.records.events import Stepped as Stepped
     from laminar_py.records.events import VersionLoaded as VersionLoaded

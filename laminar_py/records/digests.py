@@ -1,6 +1,6 @@
 """Digests that bind the record together: of responses, prompts, files, and the chain of events.
 
-Called by the ledger's writer, by `control.lifecycle` when a response is finished, and by the audit, which computes
+Called by the ledger's writer, by `ledger.trajectory` when a response is finished, and by the audit, which computes
 each of them again; those of pieces are made where they are written (`segments.frames`). All are BLAKE3 cut to 16
 bytes: enough against accident and casual edits.
 """

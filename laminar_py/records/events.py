@@ -172,20 +172,6 @@ class Dropped(Event, frozen=True):
     detail: str = ""
 
 
-class CounterfactualScored(Event, frozen=True, kw_only=True):
-    """A trajectory that a deadline dropped was generated to its end all the same, to learn what dropping costs.
-
-    `length` counts all its tokens, of which those after the drop are not kept; `reward` is None where its scoring
-    failed; `generate_s` counts all replicas that had it.
-    """
-
-    trajectory_id: str
-    length: int
-    finish_reason: FinishReason
-    reward: float | None
-    generate_s: float
-
-
 class VersionPublished(Event, frozen=True, kw_only=True):
     """The learner published `version` after `step`; `parent` is the version its weights came from."""
 
@@ -376,7 +362,6 @@ AnyEvent = (
     | Consumed
     | Undone
     | Dropped
-    | CounterfactualScored
     | VersionPublished
     | VersionLoaded
     | Repacked

@@ -20,7 +20,7 @@ from laminar_py.records.tree import packed_tokens
 
 
 class Status(StrEnum):
-    """State of a trajectory. Transitions are made by `control.lifecycle.Lifecycle` alone:
+    """State of a trajectory. `ledger.machine` makes the transitions, as events are applied:
 
     QUEUED -> RUNNING -> (INTERRUPTED -> RUNNING)* -> FINISHED -> SCORED -> READY -> CONSUMED,
     CONSUMED -> READY when a rollback undoes a step, and DROPPED from any state but CONSUMED.

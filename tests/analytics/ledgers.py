@@ -5,7 +5,6 @@ import numpy as np
 from laminar_py.records.events import (
     Assigned,
     Consumed,
-    CounterfactualScored,
     Dropped,
     Finished,
     Interrupted,
@@ -110,11 +109,6 @@ async def write_small_run(run):
         drop(ledger, "g4.0", 9, DropReason.NO_SIGNAL, reward=0.0)
         drop(ledger, "g5.0", 11, DropReason.STALE)
         drop(ledger, "g6.0", 12, DropReason.GROUP_DEADLINE)
-        ledger.append(
-            CounterfactualScored(
-                trajectory_id="g6.0", length=40, finish_reason=FinishReason.STOP, reward=1.0, generate_s=3.0
-            )
-        )
         drop(ledger, "g7.0", 6, DropReason.REWARD_FAILED)
         issue(ledger, "g8.0")
         run_to(ledger, "g8.0", ((0, 0, 15),))

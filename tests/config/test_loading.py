@@ -62,10 +62,6 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"rollout": {"engine": "sglang"}}, "rollout.engine='sglang': input should be a section"),
         ({"repack": {"planner": "best"}}, "repack.planner=best: unknown; choose one of paper, predictive"),
         ({"schedule": "later"}, "schedule='later'"),
-        (
-            {"rollout": {"counterfactual_share": 0.1}},
-            "rollout.counterfactual_share=0.1: without rollout.group_deadline_s",
-        ),
         ({"learner": {"lora": {"targets": ["lm_head"]}}}, "learner.lora.targets.0='lm_head'"),
         ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),
         ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines would have no base"),

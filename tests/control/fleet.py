@@ -14,6 +14,7 @@ from laminar_py.control.credit import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages
+from laminar_py.ledger.machine import Machine
 from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.ages import WeightAges
@@ -83,17 +84,15 @@ class Log:
 
     def __init__(self):
         self.events = []
+        self.machine = Machine()
+        self.store_tokens = self.machine.store_tokens
+        self.store_columns = self.machine.store_columns
 
     def append(self, event):
+        self.machine.apply(len(self.events) + 1, event, wall=0.0, mono=0.0)
         self.events.append(event)
 
     def store_prompt(self, prompt):
-        pass
-
-    def store_tokens(self, trajectory_id, tokens, spans):
-        pass
-
-    def store_columns(self, trajectory_id, columns):
         pass
 
 

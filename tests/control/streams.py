@@ -41,7 +41,7 @@ class Streams:
         self._segment, self._journal = SegmentWriter(folder, "replica-0"), Journal(folder, "replica-0")
 
     @property
-    def lifecycle(self):
+    def trajectory(self):
         return self.fleet.scheduler.book.live[ID]
 
     @property
@@ -51,7 +51,7 @@ class Streams:
 
     def response(self):
         """What is known of the response, as it was stored."""
-        tokens = self.lifecycle.tokens
+        tokens = self.trajectory.tokens
         return PayloadReader(self._folder).load(one.at for one in tokens).response(tokens)
 
     async def play(self, said, *, sure=None, end="stop", report_after=None, note_after=None, recorded=True):

@@ -147,5 +147,5 @@ async def test_a_pass_goes_on_where_its_version_is_though_that_leaves():
 def test_the_number_of_live_groups_follows_the_fleet():
     fleet = Fleet(replicas=1, group_size=2, capacity=1)
     assert fleet.scheduler.router.num_admitted == 1
-    fleet.scheduler.resize(capacity=3, max_counterfactual=0)
+    fleet.scheduler.resize(capacity=3)
     assert fleet.scheduler.router.num_admitted == 3

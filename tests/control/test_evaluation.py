@@ -1,8 +1,7 @@
 """Passes over held-out problems: their names, their sampling, and how they go on."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec import structs
 
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.ledger.recovery import Recovered
@@ -73,8 +72,8 @@ async def test_a_pass_that_is_asked_for_again_keeps_answers_and_goes_on_with_wha
     await fleet.report(0)
     assert not fleet.running[0], "nothing is handed out before it is known what is under way"
     assert fleet.scheduler.dispatcher.for_starting(0) == []
-    running = replace(left("e0.1", Status.RUNNING, kind=Kind.EVAL), id="e0-aime.0.1", group_id="e0-aime")
-    finished = replace(left("e0.0", Status.FINISHED, kind=Kind.EVAL), id="e0-aime.1.0", group_id="e0-aime")
+    running = structs.replace(left("e0.1", Status.RUNNING, kind=Kind.EVAL), id="e0-aime.0.1", group_id="e0-aime")
+    finished = structs.replace(left("e0.0", Status.FINISHED, kind=Kind.EVAL), id="e0-aime.1.0", group_id="e0-aime")
     await fleet.scheduler.restore(recovered(running, finished))
     assert [trajectory.id for trajectory in fleet.unscored] == ["e0-aime.1.0"]
     await fleet.report(0)
@@ -126,7 +125,7 @@ async def test_what_a_lost_version_leaves_of_an_evaluation_is_gone_on_with_where
         await asked
     assert not [event for event in fleet.log.events if isinstance(event, Dropped)], "whose ids would be used up"
     live = fleet.scheduler.book.live.values()
-    assert {lifecycle.status for lifecycle in live} <= {Status.INTERRUPTED, Status.RUNNING}
+    assert {trajectory.status for trajectory in live} <= {Status.INTERRUPTED, Status.RUNNING}
 
 
 async def busy_fleet(*, one_version):

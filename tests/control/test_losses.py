@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.learner.packing.stage import Packing
-from laminar_py.records.events import CounterfactualScored, Dropped, Interrupted
-from laminar_py.records.scoring import Score
+from laminar_py.records.events import Dropped, Interrupted
 from laminar_py.records.spans import covers
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
 from tests.builders import make_prompt
@@ -138,8 +137,8 @@ async def test_a_column_that_is_lost_takes_its_response_along():
 
 
 async def test_a_restored_group_waits_for_no_reference_of_what_cannot_be_read():
-    ready = [left("g1.0", Status.READY, reward=1.0), left("g1.1", Status.READY, reward=0.0)]
     for lost, members in ((["g1.0"], ["g1.1"]), (["g1.0", "g1.1"], [])):
+        ready = [left("g1.0", Status.READY, reward=1.0), left("g1.1", Status.READY, reward=0.0)]
         fleet = await restored(*ready, refers=True)
         fleet.unreferred = [one for one in fleet.unreferred if one.id not in lost]
         await fleet.refer_all()
@@ -174,25 +173,6 @@ async def test_an_evaluation_of_which_an_answer_is_lost_fails():
     with pytest.raises(EvaluationLostError):
         await done
     assert not [one for one in fleet.scheduler.book.live.values() if one.kind is Kind.EVAL]
-
-
-async def test_a_counterfactual_one_ends_without_a_word():
-    options = {"counterfactual_share": 1.0, "max_counterfactual": 8, "group_deadline_s": 10.0}
-    fleet = await one_group(**options)
-    for name in ("g0.1", "g0.2", "g0.3"):
-        await fleet.finish(0, name, admissible=0)
-    await fleet.score_all()
-    await fleet.grow(0, "g0.0", tokens=2)
-    fleet.clock.time = 11.0
-    await fleet.scheduler.enforce_deadlines()
-    assert fleet.scheduler.book.counterfactual.keys() == {"g0.0"}
-    known = len(fleet.log.events)
-    await fleet.scheduler.losses.of({"g0.0": HOST})
-    assert len(fleet.log.events) == known
-    assert not fleet.scheduler.book.counterfactual
-    assert fleet.scheduler.book.take_aborts() == {0: ["g0.0"]}
-    await fleet.scheduler.closing.on_score(Score(trajectory_id="g0.0", value=1.0))
-    assert not [event for event in fleet.log.events if isinstance(event, CounterfactualScored)]
 
 
 async def test_what_was_unreachable_and_is_lost_besides_is_dropped_once():
@@ -240,7 +220,7 @@ async def test_what_a_dead_replica_had_goes_on_where_its_journal_ends_under_that
     await fleet.report(1)
     items = fleet.running[1]
     assert {name: (item.length, item.version) for name, item in items.items()} == {"g0.0": (5, 0), "g0.1": (4, 0)}
-    assert covers(fleet.scheduler.book.live["g0.0"].spans, 0, 5)
+    assert covers(fleet.scheduler.book.live["g0.0"].token_spans, 0, 5)
 
 
 @pytest.mark.parametrize("start", [1, 3], ids=["told meanwhile", "a gap"])
@@ -303,7 +283,7 @@ async def play(actions, without_signal):
                 assert account.live == sum(one.kind is Kind.TRAIN for one in live)
                 assert account.issued == account.consumed + sum(account.dropped.values()) + account.live
                 assert not set(account.dropped) - {"host_lost", "no_signal"}
-                assert fleet.scheduler.views.in_flight == sum(one.replica is not None for one in live)
+                assert fleet.scheduler.views.in_flight == sum(one.runs_on is not None for one in live)
 
 
 async def act(fleet, name, number, step):

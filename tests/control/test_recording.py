@@ -52,7 +52,7 @@ async def test_what_a_broken_stream_left_out_comes_with_the_next(tmp_path):
         StreamCut(ID, 0, 5),
         Interrupted(trajectory_id=ID, epoch=1, length=5, reason="replica_died"),
     ]
-    assert streams.lifecycle.assignment(None).routed == PROMPT + 2 - 1
+    assert max(one.routed for one in streams.trajectory.tokens) == PROMPT + 2 - 1
     await streams.play([5])
     assert [request.routed for request in streams.requests] == [0, 4, 4]
     assert_whole(streams.response(), 6)
@@ -127,9 +127,9 @@ async def play(history, run):
             await streams.play(said, sure=sure, end=end, report_after=report_after, note_after=note_after)
             await ledger.commit()
             (live,) = recover(run).live
-            assert live.spans == streams.spans
+            assert live.token_spans == streams.spans
             assert verify(run) == []
         length = len(streams.known)
-        assert live.tokens == streams.lifecycle.tokens
+        assert live.tokens == streams.trajectory.tokens
         assert_whole(streams.response(), length)
         assert streams.fleet.unscored[0].spans == streams.spans

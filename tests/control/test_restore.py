@@ -3,15 +3,16 @@
 import asyncio
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.section import ConfigError
 from laminar_py.control.recovery import check_scored
-from laminar_py.ledger.recovery import LiveTrajectory, Recovered
+from laminar_py.ledger.recovery import Recovered
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype
 from laminar_py.records.events import Interrupted
 from laminar_py.records.pieces import ColumnRef
@@ -31,6 +32,14 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, length=3, version=4, rou
     replica = 0 if status is Status.RUNNING else None
     prompt = make_prompt(int(group[1:]))
     return LiveTrajectory(
+        number=0,
+        first_seq=0,
+        last_seq=0,
+        prompt_id=prompt.id,
+        prompt_index=prompt.index,
+        length=length,
+        oldest_version=version if length else None,
+        newest_version=version if length else None,
         id=name,
         group_id=group,
         sample_index=int(index),
@@ -40,12 +49,9 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, length=3, version=4, rou
         epoch=2,
         replica=replica,
         tokens=(make_tokens(0, length, routed=routed),) if length else (),
-        spans=(Span(version, 0, length),) if length else (),
+        token_spans=(Span(version, 0, length),) if length else (),
         finish_reason=reason,
         reward=reward,
-        columns={},
-        earned=None,
-        roles=(),
         advantage=0.5,
         advantage_scale=1.0,
     )
@@ -90,7 +96,7 @@ async def test_lengths_of_finished_siblings_are_known_again_and_counted_once():
 
 
 async def test_the_cap_on_seconds_does_not_start_over():
-    used = replace(left("g1.0", Status.RUNNING), used_s=7.5)
+    used = structs.replace(left("g1.0", Status.RUNNING), used_s=7.5)
     fleet = await restored(used, left("g1.1", Status.QUEUED, length=0))
     (interrupted,) = [event for event in fleet.log.events if isinstance(event, Interrupted)]
     assert interrupted.used_s == 7.5
@@ -113,17 +119,16 @@ async def test_a_running_one_goes_on_with_the_experts_it_has():
     fleet.scheduler.continue_live()
     (assignment,) = fleet.scheduler.dispatcher.for_starting(0)
     assert assignment.routed == 5
-    lifecycle = fleet.scheduler.book.live["g1.0"]
+    trajectory = fleet.scheduler.book.live["g1.0"]
     last = Progress(
         trajectory_id="g1.0",
         epoch=3,
         start=3,
         tokens=make_tokens(3, 4, routed=6),
         spans=(Span(4, 3, 4),),
-        finish_reason=FinishReason.STOP,
     )
-    lifecycle.grow(last)
-    assert lifecycle.assignment(None).routed == 6
+    await fleet.report(0, progress=[last])
+    assert max(one.routed for one in trajectory.tokens) == 6
 
 
 async def test_a_finished_one_is_scored_and_closes_its_group():
@@ -161,7 +166,7 @@ async def test_the_reference_is_asked_anew_before_the_learner_gets_what_was_fini
 
 
 async def test_what_was_scored_keeps_its_columns():
-    ready = [replace(left(f"g1.{index}", Status.READY, reward=index), columns=HINTS) for index in range(2)]
+    ready = [structs.replace(left(f"g1.{index}", Status.READY, reward=index), columns=HINTS) for index in range(2)]
     fleet = await restored(*ready)
     assert all(member.columns == HINTS for member in fleet.scheduler.consumption.buffer[0].members)
 
@@ -177,12 +182,12 @@ class Hinted(AlgorithmConfig):
     [
         (left("g1.0", Status.READY, reward=1.0), False),
         (
-            replace(
+            structs.replace(
                 left("g1.0", Status.SCORED, reward=1.0), columns={"hints": ColumnRef(Dtype.FLOAT32, make_ref())}
             ),
             False,
         ),
-        (replace(left("g1.0", Status.SCORED, reward=1.0), columns=HINTS), True),
+        (structs.replace(left("g1.0", Status.SCORED, reward=1.0), columns=HINTS), True),
         (left("g1.0", Status.FINISHED), True),
         (left("g1.0", Status.SCORED, reward=1.0, kind=Kind.EVAL), True),
     ],

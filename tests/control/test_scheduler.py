@@ -218,8 +218,8 @@ async def test_a_transition_that_is_not_allowed_ends_in_an_error_that_names_the_
     fleet = Fleet(replicas=1, capacity=1)
     await fleet.report(0)
     running = fleet.scheduler.book.live["g0.0"]
-    with pytest.raises(IllegalEventError, match=r"trajectory g0\.0 cannot go from running to consumed"):
-        running.consume(step=1, version=0, staleness=0, weight=1.0)
+    with pytest.raises(IllegalEventError, match=r"g0\.0.* cannot happen: it is running"):
+        fleet.scheduler.book.record(running.consumed(step=1, version=0, staleness=0, weight=1.0))
     assert running.status is Status.RUNNING
 
 
@@ -422,10 +422,10 @@ async def play(actions, without_signal, schedule):
 
 def assert_law_one(fleet):
     counts = Counter(event.__class__.__name__ for event in fleet.log.events)
-    live = sum(lifecycle.kind is Kind.TRAIN for lifecycle in fleet.scheduler.book.live.values())
+    live = sum(trajectory.kind is Kind.TRAIN for trajectory in fleet.scheduler.book.live.values())
     assert counts["Issued"] == counts["Consumed"] - counts["Undone"] + counts["Dropped"] + live
     on_replicas = fleet.scheduler.views.in_flight
-    assert on_replicas == sum(lifecycle.replica is not None for lifecycle in fleet.scheduler.book.live.values())
+    assert on_replicas == sum(trajectory.runs_on is not None for trajectory in fleet.scheduler.book.live.values())
     assert counts["Assigned"] - counts["Interrupted"] >= on_replicas
 
 

@@ -147,7 +147,7 @@ async def test_what_a_replica_that_never_starts_would_have_taken_goes_on_as_othe
         assert max(len(items) for items in fleet.running.values()) <= BATCH
         assert fleet.scheduler.views.in_flight == sum(len(items) for items in fleet.running.values())
     live = fleet.scheduler.book.live.values()
-    assert {lifecycle.status for lifecycle in live if lifecycle.kind is Kind.TRAIN} == {Status.FINISHED}
+    assert {trajectory.status for trajectory in live if trajectory.kind is Kind.TRAIN} == {Status.FINISHED}
 
 
 async def test_a_replica_that_is_full_of_a_version_leaves_the_rest_of_it_to_those_that_start():

@@ -60,7 +60,7 @@ async def test_a_partial_response_goes_on_exactly_where_it_was(tmp_path):
     response, (ids, logprobs) = response_of(tmp_path, live), tokens("g3.1", 0, 9)
     assert np.array_equal(response.ids, ids)
     assert np.array_equal(response.logprobs, logprobs)
-    assert live.spans == response.spans == (Span(0, 0, 3), Span(1, 3, 9))
+    assert live.token_spans == response.spans == (Span(0, 0, 3), Span(1, 3, 9))
     assert (live.status, live.epoch, live.sample_index, live.prompt.index) == (Status.RUNNING, 2, 1, 3)
     assert (live.prompt.text, live.prompt.ids.tolist()) == ("prompt 3", [2, 3, 4])
     async with open_ledger(tmp_path) as ledger:
@@ -153,7 +153,7 @@ async def test_a_partial_response_goes_on_with_its_masks_its_experts_and_correct
         store(ledger, "g0.0", 5, 6, (Span(2, 5, 6),), **recording("g0.0", 5, 6))
     (live,) = recover(tmp_path).live
     response = response_of(tmp_path, live)
-    assert live.spans == (Span(0, 0, 4), Span(1, 4, 5, 0), Span(2, 5, 6))
+    assert live.token_spans == (Span(0, 0, 4), Span(1, 4, 5, 0), Span(2, 5, 6))
     assert live.tokens[-1].routed == 8
     assert response.sampling_mask.ids.tolist() == make_mask(response.ids).ids.tolist()
     assert response.routed_experts == make_experts(0, 8)

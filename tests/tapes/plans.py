@@ -20,8 +20,6 @@ class Plan:
     on_new_weights: str = "drain"  # resume, in_place
     without_signal: str = "train"
     deadline_s: float | None = None
-    counterfactual_share: float = 0.0
-    max_counterfactual: int = 0
     min_survivors: int = 2
     max_seconds: float | None = None
     teaches: bool = False
@@ -134,11 +132,9 @@ _PLANS = [
         p_death=0.06,
         pauses=((30, 6),),
     ),
-    # deadlines, counterfactual ones, survivors
+    # deadlines, survivors
     Plan(
         deadline_s=1.5,
-        counterfactual_share=0.5,
-        max_counterfactual=3,
         sigma=1.5,
         evaluations=((40, None),),
         without_signal="skip",
@@ -148,8 +144,6 @@ _PLANS = [
     Plan(
         replicas=3,
         deadline_s=1.6,
-        counterfactual_share=0.7,
-        max_counterfactual=6,
         min_survivors=3,
         sigma=1.4,
         without_signal="refill",

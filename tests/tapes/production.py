@@ -80,7 +80,6 @@ SPEED = EngineSpeed(
 )
 ATTENTION_SHARE = 0.002
 SHORT = 5  # characters of a digest that a tape has
-TAGS = {"counterfactualscored": "probed"}  # words of the tapes for tags that are others
 DELAYED = frozenset({"repacked"})  # recorded by a task of its own
 UNTOLD = ("at_once", "terms", "earned", "roles")  # of a score: no decision follows from them that is on no tape
 
@@ -127,7 +126,7 @@ def event_line(event: msgspec.Struct) -> list:
         for name, value in ((name, getattr(event, name)) for name in names)
     ]
     tag = event.__struct_config__.tag
-    return [TAGS.get(tag, tag), *plain(fields)]
+    return [tag, *plain(fields)]
 
 
 def token_ids(seed: int, start: int, count: int) -> np.ndarray:
@@ -342,7 +341,7 @@ class Left:
                 entry.status.value,
                 len(response.ids),
                 crc32(response.ids.tobytes()),
-                span_rows(entry.spans),
+                span_rows(entry.token_spans),
                 entry.epoch,
                 entry.replica,
                 entry.finish_reason.value if entry.finish_reason else None,
@@ -362,7 +361,7 @@ class Listener:
     """The recorder of the scheduler: all goes to the tape, and on to the real ledger."""
 
     def __init__(self, ledger: Ledger, tape: Tape, store: Store) -> None:
-        self.ledger = ledger
+        self.ledger, self.machine = ledger, ledger.machine
         self.tokens_of: Callable[[str], Sequence[TokensRef]] = lambda id: ()  # where a live response lies
         self._tape = tape
         self._store = store
@@ -650,10 +649,10 @@ class Control:
 
     def _is_news(self, said: Said, lengths: dict[str, int]) -> bool:
         """True where it counts, after what the same report says of earlier tokens."""
-        lifecycle = self.scheduler.book.live.get(said.id)
-        if lifecycle is None or lifecycle.kind is not Kind.TRAIN or lifecycle.status is not Status.RUNNING:
+        trajectory = self.scheduler.book.live.get(said.id)
+        if trajectory is None or trajectory.kind is not Kind.TRAIN or trajectory.status is not Status.RUNNING:
             return False
-        if (said.epoch, said.start) != (lifecycle.epoch, lengths.get(said.id, lifecycle.length)):
+        if (said.epoch, said.start) != (trajectory.epoch, lengths.get(said.id, trajectory.length)):
             return False
         lengths[said.id] = said.start + said.count
         return True
@@ -713,7 +712,7 @@ class Control:
 
     def wanted(self, id: str) -> list[bool]:
         """Say if it is live, and if its score would tell anything."""
-        return [self.scheduler.is_live(id), self.scheduler.awaits_score(id)]
+        return [self.scheduler.is_live(id)] * 2
 
     # ---- evaluations
 
@@ -894,7 +893,7 @@ class Control:
     def _versions_told(self) -> set[int]:
         """Versions that live training trajectories are known to have tokens of."""
         training = (one for one in self.scheduler.book.live.values() if one.kind is Kind.TRAIN)
-        return {span.version for lifecycle in training for span in lifecycle.spans}
+        return {span.version for one in training for span in one.token_spans}
 
     def siblings(self) -> object:
         """Lengths that are finished beside each one that goes on."""
@@ -929,8 +928,6 @@ def _settings(plan: Plan) -> ControlSettings:
         admission=_admission(plan),
         bound=StalenessBound(plan.max_staleness, tuple(StalePolicy(policy) for policy in plan.policies)),
         group_deadline_s=plan.deadline_s,
-        counterfactual_share=plan.counterfactual_share,
-        max_counterfactual=plan.max_counterfactual,
         min_group_survivors=plan.min_survivors,
         max_seconds=plan.max_seconds,
     )

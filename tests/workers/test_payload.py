@@ -97,7 +97,7 @@ async def test_what_ran_goes_on_at_the_length_and_under_the_version_that_its_jou
     await play(tmp_path)
     fleet, events = await taken_up(monkeypatch, tmp_path)
     live = fleet.scheduler.book.live
-    assert [(live[name].length, live[name].version) for name in ("g0.0", "g0.1", "g0.3")] == [
+    assert [(live[name].length, live[name].last_version) for name in ("g0.0", "g0.1", "g0.3")] == [
         (5, 1),
         (4, 0),
         (0, None),

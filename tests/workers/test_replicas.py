@@ -346,8 +346,8 @@ async def test_what_only_the_host_of_a_dead_replica_had_is_lost_with_it(monkeypa
     async with kept(world) as (first, second):
         label = (await first.actor.spec).label
         (name, *others) = sorted(world.scheduler.views.by_index[0].in_flight)
-        lifecycle = world.scheduler.book.live[name]
-        lifecycle.tokens, lifecycle.spans = (TokensRef(0, 2, make_ref(f"{label}.1")),), (Span(0, 0, 2),)
+        tokens = TokensRef(0, 2, make_ref(f"{label}.1"))
+        world.scheduler.book.recorder.store_tokens(name, tokens, (Span(0, 0, 2),))
         world.payload.lost.add(label)
         first.die("its node is gone")
         moved = ids(await second.actor.given(len(others)))

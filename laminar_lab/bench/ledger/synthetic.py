@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_py.control import Lifecycle
-from laminar_py.ledger import SCHEMA_VERSION, Ledger
+from laminar_py.ledger import SCHEMA_VERSION, Ledger, LiveTrajectory, issued
 from laminar_py.ledger.segments import SegmentWriter, tokens_ref
 from laminar_py.records import (
     Checkpointed,
@@ -23,8 +22,8 @@ from laminar_py.records import (
     Piece,
     Progress,
     Prompt,
+    Ready,
     RunStarted,
-    SamplingParams,
     Score,
     Span,
     Stepped,
@@ -40,7 +39,6 @@ MEAN_TOKENS = 100
 CHECKPOINT_EVERY = 10  # steps
 HOST = "host-1"
 _DROPPED_EVERY = 41  # groups
-_SAMPLING = SamplingParams(max_new_tokens=4000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class LiveGroup:
 
     number: int
     version: int
-    members: list[tuple[Lifecycle, IntArray, FloatArray]]
+    members: list[tuple[LiveTrajectory, IntArray, FloatArray]]
 
 
 class SyntheticRun:
@@ -92,7 +90,7 @@ class SyntheticRun:
         ready = [member for _ in range(STEP) for member in self._finish(self._live.popleft())]
         version, self.step = self.step, self.step + 1
         consumed = [
-            member.consume(step=self.step, version=version, staleness=version - member.oldest_version, weight=1.0)
+            member.consumed(step=self.step, version=version, staleness=version - member.age_version, weight=1.0)
             for member in ready
         ]
         stepped = Stepped(
@@ -147,41 +145,35 @@ class SyntheticRun:
         lengths = np.clip(self._rng.lognormal(np.log(MEAN_TOKENS) - 0.18, 0.6, GROUP), 1, 4000).astype(int)
         for index, length in enumerate(lengths.tolist()):
             start = int(self._rng.integers(0, len(self._ids) - length))
-            member = Lifecycle(
-                id=f"g{number}.{index}",
-                group_id=f"g{number}",
-                sample_index=index,
-                prompt=prompt,
-                kind=Kind.TRAIN,
-                sampling=_SAMPLING,
-            )
-            self._ledger.append(member.issued())
-            self._ledger.append(member.assign(number % REPLICAS))
+            id = f"g{number}.{index}"
+            self._ledger.append(issued(prompt, id=id, group_id=f"g{number}", sample_index=index, kind=Kind.TRAIN))
+            member = self._ledger.machine.live[id]
+            self._ledger.append(member.assigned(number % REPLICAS))
             members.append((member, self._ids[start : start + length], self._logprobs[start : start + length]))
         self._live.append(LiveGroup(number, self.step, members))
 
-    def _finish(self, group: LiveGroup) -> list[Lifecycle]:
+    def _finish(self, group: LiveGroup) -> list[LiveTrajectory]:
         """Finish a group; the members that are ready to be trained on."""
         members = [member for member, _, _ in group.members]
         for member, ids, logprobs in group.members:
             half = len(ids) // 2
             if half:
                 self._generate(member, group.version, ids[:half], logprobs[:half])
-                self._ledger.append(member.interrupt("repacked"))
-                self._ledger.append(member.assign((group.number + 1) % REPLICAS))
+                self._ledger.append(member.interrupted("repacked"))
+                self._ledger.append(member.assigned((group.number + 1) % REPLICAS))
             last = self._generate(member, group.version, ids[half:], logprobs[half:])
-            self._ledger.append(member.finish(last))
+            self._ledger.append(member.finished(last))
             value = float(member.sample_index % 2)
-            self._ledger.append(member.score(Score(trajectory_id=member.id, value=value, elapsed_s=0.002)))
+            self._ledger.append(member.scored(Score(trajectory_id=member.id, value=value, elapsed_s=0.002)))
         if group.number % _DROPPED_EVERY == 0:
             for member in members:
-                self._ledger.append(member.drop(DropReason.NO_SIGNAL))
+                self._ledger.append(member.dropped(DropReason.NO_SIGNAL))
             return []
         for member in members:
-            self._ledger.append(member.make_ready(1.0 if member.sample_index % 2 else -1.0))
+            self._ledger.append(Ready(member.id, 1.0 if member.sample_index % 2 else -1.0))
         return members
 
-    def _generate(self, member: Lifecycle, version: int, ids: IntArray, logprobs: FloatArray) -> Progress:
+    def _generate(self, member: LiveTrajectory, version: int, ids: IntArray, logprobs: FloatArray) -> Progress:
         """Store a piece of a response; it may be the last one."""
         start, spans = member.length, (Span(version, member.length, member.length + len(ids)),)
         piece = Piece(
@@ -194,7 +186,7 @@ class SyntheticRun:
         )
         tokens = tokens_ref(piece, self._segment.write(piece))
         self._ledger.store_tokens(member.id, tokens, spans)
-        progress = Progress(
+        return Progress(
             trajectory_id=member.id,
             epoch=member.epoch,
             start=start,
@@ -204,5 +196,3 @@ class SyntheticRun:
             queue_s=0.5,
             generate_s=2.5,
         )
-        member.grow(progress)
-        return progress

@@ -12,7 +12,8 @@ import msgspec
 from laminar_py.ledger.audit.violations import Rule, Violation
 from laminar_py.ledger.database import create
 from laminar_py.ledger.machine import IllegalEventError, Machine
-from laminar_py.ledger.rows import COLUMNS, TrajectoryRow, read_accounting
+from laminar_py.ledger.rows import COLUMNS, column_values, read_accounting
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.ledger.writer import SIDE_TABLES, apply_to_tables
 from laminar_py.records.events import AnyEvent, Consumed, Event, Finished, Interrupted, Restamped, StreamCut
 from laminar_py.records.trajectory import Status
@@ -23,7 +24,7 @@ _OF_LENGTH: frozenset[type[Event]] = frozenset({Interrupted, StreamCut, Finished
 
 
 class Replay:
-    """Second application of the events, compared with the stored tables; `violations` has the differences."""
+    """The events applied again, compared with the stored tables; `violations` has the differences."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.violations: list[Violation] = []
@@ -32,13 +33,13 @@ class Replay:
         create(self._again)
         undone = connection.execute("SELECT DISTINCT subject FROM event WHERE kind = 'undone'")
         self._undone = {subject for (subject,) in undone}
-        self._waiting: dict[str, TrajectoryRow] = {}  # done with, but for an undone step
+        self._waiting: dict[str, LiveTrajectory] = {}  # done with, but for an undone step
         self._stored = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM trajectory ORDER BY number")
         self._read = 0  # the last number that was read
         self._ahead: dict[int, tuple[object, ...]] = {}  # stored rows whose trajectories are not done with
-        self._machine = Machine(recall=self._waiting.get)
+        self._machine = Machine()
 
-    def row_before(self, event: AnyEvent) -> TrajectoryRow | None:
+    def row_before(self, event: AnyEvent) -> LiveTrajectory | None:
         """The row of the event's trajectory, if that is live."""
         return self._machine.live.get(getattr(event, "trajectory_id", ""))
 
@@ -86,19 +87,19 @@ class Replay:
         elif isinstance(event, Restamped) and event.spans:
             row.length = event.spans[-1].end
 
-    def _compare(self, row: TrajectoryRow) -> None:
+    def _compare(self, row: LiveTrajectory) -> None:
         while self._read < row.number:
             block = self._stored.fetchmany(_AT_ONCE)
             self._ahead.update((stored[0], stored) for stored in block)
             self._read = block[-1][0] if block else row.number
-        found, replayed = self._ahead.pop(row.number, None), msgspec.structs.astuple(row)
+        found, replayed = self._ahead.pop(row.number, None), column_values(row)
         if found is None:
             self.violations.append(Violation(Rule.ROWS, row.id, "has no row"))
         elif found != replayed:
             self.violations += self._differences(row, replayed, found)
 
     def _differences(
-        self, row: TrajectoryRow, replayed: Sequence[object], stored: Sequence[object]
+        self, row: LiveTrajectory, replayed: Sequence[object], stored: Sequence[object]
     ) -> Iterator[Violation]:
         for place, column in enumerate(COLUMNS):
             found, expected = stored[place], msgspec.to_builtins(replayed[place])

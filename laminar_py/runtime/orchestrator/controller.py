@@ -22,7 +22,7 @@
 Each loop is a function below. The queues, each bounded so that nobody waits in a circle:
 
     queue      type                   owner                           bound
-    waiting    Lifecycle              control.waiting                 live trajectories: `buffer.capacity`
+    waiting    LiveTrajectory         control.waiting                 live trajectories: `buffer.capacity`
     lines      Order                  runtime.link.hub                work that replicas have room for
     reports    list[(Line, Report)]   `Handoff` here                  one; the hub waits until it is taken in
     unscored   Unscored               reward.stage                    trajectories that can wait: `max_scored`
@@ -166,9 +166,9 @@ async def score(
                 await asyncio.sleep(0)
             if one.trajectory_id in lost:
                 continue
-            lifecycle = scheduler.book.followed(one.trajectory_id)
-            if lifecycle is not None:
-                scoring.note(one, lifecycle)
+            trajectory = scheduler.book.live.get(one.trajectory_id)
+            if trajectory is not None:
+                scoring.note(one, trajectory)
             await scheduler.closing.on_score(one)
         issuing.wake()  # with the last score of a batch another may be issued
 
@@ -561,7 +561,7 @@ class Controller:
 
     def _is_followed(self, trajectory_id: str) -> bool:
         """True where a turn of it may still come: of any, before those of an earlier controller are taken up."""
-        return self._recovered is not None or self._scheduler.awaits_score(trajectory_id)
+        return self._recovered is not None or self._scheduler.is_live(trajectory_id)
 
     # ---- between the parts
 

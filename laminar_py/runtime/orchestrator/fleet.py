@@ -24,7 +24,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.deadlines import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.settings import max_counterfactual, max_groups
+from laminar_py.control.settings import max_groups
 from laminar_py.control.tick import Tick
 from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, ScaleRequests
 from laminar_py.records.events import Scaled
@@ -184,8 +184,7 @@ class ElasticFleet:
             self._scheduler.join(index)
         for index in change.leave:
             self._scheduler.leave(index)
-        capacity, others = max_groups(config), max_counterfactual(config)
-        self._scheduler.resize(capacity=capacity, max_counterfactual=others)
+        self._scheduler.resize(capacity=max_groups(config))
         self._scoring.grow(max_scored(config, self._incarnation.inputs))
         await self._plan()
         self._replicas.join(config, servers)

@@ -13,9 +13,8 @@ from heapq import nlargest
 
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.run import RunConfig
-from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.settings import max_counterfactual
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.scoring import (
@@ -46,11 +45,11 @@ AT_A_TIME = 8  # of these responses, some 100 kB of ids
 
 
 def max_scored(config: RunConfig, inputs: Inputs) -> int:
-    """Trajectories that can wait for a score: live ones, all of evaluations, counterfactual ones; and a trial."""
+    """Trajectories that can wait for a score: live ones, all of evaluations, and a trial."""
     sets = inputs.sets
     answers = sum(config.eval.sets[name].samples * len(prompts) for name, prompts in sets.items())
     evaluations = (2 + config.num_evaluations) * answers + len(inputs.first_of_tasks)
-    return config.capacity + config.rollout.group_size + evaluations + max_counterfactual(config) + 1
+    return config.capacity + config.rollout.group_size + evaluations + 1
 
 
 class Scoring:
@@ -175,7 +174,7 @@ class Scoring:
             self._ready.submit(Unscored(request=self._trials[0].request))
 
     def _wanted(self, trajectory_id: str) -> bool:
-        return self._is_trial(trajectory_id) or self._scheduler.awaits_score(trajectory_id)
+        return self._is_trial(trajectory_id) or self._scheduler.is_live(trajectory_id)
 
     def _is_trial(self, trajectory_id: str) -> bool:
         return bool(self._trials) and trajectory_id == self._trials[0].request.trajectory_id
@@ -190,23 +189,23 @@ class Scoring:
                 rest.append(score)
         return rest
 
-    def note(self, score: Score, lifecycle: Lifecycle) -> None:
+    def note(self, score: Score, trajectory: LiveTrajectory) -> None:
         """Count a score of a response: its value in the figures, its failure towards an outage or a fault."""
         line = self.failures.add(
             score,
-            task=lifecycle.prompt.task,
-            trains=lifecycle.trains,
-            own_reward=set_of(lifecycle.group_id) in self._reward.by_set,
+            task=trajectory.prompt.task,
+            trains=trajectory.trains,
+            own_reward=set_of(trajectory.group_id) in self._reward.by_set,
             now_s=self._clock.now(),
         )
         if line is not None:
             self._tell(line)
         if (fault := self.failures.fault) is not None:
             self._end(fault)
-        if lifecycle.trains and score.value is not None:
-            self._stats.scored(score.value, score.terms, lifecycle.length)
-            if lifecycle.environment_s:
-                self._stats.turned(num_turns(lifecycle.spans), lifecycle.environment_s)
+        if trajectory.trains and score.value is not None:
+            self._stats.scored(score.value, score.terms, trajectory.length)
+            if trajectory.environment_s:
+                self._stats.turned(num_turns(trajectory.token_spans), trajectory.environment_s)
 
     def _tried(self, score: Score) -> None:
         trial = self._trials.popleft()
@@ -244,30 +243,30 @@ class Foresight:
         self._shown: dict[str, int] = {}  # tokens, of live trajectories
         self.is_wanted = reward.looks_ahead
 
-    def choose(self, live: Mapping[str, Lifecycle]) -> list[Unfinished]:
+    def choose(self, live: Mapping[str, LiveTrajectory]) -> list[Unfinished]:
         """Beginnings of those that have grown most since they were shown, at most `AT_A_TIME`."""
         self._shown = {name: shown for name, shown in self._shown.items() if name in live}
         news = {
-            name: lifecycle.length - self._shown.get(name, 0)
-            for name, lifecycle in live.items()
-            if lifecycle.status is Status.RUNNING and self._looks_ahead(lifecycle)
+            name: trajectory.length - self._shown.get(name, 0)
+            for name, trajectory in live.items()
+            if trajectory.status is Status.RUNNING and self._looks_ahead(trajectory)
         }
         chosen = [live[name] for name in nlargest(AT_A_TIME, news, key=lambda name: news[name]) if news[name]]
-        self._shown |= {lifecycle.id: lifecycle.length for lifecycle in chosen}
+        self._shown |= {trajectory.id: trajectory.length for trajectory in chosen}
         return [
             Unfinished(
-                tokens=lifecycle.tokens,
+                tokens=trajectory.tokens,
                 response=PartialResponse(
-                    trajectory_id=lifecycle.id,
-                    task=lifecycle.prompt.task,
-                    set_name=set_of(lifecycle.group_id),
-                    prompt_ids=lifecycle.prompt.ids,
+                    trajectory_id=trajectory.id,
+                    task=trajectory.prompt.task,
+                    set_name=set_of(trajectory.group_id),
+                    prompt_ids=trajectory.prompt.ids,
                     response_ids=NO_IDS,
                 ),
             )
-            for lifecycle in chosen
+            for trajectory in chosen
         ]
 
-    def _looks_ahead(self, lifecycle: Lifecycle) -> bool:
-        terms = self._reward.of_task(lifecycle.prompt.task, set_name=set_of(lifecycle.group_id))
+    def _looks_ahead(self, trajectory: LiveTrajectory) -> bool:
+        terms = self._reward.of_task(trajectory.prompt.task, set_name=set_of(trajectory.group_id))
         return any(term.looks_ahead for term in terms)
