@@ -1,4 +1,4 @@
-"""Counts of how the code is built: `python -m tests.house [ROOT] [--places]` prints a table for a checkout.
+"""Counts of how the code is built: `python -m tests.house [ROOT ...] [--places]` prints a table of checkouts.
 
 `test_house.py` holds the limits. Everything is read from the syntax trees of the three packages, so a
 checkout of any age can be counted without installing it.
@@ -15,6 +15,11 @@ from pathlib import Path
 
 FOLDERS = ("laminar_py", "laminar_lab", "laminar_contrib")
 MOST_POSITIONAL, MOST_FIELDS = 7, 4
+SMALL_FILE = 70  # lines
+BANNED = re.compile(  # words that docs/style.md replaces: a subject that stands for a noun, and coined verbs
+    r"\bgoes? on\b|\bgone on with\b|\bis told\b|\bare told\b|\bwhat (is|was|it)\b|\bwhoever\b|\bthose that\b",
+    re.IGNORECASE,
+)
 MOST_LINES, MOST_FUNCTION_LINES, MOST_CONSTRUCTOR_LINES = 600, 50, 40
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -48,6 +53,51 @@ def count(root: Path) -> dict[str, int]:
         "longest constructor, lines": max(constructors),
         "lines": sum(text.count("\n") for text in code.texts.values()),
     }
+
+
+def sizes(root: Path) -> dict[str, int]:
+    """How large a checkout is: lines by package, rooms, files, classes, short functions, banned words."""
+    code = Checkout(root)
+    core = [path for path in code.texts if path.parts[0] == FOLDERS[0]]
+    functions = [node for _, node in code.nodes(Function)]
+    bodies = [
+        [item for item in node.body if not (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))]
+        for node in functions
+    ]
+    return {
+        **{f"lines of {name}": num_lines(root, name) for name in (*FOLDERS, "tests", "experiments")},
+        "rooms of the core": len({path.parts[1] for path in core if len(path.parts) > 2}),
+        "files": len(code.texts),
+        f"files below {SMALL_FILE} lines": sum(0 < text.count("\n") < SMALL_FILE for text in code.texts.values()),
+        "classes": len(list(code.nodes(ast.ClassDef))),
+        "functions": len(functions),
+        "functions of one statement": sum(len(body) == 1 for body in bodies),
+        "settings": len(settings(code)),
+        "banned words in docstrings and comments": len(banned(code)),
+    }
+
+
+def num_lines(root: Path, folder: str) -> int:
+    """Lines of the Python files below a folder; none where it is not there."""
+    return sum(path.read_text().count("\n") for path in (root / folder).rglob("*.py"))
+
+
+def banned(code: Checkout) -> list[str]:
+    """Lines of docstrings and comments with a banned word."""
+    found = []
+    for path, text in code.texts.items():
+        docstrings = {
+            number
+            for node in ast.walk(code.trees[path])
+            if isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+            for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        for number, line in enumerate(text.splitlines(), 1):
+            prose = line if number in docstrings else line.partition("# ")[2]
+            found += [f"{path}:{number} {line.strip()}"] * len(BANNED.findall(prose))
+    return found
 
 
 def places(code: Checkout) -> Places:
@@ -236,15 +286,16 @@ def place(path: Path, node: ast.stmt | ast.expr) -> str:
 
 
 def main() -> None:
-    """Print the table, and with `--places` what stands behind its numbers."""
-    parser = argparse.ArgumentParser(description="How the code of a checkout is built, in numbers.")
-    parser.add_argument("root", nargs="?", type=Path, default=Path("."))
+    """Print a column for each checkout, and with `--places` where the rows of the last one come from."""
+    parser = argparse.ArgumentParser(description="How the code of checkouts is built, in numbers.")
+    parser.add_argument("roots", nargs="*", type=Path, default=[Path(".")])
     parser.add_argument("--places", action="store_true", help="list where each row finds something")
     options = parser.parse_args()
-    for row, number in count(options.root).items():
-        print(f"{number:>7,}  {row}")  # noqa: T201
+    tables = [sizes(root) | count(root) for root in options.roots]
+    for row in tables[-1]:
+        print(*(f"{table[row]:>9,}" for table in tables), "", row)  # noqa: T201
     if options.places:
-        for row, found in places(Checkout(options.root)).items():
+        for row, found in places(Checkout(options.roots[-1])).items():
             if row != "settings":
                 print(f"\n{row}", *found, sep="\n  ")  # noqa: T201
 
