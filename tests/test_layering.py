@@ -26,7 +26,7 @@ RULES = {  # room of the core: the rooms that it may import
     "environment": "config data records sandbox",
     "control": "config ledger learner records",
     "repack": "config control records",
-    "engines": "config records",
+    "engines": "config records sandbox",
     "rollout": "config ledger records repack",
     "relay": "config records",
     "learner": "config records",

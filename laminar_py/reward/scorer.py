@@ -46,9 +46,8 @@ from laminar_py.records.scoring import (
     Unscored,
 )
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.limited import CALLS_AT_ONCE
-from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.calls.process import CallSpec
+from laminar_py.reward.calls.child import CALLS_AT_ONCE
+from laminar_py.reward.calls.pool import CallPool, CallSpec
 from laminar_py.reward.launched import LaunchedServers
 from laminar_py.reward.outcome import Outcome, checked, one_line, plain
 from laminar_py.reward.payload import ScoredPayload
