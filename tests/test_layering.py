@@ -57,7 +57,7 @@ LIBRARIES = {  # heavy library: where it may be imported
         "engines/sglang/",
         "environment/agents/endpoint.py",
         "environment/agents/streamed.py",
-        "reward/servers.py",
+        "reward/judge.py",
         "ledger/segments/store.py",
         "observe/dashboard.py",
     ),
