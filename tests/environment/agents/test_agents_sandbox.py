@@ -19,8 +19,7 @@ from laminar_py.environment.agents.kind import open_agents
 from laminar_py.environment.protocol import Problem
 from laminar_py.environment.python_session import PythonSession
 from laminar_py.environment.tool_calls import HermesCalls
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.survey import survey_tiers
+from laminar_py.sandbox.pool import SandboxPool, survey_tiers
 from tests.environment.agents.test_agents import Story
 
 PYTHON = """
