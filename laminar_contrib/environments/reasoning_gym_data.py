@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from laminar_contrib.environments.reasoning_gym_tasks import make_task, require_package
+from laminar_contrib.environments.reasoning_gym_kind import make_task, require_package
 from laminar_py.config import ConfigError
 from laminar_py.data import jsonl
 

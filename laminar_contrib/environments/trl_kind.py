@@ -15,10 +15,9 @@ from typing import Any, SupportsFloat
 
 from pydantic import JsonValue
 
-from laminar_contrib.tools.results import result_of
-from laminar_contrib.tools.settings import CallSettings
-from laminar_contrib.tools.signature import Tool, called, make_tool
-from laminar_contrib.tools.turns import CallTurns, format_of
+from laminar_contrib.tools.kind import CallSettings
+from laminar_contrib.tools.signature import Tool, called, make_tool, result_of
+from laminar_contrib.tools.tool_environment import CallTurns, format_of
 from laminar_py.config import ConfigError, EnvironmentConfig, EnvironmentHome, EnvironmentKind, load_from_file
 from laminar_py.environment import Answer, CallFamily, End, Environment, Json, Observation, Problem
 

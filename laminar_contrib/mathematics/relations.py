@@ -1,36 +1,173 @@
-"""Chains of relations such as "x = 10/2 = 5", "1 < x <= 2" or "x in (1, 2)", read from tokens.
+"""Relations, and numbers and formulas with their units, read from tokens. Pure; `structure` calls it.
 
-Pure; `structure` calls it, and is called for the sides. Invariant: all sides of a chain of numbers must agree, or
-the chain is refused: "5 = 6" is no answer.
+Invariant: words that could say something else than a unit are refused.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
 from laminar_contrib.mathematics import words
-from laminar_contrib.mathematics.brackets import Tokens, has_outside, is_enclosed, split_at
+from laminar_contrib.mathematics.answers import (
+    DEGREE,
+    MINUS,
+    PLUS,
+    AnswerValue,
+    Interval,
+    Named,
+    Quantity,
+    Region,
+    Statement,
+    everything,
+    share,
+    union,
+    without_points,
+)
 from laminar_contrib.mathematics.equality import as_decimal, difference, rounds_to, same_expression
 from laminar_contrib.mathematics.expressions import (
     Applied,
     Expression,
     Numeral,
+    Token,
+    TokenKind,
+    Tokens,
+    UnreadableError,
     Variable,
+    has_outside,
+    is_enclosed,
     negated,
     parse_expression,
+    split_at,
     variables,
 )
-from laminar_contrib.mathematics.regions import (
-    MINUS,
-    PLUS,
-    Interval,
-    Region,
-    everything,
-    union,
-    without_points,
-)
-from laminar_contrib.mathematics.tokens import Token, TokenKind, UnreadableError
-from laminar_contrib.mathematics.values import AnswerValue, Named, Quantity, Statement, share
+from laminar_contrib.mathematics.words import make_unit
+
+SCALES = {"c": "celsius", "celsius": "celsius", "f": "fahrenheit", "fahrenheit": "fahrenheit"}
+RAISED = {"squared": 2, "cubed": 3}
+MAX_WORDS = 8
+
+
+def read_quantity(tokens: Tokens) -> Quantity:
+    """Quantity that all the tokens make. Raises `UnreadableError`."""
+    tokens, currency = _without_parentheses(list(tokens)), ""
+    for place, token in enumerate(tokens[:2]):
+        is_first = place == 0 or tokens[0].is_sign("-", "+")
+        if is_first and (token.is_sign("$", "€", "£", "₹", "¥") or token.text.lower() in ("rs", "usd")):
+            currency = token.text
+            del tokens[place : place + 1 + (len(tokens) > place + 1 and tokens[place + 1].is_sign("."))]
+            break
+    expression, rest = parse_expression(_spelled(tokens))
+    if rest and rest[0].text.lower() in words.MULTIPLES:
+        expression = Applied("multiply", (expression, _whole(words.MULTIPLES[rest[0].text.lower()])))
+        rest = rest[1:]
+    if rest and rest[0].is_sign("%"):
+        if len(rest) > 1 or currency:
+            raise UnreadableError("words after a percent sign")
+        return Quantity(expression, is_percent=True)
+    if len(rest) == 1 and rest[0].text.lower() in ("percent", "pct"):
+        return Quantity(expression, is_percent=True)
+    for place, token in enumerate(rest):
+        if token.kind is TokenKind.NUMBER and rest[place - 1].kind is TokenKind.WORD:
+            return _compound(_with_degrees(expression, _unit_factors(rest[:place])), read_quantity(rest[place:]))
+    factors = [(currency, 1)] if currency else []
+    return _with_degrees(expression, [*factors, *_unit_factors(rest)])
+
+
+def _without_parentheses(tokens: list[Token]) -> list[Token]:
+    """Tokens without the parentheses of words at the end, as in "5 (cm)"."""
+    if len(tokens) < 4 or not tokens[-1].is_sign(")"):
+        return tokens
+    begin = max((place for place, token in enumerate(tokens) if token.is_sign("(")), default=0)
+    said = tokens[begin + 1 : -1]
+    is_unit = begin > 0 and said and all(token.kind is TokenKind.WORD for token in said)
+    return [*tokens[:begin], *said] if is_unit else tokens
+
+
+def _compound(first: Quantity, second: Quantity) -> Quantity:
+    """Sum of quantities such as "1 hour 30 minutes", in the unit of the second."""
+    if first.unit is None or second.unit is None or first.unit.dimensions != second.unit.dimensions:
+        raise UnreadableError("two quantities side by side")
+    ratio = Numeral(first.unit.size / second.unit.size)
+    return Quantity(
+        Applied("add", (Applied("multiply", (first.expression, ratio)), second.expression)), second.unit
+    )
+
+
+def _spelled(tokens: list[Token]) -> list[Token]:
+    """Tokens with a number in words in digits, if nothing but words comes after it."""
+    number = words.NUMBERS.get(tokens[0].text.lower()) if tokens else None
+    if number is None or any(token.kind is not TokenKind.WORD for token in tokens):
+        return tokens
+    return [Token(TokenKind.NUMBER, str(number)), *tokens[1:]]
+
+
+def _whole(number: int) -> Numeral:
+    return Numeral(Fraction(number), str(number))
+
+
+def _with_degrees(expression: Expression, factors: list[tuple[str, int]]) -> Quantity:
+    """Quantity of which a sign for degrees is the unit."""
+    scale = ""
+    if isinstance(expression, Applied) and expression.name == "multiply" and not factors:
+        inner, letter = expression.args
+        if isinstance(letter, Variable) and letter.name in ("C", "F") and _degrees(inner) is not None:
+            expression, scale = inner, SCALES[letter.name.lower()]
+    elif len(factors) == 1 and _degrees(expression) is not None:
+        scale = SCALES.get(factors[0][0].lower(), "")
+    bare = _degrees(expression)
+    if bare is not None and scale:
+        return Quantity(bare, make_unit([(scale, 1)]))
+    unit = make_unit(factors)
+    return Quantity(bare, DEGREE) if bare is not None and unit is None else Quantity(expression, unit)
+
+
+def _degrees(expression: Expression) -> Expression | None:
+    """Number of degrees of an angle such as 30° or -30°; None of anything else."""
+    if not isinstance(expression, Applied):
+        return None
+    if expression.name == "degrees":
+        return expression.args[0]
+    inner = _degrees(expression.args[0]) if expression.name == "negate" else None
+    return None if inner is None else Applied("negate", (inner,))
+
+
+def _unit_factors(tokens: Sequence[Token]) -> list[tuple[str, int]]:
+    """Words of a unit with their powers, e.g. m and s^-2. Raises for words that may say something else."""
+    factors: list[tuple[str, int]] = []
+    sign, place = 1, 0
+    while place < len(tokens):
+        token = tokens[place]
+        place += 1
+        if token.is_sign("/") or token.text.lower() == "per":
+            sign = -1
+        elif token.text.lower() in RAISED and factors:
+            factors[-1] = (factors[-1][0], factors[-1][1] * RAISED[token.text.lower()])
+        elif token.is_sign("^") and factors:
+            power, place = _power_of_unit(tokens, place)
+            factors[-1] = (factors[-1][0], factors[-1][1] * power)
+        elif token.kind in (TokenKind.WORD, TokenKind.NAME) or token.is_sign("$", "€", "£", "₹", "¥", "¢"):
+            if token.text.lower() in words.NO_UNITS | words.MULTIPLES.keys() | words.NUMBERS.keys():
+                raise UnreadableError(f"{token.text!r} after a number")
+            factors.append((token.text, sign))
+        elif not token.is_sign(".", "*", "-", "{", "}"):
+            raise UnreadableError(f"{token.text!r} in a unit")
+    if len(factors) > MAX_WORDS:
+        raise UnreadableError("a sentence after a number")
+    return factors
+
+
+def _power_of_unit(tokens: Sequence[Token], place: int) -> tuple[int, int]:
+    """Whole power at a place, and the place after it."""
+    text = ""
+    while place < len(tokens) and (tokens[place].is_sign("{", "}", "-") or tokens[place].kind is TokenKind.NUMBER):
+        text += tokens[place].text
+        place += 1
+    found = re.fullmatch(r"\{?(-?\d)\}?", text)
+    if found is None:
+        raise UnreadableError("a unit to a power that is no number")
+    return int(found[1]), place
+
 
 RELATIONS = ("=", "<", ">", "le", "ge", "ne", "in", "approx")
 MARKS = ("^", "{", "}", "-", "'", "_")  # on the name of a function
@@ -50,11 +187,11 @@ def read_relation(tokens: Tokens, read: Reader) -> AnswerValue:
     if set(signs) <= {"=", "approx"}:
         return _read_equal(sides, signs, read)
     if signs == ["in"]:
-        return Named(_label(sides[0]), read(sides[1]))
+        return Named(_label_of_side(sides[0]), read(sides[1]))
     return _read_order([_plain(side) for side in sides], signs)
 
 
-def _label(tokens: Tokens) -> str:
+def _label_of_side(tokens: Tokens) -> str:
     """Text of what is named; nothing where it is named in words, which differ from writer to writer."""
     if any(token.text.lower() in words.NEGATIONS for token in tokens):
         raise UnreadableError("a relation that is denied")
@@ -78,9 +215,9 @@ def _read_equal(sides: Sequence[Tokens], signs: Sequence[str], read: Reader) -> 
         if 0 < len(numbers) < len(values):  # "S = ab/2 = 12"
             values, signs = values[numbers[0] :], signs[numbers[0] :]
         value = _agreed(values, signs[1:])
-        return Named(_label(sides[0]), value, _equation(sides) if len(sides) == 2 else None)
+        return Named(_label_of_side(sides[0]), value, _equation(sides) if len(sides) == 2 else None)
     if len(sides) == 2 and _is_label(sides[1], sides[0]):
-        return Named(_label(sides[1]), read(sides[0]), _equation(sides))
+        return Named(_label_of_side(sides[1]), read(sides[0]), _equation(sides))
     values = [read(side) for side in sides]
     try:
         return _agreed(values, signs)

@@ -1,6 +1,6 @@
 """The term `math`: the final answer of a response against that of its problem.
 
-The verifier is in `verifiers/math`; what hangs in it costs its own response, in a process of its own.
+The verifier is in `verify`; what hangs in it costs its own response, in a process of its own.
 """
 
 from functools import lru_cache
@@ -41,8 +41,7 @@ class MathReward:
     """Verifies with what each verdict says on record, e.g. `wrong: 3/4 (values)`."""
 
     def __init__(self, term: MathTerm) -> None:
-        from laminar_contrib.mathematics.canonical import canonical
-        from laminar_contrib.mathematics.verify import MathOutcome, verify
+        from laminar_contrib.mathematics.verify import MathOutcome, canonical, verify
 
         self._cut = term.cut
         self._canonical = canonical

@@ -1,7 +1,16 @@
-"""Vocabulary of answers: commands of LaTeX by what they mean, and words that change an answer.
+"""Words and units of answers, and the normal form of their text. Pure.
 
-Used by `tokens` and `structure`; data only.
+The vocabulary is data: commands of LaTeX by their meaning, and words that change an answer. Units of the tables
+tell two answers apart ("50 cm" is "0.5 m" and not "50 m"); any other word after a number, such as "marbles", says
+nothing. `normalise` makes plain LaTeX of whatever characters and layout an answer has. Invariant: no two digits
+come together that a reader would see apart: "3 3" stays "3 3", while `10\\,000` and "10 000" are numbers written
+in groups of three.
 """
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
 
 
 def word_set(text: str) -> frozenset[str]:
@@ -78,3 +87,287 @@ SHORT_WORDS = word_set("yes no odd all any not the is are at of as to if by per 
 NEGATIONS = word_set("not no never nor neither cannot isn doesn")
 ALL_NUMBERS = {"all real numbers", "all reals", "all real number", "real numbers", "all real values"}
 NO_ANSWER = {"no solution", "no solutions", "no real solutions", "no real solution", "none", "empty set"}
+
+
+PREFIXES = {
+    "p": Fraction(1, 10**12),
+    "n": Fraction(1, 10**9),
+    "μ": Fraction(1, 10**6),
+    "u": Fraction(1, 10**6),
+    "m": Fraction(1, 1000),
+    "c": Fraction(1, 100),
+    "d": Fraction(1, 10),
+    "k": Fraction(10**3),
+    "M": Fraction(10**6),
+    "G": Fraction(10**9),
+    "T": Fraction(10**12),
+}
+PREFIX_NAMES = {
+    "pico": "p",
+    "nano": "n",
+    "micro": "μ",
+    "milli": "m",
+    "centi": "c",
+    "deci": "d",
+    "kilo": "k",
+    "mega": "M",
+    "giga": "G",
+    "tera": "T",
+}
+METRIC = {  # symbol: dimension, and names
+    "m": ("length", "meter metre"),
+    "g": ("mass", "gram"),
+    "s": ("time", "second"),
+    "L": ("volume", "liter litre"),
+    "l": ("volume", ""),
+    "A": ("current", "ampere amp"),
+    "V": ("voltage", "volt"),
+    "W": ("power", "watt"),
+    "J": ("energy", "joule"),
+    "N": ("force", "newton"),
+    "Pa": ("pressure", "pascal"),
+    "Hz": ("frequency", "hertz"),
+    "Ω": ("resistance", "ohm"),
+    "mol": ("amount", "mole"),
+    "K": ("temperature", "kelvin"),
+    "T": ("field", "tesla"),
+    "eV": ("electron energy", ""),
+    "B": ("data", "byte"),
+    "cal": ("heat", "calorie"),
+}
+OTHERS = {  # dimension: each unit's size, and its names
+    "length": (
+        ("0.0254", "in inch inches"),
+        ("0.3048", "ft foot feet"),
+        ("0.9144", "yd yard"),
+        ("1609.344", "mi mile"),
+    ),
+    "time": (("1", "sec"), ("60", "min minute"), ("3600", "h hr hour"), ("86400", "day"), ("604800", "week")),
+    "long time": (("1", "month"), ("12", "yr year"), ("120", "decade"), ("1200", "century centuries")),
+    "mass": (("453.59237", "lb pound"), ("28.349523125", "oz ounce"), ("1000000", "tonne"), ("907184.74", "ton")),
+    "volume": (
+        ("3.785411784", "gal gallon"),
+        ("0.946352946", "quart"),
+        ("0.473176473", "pint"),
+        ("0.2365", "cup"),
+    ),
+    "area of land": (("1", "acre"), ("2.4710538", "hectare ha")),
+    "data": (("0.125", "bit"),),
+    "money": (("1", "$ dollar usd buck"), ("0.01", "cent penny pennies ¢")),
+    "euros": (("1", "€ euro eur"),),
+    "sterling": (("1", "£ gbp"),),
+    "rupees": (("1", "₹ rupee rs"),),
+    "yen": (("1", "¥ yen"),),
+    "yuan": (("1", "yuan rmb cny"),),
+    "angle": (("1", "degree deg"),),
+    "radians": (("1", "rad radian"),),
+    "celsius": (("1", "celsius"),),
+    "fahrenheit": (("1", "fahrenheit"),),
+    "speed at sea": (("1", "knot"),),
+    "morning": (("1", "am"),),
+    "afternoon": (("1", "pm"),),
+}
+NAMES = {
+    **{name: (dimension, Fraction(1)) for dimension, names in METRIC.values() for name in names.split()},
+    **{
+        prefix + name: (dimension, PREFIXES[symbol])
+        for prefix, symbol in PREFIX_NAMES.items()
+        for dimension, names in METRIC.values()
+        for name in names.split()
+    },
+    **{
+        name: (dimension, Fraction(size))
+        for dimension, rows in OTHERS.items()
+        for size, names in rows
+        for name in names.split()
+    },
+}
+"""Dimension and size of a unit by its name, in lower case."""
+SYMBOLS = {
+    **{symbol: (dimension, Fraction(1)) for symbol, (dimension, _) in METRIC.items()},
+    **{
+        prefix + symbol: (dimension, size)
+        for prefix, size in PREFIXES.items()
+        for symbol, (dimension, _) in METRIC.items()
+    },
+}
+"""The same by its symbol, in which a letter's case counts."""
+SHORTHANDS = {"mph": ("mile", "hour"), "kmh": ("km", "hour"), "kph": ("km", "hour")}
+POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+SHORT = word_set("sq cm mm km kg ft hr min sec lb oz ml hz day usd gal rad deg mph")
+"""Units that may follow a number as plain letters."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureUnit:
+    """Product of powers of known units: km/s is `MeasureUnit(Fraction(1000), (("length", 1), ("time", -1)))`."""
+
+    size: Fraction
+    dimensions: tuple[tuple[str, int], ...]
+
+
+def look_up(word: str) -> tuple[str, Fraction] | None:
+    """Dimension and size of a unit, also in the plural; None of a word that is no known unit."""
+    word = word.rstrip(".")
+    if word in SYMBOLS:
+        return SYMBOLS[word]
+    lowered = word.lower()
+    endings = ("", "s", "es") if len(word) > 2 else ("",)
+    names = [lowered.removesuffix(ending) for ending in endings]
+    return next((NAMES[name] for name in names if name in NAMES), None) or SYMBOLS.get(lowered)
+
+
+def make_unit(factors: list[tuple[str, int]]) -> MeasureUnit | None:
+    """Unit of words with their powers, e.g. of `[("km", 1), ("h", -1)]`; None where one of them is not known."""
+    size, dimensions = Fraction(1), dict[str, int]()
+    for word, power in _spelled_out(factors):
+        found = look_up(word)
+        if found is None or abs(power) > 9:
+            return None
+        dimension, one = found
+        size *= one**power
+        dimensions[dimension] = dimensions.get(dimension, 0) + power
+    kept = tuple(sorted((name, power) for name, power in dimensions.items() if power))
+    return MeasureUnit(size, kept) if kept else None
+
+
+def _spelled_out(factors: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Factors in which "square", "mph" and the like are worked out."""
+    spelled: list[tuple[str, int]] = []
+    waiting = 1
+    if any(word.lower() in ("celsius", "fahrenheit") for word, _ in factors):
+        factors = [(word, power) for word, power in factors if not word.lower().startswith("degree")]
+    for word, power in factors:
+        lowered = word.lower().rstrip(".")
+        if lowered in POWERS:
+            waiting = POWERS[lowered]
+        elif lowered in SHORTHANDS:
+            over, under = SHORTHANDS[lowered]
+            spelled += [(over, power), (under, -power)]
+        else:
+            spelled.append((word, power * waiting))
+            waiting = 1
+    return spelled
+
+
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+SIGNS = {
+    "−": "-",
+    "–": "-",
+    "—": "-",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "⋅": r"\cdot ",
+    "∙": r"\cdot ",
+    "∗": "*",
+    "÷": "/",
+    "π": r"\pi ",
+    "√": r"\sqrt ",
+    "∛": r"\sqrt[3] ",
+    "∞": r"\infty ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "⩽": r"\le ",
+    "⩾": r"\ge ",
+    "≠": r"\ne ",
+    "≈": r"\approx ",
+    "±": r"\pm ",
+    "∓": r"\mp ",
+    "°": r"^\circ ",
+    "º": r"^\circ ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "∖": r"\setminus ",
+    "∅": r"\emptyset ",
+    "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}",
+    "ℕ": r"\mathbb{N}",
+    "ℚ": r"\mathbb{Q}",
+    "ℂ": r"\mathbb{C}",
+    "⟨": r"\langle ",
+    "⟩": r"\rangle ",
+    "…": r"\ldots ",
+    "′": "'",
+    "’": "'",
+    "⌊": r"\lfloor ",
+    "⌋": r"\rfloor ",
+    "⌈": r"\lceil ",
+    "⌉": r"\rceil ",
+    "½": r"\frac{1}{2}",
+    "⅓": r"\frac{1}{3}",
+    "⅔": r"\frac{2}{3}",
+    "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}",
+}
+GREEK_LETTERS = {
+    "α": "alpha",
+    "β": "beta",
+    "γ": "gamma",
+    "δ": "delta",
+    "ε": "epsilon",
+    "θ": "theta",
+    "λ": "lambda",
+    "μ": "mu",
+    "ρ": "rho",
+    "σ": "sigma",
+    "τ": "tau",
+    "φ": "phi",
+    "ω": "omega",
+}
+UNICODE = str.maketrans(SIGNS | {letter: rf"\{name} " for letter, name in GREEK_LETTERS.items()})
+GROUPING = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|\{,\}|,\\!)\s*(?=\d{3}(?!\d))")
+SPACED_GROUPS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?: \d{3})+(?!\d| ?[/\\])")
+REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")  # 0.1\overline{6}
+BETWEEN_DOTS = re.compile(r"(\d*)\.(\d*)\\dot\s*\{(\d)\}(\d*)\\dot\s*\{(\d)\}")
+TAIL = re.compile(r"(?<!\d)(\d*)\.(\d*?)(\d{1,6}?)\3{2,}\s*(?:\\[lc]?dots|\.\.\.)")
+SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\d.])")
+DELIMITERS = re.compile(r"(?<!\\)\$|(?<!\\)\\[()\[\]]")
+NO_FENCE = re.compile(r"\\(?:left|right)\s*\.")
+BARE_FIELD = re.compile(r"\\mathbb\s*([A-Z])\b|\\([RZNQC])(?![A-Za-z])")
+PLAIN_UNION = re.compile(r"(?<=[)\]}])\s*U\s*(?=\\?[(\[{])")
+ROW_SPACING = re.compile(r"(?<=\\\\)\[[^\]]*\]")
+OPEN_LEFT = re.compile(r"(^|\\cup|\\in|=)\s*\]([^\[\]]+,[^\[\]]+)([\[\]])")  # "]1, 2[", as the French write
+OPEN_RIGHT = re.compile(r"(^|\\cup|\\in|=)\s*\[([^\[\]]+,[^\[\]]+)\[")
+DOTS_OF_DECIMAL = re.compile(r"(\d\.\d+)\s*(?:\\[lc]?dots|\.\.\.)")
+UNITS_OF_SPEED = re.compile(r"(?<=[\d}])\s*\b((?:m|km|ft|mi|cm)/(?:s|h|hr|min)(?:\^\{?2\}?)?)$")
+UNIT_FRACTION = re.compile(r"\\frac\{\\(?:text|mathrm)\{([^{}]*)\}\}\{\\(?:text|mathrm)\{([^{}]*)\}(\^\{?2\}?)?\}")
+STARTS, ENDS = " \n\t*`,;:", " \n\t*`.,;:。"
+
+
+def normalise(text: str) -> str:
+    """Normal form of an answer, e.g. `$x = 10\\,000.$` becomes `x = 10000`."""
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda found: f"^{{{found[0].translate(SUPERSCRIPTS)}}}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda found: f"_{{{found[0].translate(SUBSCRIPTS)}}}", text)
+    text = unicodedata.normalize("NFKC", text.translate(UNICODE))
+    if r"\begin" not in text:
+        text = re.sub(r"\\\\(?=[a-zA-Z{}%$(\[])", r"\\", text)  # escaped twice, as in JSON
+    text = BARE_FIELD.sub(lambda found: rf"\mathbb{{{found[1] or found[2]}}}", NO_FENCE.sub("", text))
+    text = PLAIN_UNION.sub(r" \\cup ", text)
+    text = UNIT_FRACTION.sub(r"\\text{\1/\2}\3", text)
+    text = DELIMITERS.sub(" ", ROW_SPACING.sub("", text))
+    text = GROUPING.sub("", text).replace("{,}", ".").replace(r",\!", ",")
+    text = SPACED_GROUPS.sub(lambda found: found[0].replace(" ", ""), text)
+    text = BETWEEN_DOTS.sub(lambda found: _fraction(found[1], found[2], found[3] + found[4] + found[5]), text)
+    text = TAIL.sub(lambda found: _fraction(found[1], found[2], found[3]), text)
+    text = REPEATING.sub(lambda found: _fraction(found[1], found[2], found[3]), text)
+    text = DOTS_OF_DECIMAL.sub(r"\1", text).replace("...", r"\ldots ")
+    text = OPEN_LEFT.sub(lambda found: f"{found[1]}({found[2]}{')' if found[3] == '[' else ']'}", text)
+    text = OPEN_RIGHT.sub(r"\1[\2)", text)
+    text = SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
+    return UNITS_OF_SPEED.sub(r" \\text{\1}", _strip(text))
+
+
+def _fraction(whole: str, first: str, period: str) -> str:
+    """Exact value of a repeating decimal, e.g. 0.1666... of "0", "1" and "6"."""
+    scale = 10 ** len(first)
+    value = Fraction(int(whole + first or "0"), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
+    return rf"{{\frac{{{value.numerator}}}{{{value.denominator}}}}}"
+
+
+def _strip(text: str) -> str:
+    text = text.lstrip(STARTS).rstrip(ENDS)
+    while text.endswith("\\") and not text.endswith(r"\\"):  # of "\ " at the end
+        text = text[:-1].rstrip(ENDS)
+    return text

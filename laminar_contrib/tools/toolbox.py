@@ -5,12 +5,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import MethodType
 
-from laminar_contrib.tools.calculator import calculator
-from laminar_contrib.tools.search import PassageSearch, read_corpus
-from laminar_contrib.tools.settings import PYTHON, ToolSettings
+from laminar_contrib.tools.given import PassageSearch, calculator, read_corpus
+from laminar_contrib.tools.kind import PYTHON, ToolSettings
 from laminar_contrib.tools.signature import Tool, make_tool
-from laminar_contrib.tools.tool_environment import StatelessToolEnvironment, ToolEnvironment
-from laminar_contrib.tools.turns import format_of
+from laminar_contrib.tools.tool_environment import StatelessToolEnvironment, ToolEnvironment, format_of
 from laminar_py.config import ConfigError, SandboxConfig, load_from_file
 from laminar_py.environment import Json, PythonSession
 from laminar_py.sandbox import SandboxPool

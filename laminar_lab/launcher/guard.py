@@ -14,9 +14,7 @@ from laminar_py.sandbox.inside import kernel
 def main() -> None:
     """Become the command."""
     parent, *command = sys.argv[1:]
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it died before the kernel was asked
-        raise SystemExit(128 + signal.SIGTERM)
+    kernel.end_with_parent(signal.SIGTERM, parent=int(parent))
     os.execv(command[0], command)
 
 

@@ -11,7 +11,7 @@ from laminar_py.engines.sglang.pools import PoolServerSpec, check_pool
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.servers import PoolAddresses, ServerAddress
-from laminar_py.reward.launched import LaunchedServers
+from laminar_py.reward.scorer import LaunchedServers
 
 
 @asynccontextmanager

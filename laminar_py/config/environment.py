@@ -112,7 +112,7 @@ ENVIRONMENTS = Registry(
     group="laminar_py.environments",
     built_in={
         "agent": "laminar_py.environment.agents.kind:AGENT",
-        CLASS: "laminar_py.environment.own_class:CLASS_KIND",
+        CLASS: "laminar_py.environment.host:CLASS_KIND",
     },
 )
 _read_section = named_section(EnvironmentConfig, key="kind", registry=ENVIRONMENTS)

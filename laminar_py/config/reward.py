@@ -215,14 +215,14 @@ REWARDS = Registry(
     field="reward.use.kind",
     group="laminar_py.rewards",
     built_in={
-        "exact": "laminar_py.reward.text:EXACT",
-        "format": "laminar_py.reward.text:FORMAT",
-        "length": "laminar_py.reward.text:LENGTH",
+        "exact": "laminar_py.reward.terms:EXACT",
+        "format": "laminar_py.reward.terms:FORMAT",
+        "length": "laminar_py.reward.terms:LENGTH",
         "code": "laminar_py.reward.code:CODE",
-        "environment": "laminar_py.reward.environment:ENVIRONMENT",
+        "environment": "laminar_py.reward.terms:ENVIRONMENT",
         "judge": "laminar_py.reward.judge:JUDGE",
         "steps": "laminar_py.reward.steps:STEPS",
-        FUNCTION: "laminar_py.reward.functions:FUNCTION_KIND",
+        FUNCTION: "laminar_py.reward.terms:FUNCTION_KIND",
     },
 )
 _read_section = named_section(TermConfig, key="kind", registry=REWARDS)

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
-    from laminar_py.environment.answers import check_pattern as check_pattern
-    from laminar_py.environment.answers import last_group as last_group
     from laminar_py.environment.calls import CallFailedError as CallFailedError
     from laminar_py.environment.protocol import Answer as Answer
     from laminar_py.environment.protocol import End as End
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from laminar_py.environment.tool_calls import Json as Json
     from laminar_py.environment.tool_calls import LlamaCalls as LlamaCalls
     from laminar_py.environment.tool_calls import TagCalls as TagCalls
+    from laminar_py.environment.tool_calls import check_pattern as check_pattern
+    from laminar_py.environment.tool_calls import last_group as last_group
     from laminar_py.environment.tool_calls import outside_reasoning as outside_reasoning
 else:
     __getattr__ = public_names(__name__)

@@ -4,29 +4,213 @@ A problem's `tests` are of one of two forms. `{"inputs": [...], "outputs": [...]
 text, or, with `"fn_name": "solve"`, arguments and the value of that function. `{"asserts": "assert f(2) == 4",
 "entry_point": "f"}`: any test code that calls that function. Invariant: a process that the program runs in never
 holds what a test expects, so a verdict cannot be forged from there.
+
+Test code that calls a program's function runs in a sandbox of its own. Where it calls the function, its run ends
+and says with which arguments; the program is run with them, and the test code again from its start, with all
+values known by then. Calls with literal arguments are foreseen and made together. Test code has to be
+deterministic. Where it computes more calls than are allowed, a program led it there, or may have: that is no way
+to have no value.
 """
 
 import ast
 import builtins
+import math
 import re
 import symtable
 import sys
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
 from laminar_py.config.section import Seconds
-from laminar_py.records.scoring import Reward, ScoringRequest, TryAgainError
+from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import Prompt
-from laminar_py.reward.assertions import AssertionRun
-from laminar_py.reward.compare import read_value, same_output, same_value, shown
+from laminar_py.reward import crossing
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult
+
+TOLERANCE = 1e-6  # of floats
+LONGEST_NUMBER = 400  # characters
+SHOWN = 120  # characters of a value or a call
+DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
+
+
+def read_value(text: str) -> object:
+    """A value from a program's JSON. Raises `ValueError` where it is none."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError("returned what is no value") from error
+
+
+def same_output(printed: str, wanted: str) -> bool:
+    """Equality of printed text: line by line without spaces at the ends, or word by word with floats near."""
+    if [line.strip() for line in _lines(printed)] == [line.strip() for line in _lines(wanted)]:
+        return True
+    left, right = [_words(text) for text in (printed, wanted)]
+    return [len(line) for line in left] == [len(line) for line in right] and all(
+        one == other or _near(one, other)
+        for ours, theirs in zip(left, right, strict=True)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def same_value(value: object, wanted: object) -> bool:
+    """Equality of JSON values, with floats near; True is not 1."""
+    if isinstance(value, bool) or isinstance(wanted, bool):
+        return value is wanted
+    if isinstance(value, int | float) and isinstance(wanted, int | float):
+        near = isinstance(value, float) or isinstance(wanted, float)
+        return value == wanted or (near and _close(value, wanted))
+    if isinstance(value, list) and isinstance(wanted, list):
+        return len(value) == len(wanted) and all(map(same_value, value, wanted))
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        return value.keys() == wanted.keys() and all(same_value(value[key], wanted[key]) for key in value)
+    return type(value) is type(wanted) and value == wanted
+
+
+def _lines(text: str) -> Sequence[str]:
+    return text.rstrip().split("\n")
+
+
+def _words(text: str) -> list[list[str]]:
+    return [line.split() for line in _lines(text)]
+
+
+def _near(printed: str, wanted: str) -> bool:
+    """True for two decimals that are near each other; integers are exact."""
+    if max(len(printed), len(wanted)) > LONGEST_NUMBER or not (set(wanted) | set(printed)) & set(".eE"):
+        return False
+    if not all(DECIMAL.fullmatch(word) for word in (wanted, printed)):
+        return False
+    return _close(float(printed), float(wanted))
+
+
+def _close(value: float, wanted: float) -> bool:
+    try:
+        return math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def shown(value: object) -> str:
+    """A value in a few words."""
+    text = repr(value) if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+MOST_CALLS = crossing.MOST_CALLS
+CALLS_TOGETHER = 100  # calls that are made by one process
+BESIDE = "laminar_crossing"
+ANSWER = """
+
+def _laminar_answers(calls):
+    import {beside}
+    return {beside}.answer_calls({entry}, calls)
+"""
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Answer of a run of the test code."""
+
+    needed: list[str] = []  # calls whose values are not known
+    fault: str | None = None  # of the program
+    broken: str | None = None  # of the test code
+
+
+class AssertionRun:
+    """Test code of one problem against one program, whose function is `entry_point`."""
+
+    def __init__(self, pool: SandboxPool, program: str, entry_point: str) -> None:
+        self._pool = pool
+        self._program = program + ANSWER.format(beside=BESIDE, entry=entry_point)
+        self._entry_point = entry_point
+        self._crossing = Path(crossing.__file__).read_text()
+
+    async def check(self, test: str) -> str | None:
+        """Fault of the program; None where the test code runs to its end.
+
+        Raises `NoValueError` where it is the test code that is at fault.
+        """
+        known: list[tuple[str, str | None]] = []
+        failed = ""
+        while True:
+            step = _step(await self._call(self._crossing, "run_tests", [test, self._entry_point, known]))
+            if not step.needed:
+                return f"{step.fault}{failed}" if step.fault else None
+            if len(known) + len(step.needed) > MOST_CALLS:
+                return f"calls: the tests call {self._entry_point} more than {MOST_CALLS} times"
+            answers, told = await self._answers(step.needed)
+            failed = told or failed
+            known += zip(step.needed, answers, strict=False)
+
+    async def _answers(self, calls: Sequence[str]) -> tuple[list[str | None], str]:
+        """Answers to calls up to the first that ends the process, None for that one, and what is to be told of it.
+
+        Calls after it are made when the test code gets to them: mostly its verdict is made by then.
+        """
+        found: list[str | None] = []
+        for first in range(0, len(calls), CALLS_TOGETHER):
+            answers, told = await self._together(calls[first : first + CALLS_TOGETHER])
+            found += answers
+            if told:
+                return found, told
+        return found, ""
+
+    async def _together(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
+        result = await self._call(
+            self._program, "_laminar_answers", [calls], files={f"{BESIDE}.py": self._crossing.encode()}
+        )
+        answers = _answers_in(result)
+        if answers is not None and len(answers) == len(calls):
+            return answers, ""
+        if len(calls) == 1:
+            return [None], f" ({self._entry_point}{calls[0]:.{SHOWN}}: {result.label.value}: {result.detail})"
+        found: list[str | None] = []
+        for call in calls:
+            answer, told = await self._together([call])
+            found += answer
+            if told:
+                return found, told
+        return found, ""
+
+    async def _call(
+        self, program: str, function: str, args: list[object], files: dict[str, bytes] | None = None
+    ) -> SandboxResult:
+        try:
+            return await self._pool.call(program, function, args, files=files)
+        except SandboxError as error:
+            raise TryAgainError(f"the sandbox: {error}") from error
+
+
+def _answers_in(result: SandboxResult) -> list[str] | None:
+    """Answers that a program's process gave; None where it gave none."""
+    if result.label is not SandboxLabel.OK or result.value_json is None:
+        return None
+    try:
+        return msgspec.json.decode(result.value_json, type=list[str])
+    except (msgspec.DecodeError, RecursionError):  # a program's bytes
+        return None
+
+
+def _step(result: SandboxResult) -> Step:
+    """Answer of a run of the test code. Raises `NoValueError` where that is at fault itself."""
+    if result.label is not SandboxLabel.OK or result.value_json is None:
+        raise NoValueError(f"the tests of the problem: {result.label.value}: {result.detail}")
+    try:
+        step = msgspec.json.decode(result.value_json, type=Step)
+    except msgspec.DecodeError as error:  # e.g. a text of half a character
+        raise NoValueError(f"the tests of the problem: {error}") from error
+    if step.broken is not None:
+        raise NoValueError(f"the tests of the problem: {step.broken}")
+    return step
+
 
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 PLAIN = frozenset().union(*map(dir, (0, 0.0, 0j, "", b"", [], {}, (), set(), frozenset(), None)))

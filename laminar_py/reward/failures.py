@@ -20,9 +20,14 @@ too (law 6). Training responses are looked at in steps, `FEWEST` at least. A run
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason
+import numpy as np
+
+from laminar_py.records.codec import IntArray
+from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.trajectory import DropReason, FinishReason, Prompt
 
 FEWEST = 32  # responses from which anything is concluded
 NEARLY_ALL = 0.9  # share of a step
@@ -156,3 +161,40 @@ class ScoreFailures:
         failed = self.counts.total()
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.counts.items()))
         return f"{failed} of {self.num_scored + failed} responses could not be scored ({reasons})"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A made-up response, e.g. the right answer alone to prompt "p0"."""
+
+    request: ScoringRequest
+    text: str  # says what it is
+
+    def complaint(self, score: Score, *, title: str) -> str:
+        """Line for the user on a trial that has no value."""
+        return f"reward.use={title}: fails on {self.text} (a trial, made up): {score.detail}"
+
+
+def trials(prompts: Iterable[Prompt], *, encode: Callable[[str], IntArray], end: int) -> list[Trial]:
+    """Trials of the reward with each prompt's answer alone, and with an empty response; `end` is the last id."""
+    made: list[Trial] = []
+    for prompt in prompts:
+        of_task = f" of task {prompt.task!r}" if prompt.task else ""
+        responses = {prompt.answer: "the right answer", "": "an empty response"}
+        for answer, kind in responses.items():
+            ids = np.append(encode(answer), end).astype(np.int32)
+            request = ScoringRequest(
+                trajectory_id=f"trial/{len(made)}",
+                prompt=prompt.text,
+                response="",
+                answer=prompt.answer,
+                task=prompt.task,
+                finish_reason=FinishReason.STOP,
+                prompt_ids=prompt.ids,
+                response_ids=ids,
+                logprobs=np.zeros(len(ids), np.float32),
+                fields_json=prompt.fields_json,
+                environment_reward=float(bool(answer)),
+            )
+            made.append(Trial(request, f"{kind} to prompt {prompt.id!r}{of_task}"))
+    return made

@@ -2,21 +2,146 @@
 
 Rules are more precise than judges, which a policy learns to please: ask one only where the rules reject, with
 `unless`. It is asked twice, the two answers in either order, and only two yeses count.
+
+**Servers** are asked over HTTP, the least busy first. Their addresses are those of a config, or those that the
+leader of a run told last of a pool that it launches. A server that failed a call is left alone for a moment, so
+that one that is gone does not draw all calls to it.
 """
 
+import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Self
+from typing import Self, TypeVar
 
+import aiohttp
 import msgspec
 from pydantic import model_validator
 
-from laminar_py.config.reward import RewardKind, ServeContext, ServedReward
+from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
 from laminar_py.config.section import ConfigError, Count, Seconds
-from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest
-from laminar_py.reward.servers import AskingTerm, Servers, open_servers
-from laminar_py.reward.text import missing_answer
+from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, TryAgainError
+from laminar_py.records.servers import ServerAddress
+from laminar_py.reward.terms import missing_answer
+
+BUSY = {408, 425, 429, 500, 502, 503, 504}
+REST_S = 5.0  # of a server that failed, where another is there
+T = TypeVar("T")
+
+
+class AskingTerm(TermConfig):
+    """A term that asks servers."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that somebody else runs, e.g. `[http://10.0.0.4:30000]`; calls go to the least busy."""
+    servers: str | None = None
+    """Name in `reward.servers` of those that the run launches, in place of `urls`."""
+    key: str | None = None
+    """Environment variable with the key of `urls`, one of those in `reward.env`."""
+    timeout_s: Seconds | None = 60.0
+    """Longest time of a call for one response; null: `reward.timeout_s`."""
+    at_once: Count = 32
+    """Responses that each scorer asks about at a time."""
+
+    @property
+    def pool(self) -> str | None:
+        """See `TermConfig.pool`."""
+        return self.servers
+
+    @property
+    def asks_servers(self) -> bool:
+        """True, whoever runs them."""
+        return True
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> Self:
+        wrong = next((url for url in self.urls if not url.startswith(("http://", "https://"))), None)
+        if wrong is not None:
+            raise ConfigError(f"urls={wrong}: no URL; write for example http://10.0.0.4:30000")
+        if bool(self.urls) == (self.servers is not None):
+            raise ConfigError(
+                f"urls of {self.title}: give either the urls of servers that run already, or `servers`, a name in"
+                " reward.servers"
+            )
+        if self.servers is not None and self.key is not None:
+            raise ConfigError(f"key={self.key}: launched servers have keys of their own; leave it out")
+        return self
+
+
+class Servers:
+    """Servers that answer alike; `present` gives their addresses, once there is one."""
+
+    def __init__(
+        self, present: Callable[[], Awaitable[Sequence[ServerAddress]]], session: aiohttp.ClientSession
+    ) -> None:
+        self._present = present
+        self._session = session
+        self._calls = Counter[str]()  # under way, by URL
+        self._failed_s = dict[str, float]()  # by URL, on the loop's clock
+
+    async def ask(self, path: str, body: Mapping[str, object], answer: type[T]) -> T:
+        """The answer to a POST. Raises `TryAgainError` where another may succeed, else `NoValueError`.
+
+        Waits as long as no server of a launched pool is up.
+        """
+        servers = await self._present()
+        server = min(servers, key=lambda one: (self._rests(one.url), self._calls[one.url]))
+        url = f"{server.url.rstrip('/')}/{path}"
+        self._calls[server.url] += 1
+        try:
+            status, content = await self._post(url, server.key, msgspec.json.encode(body))
+        except (TimeoutError, aiohttp.ClientError) as error:
+            self._failed_s[server.url] = asyncio.get_running_loop().time()
+            words = str(error) or type(error).__name__
+            reason = "no answer in its timeout_s" if isinstance(error, TimeoutError) else words
+            raise TryAgainError(f"{url}: {reason}") from error
+        finally:
+            self._calls[server.url] -= 1
+        if status in BUSY:
+            self._failed_s[server.url] = asyncio.get_running_loop().time()
+            raise TryAgainError(f"{url}: status {status}")
+        if status != 200:
+            raise NoValueError(f"{url}: status {status}: {content[:200].decode(errors='replace')}")
+        try:
+            return msgspec.json.decode(content, type=answer)
+        except msgspec.DecodeError as error:
+            raise NoValueError(f"{url}: another answer than expected ({error})") from error
+
+    def _rests(self, url: str) -> bool:
+        failed_s = self._failed_s.get(url)
+        return failed_s is not None and asyncio.get_running_loop().time() - failed_s < REST_S
+
+    async def _post(self, url: str, key: str | None, data: bytes) -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        async with self._session.post(url, data=data, headers=headers) as reply:
+            return reply.status, await reply.read()
+
+
+@asynccontextmanager
+async def open_servers(term: AskingTerm, context: ServeContext, *, below: str = "") -> AsyncIterator[Servers]:
+    """Servers of a term while they can be called; launched ones are asked `below` their address, e.g. "/v1".
+
+    Raises `ConfigError` where the variable with their key is none of the scorer's.
+    """
+    pool, key = term.servers, term.key
+    if key is not None and key not in context.env:
+        raise ConfigError(f"key={key}: no such variable among reward.env; set it and name it there")
+    given = [ServerAddress(url, None if key is None else context.env[key]) for url in term.urls]
+
+    async def present() -> Sequence[ServerAddress]:
+        if pool is None:
+            return given
+        return [ServerAddress(one.url + below, one.key) for one in await context.addresses(pool)]
+
+    async with aiohttp.ClientSession(
+        headers={"Content-Type": "application/json"},
+        timeout=aiohttp.ClientTimeout(total=context.timeout_s),
+        # a server closes idle connections just when they are used again
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+    ) as session:
+        yield Servers(present, session)
+
 
 QUESTION = """Problem:
 {problem}

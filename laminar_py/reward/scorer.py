@@ -3,7 +3,8 @@
 It has the terms of a reward called: functions in processes of their own (`calls.pool`), since they may hang or die
 and are to see none of the run's secrets; what is served by the scorer itself, here. Invariant (law 6): every
 response that was submitted gets one score; a mistake of ours is raised by `take`. Terms that look ahead work on
-responses that still generate, where little else is asked; no score depends on it.
+responses that still generate, where little else is asked; no score depends on it. A score that names a column is
+told only once that lies in a segment.
 """
 
 import asyncio
@@ -11,15 +12,16 @@ import logging
 import os
 import random
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 from blake3 import blake3
 
 from laminar_py.config.reward import (
@@ -32,27 +34,195 @@ from laminar_py.config.reward import (
 )
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.codec import IntArray
-from laminar_py.records.columns import Column, ColumnError
-from laminar_py.records.pieces import PayloadLostError
+from laminar_py.records.columns import TOKEN_REWARDS, Array, Column, ColumnError, Source, TokenValues, token_values
+from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError
 from laminar_py.records.returns import earned_by
+from laminar_py.records.roles import RoleCredit
 from laminar_py.records.scoring import (
     NoValueError,
     PartialResponse,
     Score,
     ScoringRequest,
+    TermValue,
     TryAgainError,
     Unfinished,
     Unscored,
 )
+from laminar_py.records.servers import PoolAddresses, ServerAddress
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.limited import CALLS_AT_ONCE
-from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.calls.process import CallSpec
-from laminar_py.reward.launched import LaunchedServers
-from laminar_py.reward.outcome import Outcome, checked, one_line, plain
-from laminar_py.reward.payload import ScoredPayload
-from laminar_py.reward.sums import add_up
+from laminar_py.reward.calls.child import CALLS_AT_ONCE
+from laminar_py.reward.calls.pool import CallPool, CallSpec
+from laminar_py.reward.outcome import LARGEST, Outcome, checked, one_line, plain
+from laminar_py.reward.terms import EnvironmentTerm
+
+
+class LaunchedServers:
+    """Addresses as they were last told."""
+
+    def __init__(self) -> None:
+        self._newest = PoolAddresses(0, {})
+        self._news = asyncio.Event()
+
+    def update(self, addresses: PoolAddresses) -> None:
+        """Take these, unless newer ones are known."""
+        if addresses.number > self._newest.number:
+            self._newest = addresses
+            self._news.set()
+            self._news = asyncio.Event()
+
+    async def of(self, pool: str) -> Sequence[ServerAddress]:
+        """Servers of a pool that are up, once any is."""
+        while not (found := self._newest.pools.get(pool)):
+            await self._news.wait()
+        return found
+
+
+class ScoredPayload:
+    """Reader of responses and writer of columns."""
+
+    def __init__(self, reader: PayloadReader, writer: SegmentWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def complete(self, unscored: Unscored) -> ScoringRequest:
+        """The request with its tokens. Raises `PayloadLostError`."""
+        return await asyncio.to_thread(self._complete, unscored)
+
+    async def begun(self, unfinished: Unfinished) -> PartialResponse:
+        """The beginning of a response with its tokens. Raises `PayloadLostError`."""
+        return await asyncio.to_thread(self._begun, unfinished)
+
+    def store(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> dict[str, ColumnRef]:
+        """Write columns; where each lies. Raises `OSError`."""
+        pieces = [
+            ColumnPiece(trajectory_id=trajectory_id, name=name, values=values) for name, values in columns.items()
+        ]
+        refs = zip(pieces, self._writer.write_all(pieces), strict=True)
+        return {piece.name: ColumnRef(piece.values.dtype, at) for piece, at in refs}
+
+    def _complete(self, unscored: Unscored) -> ScoringRequest:
+        response = self._reader.load((one.at for one in unscored.tokens), stores=unscored.stores).response(
+            unscored.tokens
+        )
+        if len(response.ids) != unscored.tokens[-1].end:
+            raise PayloadLostError(f"{len(response.ids)} of its {unscored.tokens[-1].end} tokens")
+        return msgspec.structs.replace(
+            unscored.request,
+            response_ids=response.ids,
+            logprobs=response.logprobs,
+            environment_reward=response.reward,
+            roles=response.roles,
+        )
+
+    def _begun(self, unfinished: Unfinished) -> PartialResponse:
+        loaded = self._reader.load((one.at for one in unfinished.tokens), stores=unfinished.stores)
+        return msgspec.structs.replace(unfinished.response, response_ids=loaded.response(unfinished.tokens).ids)
+
+
+def add_up(
+    trajectory_id: str,
+    outcomes: Sequence[tuple[TermConfig, Outcome]],
+    *,
+    columns: Sequence[Column],
+    roles: Sequence[RoleCredit] = (),
+    length: int,
+    at_once: float,
+) -> tuple[Score, dict[str, TokenValues]]:
+    """Score of a response of `length` tokens, from a scorer that works on `at_once` like it at the same time.
+
+    With it columns [L] that its terms gave. The first term without a value leaves it without one.
+
+    Where a term has a number for each token the sum has too, and those with one number are added at the last.
+    `columns` are wanted of any of the terms; `roles` have rewards of the environment.
+    """
+
+    def score(value: float | None, **fields: Any) -> Score:
+        elapsed_s = sum(outcome.elapsed_s for _, outcome in outcomes)
+        return Score(trajectory_id=trajectory_id, value=value, elapsed_s=elapsed_s, at_once=at_once, **fields)
+
+    def failed(reason: DropReason, detail: str) -> tuple[Score, dict[str, TokenValues]]:
+        return score(None, failure=reason, detail=detail), {}
+
+    for term, outcome in outcomes:
+        if outcome.failure is not None:
+            name = f"{term.title}: " if len(outcomes) > 1 else ""
+            return failed(outcome.failure, f"{name}{outcome.detail}")
+    twice = _column_given_twice(outcomes)
+    if twice is not None:
+        detail = f"two terms gave the column {twice!r}; leave it to one of them"
+        return failed(DropReason.REWARD_FAILED, detail)
+    given = {name: values for _, outcome in outcomes for name, values in outcome.columns.items()}
+    missing = [c.name for c in columns if c.source is Source.SCORER and c.name not in given]
+    if missing:
+        detail = f"the reward function gave no column {missing[0]!r}, which the algorithm needs"
+        return failed(DropReason.REWARD_FAILED, detail)
+    tokens = _token_rewards(outcomes, length) if TOKEN_REWARDS in given else None
+    if tokens is not None:
+        given[TOKEN_REWARDS] = token_values(tokens)
+    value = float(tokens.sum()) if tokens is not None else sum(term.weight * _value(of) for term, of in outcomes)
+    if tokens is not None and roles:
+        detail = "roles have rewards of their own, and a term gave one for each token; leave that out"
+        return failed(DropReason.REWARD_FAILED, detail)
+    if not abs(value) <= LARGEST:
+        detail = f"its terms add up to {value:g}; keep the sum below {LARGEST:g}"
+        return failed(DropReason.REWARD_FAILED, detail)
+    return score(value, terms=_term_values(outcomes), roles=_with_terms(roles, outcomes)), given
+
+
+def _with_terms(
+    roles: Sequence[RoleCredit], outcomes: Sequence[tuple[TermConfig, Outcome]]
+) -> tuple[RoleCredit, ...]:
+    """Credit of roles where the environment's reward is a term: what the others gave is added to each."""
+    weights = [term.weight for term, _ in outcomes if isinstance(term, EnvironmentTerm)]
+    rest = sum(term.weight * _value(of) for term, of in outcomes if not isinstance(term, EnvironmentTerm))
+    if not weights:
+        return ()
+    return tuple(msgspec.structs.replace(role, reward=sum(weights) * role.reward + rest) for role in roles)
+
+
+def _column_given_twice(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> str | None:
+    """A column other than the token rewards, which add up, that two terms gave."""
+    names = Counter(name for _, outcome in outcomes for name in outcome.columns if name != TOKEN_REWARDS)
+    return next((name for name, times in names.items() if times > 1), None)
+
+
+def _token_rewards(outcomes: Sequence[tuple[TermConfig, Outcome]], length: int) -> Array:
+    total = np.zeros(length, np.float32)
+    with np.errstate(over="ignore"):
+        for term, outcome in outcomes:
+            values = outcome.columns.get(TOKEN_REWARDS)
+            if values is not None:
+                total += np.float32(term.weight) * values.array
+            else:
+                total[-1] += np.float32(term.weight * _value(outcome))
+    return total
+
+
+def _value(outcome: Outcome) -> float:
+    assert outcome.value is not None, "a term without a value has a failure"
+    return outcome.value
+
+
+def _term_values(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> list[TermValue]:
+    """Record of the terms: the value of each, or the numbers that its function named, with the term where two
+    have the same name."""
+    named = [(term, outcome, outcome.named or {term.title: _value(outcome)}) for term, outcome in outcomes]
+    times = Counter(name for _, _, values in named for name in values)
+    return [
+        TermValue(
+            name=name if times[name] == 1 else f"{term.title}.{name}",
+            value=value,
+            elapsed_s=outcome.elapsed_s,
+            text=outcome.text,
+            said=outcome.said,
+        )
+        for term, outcome, values in named
+        for name, value in values.items()
+    ]
+
 
 RETRY_S = 120.0  # a call is made again that long where it may succeed another time
 PAUSE_S = 0.5  # before the second, twice as long before each further one

@@ -23,7 +23,7 @@ from pydantic import Field
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.scoring import NoValueError, PartialResponse, Reward, ScoringRequest
-from laminar_py.reward.servers import AskingTerm, Servers, open_servers
+from laminar_py.reward.judge import AskingTerm, Servers, open_servers
 
 TEMPERATURE = 0.1  # of the minimum
 KEPT = 4096  # responses whose first steps are known

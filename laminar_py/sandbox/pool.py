@@ -22,7 +22,7 @@ from laminar_py.sandbox import interpreter, places
 from laminar_py.sandbox.files import pack
 from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.inside.program import ProgramPayload
-from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
+from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier, TierOffer
 from laminar_py.sandbox.session import SandboxSession
 from laminar_py.sandbox.slot import SandboxSlot, ZygoteLostError
 
@@ -284,3 +284,21 @@ class SandboxPool:
 def _text(program: str) -> str:
     """A program without what no file could hold."""
     return program.encode("utf-8", "replace").decode()
+
+
+async def survey_tiers() -> list[TierOffer]:
+    """Every tier, the strongest first, with why it is not offered, or how it is weaker than it could be."""
+    return [await _offer(tier) for tier in SandboxTier]
+
+
+def available_tiers() -> list[TierOffer]:
+    """Survey for callers without an event loop."""
+    return asyncio.run(survey_tiers())
+
+
+async def _offer(tier: SandboxTier) -> TierOffer:
+    try:
+        async with SandboxPool(slots=1, require=tier, tier=tier) as pool:
+            return TierOffer(tier, True, pool.weaknesses)
+    except ConfigError as error:
+        return TierOffer(tier, False, str(error.__cause__))  # without field and remedy

@@ -19,6 +19,7 @@ import msgspec
 from laminar_py.sandbox import interpreter
 from laminar_py.sandbox.cgroups import CgroupCounts
 from laminar_py.sandbox.files import RunFiles, pack
+from laminar_py.sandbox.hosted import start_process
 from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.inside.namespaces import USER
 from laminar_py.sandbox.inside.program import ProgramPayload
@@ -189,7 +190,8 @@ class SandboxSlot:
         ours.setblocking(False)
         self._control = ours
         try:
-            self._process = self._spawn(theirs)  # of milliseconds; in a thread it could be missed when cancelled
+            command, environment = interpreter.command(theirs.fileno()), interpreter.environment(self._home)
+            self._process = start_process(command, control=theirs, environment=environment, log=None, cwd="/")
         finally:
             theirs.close()
         users, cgroup = self._place.users, self._place.cgroup
@@ -215,18 +217,6 @@ class SandboxSlot:
         result = await self.run(ProgramPayload(program="print('ready')"), limits=SandboxLimits())
         if result.stdout != "ready\n":
             raise SandboxError(f"slot {self._place.number} runs nothing: {result.detail} {result.stderr.strip()}")
-
-    def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            interpreter.command(theirs.fileno()),
-            env=interpreter.environment(self._home),
-            cwd="/",
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
 
     def _map_users(self, users: list[int]) -> None:
         """Users of the zygote's namespace: ours as its root, or as root those of the slot."""

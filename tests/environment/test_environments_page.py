@@ -9,11 +9,11 @@ import yaml
 from pydantic import TypeAdapter
 
 from laminar_contrib.environments.gymnasium_kind import open_gymnasium
-from laminar_contrib.environments.reasoning_gym_tasks import EVALUATING, REFUSED
+from laminar_contrib.environments.reasoning_gym_kind import EVALUATING, REFUSED
 from laminar_py.config.data import DataConfig
 from laminar_py.config.environment import ENVIRONMENTS, AnyEnvironmentConfig, EnvironmentConfig
 from laminar_py.config.reward import RewardConfig
-from laminar_py.environment.own_class import open_class
+from laminar_py.environment.host import open_class
 from laminar_py.environment.protocol import Problem
 from tests.environment.text_story import TextStory
 from tests.environment.turns import HOME

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from laminar_py.environment.host import SavedTurns
 from laminar_py.environment.protocol import End, Observation, Rewrite, TokenWords
-from laminar_py.environment.saved import SavedTurns
 from laminar_py.records.environment import ModelTurn
 from laminar_py.records.spans import ANEW, Span, add_span
 from laminar_py.records.trajectory import DropReason

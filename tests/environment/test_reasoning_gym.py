@@ -14,8 +14,12 @@ import msgspec
 import pytest
 
 from laminar_contrib.environments.reasoning_gym_data import problems
-from laminar_contrib.environments.reasoning_gym_kind import ReasoningGymEnvironment, open_reasoning_gym
-from laminar_contrib.environments.reasoning_gym_tasks import EVALUATING, REFUSED
+from laminar_contrib.environments.reasoning_gym_kind import (
+    EVALUATING,
+    REFUSED,
+    ReasoningGymEnvironment,
+    open_reasoning_gym,
+)
 from laminar_py.config.environment import ENVIRONMENTS
 from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import OWN_FIELDS

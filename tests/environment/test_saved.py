@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.environment.saved import KEPT_BYTES, SavedTurn, SavedTurns, TurnsOnFile
+from laminar_py.environment.host import KEPT_BYTES, SavedTurn, SavedTurns, TurnsOnFile
 from laminar_py.records.environment import EnvironmentTurn
 
 TOLD, OTHER = b"a" * 16, b"b" * 16

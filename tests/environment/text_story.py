@@ -9,8 +9,7 @@ from tokenizers.models import BPE
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost
-from laminar_py.environment.saved import SavedTurns
+from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.environment import ModelTurn
 from laminar_py.records.spans import Span, add_span

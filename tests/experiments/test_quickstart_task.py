@@ -21,7 +21,7 @@ from laminar_py.data.sources import source_at
 from laminar_py.data.tiny_models import SPECIAL, UNKNOWN
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.trajectory import FinishReason
-from laminar_py.reward.text import ExactReward
+from laminar_py.reward.terms import ExactReward
 from tests.reward.requests import make_request
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from laminar_py.config.reward import FunctionTerm
-from laminar_py.reward.functions import load_function
+from laminar_py.reward.terms import load_function
 from tests.reward.requests import make_request
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()

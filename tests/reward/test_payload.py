@@ -22,8 +22,7 @@ from laminar_py.records.returns import earned_by
 from laminar_py.records.scoring import Score, ScoringRequest, Unscored
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
-from laminar_py.reward.payload import ScoredPayload
-from laminar_py.reward.scorer import Scorer
+from laminar_py.reward.scorer import ScoredPayload, Scorer
 from tests.depth import examples
 from tests.reward.requests import by_reference, make_request
 from tests.reward.test_scorer import PATIENCE_S, SEGMENTS, column, scorer_of, scores_of, serve, with_ids

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_contrib.mathematics.canonical import canonical
+from laminar_contrib.mathematics.verify import canonical
 from laminar_py.config.reward import RewardConfig, check_sets
 from laminar_py.config.section import ConfigError
 from laminar_py.records.columns import Column, Source

@@ -13,8 +13,7 @@ from laminar_py.records.columns import Dtype
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Prompt
-from laminar_py.reward.failures import FEWEST, LATE, MIXED_STEPS, NEARLY_ALL, OUTAGE_S, ScoreFailures
-from laminar_py.reward.trial import trials
+from laminar_py.reward.failures import FEWEST, LATE, MIXED_STEPS, NEARLY_ALL, OUTAGE_S, ScoreFailures, trials
 from tests.builders import make_ref
 from tests.depth import examples
 

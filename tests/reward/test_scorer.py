@@ -30,8 +30,7 @@ from laminar_py.records.scoring import (
 )
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
-from laminar_py.reward.payload import ScoredPayload
-from laminar_py.reward.scorer import Scorer
+from laminar_py.reward.scorer import ScoredPayload, Scorer
 from tests.reward.requests import beginning, make_request
 
 PATIENCE_S = 60.0

@@ -12,9 +12,8 @@ from laminar_py.config.reward import RewardConfig
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.records.scoring import TryAgainError
 from laminar_py.records.servers import PoolAddresses, ServerAddress
-from laminar_py.reward.launched import LaunchedServers
-from laminar_py.reward.scorer import Scorer
-from laminar_py.reward.servers import Servers
+from laminar_py.reward.judge import Servers
+from laminar_py.reward.scorer import LaunchedServers, Scorer
 from tests.reward.requests import make_request
 from tests.reward.test_scorer import score
 

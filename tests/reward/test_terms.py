@@ -8,8 +8,15 @@ import pytest
 from laminar_py.config.reward import FunctionTerm, RewardConfig, check_tasks
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import FinishReason
-from laminar_py.reward.functions import load_function
-from laminar_py.reward.text import ExactReward, ExactTerm, FormatReward, FormatTerm, LengthReward, LengthTerm
+from laminar_py.reward.terms import (
+    ExactReward,
+    ExactTerm,
+    FormatReward,
+    FormatTerm,
+    LengthReward,
+    LengthTerm,
+    load_function,
+)
 from tests.reward.requests import make_request
 
 

@@ -19,9 +19,8 @@ from laminar_py.cli import main as laminar
 from laminar_py.config.section import ConfigError
 from laminar_py.sandbox import interpreter
 from laminar_py.sandbox.inside import kernel, landlock, seccomp
-from laminar_py.sandbox.pool import SandboxPool
+from laminar_py.sandbox.pool import SandboxPool, survey_tiers
 from laminar_py.sandbox.records import SandboxTier
-from laminar_py.sandbox.survey import survey_tiers
 from tests.sandbox.conftest import TIGHT
 from tests.sandbox.hostile import HOSTILE, run_hostile
 

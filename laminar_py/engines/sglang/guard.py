@@ -12,12 +12,10 @@ since they live as long as the server does.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,10 +25,10 @@ from pathlib import Path
 
 import psutil
 
+from laminar_py.sandbox.inside import kernel
+
 PATIENCE_S = 3.0  # for resource trackers to end by themselves, which takes 0.1 s
 LOOK_MS = 1000  # between two looks at a starting server
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 # SGLang leaves this file behind however it ends; nothing else in shared memory is the server's own
 LEFT_BEHIND = re.compile(r"/dev/shm/sglang_loads_\w+\.shm")
 
@@ -60,14 +58,14 @@ def main() -> int:
 
 def _run(order: Order, scratch: Path, *reasons: int) -> int:
     """Start the server and end it when one of the processes in `reasons` has died, among the other reasons."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process, so none escapes
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process, so none escapes
     config = scratch / "config.yaml"
     config.write_text(json.dumps(order.config))  # JSON is YAML
     server = subprocess.Popen(
         [*order.command, "--config", str(config)],
         stdin=subprocess.DEVNULL,
         env={**os.environ, "TMPDIR": str(scratch)},  # its sockets go with the folder
-        preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # should the guard be killed itself
+        preexec_fn=kernel.end_with_parent,  # should the guard be killed itself
     )
     left_behind: set[str] = set()
     try:
@@ -131,11 +129,6 @@ def _left_behind() -> set[str]:
         with contextlib.suppress(OSError):  # it has ended
             found |= set(LEFT_BEHIND.findall(Path(f"/proc/{process.pid}/maps").read_text()))
     return found
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl {option}")
 
 
 if __name__ == "__main__":

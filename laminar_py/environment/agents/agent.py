@@ -12,29 +12,23 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from laminar_py.config.environment import Words
-from laminar_py.environment.agents.conversation import Conversation, Message, WordsTooLongError
-from laminar_py.environment.agents.messages import AssistantMessages
-from laminar_py.environment.agents.requests import AgentHistory, Chat, Prompt
-from laminar_py.environment.agents.token_paths import TokenPaths
+from laminar_py.environment.agents.connections import RefusedError
+from laminar_py.environment.agents.history import (
+    AgentHistory,
+    AssistantMessages,
+    Message,
+    Prompt,
+    WordsTooLongError,
+)
 from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
 from laminar_py.environment.python_session import PythonSession, SessionClosedError
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.roles import credits_of
+from laminar_py.sandbox.records import SandboxError
 
 KEY_BYTES = 24
+ENDED = "the trajectory has ended"
 MOST_WAITING = 16  # requests of one agent, for those before them
-
-
-class TrajectoryEndedError(Exception):
-    """A request of an agent whose trajectory has ended."""
-
-
-class TooManyWaitingError(Exception):
-    """A request of an agent of which as many wait as may."""
-
-
-class NoSandboxError(Exception):
-    """Code of an agent whose run has no sandbox for it, or no shell there."""
 
 
 class AgentFailedError(Exception):
@@ -151,7 +145,7 @@ class AgentEnvironment:
         self._keys = keys
         self._messages = messages
         self._session = session
-        self._history = AgentHistory(Conversation(most_bytes=most_bytes), TokenPaths(words))
+        self._history = AgentHistory(words, most_bytes=most_bytes)
         # at most MOST_WAITING, and the end: what is more is refused, and its sender tries again
         self._inbox: asyncio.Queue[AgentRequest | None] = asyncio.Queue()
         self._last: End | AgentFailedError | None = None  # once there is one, nothing that waits is answered
@@ -199,10 +193,7 @@ class AgentEnvironment:
         assert present.prompt is not None, "it is answered once"
         self._roles.append(present.role)
         message = self._messages.read(action, turn=len(self._roles), has_tools=present.prompt.has_tools)
-        if isinstance(present.prompt, Chat):
-            self._history.conversation.answered(message)
-        else:
-            self._history.paths.answered(turn, number=len(self._roles))
+        present.prompt.note_answer(self._history, turn, message, turn=len(self._roles))
         if self._newest is not None:
             self._newest.context = None
         self._newest = AgentAnswer(
@@ -233,13 +224,13 @@ class AgentEnvironment:
     ) -> list[AgentRequest]:
         """Requests for as many answers to the same, or none; those that were sent before are these again.
 
-        Raises `TrajectoryEndedError`, `TooManyWaitingError`.
+        Raises `RefusedError`.
         """
         new = [digest for digest in digests if digest not in self._requests]
         if new and self._ended:
-            raise TrajectoryEndedError
+            raise RefusedError(410, ENDED)
         if self._inbox.qsize() + len(new) > MOST_WAITING:
-            raise TooManyWaitingError
+            raise RefusedError(429, f"{MOST_WAITING} requests wait already; try again")
         for digest in new:
             request = AgentRequest(digest=digest, prompt=prompt, role=role, listens=listens)
             self._requests[digest] = request
@@ -249,35 +240,42 @@ class AgentEnvironment:
     async def python(self, code: str) -> str:
         """Run code in the sandbox, in a session of this agent; its output, as a terminal shows it.
 
-        Raises `NoSandboxError`, `TrajectoryEndedError`, and `SandboxError` where the sandbox itself fails.
+        Raises `RefusedError`, also where the sandbox itself fails.
         """
         if self._session is None:
-            raise NoSandboxError
+            raise RefusedError(404, "the run has no sandbox for agents; set environment.python")
         return await self._inside(self._session.python, code)
 
     async def shell(self, command: str) -> str:
         """`python`, with a command of a shell."""
         if self._session is None or not self._session.has_shell:
-            raise NoSandboxError
+            absent = "no shell for agents; set environment.python and sandbox.programs"
+            raise RefusedError(404, f"the run has {absent}")
         return await self._inside(self._session.shell, command)
 
     async def _inside(self, run: Callable[[str], Awaitable[str]], text: str) -> str:
         if self._ended:
-            raise TrajectoryEndedError
+            raise RefusedError(410, ENDED)
         try:
             return await run(text)
         except SessionClosedError:
-            raise TrajectoryEndedError from None
+            raise RefusedError(410, ENDED) from None
+        except SandboxError as error:
+            raise RefusedError(503, f"the sandbox failed: {error}") from None
 
     def reward(self, value: float | dict[str, float] | None) -> None:
         """End the trajectory with a reward, one for each role, or none.
 
-        Raises `TrajectoryEndedError` where it has ended, ValueError where a role that has turns has no reward.
+        Raises `RefusedError` where it has ended, and where a role that has turns has no reward.
         """
         if self._ended or self._last is not None:
-            raise TrajectoryEndedError
+            raise RefusedError(410, ENDED)
         if isinstance(value, dict):
-            credits_of(value, self._roles if self._present is None else [*self._roles, self._present.role])
+            roles = self._roles if self._present is None else [*self._roles, self._present.role]
+            try:
+                credits_of(value, roles)
+            except ValueError as error:
+                raise RefusedError(400, f"reward: {error}") from None
         self._end(End(value))
 
     def _left(self, fault: str) -> None:
@@ -303,7 +301,7 @@ class AgentEnvironment:
                 words = given.prompt.join(self._history, turn=len(self._roles) + 1)
             except WordsTooLongError as error:
                 del self._requests[given.digest]
-                given.refuse(error)
+                given.refuse(RefusedError(413, str(error)))
                 continue
             self._present = given
             return words
@@ -311,4 +309,4 @@ class AgentEnvironment:
     def _finish(self) -> None:
         self._ended = True
         for request in self._requests.values():
-            request.refuse(TrajectoryEndedError())
+            request.refuse(RefusedError(410, ENDED))

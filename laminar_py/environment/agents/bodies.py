@@ -6,6 +6,7 @@ Fields that are not named here are allowed and not heeded: how tokens are drawn 
 import json
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
@@ -14,8 +15,10 @@ import numpy as np
 
 from laminar_py.config.environment import Words
 from laminar_py.environment.agents.agent import AgentAnswer
-from laminar_py.environment.agents.conversation import Message
+from laminar_py.environment.agents.connections import RefusedError
+from laminar_py.environment.agents.history import Chat, Prompt, TextPrompt, TokenPrompt
 from laminar_py.environment.protocol import MOST_TOKENS
+from laminar_py.records.codec import IntArray
 from laminar_py.records.roles import MOST_ROLES, ROLE_CHARS
 
 MODEL = "policy"
@@ -71,13 +74,12 @@ class AnyRequest(msgspec.Struct, kw_only=True):
     max_tokens: TurnLimit = None
 
     @property
-    def turn_limit(self) -> int | None:
-        """The most tokens of each turn that answers it."""
-        return self.max_tokens
-
-    def fault(self) -> str:
-        """Why it cannot be answered; "" where it can."""
-        return ""
+    def choices(self) -> int:
+        """Number of turns that answer it. Raises `RefusedError`."""
+        choices = 1 if self.n is None else self.n
+        if not 1 <= choices <= MOST_CHOICES or (choices > 1 and self.stream):
+            raise RefusedError(400, f"n={choices}: give 1 to {MOST_CHOICES}, and 1 for a stream")
+        return choices
 
 
 class ChatRequest(AnyRequest):
@@ -88,21 +90,14 @@ class ChatRequest(AnyRequest):
     logprobs: bool | None = None
     max_completion_tokens: TurnLimit = None
 
-    @property
-    def turn_limit(self) -> int | None:
-        """The most tokens of each turn that answers it: the lesser of both fields."""
-        return _least(self.max_tokens, self.max_completion_tokens)
-
-    def fault(self) -> str:
-        """Why it cannot be answered; "" where it can."""
+    def prompt_of_turn(self) -> Prompt:
+        """Messages as chat templates know them. Raises `RefusedError`."""
         if not self.messages or self.messages[-1].role == "assistant":
-            return "messages: there are none, or the last is the assistant's"
-        return ""
-
-    def plain(self) -> list[Message]:
-        """Messages as chat templates know them."""
+            raise RefusedError(400, "messages: there are none, or the last is the assistant's")
         plain = [msgspec.to_builtins(message) for message in self.messages]
-        return [{**one, "role": "system"} if one["role"] == "developer" else one for one in plain]
+        messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in plain]
+        most = _least(self.max_tokens, self.max_completion_tokens)
+        return Chat(messages=messages, tools=self.tools or [], max_tokens=most)
 
 
 class CompletionRequest(AnyRequest):
@@ -112,9 +107,15 @@ class CompletionRequest(AnyRequest):
     logprobs: int | None = None
     echo: bool | None = None
 
-    def fault(self) -> str:
-        """Why it cannot be answered; "" where it can."""
-        return "prompt: is empty" if not self.prompt else "echo: is not done here" if self.echo else ""
+    def prompt_of_turn(self) -> Prompt:
+        """The text or the ids. Raises `RefusedError`."""
+        if not self.prompt:
+            raise RefusedError(400, "prompt: is empty")
+        if self.echo:
+            raise RefusedError(400, "echo: is not done here")
+        if isinstance(self.prompt, str):
+            return TextPrompt(self.prompt, self.max_tokens)
+        return TokenPrompt(_ids(self.prompt), self.max_tokens)
 
 
 class SamplingFields(msgspec.Struct):
@@ -129,14 +130,17 @@ class TokensRequest(AnyRequest):
     token_ids: list[int]
     sampling_params: SamplingFields | None = None
 
-    @property
-    def turn_limit(self) -> int | None:
-        """The most tokens of each turn that answers it: the lesser of both fields."""
-        return _least(self.max_tokens, None if self.sampling_params is None else self.sampling_params.max_tokens)
+    def prompt_of_turn(self) -> Prompt:
+        """The ids. Raises `RefusedError`."""
+        if not self.token_ids:
+            raise RefusedError(400, "token_ids: there are none")
+        if self.stream:
+            raise RefusedError(400, "stream: is not done here; leave it out")
+        sampled = None if self.sampling_params is None else self.sampling_params.max_tokens
+        return TokenPrompt(_ids(self.token_ids), _least(self.max_tokens, sampled))
 
-    def fault(self) -> str:
-        """Why it cannot be answered; "" where it can."""
-        return "" if self.token_ids else "token_ids: there are none"
+
+TurnRequest = ChatRequest | CompletionRequest | TokensRequest
 
 
 class RewardRequest(msgspec.Struct):
@@ -158,82 +162,58 @@ class CommandRequest(msgspec.Struct):
 
 
 class Bodies:
-    """Answers in the forms of the API, e.g. `Bodies(words).chat(answers, name="1f", body=request)`."""
+    """Answers in the forms of the API, e.g. `Bodies(words).whole(answers, name="1f", body=request)`."""
 
     def __init__(self, words: Words) -> None:
         self._words = words
 
-    def chat(self, answers: Sequence[AgentAnswer], *, name: str, body: ChatRequest) -> dict[str, Any]:
-        """A chat completion."""
-        choices = [
-            {
-                "index": place,
-                "message": answer.message,
-                "finish_reason": finish_of(answer),
-                "logprobs": self.logprobs(answer) if body.logprobs else None,
-                **_ids_of(answer, body),
-            }
-            for place, answer in enumerate(answers)
-        ]
-        return {**head(name, "chat.completion"), "choices": choices, **_ends(answers, body)}
+    def whole(self, answers: Sequence[AgentAnswer], *, name: str, body: TurnRequest) -> dict[str, Any]:
+        """Answer to a request, with a choice for each of its turns."""
+        choices = [self._choice(answer, place, body) for place, answer in enumerate(answers)]
+        # the tokens that the newest answer was sampled behind; there are none of older ones
+        context = None if answers[0].context is None else answers[0].context.tolist()
+        body_of = {"choices": choices, "usage": usage_of(answers)}
+        if isinstance(body, TokensRequest):
+            return {"request_id": name[:24], **body_of, "prompt_token_ids": context}
+        ids = {"prompt_token_ids": context} if body.return_token_ids else {}
+        kind = "chat.completion" if isinstance(body, ChatRequest) else "text_completion"
+        return {**head(name, kind), **body_of, **ids}
 
-    def completion(self, answers: Sequence[AgentAnswer], *, name: str, body: CompletionRequest) -> dict[str, Any]:
-        """A completion of a text."""
-        choices = [
-            {
-                "index": place,
-                "text": answer.message["content"],
-                "finish_reason": finish_of(answer),
-                "logprobs": None if body.logprobs is None else self._flat_logprobs(answer),
-                **_ids_of(answer, body),
-            }
-            for place, answer in enumerate(answers)
-        ]
-        return {**head(name, "text_completion"), "choices": choices, **_ends(answers, body)}
-
-    def generated(self, answers: Sequence[AgentAnswer], *, name: str, body: TokensRequest) -> dict[str, Any]:
-        """An answer in tokens."""
-        choices = [
-            {
-                "index": place,
-                "token_ids": answer.ids.tolist(),
-                "finish_reason": finish_of(answer),
-                "logprobs": _numbered_logprobs(answer),
-            }
-            for place, answer in enumerate(answers)
-        ]
-        prompt = _context_of(answers[0])
-        return {
-            "request_id": name[:24],
-            "choices": choices,
-            "prompt_token_ids": prompt,
-            "usage": usage_of(answers),
-        }
-
-    def logprobs(self, answer: AgentAnswer) -> dict[str, Any] | None:
-        """Log-probabilities of a turn's tokens; None of a turn that was answered in an earlier life."""
-        if len(answer.logprobs) != len(answer.ids):
-            return None
-        return {"content": self.token_logprobs(answer.ids.tolist(), answer.logprobs.tolist()), "refusal": None}
-
-    def token_logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
-        """Entries of tokens."""
-        texts = self._texts(ids)
-        return [
+    def token_logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+        """Log-probabilities of tokens, as answers in messages have them."""
+        entries = [
             {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, logprobs, strict=True)
+            for text, value in zip(self._texts(ids), logprobs, strict=True)
         ]
+        return {"content": entries, "refusal": None}
+
+    def _choice(self, answer: AgentAnswer, place: int, body: TurnRequest) -> dict[str, Any]:
+        ids, values = answer.ids.tolist(), answer.logprobs.tolist()
+        known = len(values) == len(ids)  # else it was answered before the process died
+        choice: dict[str, Any] = {"index": place, "finish_reason": finish_of(answer), "logprobs": None}
+        if isinstance(body, TokensRequest) or body.return_token_ids:
+            choice["token_ids"] = ids
+        if isinstance(body, ChatRequest):
+            choice["message"] = answer.message
+            if body.logprobs and known:
+                choice["logprobs"] = self.token_logprobs(ids, values)
+        elif isinstance(body, CompletionRequest):
+            choice["text"] = answer.message["content"]
+            if body.logprobs is not None and known:
+                choice["logprobs"] = self._flat_logprobs(ids, values)
+        elif known:
+            pairs = zip(ids, values, strict=True)
+            entries = [{"token": f"token_id:{id}", "logprob": value} for id, value in pairs]
+            choice["logprobs"] = {"content": entries}
+        return choice
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
         """Text of each token by itself; what ends a turn has none."""
         return [self._words.said(np.array([id], np.int32)) for id in ids]
 
-    def _flat_logprobs(self, answer: AgentAnswer) -> dict[str, Any] | None:
-        if len(answer.logprobs) != len(answer.ids):
-            return None
-        tokens = self._texts(answer.ids.tolist())
+    def _flat_logprobs(self, ids: list[int], values: list[float]) -> dict[str, Any]:
+        tokens = self._texts(ids)
         offsets = [0, *accumulate(map(len, tokens[:-1]))]
-        values = answer.logprobs.tolist()
         return {"tokens": tokens, "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
 
 
@@ -255,9 +235,10 @@ def finish_of(answer: AgentAnswer) -> str:
     return "tool_calls" if answer.message.get("tool_calls") else "stop"
 
 
-def error_body(reason: str, kind: str) -> dict[str, Any]:
+def error_body(error: BaseException) -> dict[str, Any]:
     """A fault in the form that clients of the API read."""
-    return {"error": {"message": reason, "type": kind, "code": None, "param": None}}
+    kind = HTTPStatus(error.status).phrase if isinstance(error, RefusedError) else type(error).__name__
+    return {"error": {"message": str(error), "type": kind, "code": None, "param": None}}
 
 
 def encoded(value: object) -> str:
@@ -269,22 +250,7 @@ def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _context_of(answer: AgentAnswer) -> list[int] | None:
-    """Tokens that an answer was sampled behind; None once there are newer ones."""
-    return None if answer.context is None else answer.context.tolist()
-
-
-def _ids_of(answer: AgentAnswer, body: AnyRequest) -> dict[str, Any]:
-    return {"token_ids": answer.ids.tolist()} if body.return_token_ids else {}
-
-
-def _ends(answers: Sequence[AgentAnswer], body: AnyRequest) -> dict[str, Any]:
-    ids = {"prompt_token_ids": _context_of(answers[0])} if body.return_token_ids else {}
-    return {"usage": usage_of(answers), **ids}
-
-
-def _numbered_logprobs(answer: AgentAnswer) -> dict[str, Any] | None:
-    if len(answer.logprobs) != len(answer.ids):
-        return None
-    pairs = zip(answer.ids.tolist(), answer.logprobs.tolist(), strict=True)
-    return {"content": [{"token": f"token_id:{id}", "logprob": value} for id, value in pairs]}
+def _ids(given: list[int]) -> IntArray:
+    if min(given) < 0 or max(given) > np.iinfo(np.int32).max:
+        raise RefusedError(400, "tokens: one of them is no id of the model")
+    return np.array(given, np.int32)

@@ -28,16 +28,18 @@ BODIES_KEPT = 4  # of the longest, of one agent
 STRANGERS_BYTES = 2**26  # that they have sent, all together
 BODIES_BYTES = 2**26  # that are read at a time
 LARGEST_HELD = 2**20  # of one: longer headers are refused, and what is beyond of a body stays in the socket
+BODIES_FULL = "too much is being read, or kept for this agent; try again"
 REFUSAL = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
 TOO_SLOW, TOO_MANY = "408 Request Timeout", "503 Service Unavailable"
 
 
-class BodiesFullError(Exception):
-    """A body that would make too many bytes that are read at a time."""
+class RefusedError(Exception):
+    """A request that has a status for an answer, e.g. `RefusedError(410, "the trajectory has ended")`."""
 
-
-class TooManyAtOnceError(Exception):
-    """A request of an agent of which as many are being answered as may."""
+    def __init__(self, status: int, reason: str, *, closes: bool = False) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.closes = closes  # the connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,46 +177,42 @@ class AgentConnections:
 
     @contextmanager
     def answering(self, transport: asyncio.BaseTransport | None, agent: object | None) -> Iterator[None]:
-        """Know whose a connection is while its request is answered. Raises `TooManyAtOnceError`.
+        """Know whose a connection is while its request is answered. Raises `RefusedError`.
 
-        One that is no agent's yet waits for a trajectory, and may be closed like any that waits.
+        A connection without an agent waits for a trajectory, and may be closed like any that waits.
         """
         one = _of(transport)
         self._forget_stranger(one)
         self._idle.pop(one, None)
+        self._idle[one] = None
         if agent is None:
-            self._idle[one] = None
             yield
             return
         if self._answering[agent] >= MOST_AT_ONCE:
-            self._idle[one] = None
-            raise TooManyAtOnceError
+            raise RefusedError(429, f"{MOST_AT_ONCE} requests are being answered")
+        del self._idle[one]
         self._busy.add(one)
-        self._answering[agent] += 1
-        try:
-            yield
-        finally:
-            _subtract(self._answering, agent, 1)
-            if one in self._busy:  # else it was closed meanwhile
-                self._busy.remove(one)
-                self._idle[one] = None
+        with _held(self._answering, agent, 1):
+            try:
+                yield
+            finally:
+                if one in self._busy:  # else it was closed meanwhile
+                    self._busy.remove(one)
+                    self._idle[one] = None
 
     @contextmanager
     def keeping(self, agent: object | None, count: int) -> Iterator[None]:
-        """Keep a body of so many bytes for an agent until it is answered. Raises `BodiesFullError`."""
+        """Keep a body of so many bytes for an agent until it is answered. Raises `RefusedError`."""
         if self._kept[agent] + count > BODIES_KEPT * self.bounds.max_body_bytes:
-            raise BodiesFullError
-        self._kept[agent] += count
-        try:
+            raise RefusedError(503, BODIES_FULL)
+        with _held(self._kept, agent, count):
             yield
-        finally:
-            _subtract(self._kept, agent, count)
 
     @contextmanager
     def reading(self, count: int) -> Iterator[None]:
-        """Read a body of so many bytes. Raises `BodiesFullError`."""
+        """Read a body of so many bytes. Raises `RefusedError`."""
         if self._reading + count > self.bounds.bodies_bytes:
-            raise BodiesFullError
+            raise RefusedError(503, BODIES_FULL)
         self._reading += count
         try:
             yield
@@ -254,11 +252,16 @@ def _descriptors() -> int:
     return sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors
 
 
-def _subtract(counter: Counter[object], agent: object, count: int) -> None:
-    """Take off what was added; nothing is kept of an agent that has none."""
-    counter[agent] -= count
-    if not counter[agent]:
-        del counter[agent]
+@contextmanager
+def _held(counter: Counter[object], agent: object, count: int) -> Iterator[None]:
+    """Count for an agent meanwhile; nothing is kept of an agent that has none."""
+    counter[agent] += count
+    try:
+        yield
+    finally:
+        counter[agent] -= count
+        if not counter[agent]:
+            del counter[agent]
 
 
 def _of(transport: asyncio.BaseTransport | None) -> AgentConnection:

@@ -13,10 +13,16 @@ from laminar_py.config.section import ConfigError, Count, Seconds
 from laminar_py.environment.agents.agent import AgentEnvironment, Agents, Keys
 from laminar_py.environment.agents.connections import ConnectionBounds
 from laminar_py.environment.agents.endpoint import serve
-from laminar_py.environment.agents.external import ExternalAgents, run_key, tell_where
+from laminar_py.environment.agents.history import AssistantMessages
 from laminar_py.environment.agents.launcher import Program
-from laminar_py.environment.agents.messages import AssistantMessages
-from laminar_py.environment.agents.runner import AgentRunner, LauncherError, open_runner
+from laminar_py.environment.agents.runner import (
+    AgentRunner,
+    ExternalAgents,
+    LauncherError,
+    open_runner,
+    run_key,
+    tell_where,
+)
 from laminar_py.environment.protocol import Environment
 from laminar_py.environment.python_session import PythonSession
 from laminar_py.environment.tool_calls import CallFamily, HermesCalls, LlamaCalls

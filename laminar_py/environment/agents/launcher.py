@@ -1,14 +1,14 @@
 """The process that starts agents and ends them. The standard library alone is imported here.
 
-`python -m laminar_py.environment.agents.launcher PROGRAM`, a `Program` as JSON. Orders and news are JSON, one in a
-line:
+`python -m laminar_py.environment.agents.launcher` is a hosted process (`sandbox.hosted`) whose calls are JSON. The
+first is a `Program`, answered once that is imported. Each further one starts an agent, and is answered by the
+agent's exit code when that has ended; a call that is cancelled kills its agent:
 
-    <- {"ready": true}
-    -> {"start": 7, "folder": "...", "log": "...", "variables": {...}}     <- {"left": 7, "code": 0}
-    -> {"end": 7}                                                          <- {"left": 7, "code": -9}
+    -> 7 {"folder": "...", "log": "...", "variables": {...}}     <- 7 0
+    -> 7                                                         <- 7 -9
 
 A function is imported once; each agent that calls it is a fork of this process. Invariant: an agent leaves no
-process behind in its group, and none outlives whoever gives the orders, however that ended.
+process behind in its group, and none outlives the owner of this process, however that ended.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ import resource
 import runpy
 import select
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from laminar_py.sandbox.inside import kernel
+from laminar_py.sandbox.inside.wire import call_frame, own_control, receive_call
 
 FILE_BYTES = 2**28  # of each file that an agent writes, its log among them
 REWARD_TIMEOUT_S = 60.0
@@ -49,55 +51,52 @@ class Program:
 
 
 class Launcher:
-    """Agents of one program, started and ended by orders from `orders`; what they do is told to `news`."""
+    """Agents of one program, started and ended by calls from `control`."""
 
-    def __init__(self, program: Program, *, orders: int, news: int) -> None:
+    def __init__(self, program: Program, control: socket.socket) -> None:
         self._program = program
-        self._orders, self._news = orders, news
+        self._control = control
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._numbers: dict[int, int] = {}  # of agents, by process
         self._function = _imported(program.function) if program.function else None
 
     def run(self) -> None:
-        """Follow orders until there is nobody to give them."""
+        """Follow calls until the owner is gone."""
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         gc.freeze()  # what was imported is never copied for a look at it
-        self._tell({"ready": True})
-        rest = b""
         while True:
-            ready, _, _ = select.select([self._orders, self._woken], [], [])
+            ready, _, _ = select.select([self._control.fileno(), self._woken], [], [])
             if self._woken in ready:
                 os.read(self._woken, CHUNK)
                 self._reap()
-            if self._orders in ready:
-                read = os.read(self._orders, CHUNK)
-                if not read:
+            if self._control.fileno() in ready:
+                call = receive_call(self._control)
+                if call is None:
                     return
-                *lines, rest = (rest + read).split(b"\n")
-                for line in lines:
-                    self._follow(json.loads(line))
+                self._follow(*call)
 
     def end_all(self) -> None:
         """End every agent."""
         for pid in self._numbers:
             _kill(pid)
 
-    def _follow(self, order: dict[str, Any]) -> None:
-        if "start" not in order:
-            for pid in [pid for pid, number in self._numbers.items() if number == order["end"]]:
+    def _follow(self, number: int, body: bytes) -> None:
+        if not body:
+            for pid in [pid for pid, known in self._numbers.items() if known == number]:
                 _kill(pid)
             return
+        order = json.loads(body)
         parent = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:  # of memory or processes there are too few, and the others go on
             Path(order["log"]).write_text(f"it could not be started ({error.strerror})\n")
-            self._tell({"left": order["start"], "code": 1})
+            self._control.sendall(call_frame(number, b"1"))
             return
         if not pid:
             self._become(order, parent)
-        self._numbers[pid] = order["start"]
+        self._numbers[pid] = number
 
     def _reap(self) -> None:
         """Tell of the agents that have ended, once what they left behind has."""
@@ -112,10 +111,9 @@ class Launcher:
             _, status = os.waitpid(found.si_pid, 0)
             number = self._numbers.pop(found.si_pid, None)
             if number is not None:
-                self._tell({"left": number, "code": os.waitstatus_to_exitcode(status)})
-
-    def _tell(self, news: dict[str, Any]) -> None:
-        os.write(self._news, json.dumps(news).encode() + b"\n")
+                code = os.waitstatus_to_exitcode(status)
+                with contextlib.suppress(OSError):  # the owner is gone, which `run` sees next
+                    self._control.sendall(call_frame(number, str(code).encode()))
 
     # ---- in the process of an agent
 
@@ -143,9 +141,7 @@ class Launcher:
             os._exit(code & 0xFF)
 
     def _prepare(self, order: dict[str, Any], parent: int) -> None:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        kernel.end_with_parent(parent=parent)
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -153,29 +149,31 @@ class Launcher:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for descriptor, place in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(descriptor, place)
-        for descriptor in (self._orders, self._news, self._woken, self._wake, log, nothing):
+        for descriptor in (self._control.detach(), self._woken, self._wake, log, nothing):
             os.close(descriptor)  # what the imported file has opened stays open
         os.chdir(order["folder"])
         os.environ.update(order["variables"])
-        _limit(resource.RLIMIT_FSIZE, FILE_BYTES)
-        _limit(resource.RLIMIT_CORE, 0)
+        kernel.limit(resource.RLIMIT_FSIZE, FILE_BYTES)
+        kernel.limit(resource.RLIMIT_CORE, 0)
         if self._program.memory_mib is not None:
-            _limit(resource.RLIMIT_DATA, self._program.memory_mib * 2**20)
+            kernel.limit(resource.RLIMIT_DATA, self._program.memory_mib * 2**20)
         if self._program.cpu_s is not None:
             seconds = math.ceil(self._program.cpu_s)
-            _limit(resource.RLIMIT_CPU, seconds, most=seconds + 1)  # a signal with a name comes first
+            kernel.limit(resource.RLIMIT_CPU, seconds, most=seconds + 1)  # a signal with a name comes first
 
 
 def main() -> None:
-    """Be the launcher, whose own output is the news."""
-    given = json.loads(sys.argv[1])
-    orders, news, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)  # what the imported file prints
+    """Be the launcher."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    launcher = Launcher(Program(**{**given, "command": tuple(given["command"])}), orders=orders, news=news)
+    control = own_control()
+    first = receive_call(control)
+    if first is None:
+        return
+    number, body = first
+    given = json.loads(body)
+    launcher = Launcher(Program(**{**given, "command": tuple(given["command"])}), control)
     try:
+        control.sendall(call_frame(number, b"0"))
         launcher.run()
     finally:
         launcher.end_all()
@@ -222,15 +220,6 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)  # it may not have its group yet
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _limit(kind: int, bound: int, *, most: int | None = None) -> None:
-    """Bound what may be used, and what that may be raised to, unless both are lower already."""
-    _, hard = resource.getrlimit(kind)
-    highest = bound if most is None else most
-    if hard != resource.RLIM_INFINITY:
-        highest = min(highest, hard)
-    resource.setrlimit(kind, (min(bound, highest), highest))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""Agents as processes: each has a working folder of its own, with what it wrote, and ends with its trajectory.
+"""Agents of trajectories: processes of ours, or agents that run elsewhere. Owned by `agents.kind`.
 
-Owned by `agents.kind`; the process of `agents.launcher` starts and ends them. An agent is told where its model is
-by the variables that clients of the API read, and its problem by a file. Invariant: no agent outlives the process
-of environments that started it.
+An agent of ours has a working folder of its own, with what it wrote, and ends with its trajectory; the process of
+`agents.launcher` starts and ends it. The agent is told where its model is by the variables that clients of the API
+read, and its problem by a file. An external agent asks the endpoint for a trajectory, with the run's key, which a
+file of the run has. Invariants: no agent outlives the process of environments that started it; a trajectory is
+handed out once, unless that process died since.
 """
 
 import asyncio
-import contextlib
-import json
 import os
+import secrets
 import shutil
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -22,13 +21,13 @@ import msgspec
 
 from laminar_py.environment.agents.launcher import Program
 from laminar_py.environment.protocol import Problem
+from laminar_py.sandbox.hosted import HostedCall, HostedProcess, ProcessLostError, last_line
 
+KEY_BYTES = 24  # of the run
 LOG = "agent.log"
 LAUNCHER_LOG = "launcher.log"
 PROBLEM = "problem.json"
-KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")  # of the run's environment variables
 NO_KEY = "each-agent-has-its-own"  # of what an imported file makes before there are agents
-TAIL_BYTES = 2000
 GRACE_S = 2.0
 LAUNCHER_DIED = "the process that starts agents has died"
 
@@ -40,15 +39,13 @@ class LauncherError(Exception):
 class RunningAgent:
     """An agent of the launcher; `ended` is called when it has ended by itself, with a fault unless that is ""."""
 
-    def __init__(
-        self, folder: Path, *, keeps: bool, ended: Callable[[str], None], kill: Callable[[], None]
-    ) -> None:
+    def __init__(self, folder: Path, call: HostedCall, *, keeps: bool, ended: Callable[[str], None]) -> None:
         self._folder = folder
+        self._call = call
         self._keeps = keeps
         self._ended: Callable[[str], None] | None = ended
-        self._kill = kill
-        self._left = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
+        call.answer.add_done_callback(self._left)
 
     async def end(self) -> None:
         """End it and all that it started, once it has had a moment to end by itself."""
@@ -57,22 +54,21 @@ class RunningAgent:
 
     async def _end(self) -> None:
         self._ended = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
-                await self._left.wait()
-        if not self._left.is_set():
-            self._kill()
-            await self._left.wait()
+        await asyncio.wait([self._call.answer], timeout=GRACE_S)
+        self._call.cancel()
+        await asyncio.wait([self._call.answer])
         if not self._keeps:
             await asyncio.to_thread(_empty, self._folder)
 
-    def left(self, code: int | None) -> None:
-        """Note that it has ended; without a code, since the launcher has."""
-        self._left.set()
-        if self._ended is not None and code is None:
+    def _left(self, answer: "asyncio.Future[bytes]") -> None:
+        if self._ended is None or answer.cancelled():
+            return
+        if answer.exception() is not None:
             self._ended(LAUNCHER_DIED)
-        elif self._ended is not None:
-            self._ended("" if code == 0 else f"the agent ended with code {code}: {_last_line(self._folder / LOG)}")
+        elif (code := int(answer.result())) == 0:
+            self._ended("")
+        else:
+            self._ended(f"the agent ended with code {code}: {last_line(self._folder / LOG)}")
 
 
 class AgentRunner:
@@ -83,12 +79,9 @@ class AgentRunner:
         self._model = {"OPENAI_BASE_URL": url, "LAMINAR_MODEL": str(model.absolute())}
         self._keeps = keeps
         self._folder = folder.absolute()  # each agent has a folder of its own to be in
-        self._launcher: asyncio.subprocess.Process | None = None
+        self._launcher: HostedProcess | None = None
         self._beginning = asyncio.Lock()
-        self._agents: dict[int, RunningAgent] = {}  # of this launcher
         self._in_folder: WeakValueDictionary[Path, RunningAgent] = WeakValueDictionary()
-        self._last = 0
-        self._reading: asyncio.Task[None] | None = None
 
     async def start(self, problem: Problem, *, key: str, ended: Callable[[str], None]) -> RunningAgent:
         """The agent of a trajectory, whose requests have `key`. Raises `LauncherError`."""
@@ -96,64 +89,38 @@ class AgentRunner:
         if (before := self._in_folder.get(folder)) is not None:
             await before.end()
         await asyncio.to_thread(_make, folder, msgspec.json.encode(problem))
-        await self.begin()
-        self._last += 1
-        number = self._last
+        launcher = await self.begin()
         variables = {"OPENAI_API_KEY": key, "LAMINAR_PROBLEM": str(folder / PROBLEM), "PWD": str(folder)}
-        kill = partial(self._order, {"end": number})
-        agent = RunningAgent(folder, keeps=self._keeps, ended=ended, kill=kill)
-        self._agents[number] = self._in_folder[folder] = agent
-        self._order({"start": number, "folder": str(folder), "log": str(folder / LOG), "variables": variables})
+        order = {"folder": str(folder), "log": str(folder / LOG), "variables": variables}
+        call = launcher.begin(msgspec.json.encode(order))
+        agent = self._in_folder[folder] = RunningAgent(folder, call, keeps=self._keeps, ended=ended)
         return agent
 
-    async def begin(self) -> None:
-        """Have a launcher. Raises `LauncherError` with its last words where it does not begin."""
+    async def begin(self) -> HostedProcess:
+        """A launcher, another where the last has died. Raises `LauncherError` with its last words."""
         async with self._beginning:
-            if self._reading is not None and not self._reading.done():
-                return
+            if self._launcher is not None and not self._launcher.is_lost:
+                return self._launcher
+            await self.close()
             self._folder.mkdir(parents=True, exist_ok=True)
-            log = self._folder / LAUNCHER_LOG
-            variables = {name: os.environ[name] for name in KEPT if name in os.environ}
-            variables |= {**self._model, "OPENAI_API_KEY": NO_KEY, "PYTHONHASHSEED": "0"}
-            with log.open("ab") as file:
-                launcher = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-P",  # nothing that an agent wrote into its folder is imported
-                    "-m",
-                    "laminar_py.environment.agents.launcher",
-                    json.dumps(asdict(self._program)),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=file,
-                    env=variables,
-                )
-            assert launcher.stdout is not None, "a pipe was asked for"
-            if not await launcher.stdout.readline():
-                await launcher.wait()
-                raise LauncherError(_last_line(log))
-            self._launcher, self._agents = launcher, {}
-            self._reading = asyncio.get_running_loop().create_task(self._read(launcher.stdout, self._agents))
+            launcher = await HostedProcess.start(
+                "laminar_py.environment.agents.launcher",
+                variables={**self._model, "OPENAI_API_KEY": NO_KEY, "PYTHONHASHSEED": "0"},
+                log=self._folder / LAUNCHER_LOG,
+                switches=["-P"],  # nothing that an agent wrote into its folder is imported
+            )
+            self._launcher = launcher
+            try:
+                await launcher.begin(msgspec.json.encode(self._program)).answer
+            except ProcessLostError as error:
+                raise LauncherError(error.words) from None
+            return launcher
 
     async def close(self) -> None:
         """End the launcher, and with it every agent."""
-        if self._launcher is not None and self._reading is not None:
-            assert self._launcher.stdin is not None, "a pipe was asked for"
-            self._launcher.stdin.close()
-            await self._launcher.wait()
-            await self._reading
-
-    async def _read(self, news: asyncio.StreamReader, agents: dict[int, RunningAgent]) -> None:
-        while line := await news.readline():
-            told = json.loads(line)
-            agents.pop(told["left"]).left(told["code"])
-        for agent in agents.values():
-            agent.left(None)
-        agents.clear()
-
-    def _order(self, order: dict[str, object]) -> None:
-        assert self._launcher is not None, "it has begun"
-        assert self._launcher.stdin is not None, "a pipe was asked for"
-        self._launcher.stdin.write(json.dumps(order).encode() + b"\n")  # of one that died nobody reads it
+        launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            await launcher.end(kill=False)
 
 
 @asynccontextmanager
@@ -185,10 +152,70 @@ def _empty(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _last_line(log: Path) -> str:
-    if not log.is_file():
-        return "it wrote nothing"
-    with log.open("rb") as file:
-        file.seek(-min(TAIL_BYTES, log.stat().st_size), os.SEEK_END)
-        lines = file.read(TAIL_BYTES).decode(errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedTrajectory:
+    """A trajectory that is, or was, to be had: its agent's key, and its problem."""
+
+    key: str
+    problem: Problem
+    withdraw: Callable[[], None]
+
+    async def end(self) -> None:
+        """Have nobody take it any more; whoever has it is refused from here on."""
+        self.withdraw()
+
+
+class ExternalAgents:
+    """Trajectories that wait for agents, the longest waiting first; `key` is that of those who may take one."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self._offers: dict[str, OfferedTrajectory] = {}  # by the agent's key
+        self._some = asyncio.Event()
+
+    async def start(self, problem: Problem, *, key: str, ended: Callable[[str], None]) -> OfferedTrajectory:
+        """Offer a trajectory, whose requests are to have `key`; nobody tells when its agent has `ended`."""
+        offer = OfferedTrajectory(key=key, problem=problem, withdraw=lambda: self._withdraw(key))
+        self._offers[key] = offer
+        self._some.set()
+        return offer
+
+    async def take(self, patience_s: float) -> OfferedTrajectory | None:
+        """The one that waits longest; None where there was none for so long."""
+        try:
+            async with asyncio.timeout(patience_s):
+                while not self._offers:
+                    await self._some.wait()
+        except TimeoutError:
+            return None
+        offer = self._offers[next(iter(self._offers))]
+        offer.withdraw()
+        return offer
+
+    def _withdraw(self, key: str) -> None:
+        self._offers.pop(key, None)
+        if not self._offers:
+            self._some.clear()
+
+
+class ExternalFile(msgspec.Struct, frozen=True):
+    """Address at which external agents ask for trajectories, and the key for it."""
+
+    url: str
+    key: str
+
+
+def run_key(path: Path) -> str:
+    """The key in the file of an earlier process, or a new one."""
+    if path.is_file():
+        return msgspec.json.decode(path.read_bytes(), type=ExternalFile).key
+    return f"sk-run-{secrets.token_urlsafe(KEY_BYTES)}"
+
+
+def tell_where(path: Path, *, url: str, key: str) -> None:
+    """Write the file, which nobody but its owner reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".new")
+    beside.touch(mode=0o600)
+    beside.write_bytes(msgspec.json.encode(ExternalFile(url, key)))
+    os.replace(beside, path)

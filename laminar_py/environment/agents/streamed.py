@@ -98,7 +98,7 @@ class EventStream:
     def _end(self) -> bytes:
         """Events with all that is left."""
         if error := self._waiting.answer.exception():
-            return _event(error_body(str(error) or "the trajectory has ended", type(error).__name__))
+            return _event(error_body(error))
         answer = self._waiting.answer.result()
         ids, values = answer.ids.tolist()[self._place :], answer.logprobs.tolist()[self._place :]
         whole = answer.message["content"] or ""
@@ -119,7 +119,7 @@ class EventStream:
         finish: str | None = None,
     ) -> bytes:
         wants = isinstance(self._body, ChatRequest) and bool(self._body.logprobs) and len(values) == len(ids)
-        logprobs = {"content": self._bodies.token_logprobs(ids, values), "refusal": None} if wants else None
+        logprobs = self._bodies.token_logprobs(ids, values) if wants else None
         delta: dict[str, Any] = {"content": text or None if calls else text}
         if not self._has_begun:
             delta["role"], self._has_begun = "assistant", True

@@ -6,6 +6,6 @@ from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
     from laminar_py.reward.calls.pool import CallPool as CallPool
-    from laminar_py.reward.calls.process import CallSpec as CallSpec
+    from laminar_py.reward.calls.pool import CallSpec as CallSpec
 else:
     __getattr__ = public_names(__name__)

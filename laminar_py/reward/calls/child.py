@@ -1,62 +1,113 @@
 """A process that calls a reward function: `python -m laminar_py.reward.calls.child`, started by `pool`.
 
-Frames come on its first standard input and go to its first standard output; what the function prints goes to the
-log, as its standard error does.
+Its owner's first call is a `CallStart`, answered by a `CallStarted`. Each further one is a `ScoringRequest`,
+answered by a `CallAnswer`. A function that is not `async` is called in the main thread, where alone Python
+delivers signals, for one response at a time; one that is `async`, or is called in several threads, is called for
+many at once.
 """
 
 import asyncio
 import faulthandler
+import inspect
 import logging
-import os
 import resource
 import signal
-import struct
+import socket
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import BinaryIO
+
+import msgspec
 
 from laminar_py.config.reward import REWARDS, read_term
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
-from laminar_py.reward.calls.limited import LimitedFunction
-from laminar_py.reward.calls.protocol import CallAnswer, CallRequest, CallStart, CallStarted, header
+from laminar_py.records.columns import Column, ColumnError
+from laminar_py.records.scoring import ScoringRequest, TryAgainError
+from laminar_py.records.trajectory import DropReason
+from laminar_py.reward.outcome import (
+    Outcome,
+    PlainReward,
+    RewardFunction,
+    checked,
+    describe,
+    one_line,
+    place,
+    plain,
+)
 from laminar_py.sandbox.inside import kernel
+from laminar_py.sandbox.inside.wire import CALL, call_frame, own_control, receive_call
 from laminar_py.sandbox.protect import forbid_writes
 
 log = logging.getLogger(__name__)
 LATE_S = 1.0  # beyond its limit, after which a call hangs
+CALLS_AT_ONCE = 256  # of an `async` function in one process
+
+
+class CallStart(msgspec.Struct, frozen=True, kw_only=True):
+    """Order to a process, e.g. to call the term `exact`: its settings as JSON, and 10 s for each response."""
+
+    term: str
+    timeout_s: float
+    columns: list[Column] = []
+    record: str | None = None  # folder of the run, which the function may not write to
+    hang_log: str  # file that takes the stacks of a call which is not over `LATE_S` after its limit
+
+
+class CallStarted(msgspec.Struct, frozen=True):
+    """The function is there, and how many responses it takes at a time; or why there is none, for the user."""
+
+    at_once: int = 1
+    fault: str | None = None
+
+
+class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Outcome of a request, or the traceback of a mistake of ours."""
+
+    outcome: Outcome | None
+    bug: str = ""
 
 
 def main() -> None:
-    """Load the function that the first frame names, and answer requests until there are no more."""
-    _die_with_parent()
-    source, sink = _own_pipes()
-    start = decode(CallStart, _read(source))
+    """Load the function that the first call names, and answer requests until there are no more."""
+    kernel.end_with_parent()
+    control = own_control()
+    first = receive_call(control)
+    if first is None:
+        return
+    number, body = first
+    start = decode(CallStart, body)
     with open(start.hang_log, "wb", buffering=0) as hangs:
         if start.record is not None and not forbid_writes(Path(start.record)):
             log.warning("no Landlock here: functions may write to %s and read our environment", start.record)
         try:
             function = _load(start)
         except ConfigError as error:
-            _write(sink, CallStarted(fault=str(error)))
+            control.sendall(call_frame(number, encode(CallStarted(fault=str(error)))))
             return
-        _write(sink, CallStarted(at_once=function.at_once))
+        control.sendall(call_frame(number, encode(CallStarted(at_once=function.at_once))))
         watch = Watch(hangs, start.timeout_s + LATE_S)
         if function.at_once > 1:
-            asyncio.run(_serve_many(function, source, sink, watch))
+            asyncio.run(_serve_many(function, control, watch))
         else:
-            _serve_each(function, source, sink, watch)
+            _serve_each(function, control, watch)
 
 
-def _load(start: CallStart) -> LimitedFunction:
+def _load(start: CallStart) -> "LimitedFunction":
     term = read_term(start.term)
     make = REWARDS.get(term.kind).make
     assert make is not None, f"{term.kind} is served by the scorer itself"
     with REWARDS.blaming(term.kind):
         function = make(term)
     if term.memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (term.memory_bytes, term.memory_bytes))
+        kernel.limit(resource.RLIMIT_AS, term.memory_bytes)
     return LimitedFunction(function, timeout_s=start.timeout_s, columns=start.columns, threads=term.calls_at_once)
 
 
@@ -72,29 +123,28 @@ class Watch:
         faulthandler.dump_traceback_later(self.limit_s, file=self._file)
 
 
-def _serve_each(function: LimitedFunction, source: BinaryIO, sink: BinaryIO, watch: Watch) -> None:
-    while frame := _read(source):
-        asked = decode(CallRequest, frame)
+def _serve_each(function: "LimitedFunction", control: socket.socket, watch: Watch) -> None:
+    while (call := receive_call(control)) is not None:
+        number, body = call
+        request = decode(ScoringRequest, body)
         watch.wind()
         try:
-            answer = CallAnswer(asked.number, function.call(asked.request))
+            answer = CallAnswer(function.call(request))
         except Exception:  # noqa: BLE001 - a mistake of ours: what the user's code raises has an outcome
-            answer = CallAnswer(asked.number, None, traceback.format_exc())
+            answer = CallAnswer(None, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
-        _write(sink, answer)
+        control.sendall(call_frame(number, encode(answer)))
 
 
-async def _serve_many(function: LimitedFunction, source: BinaryIO, sink: BinaryIO, watch: Watch) -> None:
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
+async def _serve_many(function: "LimitedFunction", control: socket.socket, watch: Watch) -> None:
+    reader, writer = await asyncio.open_connection(sock=control)
 
-    async def answer(asked: CallRequest) -> None:
+    async def answer(number: int, body: bytes) -> None:
         try:
-            answer = CallAnswer(asked.number, await function.call_beside(asked.request))
+            answer = CallAnswer(await function.call_beside(decode(ScoringRequest, body)))
         except Exception:  # noqa: BLE001 - a mistake of ours: what the user's code raises has an outcome
-            answer = CallAnswer(asked.number, None, traceback.format_exc())
-        _write(sink, answer)
+            answer = CallAnswer(None, traceback.format_exc())
+        writer.write(call_frame(number, encode(answer)))
 
     async def wind() -> None:
         while True:
@@ -104,41 +154,111 @@ async def _serve_many(function: LimitedFunction, source: BinaryIO, sink: BinaryI
     running: set[asyncio.Task[None]] = {asyncio.create_task(wind(), name="watch")}
     while True:
         try:
-            (size,) = header.unpack(await reader.readexactly(header.size))
-            asked = decode(CallRequest, await reader.readexactly(size))
-        except asyncio.IncompleteReadError:
+            size, number = CALL.unpack(await reader.readexactly(CALL.size))
+            task = asyncio.create_task(answer(number, await reader.readexactly(size)), name=f"call-{number}")
+        except (asyncio.IncompleteReadError, ConnectionError):
             return
-        task = asyncio.create_task(answer(asked), name=f"call-{asked.number}")
         running.add(task)
         task.add_done_callback(running.discard)
 
 
-def _die_with_parent() -> None:
-    """Have the kernel end this process with the scorer, also in the middle of a call; elsewhere its input ends."""
-    if sys.platform == "linux":
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+class _OutOfTimeError(BaseException):
+    """Raised in the middle of the reward function; no `except Exception` in there holds it up."""
 
 
-def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes to the scorer, moved away from where a function may read and print."""
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    return source, sink
+class LimitedFunction:
+    """Calls `function` for at most `timeout_s` seconds each; `columns` are wanted of it besides a value."""
+
+    def __init__(
+        self, function: RewardFunction, *, timeout_s: float, columns: Sequence[Column] = (), threads: int = 1
+    ) -> None:
+        called = (function, vars(type(function)).get("__call__"))
+        self._function = function
+        self._is_async = any(map(inspect.iscoroutinefunction, called))
+        self._timeout_s = timeout_s
+        self._columns = columns
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="reward") if threads > 1 else None
+        self.at_once = CALLS_AT_ONCE if self._is_async else threads
+
+    def call(self, request: ScoringRequest) -> Outcome:
+        """Outcome of a function that is called for one response at a time, from the main thread."""
+        start = time.perf_counter()
+        try:
+            with _alarm(self._timeout_s):
+                given = plain(self._function(request))
+        except _OutOfTimeError as error:
+            return self._late(place(self._function, error, beyond=__file__), start)
+        except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
+            return self._failed(error, start)
+        return self._checked(given, request, start)
+
+    async def call_beside(self, request: ScoringRequest) -> Outcome:
+        """Outcome of a function that is called for several at once."""
+        start = time.perf_counter()
+        threads = dict[str, int]()
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                given = plain(await self._returned(request, threads))
+        except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, a CancelledError too
+            if not limit.expired():
+                return self._failed(error, start)
+            where = _place_of_thread(threads) or place(self._function, error.__cause__, beyond=__file__)
+            return self._late(where, start)
+        return self._checked(given, request, start)
+
+    async def _returned(self, request: ScoringRequest, threads: dict[str, int]) -> object:
+        if self._is_async:
+            return await self._function(request)  # type: ignore[misc]
+
+        def run() -> object:
+            threads["of call"] = threading.get_ident()
+            return self._function(request)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+    def _checked(self, given: PlainReward, request: ScoringRequest, start: float) -> Outcome:
+        elapsed_s = time.perf_counter() - start
+        try:
+            outcome = checked(given, self._columns, length=len(request.response_ids))
+        except ColumnError as error:
+            detail = one_line(f"{error}{place(self._function, None, beyond=__file__)}")
+            return Outcome(failure=DropReason.REWARD_FAILED, detail=detail, elapsed_s=elapsed_s)
+        return msgspec.structs.replace(outcome, elapsed_s=elapsed_s)
+
+    def _late(self, where: str, start: float) -> Outcome:
+        detail = one_line(f"no value within {self._timeout_s:g} s, by reward.timeout_s or its own limit{where}")
+        return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=time.perf_counter() - start)
+
+    def _failed(self, error: BaseException, start: float) -> Outcome:
+        return Outcome(
+            failure=DropReason.REWARD_FAILED,
+            detail=one_line(f"{describe(error)}{place(self._function, error, beyond=__file__)}"),
+            elapsed_s=time.perf_counter() - start,
+            transient=isinstance(error, TryAgainError),
+        )
 
 
-def _read(source: BinaryIO) -> bytes:
-    """The next frame; b"" at the end."""
-    head = source.read(header.size)
-    return source.read(header.unpack(head)[0]) if len(head) == header.size else b""
+@contextmanager
+def _alarm(timeout_s: float) -> Iterator[None]:
+    """Raise `_OutOfTimeError` after so many seconds."""
+
+    def ring(signum: int, frame: FrameType | None) -> None:
+        raise _OutOfTimeError
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    # An alarm that fires while the timer is being stopped is raised inside `finally`, so the caller sees it.
+    try:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
-def _write(sink: BinaryIO, record: object) -> None:
-    body = encode(record)
-    data = memoryview(struct.pack("<I", len(body)) + body)
-    while data:
-        data = data[sink.write(data) :]
+def _place_of_thread(threads: dict[str, int]) -> str:
+    """The line in which the thread of a call is; "" where the call has none, or had ended."""
+    frame = sys._current_frames().get(threads.get("of call", 0))
+    return "" if frame is None else f" (at {frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 if __name__ == "__main__":

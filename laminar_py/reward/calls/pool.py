@@ -6,14 +6,23 @@ it; of several nobody can tell, so all of them are called again, with fewer besi
 
 import asyncio
 import logging
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
+
+import msgspec
 
 from laminar_py.config.section import ConfigError
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.columns import Column
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.limited import CALLS_AT_ONCE
-from laminar_py.reward.calls.process import CallSpec, Child, ChildLostError
+from laminar_py.reward.calls.child import CALLS_AT_ONCE, CallAnswer, CallStart, CallStarted
 from laminar_py.reward.outcome import Outcome, one_line
+from laminar_py.sandbox.hosted import HostedProcess, ProcessLostError
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +30,114 @@ GROWS_AGAIN_S = 30.0  # after a process that could not be started
 APART = 2  # processes that call suspects again, while there are some
 NARROWER = 8  # times fewer of them beside each other
 LIVES = 3  # processes that one response may take down before it is given up
+START_S = 60.0
+GRACE_S = 3.0  # beyond the limit that a process keeps itself
+OWN_FILES = str(Path(__file__).parent)
+FRAME = re.compile(r'File "(.+)", line (\d+) in ')
 WAIT_S = 0.05  # for a process to be free, after which another is started, if there may be more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSpec:
+    """Settings of a process that calls a term, e.g. `CallSpec(term=exact, timeout_s=10, folder=logs)`."""
+
+    term: str  # its settings, in JSON
+    timeout_s: float  # of a call
+    folder: Path  # takes logs
+    columns: Sequence[Column] = ()  # wanted besides a value
+    env: Mapping[str, str] = field(default_factory=dict)  # variables that it sees beside a few harmless ones
+    record: Path | None = None  # folder of the run, below which it may not write
+    grace_s: float = GRACE_S
+
+    def start(self, name: str) -> CallStart:
+        """Order to the process `name`."""
+        return CallStart(
+            term=self.term,
+            timeout_s=self.timeout_s,
+            columns=list(self.columns),
+            record=None if self.record is None else str(self.record),
+            hang_log=str(self.folder / f"{name}.hangs"),
+        )
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the process, beside harmless ones."""
+        return {"PYTHONUNBUFFERED": "1", **self.env}
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which a call that is not over hangs."""
+        return self.timeout_s + self.grace_s
+
+
+class Child:
+    """A process that calls the function, see `child`."""
+
+    def __init__(self, process: HostedProcess, *, at_once: int, hang_log: Path) -> None:
+        self._process = process
+        self._hang_log = hang_log
+        self.at_once = at_once
+        self.takes_many = at_once > 1  # whatever it is given
+        self.num_calls = 0
+
+    @classmethod
+    async def start(cls, spec: CallSpec, *, name: str, log: str) -> "Child":
+        """A process that is ready, with a `log` in the folder.
+
+        Raises `ConfigError` where it has no function, and where it does not start.
+        """
+        start, log_file = spec.start(name), spec.folder / log
+        process = await HostedProcess.start(
+            "laminar_py.reward.calls.child", variables=spec.variables, log=log_file
+        )
+        try:
+            started = decode(CallStarted, await process.call(encode(start), limit_s=START_S))
+            if started.fault is not None:
+                raise ConfigError(started.fault)
+        except (TimeoutError, ProcessLostError, msgspec.DecodeError) as error:
+            await process.end()
+            raise ConfigError(
+                f"reward: the process of {name} does not start ({error!r}); see {log_file}"
+            ) from error
+        except BaseException:  # also where the start is called off
+            await process.end()
+            raise
+        return cls(process, at_once=started.at_once, hang_log=Path(start.hang_log))
+
+    @property
+    def is_lost(self) -> bool:
+        """True once it takes no more calls."""
+        return self._process.is_lost
+
+    @property
+    def has_room(self) -> bool:
+        """True where it takes another call."""
+        return not self.is_lost and self.num_calls < self.at_once
+
+    async def ask(self, request: ScoringRequest, *, limit_s: float) -> Outcome:
+        """Outcome of a call. Raises `TimeoutError` where there is none in time, `ProcessLostError` where it died.
+
+        Either way the process is gone then.
+        """
+        body = await self._process.call(encode(request), limit_s=limit_s)
+        try:
+            answer = decode(CallAnswer, body)
+        except msgspec.DecodeError as error:  # the function wrote it
+            self._process.kill("it answered nonsense")
+            raise ProcessLostError("it answered nonsense", str(error)) from error
+        assert answer.outcome is not None, answer.bug
+        return answer.outcome
+
+    def hang_place(self) -> str:
+        """The line of the user's own code in which it hung, e.g. " (at rewards.py:7)", or ""."""
+        with suppress(OSError):
+            return _place(self._hang_log.read_text(errors="replace"))
+        return ""
+
+    async def end(self) -> None:
+        """End it and all that it has started."""
+        await self._process.end()
+        self._hang_log.unlink(missing_ok=True)
 
 
 class CallPool:
@@ -82,7 +198,7 @@ class CallPool:
                 log.warning(
                     "%s: a process hung over %s, or over what was beside it", self._name, request.trajectory_id
                 )
-            except ChildLostError as error:
+            except ProcessLostError as error:
                 log.warning("%s: %s over %s", self._name, error, request.trajectory_id)
             finally:
                 await self._give(child)
@@ -115,7 +231,7 @@ class CallPool:
                 suspects, self._suspects = self._suspects, None
                 await suspects.__aexit__()
 
-    def _hung(self, child: "Child") -> Outcome:
+    def _hung(self, child: Child) -> Outcome:
         limit = self._spec.timeout_s
         where = child.hang_place() + ("; an async function must not block" if child.takes_many else "")
         detail = (
@@ -123,7 +239,7 @@ class CallPool:
         )
         return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=self._spec.limit_s)
 
-    async def _take(self) -> "Child":
+    async def _take(self) -> Child:
         """A process with room for a call, first come, first served; another is started where that takes a while.
 
         Raises `ConfigError` where that cannot be.
@@ -175,7 +291,7 @@ class CallPool:
             async with self._free:
                 self._free.notify_all()
 
-    async def _give(self, child: "Child") -> None:
+    async def _give(self, child: Child) -> None:
         """Take the room of a call back; a process that is gone makes room for another."""
         async with self._free:
             child.num_calls -= 1
@@ -187,3 +303,13 @@ class CallPool:
         for child in [child for child in self._children if child.is_lost and not child.num_calls]:
             self._children.remove(child)
             await child.end()
+
+
+def _place(stacks: str) -> str:
+    for stack in stacks.split("(most recent call first):"):
+        frames: list[tuple[str, str]] = FRAME.findall(stack)
+        ours = next((index for index, (file, _) in enumerate(frames) if file.startswith(OWN_FILES)), None)
+        if ours:
+            own = frames[ours - 1][0]  # the file of what is called
+            return next(f" (at {file}:{number})" for file, number in frames[:ours] if file == own)
+    return ""

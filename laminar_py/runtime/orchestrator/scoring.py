@@ -28,9 +28,8 @@ from laminar_py.records.scoring import (
 )
 from laminar_py.records.spans import num_turns
 from laminar_py.records.trajectory import Prompt, Status
-from laminar_py.reward.failures import ScoreFailures
+from laminar_py.reward.failures import ScoreFailures, trials
 from laminar_py.reward.stage import ScoringStage
-from laminar_py.reward.trial import trials
 from laminar_py.runtime.preflight.inputs import Inputs
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.payload import PayloadHosts

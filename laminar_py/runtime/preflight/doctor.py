@@ -21,9 +21,8 @@ from laminar_py.runtime.preflight import survey
 from laminar_py.runtime.preflight.inputs import check_engine
 from laminar_py.runtime.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
 from laminar_py.runtime.preflight.pretended import PretendedCluster, model_fault
-from laminar_py.sandbox.pool import REMEDY
+from laminar_py.sandbox.pool import REMEDY, available_tiers
 from laminar_py.sandbox.records import SandboxTier
-from laminar_py.sandbox.survey import available_tiers
 
 FILES_WANTED = 4096
 SHM_WANTED = 1 << 30

@@ -22,9 +22,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import ProblemSet
 from laminar_py.data.sources import DataSource
 from laminar_py.records.trajectory import Prompt
-from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.calls.process import CallSpec
-from laminar_py.reward.servers import AskingTerm
+from laminar_py.reward.calls.pool import CallPool, CallSpec
+from laminar_py.reward.judge import AskingTerm
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
 

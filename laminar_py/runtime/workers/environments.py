@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from laminar_py.environment.calls import ProcessSpentError
-from laminar_py.environment.saved import SavedTurns, environments_path
+from laminar_py.environment.host import SavedTurns, environments_path
 from laminar_py.records.codec import encode
 from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.runtime.cluster.errors import PartDiedError

@@ -6,7 +6,6 @@ Made once by the zygote; invariant: `put_on` has put everything on when it retur
 import math
 import os
 import resource
-import signal
 import sys
 from collections.abc import Iterator
 
@@ -72,7 +71,7 @@ class Fences:
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         if LINUX:
             kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            kernel.end_with_parent()
         if self._rules >= 0:
             landlock.restrict(self._rules)
         if self._walls:
@@ -90,19 +89,19 @@ class Fences:
 
     def _limit(self, limits: SandboxLimits, *, session: bool) -> None:
         seconds = math.ceil(limits.cpu_s)
-        hard = resource.RLIM_INFINITY if session else seconds + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
-        _set(resource.RLIMIT_CORE, 0)
-        _set(resource.RLIMIT_NOFILE, NUM_DESCRIPTORS)
-        _set(resource.RLIMIT_FSIZE, max(limits.file_bytes, limits.output_bytes + 1))
+        most = resource.RLIM_INFINITY if session else seconds + 1
+        kernel.limit(resource.RLIMIT_CPU, seconds, most=most)
+        kernel.limit(resource.RLIMIT_CORE, 0)
+        kernel.limit(resource.RLIMIT_NOFILE, NUM_DESCRIPTORS)
+        kernel.limit(resource.RLIMIT_FSIZE, max(limits.file_bytes, limits.output_bytes + 1))
         if LINUX:
             wanted = limits.memory_bytes * (ADDRESS_SPACE if self._counted else 1)
-            _set(resource.RLIMIT_AS, self._space + wanted)
-            _set(resource.RLIMIT_MEMLOCK, 0)
-            _set(resource.RLIMIT_MSGQUEUE, 0)
+            kernel.limit(resource.RLIMIT_AS, self._space + wanted)
+            kernel.limit(resource.RLIMIT_MEMLOCK, 0)
+            kernel.limit(resource.RLIMIT_MSGQUEUE, 0)
             if self._walls and not self._alone:
                 others = 2 if self._user is None else 0  # the launcher and the zygote are the same user then
-                _set(resource.RLIMIT_NPROC, limits.processes + others + (SPARE if self._counted else 0))
+                kernel.limit(resource.RLIMIT_NPROC, limits.processes + others + (SPARE if self._counted else 0))
 
 
 def _without_hidden(paths: list[str]) -> Iterator[tuple[str, int]]:
@@ -113,10 +112,3 @@ def _without_hidden(paths: list[str]) -> Iterator[tuple[str, int]]:
         if hidden:
             names = [name for name in os.listdir(path) if name not in hidden]
             yield from ((os.path.join(path, name), landlock.READ) for name in names)
-
-
-def _set(kind: int, number: int) -> None:
-    """Set both limits, or the hard one that is there already where it is lower."""
-    _, hard = resource.getrlimit(kind)
-    number = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    resource.setrlimit(kind, (number, number))

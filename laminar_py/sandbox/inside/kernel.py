@@ -4,6 +4,9 @@ import ctypes
 import errno
 import os
 import platform
+import resource
+import signal
+import sys
 
 CLONE_FS = 0x00000200
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -60,6 +63,31 @@ def prctl(option: int, *args: object) -> int:
     wide = [ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
     wide += [ctypes.c_ulong(0)] * (4 - len(wide))
     return _checked(_libc.prctl(option, *wide), f"prctl {option}")
+
+
+def end_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
+    """Have the kernel send a signal to this process when its parent dies, however that dies. Nothing off Linux.
+
+    The kernel forgets the request when the thread that asked ends, and when the process changes its user. Give
+    `parent` where that may have died before this call: the process ends at once then.
+    """
+    if sys.platform == "linux":
+        prctl(PR_SET_PDEATHSIG, number)
+    if parent is not None and os.getppid() != parent:
+        os._exit(128 + number)
+
+
+def limit(kind: int, bound: int, *, most: int | None = None) -> None:
+    """Bound a resource, e.g. `limit(resource.RLIMIT_CORE, 0)`, and what the bound may be raised to.
+
+    A lower hard limit that is there already stays.
+    """
+    _, hard = resource.getrlimit(kind)
+    highest = bound if most is None else most
+    if hard != resource.RLIM_INFINITY:
+        highest = hard if highest == resource.RLIM_INFINITY else min(highest, hard)
+    soft = bound if highest == resource.RLIM_INFINITY else min(bound, highest)
+    resource.setrlimit(kind, (soft, highest))
 
 
 def keep_capabilities(mask: int) -> None:

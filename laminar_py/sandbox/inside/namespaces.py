@@ -5,7 +5,6 @@ may not even find the files; without root the other way round, since only there 
 """
 
 import os
-import signal
 import socket
 from collections.abc import Callable
 
@@ -46,7 +45,7 @@ def enter(setup: SlotSetup, control: socket.socket, *, readable: list[str], map_
         control.close()
         os.waitpid(child, 0)
         os._exit(0)
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.end_with_parent()
     kernel.drop_bounding_set()
 
 

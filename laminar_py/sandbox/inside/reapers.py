@@ -49,7 +49,7 @@ class UserReaper:
             os.waitpid(child, 0)
             os._exit(0)
         theirs.close()
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        kernel.end_with_parent()
         return cls(ours)
 
     def signal_all(self, number: int, *, leader: int) -> None:

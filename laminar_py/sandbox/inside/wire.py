@@ -1,14 +1,22 @@
-"""Frames between the owner of a slot and its zygote: four bytes of length, then JSON; descriptors ride along.
+"""Frames between our processes and those that run code of others. The standard library alone is imported here.
+
+**Zygotes.** Four bytes of length, then JSON; descriptors ride along.
 
     owner -> zygote   SlotSetup, then any number of SlotOrder
     zygote -> owner   SlotNews: `map` (write my user map), `ready`, `fault` (and it ends), `end` (of a run)
 
 The zygote reads nothing of a program's and the owner nothing that a program can write in here: what programs are
 given and leave lies in files of their own, whose descriptors come with the order.
+
+**Hosted processes** (`sandbox.hosted`). Four bytes of length, four of the call's number, then a body in the form
+that both sides agreed on. The owner sends calls, in any number at a time, and each has one answer with its number.
+An empty body cancels the call. A hosted process ends when its socket does.
 """
 
 import json
 import socket
+import struct
+import sys
 from dataclasses import asdict, dataclass
 
 from laminar_py.sandbox.inside.limits import SandboxLimits
@@ -17,6 +25,7 @@ HEADER = 4
 MOST_BYTES = 1 << 16  # of a frame here
 MOST_DESCRIPTORS = 8
 DEFAULTS = SandboxLimits()
+CALL = struct.Struct("<II")  # length of a body, number of its call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +86,28 @@ def receive(control: socket.socket) -> tuple[bytes, list[int]] | None:
         return None
     text = exactly(control, int.from_bytes(head, "big"))
     return None if text is None else (text, descriptors)
+
+
+def own_control() -> socket.socket:
+    """The socket to the owner, by the descriptor in the first argument; no process started here inherits it."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    return control
+
+
+def call_frame(number: int, body: bytes) -> bytes:
+    """The bytes of a call, or of its answer."""
+    return CALL.pack(len(body), number) + body
+
+
+def receive_call(control: socket.socket) -> tuple[int, bytes] | None:
+    """Number and body of the next call; None at the end."""
+    head = exactly(control, CALL.size)
+    if head is None:
+        return None
+    size, number = CALL.unpack(head)
+    body = exactly(control, size)
+    return None if body is None else (number, body)
 
 
 def exactly(source: socket.socket, number: int) -> bytes | None:

@@ -26,7 +26,16 @@ from laminar_py.sandbox.inside import kernel, landlock, namespaces, program
 from laminar_py.sandbox.inside.fences import LINUX, NUM_DESCRIPTORS, Fences
 from laminar_py.sandbox.inside.homes import FolderHome, Home, MemoryHome
 from laminar_py.sandbox.inside.reapers import NamespaceReaper, Reaper, TreeReaper, UserReaper, end_all
-from laminar_py.sandbox.inside.wire import SlotNews, SlotOrder, SlotSetup, frame, read_order, read_setup, receive
+from laminar_py.sandbox.inside.wire import (
+    SlotNews,
+    SlotOrder,
+    SlotSetup,
+    frame,
+    own_control,
+    read_order,
+    read_setup,
+    receive,
+)
 
 PRELOADED = (  # what programs of a few lines import; more of it makes each fork slower
     "abc array ast base64 bisect calendar cmath collections.abc contextlib copy csv dataclasses datetime decimal"
@@ -173,7 +182,7 @@ class Zygote:
 
 def main() -> None:
     """Set up as the first frame says, and serve. A fault is told to the owner and ends the process."""
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control = own_control()
     owner = os.pidfd_open(os.getppid()) if LINUX else -1
     found = receive(control)
     if found is None:

@@ -13,7 +13,7 @@ import numpy as np
 from laminar_py.environment.agents.agent import AgentEnvironment, Keys
 from laminar_py.environment.agents.connections import ConnectionBounds
 from laminar_py.environment.agents.endpoint import serve
-from laminar_py.environment.agents.messages import AssistantMessages
+from laminar_py.environment.agents.history import AssistantMessages
 from laminar_py.environment.protocol import Problem, SampledTurn
 from laminar_py.environment.tool_calls import HermesCalls
 

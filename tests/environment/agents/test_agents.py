@@ -21,9 +21,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.environment.agents.agent import AgentFailedError
 from laminar_py.environment.agents.kind import AgentConfig, open_agents
 from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost
+from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.protocol import Observation, SampledTurn
-from laminar_py.environment.saved import SavedTurns
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import ModelTurn, Problem, TurnPart
 from laminar_py.records.spans import ANEW, Span, add_span

@@ -14,13 +14,12 @@ from laminar_py.config.section import ConfigError
 from laminar_py.environment.agents.agent import AgentEnvironment, Keys
 from laminar_py.environment.agents.connections import ConnectionBounds
 from laminar_py.environment.agents.endpoint import serve
+from laminar_py.environment.agents.history import AssistantMessages
 from laminar_py.environment.agents.kind import open_agents
-from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.protocol import Problem
 from laminar_py.environment.python_session import PythonSession
 from laminar_py.environment.tool_calls import HermesCalls
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.survey import survey_tiers
+from laminar_py.sandbox.pool import SandboxPool, survey_tiers
 from tests.environment.agents.test_agents import Story
 
 PYTHON = """

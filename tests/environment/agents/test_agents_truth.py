@@ -17,11 +17,10 @@ import numpy as np
 from laminar_py.environment.agents.agent import AgentEnvironment, Keys
 from laminar_py.environment.agents.connections import ConnectionBounds
 from laminar_py.environment.agents.endpoint import serve
+from laminar_py.environment.agents.history import AssistantMessages
 from laminar_py.environment.agents.kind import AgentConfig
-from laminar_py.environment.agents.messages import AssistantMessages
 from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost
-from laminar_py.environment.saved import SavedTurns
+from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.tool_calls import HermesCalls
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import ModelTurn, Problem, TurnPart

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_contrib.tools.settings import ToolSettings
+from laminar_contrib.tools.kind import ToolSettings
 from laminar_contrib.tools.toolbox import Toolbox
 from laminar_py.environment.tool_calls import CallFamily, HermesCalls, WrittenCall
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_contrib.tools.calculator import MOST_DIGITS, calculator
+from laminar_contrib.tools.given import MOST_DIGITS, calculator
 from laminar_contrib.tools.signature import ToolError
 
 NUMBERS = st.integers(0, 10**12).map(str)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from laminar_contrib.tools.settings import ToolSettings
+from laminar_contrib.tools.kind import ToolSettings
 from laminar_contrib.tools.toolbox import Toolbox
 from laminar_py.environment.protocol import End, Environment, Observation, Problem, Restorable, Role
 from tests.environment.tools.conftest import turn

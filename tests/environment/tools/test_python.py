@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from laminar_contrib.tools.settings import ToolSettings
+from laminar_contrib.tools.kind import ToolSettings
 from laminar_contrib.tools.toolbox import open_toolbox
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.environment.protocol import Restorable

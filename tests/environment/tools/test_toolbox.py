@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from laminar_contrib.tools.settings import ToolSettings
+from laminar_contrib.tools.kind import ToolSettings
 from laminar_contrib.tools.toolbox import Toolbox
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.tool_calls import CallFamily

@@ -16,7 +16,7 @@ from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype
 from laminar_py.records.scoring import Reward, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import outcome
-from laminar_py.reward.calls.limited import CALLS_AT_ONCE, LimitedFunction
+from laminar_py.reward.calls.child import CALLS_AT_ONCE, LimitedFunction
 from laminar_py.reward.outcome import Outcome
 from tests.reward.requests import make_request
 

@@ -13,8 +13,7 @@ import pytest
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.pool import LIVES, CallPool
-from laminar_py.reward.calls.process import CallSpec
+from laminar_py.reward.calls.pool import LIVES, CallPool, CallSpec
 from laminar_py.reward.outcome import Outcome
 from laminar_py.sandbox.inside import landlock
 from tests.reward.requests import make_request, make_requests
@@ -70,7 +69,7 @@ SPIED = """
 import asyncio, json, sys
 from pathlib import Path
 from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.calls.process import CallSpec
+from laminar_py.reward.calls.pool import CallSpec
 from tests.reward.requests import make_request
 async def main(folder, record):
     term = json.dumps({"kind": "function", "path": f"{folder}/mine.py:score"})
@@ -261,7 +260,7 @@ async def test_a_process_ends_with_its_scorer_though_a_call_in_it_hangs(tmp_path
         "import asyncio, json, sys\n"
         "from pathlib import Path\n"
         "from laminar_py.reward.calls.pool import CallPool\n"
-        "from laminar_py.reward.calls.process import CallSpec\n"
+        "from laminar_py.reward.calls.pool import CallSpec\n"
         "from tests.reward.requests import make_request\n"
         "async def main():\n"
         f"    term = json.dumps({{'kind': 'function', 'path': '{tmp_path}/mine.py:score'}})\n"

@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_contrib.mathematics.extract import MAX_ANSWER, MAX_RESPONSE, extract_answer
-from laminar_contrib.mathematics.verify import MathOutcome, MathVerdict, check_reference, verify
+from laminar_contrib.mathematics.verify import (
+    MAX_ANSWER,
+    MAX_RESPONSE,
+    MathOutcome,
+    MathVerdict,
+    check_reference,
+    extract_answer,
+    verify,
+)
 from tests.depth import examples
 
 LATEX = (

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_contrib.mathematics.extract import extract_answer
-from laminar_contrib.mathematics.verify import MathOutcome, check_reference, verify
+from laminar_contrib.mathematics.verify import MathOutcome, check_reference, extract_answer, verify
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "pairs_seen.jsonl").read_text().splitlines()]
 KINDS = sorted({pair["kind"] for pair in PAIRS})

@@ -21,8 +21,7 @@ class EnvironmentActor(PartActor):
         """Load what makes environments."""
         from laminar_py.config.environment import ENVIRONMENTS, EnvironmentHome
         from laminar_py.environment.calls import EnvironmentCalls
-        from laminar_py.environment.host import EnvironmentHost
-        from laminar_py.environment.saved import SavedTurns, environments_path
+        from laminar_py.environment.host import EnvironmentHost, SavedTurns, environments_path
         from laminar_py.environment.writer import open_writer
         from laminar_py.relay.wire.transport import RelayKeys
         from laminar_py.runtime.link.turns import TurnReceiver

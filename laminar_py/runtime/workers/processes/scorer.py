@@ -5,7 +5,7 @@ from pathlib import Path
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.scoring import Unfinished, Unscored
 from laminar_py.records.servers import PoolAddresses
-from laminar_py.reward.launched import LaunchedServers
+from laminar_py.reward.scorer import LaunchedServers
 from laminar_py.runtime.workers.processes.setup import PartActor, open_part, open_reader, open_writer
 from laminar_py.runtime.workers.specs import ScorerSpec
 
@@ -20,8 +20,7 @@ class ScorerActor(PartActor):
     async def start(self, data: bytes) -> int:
         """Start what the terms of the reward need; answers how many responses it works on at a time."""
         from laminar_py.data.tokenizer import load_tokenizer
-        from laminar_py.reward.payload import ScoredPayload
-        from laminar_py.reward.scorer import Scorer
+        from laminar_py.reward.scorer import ScoredPayload, Scorer
 
         spec = decode(ScorerSpec, data)
         name = f"scorer-{spec.index}"

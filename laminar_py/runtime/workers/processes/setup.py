@@ -7,7 +7,6 @@ its keeper decides what then. Heavy libraries are imported by `start`, since the
 
 import logging
 import os
-import signal
 import threading
 from pathlib import Path
 
@@ -43,7 +42,7 @@ class PartActor:
 
 def _end_with_parent() -> None:
     """Ask the kernel for it, which forgets it with the thread that asked; Ray's threads end before the process."""
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.end_with_parent()
     threading.Event().wait()
 
 

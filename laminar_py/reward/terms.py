@@ -1,14 +1,20 @@
-"""Terms that look at the text of a response alone: `exact`, `format` and `length`."""
+"""The terms `exact`, `format`, `length`, `environment` and `function`, which need no more than a response.
+
+Pure, but for the user's own Python file, which `function` loads.
+"""
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.reward import RewardKind, TermConfig
+from laminar_py.config.registry import load_from_file
+from laminar_py.config.reward import FunctionTerm, RewardKind, TermConfig
 from laminar_py.config.section import ConfigError, Count
 from laminar_py.records.scoring import Reward, ScoringRequest
 from laminar_py.records.trajectory import FinishReason, Prompt
+from laminar_py.reward.outcome import RewardFunction
 
 
 def compiled(field: str, pattern: str) -> re.Pattern[str]:
@@ -111,3 +117,37 @@ def missing_answer(term: TermConfig, problem: Prompt) -> str | None:
 EXACT = RewardKind(settings=ExactTerm, make=ExactReward, fault=missing_answer)
 FORMAT = RewardKind(settings=FormatTerm, make=FormatReward)
 LENGTH = RewardKind(settings=LengthTerm, make=LengthReward)
+
+
+class EnvironmentTerm(TermConfig):
+    """The reward of the environment, which ended the trajectory with it."""
+
+    kind: str = "environment"
+    cut: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Value of a trajectory that a cap ended, of tokens, turns or seconds."""
+
+
+def make_reward(term: EnvironmentTerm) -> Callable[[ScoringRequest], float | dict[str, float]]:
+    """The function of a term."""
+
+    def environment_reward(request: ScoringRequest) -> float | dict[str, float]:
+        if request.roles:
+            return {credit.role: credit.reward for credit in request.roles}
+        if request.environment_reward is not None:
+            return request.environment_reward
+        if request.finish_reason is FinishReason.LENGTH:
+            return term.cut
+        raise ValueError("the environment ended without a reward; return End(reward), or name other terms")
+
+    return environment_reward
+
+
+ENVIRONMENT = RewardKind(settings=EnvironmentTerm, make=make_reward)
+
+
+def load_function(term: FunctionTerm) -> RewardFunction:
+    """The function of `path/to/file.py:function`. Raises `ConfigError` if there is none, or its import fails."""
+    return load_from_file(term.path, field="reward.use")
+
+
+FUNCTION_KIND = RewardKind(settings=FunctionTerm, make=load_function)

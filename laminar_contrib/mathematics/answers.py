@@ -1,4 +1,4 @@
-"""Comparison of an answer with a reference, kind by kind.
+"""Kinds of answers, and the comparison of an answer with a reference, kind by kind.
 
 Pure; `verify` calls it. Rules beyond equality of numbers, which `equality` has:
 
@@ -7,34 +7,309 @@ Pure; `verify` calls it. Rules beyond equality of numbers, which `equality` has:
 - A unit or a name ("x = 5") that one side leaves out says nothing. Known units that both give must fit, by size.
 - "50%" is 0.5, and 50 too, as percent may have been asked for, but "0.5%" is not 0.5; 30 degrees are 30, and pi/6.
 - A subscript for a base counts: 1011_2 is neither 1011 nor 11.
+
+Invariant: the spans of a `Region` are in order and apart, so that equal regions have equal spans.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import TypeAlias
 
-from laminar_contrib.mathematics.equality import difference, proportional, same_expression
-from laminar_contrib.mathematics.evaluate import UndefinedError, evaluate, inexact
-from laminar_contrib.mathematics.expressions import Applied, Expression, Numeral, Variable, variables
-from laminar_contrib.mathematics.quantities import DEGREE, RADIAN
-from laminar_contrib.mathematics.regions import Region, same_region
-from laminar_contrib.mathematics.sets import as_region
-from laminar_contrib.mathematics.tokens import UnreadableError
-from laminar_contrib.mathematics.units import MeasureUnit
-from laminar_contrib.mathematics.values import (
-    AnswerValue,
-    BasedNumber,
-    Bracketed,
-    Collection,
-    Grid,
-    Lettered,
-    Listing,
-    Named,
-    Phrase,
-    Proportion,
-    Quantity,
-    Statement,
-    share,
+import mpmath  # type: ignore[import-untyped]
+
+from laminar_contrib.mathematics.equality import (
+    UndefinedError,
+    Value,
+    difference,
+    evaluate,
+    inexact,
+    proportional,
+    same_expression,
+    same_number,
 )
+from laminar_contrib.mathematics.expressions import (
+    CONSTANTS,
+    Applied,
+    Expression,
+    Numeral,
+    UnreadableError,
+    Variable,
+    negated,
+    operations,
+    variables,
+)
+from laminar_contrib.mathematics.words import MeasureUnit
+
+DEGREE = MeasureUnit(Fraction(1), (("angle", 1),))
+RADIAN = MeasureUnit(Fraction(1), (("radians", 1),))
+PLUS, MINUS = CONSTANTS["infty"], negated(CONSTANTS["infty"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Interval between two numbers, e.g. `Interval(low=a, high=b, has_low=True, has_high=False)` of [a, b)."""
+
+    low: Expression
+    high: Expression
+    has_low: bool
+    has_high: bool
+
+    @property
+    def ends(self) -> tuple[Value, Value]:
+        """Ends as numbers."""
+        return number(self.low), number(self.high)
+
+    @property
+    def is_empty(self) -> bool:
+        """True where no number is inside."""
+        low, high = self.ends
+        return bool(low > high or (low == high and not (self.has_low and self.has_high)))
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Union of intervals; a single point is a closed interval of no length. `name` is of the variable, if any."""
+
+    intervals: tuple[Interval, ...]
+    name: str = ""
+
+
+def number(expression: Expression) -> Value:
+    """Real number to compare with. Raises `UnreadableError` where it is none."""
+    if variables(expression):
+        raise UnreadableError("an interval with variables")
+    try:
+        with mpmath.workdps(40):
+            value = inexact(evaluate(expression, {}))
+    except UndefinedError as error:
+        raise UnreadableError(str(error)) from None
+    if isinstance(value, mpmath.mpc):
+        raise UnreadableError("an interval of complex numbers")
+    return value
+
+
+def point(expression: Expression) -> Interval:
+    """Interval that holds one number."""
+    return Interval(low=expression, high=expression, has_low=True, has_high=True)
+
+
+def everything() -> Interval:
+    """The real numbers."""
+    return Interval(low=MINUS, high=PLUS, has_low=False, has_high=False)
+
+
+def union(intervals: Iterable[Interval], name: str = "") -> Region:
+    """Region of all that is in any of the intervals."""
+    merged: list[Interval] = []
+    for interval in sorted(_kept(intervals), key=lambda each: (each.ends[0], not each.has_low)):
+        if not merged or not _touch(merged[-1], interval):
+            merged.append(interval)
+            continue
+        last = merged[-1]
+        if (interval.ends[1], interval.has_high) > (last.ends[1], last.has_high):
+            merged[-1] = replace(last, high=interval.high, has_high=interval.has_high)
+    return Region(tuple(merged), name)
+
+
+def _kept(intervals: Iterable[Interval]) -> Iterable[Interval]:
+    """Intervals that are not empty and do not hold infinity."""
+    for interval in intervals:
+        low, high = interval.ends
+        has_low, has_high = (
+            interval.has_low and not mpmath.isinf(low),
+            interval.has_high and not mpmath.isinf(high),
+        )
+        kept = replace(interval, has_low=has_low, has_high=has_high)
+        if not kept.is_empty:
+            yield kept
+
+
+def _touch(left: Interval, right: Interval) -> bool:
+    """True where the right one begins inside or at the end of the left one, with no point between."""
+    end, begin = left.ends[1], right.ends[0]
+    return bool(begin < end or (begin == end and (left.has_high or right.has_low)))
+
+
+def intersection(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+    """Intervals of all that is in both."""
+    others = list(right)
+    return [both for one in left for other in others if not (both := _overlap(one, other)).is_empty]
+
+
+def _overlap(left: Interval, right: Interval) -> Interval:
+    low = max((left, right), key=lambda each: (each.ends[0], not each.has_low))
+    high = min((left, right), key=lambda each: (each.ends[1], each.has_high))
+    return Interval(low=low.low, has_low=low.has_low, high=high.high, has_high=high.has_high)
+
+
+def without_points(intervals: Iterable[Interval], points: Iterable[Expression]) -> list[Interval]:
+    """Intervals less some points."""
+    left = list(intervals)
+    for taken in points:
+        below = Interval(low=MINUS, high=taken, has_low=False, has_high=False)
+        above = Interval(low=taken, high=PLUS, has_low=False, has_high=False)
+        left = intersection(left, [below, above])
+    return left
+
+
+def same_region(reference: Region, answer: Region) -> bool:
+    """True where both hold the same numbers; a variable counts if both name one."""
+    if reference.name and answer.name and reference.name != answer.name:
+        return False
+    pairs = list(zip(reference.intervals, answer.intervals, strict=False))
+    return len(pairs) == len(reference.intervals) == len(answer.intervals) and all(
+        (one.has_low, one.has_high) == (other.has_low, other.has_high)
+        and same_number(one.low, other.low)
+        and same_number(one.high, other.high)
+        for one, other in pairs
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """Number or formula, e.g. `Quantity(five, metre)` of "5 m"."""
+
+    expression: Expression
+    unit: MeasureUnit | None = None
+    is_percent: bool = False
+
+
+def share(quantity: Quantity) -> Expression:
+    """Number that a quantity is, of which a percentage is a hundredth."""
+    if not quantity.is_percent:
+        return quantity.expression
+    return Applied("divide", (quantity.expression, Numeral(Fraction(100), "100")))
+
+
+@dataclass(frozen=True, slots=True)
+class BasedNumber:
+    """Number in a base of its own, e.g. `BasedNumber("1011", "2")`."""
+
+    digits: str
+    base: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Several answers side by side, e.g. "1, 2" or "x = 1 or x = 2"."""
+
+    items: tuple["AnswerValue", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Set in braces, whose order and repetitions say nothing."""
+
+    items: tuple["AnswerValue", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bracketed:
+    """Ordered items, such as a point, a vector or an interval: `Bracketed("(", "]", (one, two))` of (1, 2]."""
+
+    opening: str
+    closing: str
+    items: tuple["AnswerValue", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Matrix by rows."""
+
+    rows: tuple[tuple["AnswerValue", ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proportion:
+    """Ratio such as 3:4 or 1:2:3."""
+
+    parts: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """Equation or inequality that is not solved: `sign` is one of =, <, le, ne."""
+
+    sign: str
+    left: Expression
+    right: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Value with what it is the value of, e.g. "x = 5"; `equation` where both sides are expressions."""
+
+    label: str
+    value: "AnswerValue"
+    equation: Statement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Phrase:
+    """Answer in words, in lower case unless a single letter."""
+
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lettered:
+    """Letter of a multiple choice with what it stands for, e.g. "(B) 12"."""
+
+    letter: str
+    value: "AnswerValue | None"
+
+
+AnswerValue: TypeAlias = (
+    Quantity
+    | BasedNumber
+    | Listing
+    | Collection
+    | Bracketed
+    | Region
+    | Grid
+    | Proportion
+    | Statement
+    | Named
+    | Phrase
+    | Lettered
+)
+
+
+def as_region(value: AnswerValue) -> Region:
+    """Set of real numbers that an answer is. Raises `UnreadableError` for an answer that is none."""
+    if isinstance(value, Region):
+        return value
+    if isinstance(value, Named):
+        return Region(as_region(value.value).intervals, value.label)
+    if isinstance(value, Collection):
+        return union(point(bare(item)) for item in value.items)
+    if isinstance(value, Listing):
+        if any(_may_be_point(item) for item in value.items):
+            raise UnreadableError("points, it may be")
+        regions = [as_region(item) for item in value.items]
+        return union([interval for region in regions for interval in region.intervals])
+    if isinstance(value, Bracketed) and len(value.items) == 2 and value.opening in ("(", "["):
+        low, high = (bare(item) for item in value.items)
+        interval = Interval(low=low, high=high, has_low=value.opening == "[", has_high=value.closing == "]")
+        if interval.is_empty:
+            raise UnreadableError("an interval with its ends exchanged")
+        return union([interval])
+    raise UnreadableError("no set of numbers")
+
+
+def _may_be_point(value: AnswerValue) -> bool:
+    """True for "(1, 2)", which is no interval if it stands in a list."""
+    if not isinstance(value, Bracketed) or (value.opening, value.closing) != ("(", ")"):
+        return False
+    return not any("infinity" in operations(bare(item)) for item in value.items)
+
+
+def bare(value: AnswerValue) -> Expression:
+    """Number without a unit. Raises `UnreadableError`."""
+    if isinstance(value, Quantity) and value.unit is None and not value.is_percent:
+        return value.expression
+    raise UnreadableError("no plain number")
 
 
 def same(reference: AnswerValue, answer: AnswerValue) -> bool:

@@ -1,17 +1,24 @@
-"""The tool `calculator`: exact arithmetic whose cost is bounded, whatever the expression.
+"""Tools that come with the package.
 
-Numbers are fractions, so that integers and decimals have no rounding. Only a power with a broken exponent is a
-floating-point number. Invariant: no power with many more than `MOST_DIGITS` digits is computed.
+`calculator` is exact arithmetic whose cost is bounded, whatever the expression. Numbers are fractions, so that
+integers and decimals have no rounding. Only a power with a broken exponent is a floating-point number. Invariant:
+no power with many more than `MOST_DIGITS` digits is computed. `search` finds passages of a local corpus by BM25
+(Robertson and Zaragoza, 2009), with the library bm25s.
 """
 
 import ast
+import importlib.util
 import operator
 import re
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from pathlib import Path
+
+import msgspec
 
 from laminar_contrib.tools.signature import ToolError
+from laminar_py.config import ConfigError
 
 MOST_CHARS = 1000  # of an expression
 MOST_DIGITS = 1000  # of a number; Python itself writes 4300
@@ -92,3 +99,80 @@ def _written(number: Fraction) -> str:
         return repr(float(number))
     with localcontext(prec=16):
         return str(Decimal(number.numerator) / Decimal(number.denominator))
+
+
+WORD = re.compile(r"\w+")
+
+
+class Passage(msgspec.Struct, frozen=True):
+    """Line of a corpus, e.g. `Passage("Paris is the capital of France.", title="Paris")`."""
+
+    text: str
+    title: str = ""
+
+    @property
+    def whole(self) -> str:
+        """Title and text."""
+        return f"{self.title}: {self.text}" if self.title else self.text
+
+
+def read_corpus(path: Path) -> list[Passage]:
+    """Passages of a `.jsonl` file, or of a text file. Raises `ConfigError` where there are none with a word."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(f"tools.corpus={path}: cannot be read ({line}); name a file of text in UTF-8") from error
+    passages = _lines(path, text) if path.suffix == ".jsonl" else _paragraphs(text)
+    if not any(WORD.search(passage.whole) for passage in passages):
+        raise ConfigError(f"tools.corpus={path}: has no passage with a word; name another file")
+    return passages
+
+
+def _lines(path: Path, text: str) -> list[Passage]:
+    passages = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            passages.append(msgspec.json.decode(line, type=Passage))
+        except msgspec.DecodeError as error:
+            fault = f'no {{"text": "..."}} ({error}); mend the line'
+            raise ConfigError(f"tools.corpus={path}:{number}: {fault}") from error
+    return passages
+
+
+def _paragraphs(text: str) -> list[Passage]:
+    return [Passage(part.strip()) for part in re.split(r"\n\s*\n", text) if part.strip()]
+
+
+class PassageSearch:
+    """An index of passages, in memory, which any number of trajectories may ask at the same time."""
+
+    def __init__(self, passages: list[Passage], *, most: int, chars: int) -> None:
+        _require_bm25s()
+        import bm25s
+
+        self._passages = passages
+        self._most = min(most, len(passages))
+        self._chars = chars
+        self._index = bm25s.BM25()
+        self._index.index([_words(passage.whole) for passage in passages], show_progress=False)
+
+    def search(self, query: str) -> str:
+        """Passages of a collection of texts that have most to do with some words, the best first."""
+        found, scores = self._index.retrieve([_words(query)], k=self._most, show_progress=False)
+        best = [self._passages[place] for place, score in zip(found[0], scores[0], strict=True) if score > 0]
+        texts = [f"[{number}] {passage.whole[: self._chars]}" for number, passage in enumerate(best, 1)]
+        return "\n".join(texts) or "nothing found"
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(text.lower())
+
+
+def _require_bm25s() -> None:
+    if importlib.util.find_spec("bm25s") is None:
+        raise ConfigError(
+            "tools.use=search: the package bm25s is not installed; pip install laminar-py[search], or leave it out"
+        )
