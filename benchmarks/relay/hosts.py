@@ -17,7 +17,7 @@ from laminar_lab.bench.relay.hop import VERSION_BYTES
 from laminar_lab.bench.report import Row
 from laminar_lab.bench.turns import Tell
 from laminar_py.config.relay import TopologyKind
-from laminar_py.relay.planning.cost import Broadcast, Choice, Links, broadcast_s, routes, settle
+from laminar_py.relay.planning.cost import Broadcast, Choice, Links, broadcast_s, settle
 from laminar_py.relay.planning.topology import Shape, grow
 from laminar_py.relay.wire.messages import MIN_CHUNK_BYTES
 
@@ -146,7 +146,7 @@ def _measure(rig: HostsRig, kind: TopologyKind, links: Links) -> ShapeRounds:
         bound_s *= len(rig.zones) - 1
     elif kind is TopologyKind.KARY:
         bare = Links(links.bytes_per_s, 0.0)
-        bound_s = broadcast_s(routes(tree, rig.zones), broadcast, bare, chunk_bytes=choice.chunk_bytes)
+        bound_s = broadcast_s(tree, rig.zones, broadcast, bare, chunk_bytes=choice.chunk_bytes)
     inner = [node for node in tree.downward if node and tree.children(node)]
     shape = ShapeRounds(choice, bound_s)
     for _ in range(1 if kind is TopologyKind.STAR else rig.repeats):

@@ -206,4 +206,4 @@ def _deltas(version: StoredVersion) -> list[bytes]:
     payload = encode(new, old, width=4)
     assert payload is not None
     forged, bomb = Forgery.of(payload), bytes(2**26)
-    return [payload, *(forged.with_section(place, bomb).bytes() for place in (0, 1, 2, 3)), payload[:-1]]
+    return [payload, *(forged.with_plane(place, bomb).bytes() for place in (0, 1, 2, 3)), payload[:-1]]

@@ -13,7 +13,7 @@ import torch
 from laminar_py.config.relay import TopologyKind
 from laminar_py.records.weights import Published
 from laminar_py.relay.node.relay_node import RelayNode
-from laminar_py.relay.planning.topology import Topology, build
+from laminar_py.relay.planning.topology import Topology, grow, shape_of
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.store.digests import digest_of, file_digest, read_checksums, version_digest
 from laminar_py.relay.store.version import StoredVersion, describe
@@ -38,11 +38,11 @@ class Party(Protocol):
 
 
 def chain(num_nodes: int) -> Topology:
-    return build(TopologyKind.CHAIN, num_nodes=num_nodes, fanout=1)
+    return grow(shape_of(TopologyKind.CHAIN, fanout=1), [""] * num_nodes)
 
 
 def binary(num_nodes: int) -> Topology:
-    return build(TopologyKind.KARY, num_nodes=num_nodes, fanout=2)
+    return grow(shape_of(TopologyKind.KARY, fanout=2), [""] * num_nodes)
 
 
 @dataclass
