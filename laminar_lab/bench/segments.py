@@ -6,11 +6,11 @@ connection that carries as many bytes, from one buffer into one that is warm; `b
 hosts. Invariant: every side moves the same bytes in each round, and sides take turns.
 """
 
-import asyncio
 import os
 import secrets
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,7 +28,8 @@ from laminar_lab.bench.turns import Ratio, Side, Tell, in_turn
 from laminar_lab.bench.workplace import workplace
 from laminar_py.ledger.segments.fetch import StoreClient
 from laminar_py.ledger.segments.frames import make_frame
-from laminar_py.ledger.segments.store import LOCAL, PieceStore, listen
+from laminar_py.ledger.segments.store import LOCAL, PieceStore
+from laminar_py.ledger.segments.wire import leave_address
 from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, PieceRef
@@ -38,6 +39,7 @@ ROUND_BYTES = 32 * 2**20  # written by each side in a round
 PARTS = 4  # that wrote what is fetched
 WARM = 2  # rounds before those that count
 OURS, BARE, DIGESTED = "ours", "bare", "digested"
+STORE = "store-0"
 
 Start = Callable[[int, Work], Worker]  # starts a process on a host, which is given by its number
 
@@ -199,20 +201,17 @@ def fetch_sides(
     with ExitStack() as stack:
         store = stack.enter_context(start(0, partial(_serve, folder=folder, key=key, host=host)))
         bare = stack.enter_context(start(0, partial(_send, num_bytes=num_bytes, host=host)))
-        work = partial(_fetch, store=store.hear(str), bare=bare.hear(tuple), key=key, refs=encode(refs))
+        store.hear(str)
+        work = partial(_fetch, folder=folder, bare=bare.hear(tuple), key=key, refs=encode(refs))
         client = stack.enter_context(start(1, work))
 
         yield {name: partial(_ask, client, name) for name in (OURS, BARE)}
 
 
 def _serve(pipe: Connection, *, folder: Path, key: bytes, host: str) -> None:
-    async def serve() -> None:
-        store = PieceStore(folder, key=key)
-        await store.start(await listen(host))
-        pipe.send(store.address)
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
+    leave_address(folder, STORE, PieceStore(folder, key=key).start(host))
+    pipe.send("serving")
+    threading.Event().wait()
 
 
 def _send(pipe: Connection, *, num_bytes: int, host: str) -> None:
@@ -226,10 +225,10 @@ def _send(pipe: Connection, *, num_bytes: int, host: str) -> None:
                 connection.sendall(data)
 
 
-def _fetch(pipe: Connection, *, store: str, bare: tuple[str, int], key: bytes, refs: bytes) -> None:
+def _fetch(pipe: Connection, *, folder: Path, bare: tuple[str, int], key: bytes, refs: bytes) -> None:
     """Fetch by the means that are named; say MB/s."""
     wanted: Sequence[PieceRef] = decode(list[PieceRef], refs)
-    client = StoreClient(key)
+    client = StoreClient(key, folder)
     size = sum(ref.num_bytes for ref in wanted)
     buffer = memoryview(bytearray(size))
     with socket.create_connection(bare) as connection:
@@ -237,7 +236,7 @@ def _fetch(pipe: Connection, *, store: str, bare: tuple[str, int], key: bytes, r
             name = pipe.recv()
             began = time.perf_counter()
             if name == OURS:
-                client(store, wanted)
+                client(STORE, wanted)
             else:
                 connection.sendall(b"1")
                 left = buffer

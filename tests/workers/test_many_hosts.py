@@ -300,7 +300,7 @@ async def test_a_run_of_64_hosts_is_resumed_where_three_of_them_never_come_back(
             run.fleet.scheduler.pause()
             await run.start()
             await take_up(recovered, run.payload, run.fleet.scheduler)
-            assert not run.payload.stores.address(make_node(HOSTS + len(GONE)).id), "nobody needs one there"
+            assert not run.payload.stores.name(make_node(HOSTS + len(GONE)).id), "nobody needs one there"
             lengths = {one.length for one in run.fleet.scheduler.book.live.values()}
             assert {2, 8} <= lengths, "what the journals had, alone and after what was told"
             run.fleet.scheduler.continue_live()

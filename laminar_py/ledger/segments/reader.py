@@ -29,12 +29,12 @@ class ElsewhereError(PayloadLostError):
 
 
 class PieceFetch(Protocol):
-    """Pieces of another host: their bytes, in order, from the store at an address.
+    """Pieces of another host: their bytes, in order, from the store of a name.
 
     Raises `PayloadLostError` where one is lost, `StoreAwayError` where the store is.
     """
 
-    def __call__(self, address: str, refs: Sequence[PieceRef]) -> list[bytes]:
+    def __call__(self, store: str, refs: Sequence[PieceRef]) -> list[bytes]:
         """Whole frames."""
         ...
 
@@ -86,17 +86,17 @@ class PayloadReader:
         self._lock = threading.Lock()
 
     def load(self, refs: Iterable[PieceRef], *, stores: Mapping[str, str] | None = None) -> Loaded:
-        """Read pieces; `stores` has the address of each segment that is of another host."""
+        """Read pieces; `stores` has the store of each segment that is of another host."""
         found: dict[PieceRef, bytes | PayloadLostError] = {}
         elsewhere: dict[str, list[PieceRef]] = {}
         for ref in refs:
-            address = (stores or {}).get(ref.segment)
-            if address is None:
+            store = (stores or {}).get(ref.segment)
+            if store is None:
                 found[ref] = self._found(ref)
             else:
-                elsewhere.setdefault(address, []).append(ref)
-        for address, wanted in elsewhere.items():
-            found |= self._fetched(address, wanted)
+                elsewhere.setdefault(store, []).append(ref)
+        for store, wanted in elsewhere.items():
+            found |= self._fetched(store, wanted)
         return Loaded(found)
 
     def close(self) -> None:
@@ -138,14 +138,14 @@ class PayloadReader:
         self._files.move_to_end(segment)
         return self._files[segment]
 
-    def _fetched(self, address: str, refs: Sequence[PieceRef]) -> dict[PieceRef, bytes | PayloadLostError]:
+    def _fetched(self, store: str, refs: Sequence[PieceRef]) -> dict[PieceRef, bytes | PayloadLostError]:
         assert self._fetch is not None, f"{refs[0].segment} is of another host, of which this reader knows none"
         fetch = self._fetch
         try:
-            return dict(zip(refs, fetch(address, refs), strict=True))
+            return dict(zip(refs, fetch(store, refs), strict=True))
         except StoreAwayError as error:
             return dict.fromkeys(refs, error)
         except PayloadLostError as error:
             if len(refs) == 1:
                 return {refs[0]: error}
-        return {ref: self._fetched(address, [ref])[ref] for ref in refs}  # the others may be there
+        return {ref: self._fetched(store, [ref])[ref] for ref in refs}  # the others may be there

@@ -93,7 +93,8 @@ def apply(payload: Buffer, base: Buffer, out: memoryview) -> None:
     if num_changed and positions[-1] >= len(base) // width:
         raise DeltaError(f"a change at element {positions[-1]} of {len(base) // width}")
     zigzag = _join(planes[_GAP_WIDTH:]).view(_DTYPES[width])
-    _patch(_elements(out, width), _elements(base, width), positions, (zigzag >> 1) ^ -(zigzag & 1))
+    steps = ((zigzag >> 1) ^ -(zigzag & 1)).view(_DTYPES[width])
+    _patch(_elements(out, width), _elements(base, width), positions, steps)
     out[len(out) - len(tail) :] = tail
 
 

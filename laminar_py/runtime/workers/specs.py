@@ -39,12 +39,10 @@ class RelaySpec(PartStart, frozen=True, kw_only=True):
 
 
 class StoreSpec(PartStart, frozen=True, kw_only=True):
-    """Start of a host's store, e.g. `store-2` at 10.0.0.4. `port` 0: any."""
+    """Start of a host's store, e.g. `store-2` at 10.0.0.4."""
 
     name: str
     host: str
-    port: int
-    patience_s: float  # for whoever holds that port to let go of it; after that another is taken
     key: str  # of all stores of the run, 64 hex digits
 
 
