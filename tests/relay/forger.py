@@ -186,7 +186,6 @@ def _real(version: StoredVersion, kinds: tuple[type, ...]) -> list[m.Upward | m.
         m.Subscribe(),
         m.Pull(1, 5, "replica", None),
         m.Pull(2, 5, "replica", number),
-        m.Written(),
     ]
     downward = [m.Announce(version.manifest), m.Lost(number), m.Failed(number, "full"), m.Newest(number)]
     downward += [version.read(0, index) for index in range(version.manifest.num_chunks(0))]

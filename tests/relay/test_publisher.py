@@ -28,7 +28,7 @@ from laminar_py.relay.store.shards import HEADER_BYTES, Shard, header_room
 from laminar_py.relay.store.version import CHECKSUMS, MANIFEST, NoRoomError, folder_name
 from laminar_py.relay.store.versions import SPARE, Store
 from tests.relay.faults import small_disk
-from tests.relay.tree import CHUNK, KEYS, PATIENCE_S, folder_bytes, tensors
+from tests.relay.tree import CHUNK, PATIENCE_S, folder_bytes, tensors
 
 RUN_PARTS = 2  # here, to be quick
 RUN_BYTES = RUN_PARTS * PART_BYTES  # what is hashed during the copy is cut into such runs
@@ -52,13 +52,11 @@ def publishing(
     shard_bytes: int = SHARD_BYTES,
     adapter_config: bytes | None = None,
 ) -> Iterator[Publisher]:
-    publisher = Publisher(
-        store, KEYS, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, adapter_config=adapter_config
-    )
+    publisher = Publisher(store, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, adapter_config=adapter_config)
     try:
         yield publisher
     finally:
-        publisher.close(linger_s=0)
+        publisher.close()
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ class Learner:
 
     def __init__(self, folder: Path, **settings: object) -> None:
         chosen = {"chunk_bytes": CHUNK, **settings}
-        self.publisher = Publisher(folder / "relay-0", KEYS, **chosen)
+        self.publisher = Publisher(folder / "relay-0", **chosen)
 
     async def __aenter__(self) -> "Learner":
         return self
@@ -137,7 +137,7 @@ def tensors(seed: int, num_bytes: int = 300_000) -> list[tuple[str, torch.Tensor
 
 def write_version(store: Path, version: int, *sizes: int) -> StoredVersion:
     """A complete version of random files of these sizes, as a publisher would leave it."""
-    folder = store / f"v{version}"
+    folder = store / f"v{version}.new"
     folder.mkdir(parents=True)
     for number, size in enumerate(sizes):
         (folder / f"model-{number}.safetensors").write_bytes(os.urandom(size))
@@ -148,7 +148,7 @@ def write_version(store: Path, version: int, *sizes: int) -> StoredVersion:
         for path, found in zip(paths, checksums, strict=True)
     )
     describe(folder, Manifest(version, version_digest(files), CHUNK, files), checksums)
-    return StoredVersion.load(folder)
+    return StoredVersion.load(folder.rename(store / f"v{version}"))
 
 
 def digest(path: Path) -> str:

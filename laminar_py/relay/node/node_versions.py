@@ -56,10 +56,6 @@ class NodeVersions:
         self._encoder = Encoder(downlink.forward, self.retire_surplus)
         self._emit = emit
 
-    def open(self, *, address: str) -> None:
-        """Scan the store; a root leaves its address there."""
-        self._store.open(address=None if self._uplink.parents else address)
-
     @property
     def newest(self) -> int:
         """The highest version that is complete here or arrives, -1 if there is none."""
@@ -87,7 +83,7 @@ class NodeVersions:
         if self._uplink.parents:
             self._uplink.tell(m.Want(version, arriving=version in self.arrivals))
             return
-        self.discover()  # the publisher's word may be on its way
+        self.discover()  # it may just have been published
         if version not in self._store.complete:
             self.lose(version)
 
@@ -98,7 +94,7 @@ class NodeVersions:
                 self._uplink.tell(m.Want(version))
 
     def look_around(self) -> None:
-        """Find what was published without a word, and children that are gone."""
+        """Find versions that were published unnoticed, and children that are gone."""
         if not self._uplink.parents:
             self.discover()
         if self._store.complete:
@@ -106,7 +102,7 @@ class NodeVersions:
         self.retire_surplus()
 
     def discover(self) -> None:
-        """Take up what the publisher has written to the root's store."""
+        """Take up versions that the publisher has written to the root's store."""
         for stored in self._store.discover():
             newest = stored.manifest.version == self._store.newest
             if newest and self._downlink.has_children:

@@ -76,8 +76,6 @@ class LearnerSpec(PayloadStart, frozen=True, kw_only=True):
     rendezvous: str  # file or tcp://ip:port that the ranks meet at
     store: str  # the root relay's
     chunk_bytes: int  # that versions are cut into
-    public_key: str
-    secret_key: str
     ranks_here: int  # on its node, itself among them
     checkpoint: str | None = None
 
@@ -87,8 +85,6 @@ class WeightsSpec(PartStart, frozen=True, kw_only=True):
 
     store: str  # the root relay's
     chunk_bytes: int
-    public_key: str
-    secret_key: str
 
 
 class LearnerStarted(msgspec.Struct, frozen=True):
