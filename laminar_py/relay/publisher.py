@@ -22,8 +22,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from laminar_py.records.weights import Published
 from laminar_py.relay.store.device_copy import TensorCopier
-from laminar_py.relay.store.digests import version_digest
-from laminar_py.relay.store.hashing import Checksums, hashing_threads
+from laminar_py.relay.store.digests import Checksums, hashing_threads, version_digest
 from laminar_py.relay.store.pages import KeptPages, Pages
 from laminar_py.relay.store.shards import HEADER_BYTES, Shard, VersionFile, header_room
 from laminar_py.relay.store.version import describe, folder_name, no_room, writing

@@ -9,10 +9,9 @@ import pytest
 
 from laminar_py.ledger.segments.fetch import StoreClient
 from laminar_py.ledger.segments.frames import read_frame, whole_frames
-from laminar_py.ledger.segments.journal import Journal
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, salvage
-from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
+from laminar_py.ledger.segments.writer import SEGMENT, Journal, SegmentWriter
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PayloadLostError
 from tests.segments.pieces import KEY, STORE, make_piece, served

@@ -14,10 +14,8 @@ from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.segments.completion import complete_all
-from laminar_py.ledger.segments.journal import Journal
-from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError
-from laminar_py.ledger.segments.writer import SegmentWriter
+from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError, complete_all
+from laminar_py.ledger.segments.writer import Journal, SegmentWriter
 from laminar_py.observe.telemetry.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Consumed

@@ -5,6 +5,7 @@ one, and a wrong one ends the benchmark.
 """
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from laminar_lab.bench.turns import Tell
 from laminar_py.config.reward import REWARDS, TermConfig
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import DropReason, FinishReason
-from laminar_py.relay.cores import num_cores
 from laminar_py.reward.calls.pool import CallPool
 from laminar_py.reward.calls.process import CallSpec
 
@@ -37,7 +37,7 @@ def rows(*, verifications: int, tell: Tell) -> list[Row]:
     elapsed_s, times_s = asyncio.run(_verify_all(answers, term))
     conditions = (
         f"{len(answers)} different answers, {num_hanging} out of time after {TIMEOUT_S:g} s and the others judged"
-        f" rightly; {term.processes} processes, as many at a time, {num_cores()} cores"
+        f" rightly; {term.processes} processes, as many at a time, {len(os.sched_getaffinity(0))} cores"
     )
     p50, p99 = median(times_s), quantiles(times_s, n=100)[-1]
     latency = (

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_py.relay.node.downlink import Downlink
+from laminar_py.relay.node.downlink import Downlink, Pace
 from laminar_py.relay.node.intake import MAX_WINDOW, window_of
 from laminar_py.relay.node.node_versions import NodeVersions
-from laminar_py.relay.node.pace import Pace
 from laminar_py.relay.node.uplink import VISIT_S, Uplink
 from laminar_py.relay.store.versions import Store, watch_names
 from laminar_py.relay.wire import messages as m

@@ -9,6 +9,7 @@ Sends never wait: what has nowhere to go is dropped, and states are said anew on
 import asyncio
 import errno
 import logging
+import os
 from collections.abc import Awaitable
 from enum import Enum
 from typing import TypeVar
@@ -21,14 +22,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records import codec
-from laminar_py.relay.cores import num_cores
 from laminar_py.relay.wire.messages import NOTHING, Chunk, Downward, ToChild, ToParent, Upward
 
 log = logging.getLogger(__name__)
 
 IPC = "ipc://"
 # Encryption takes a core for half a gigabyte a second: connections share these threads, one has one of them.
-IO_THREADS = max(1, min(4, num_cores() // 2))
+IO_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 CONTROL_BYTES = 2**20  # bound of records without weights; the largest is a manifest, 150 bytes a file
 
 SocketError = zmq.ZMQError  # what a socket raises, for those who may not import zmq

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.relay.node.pace import SLACK_S, ChunkQueue, Owed, Pace
+from laminar_py.relay.node.downlink import SLACK_S, ChunkQueue, Owed, Pace
 from laminar_py.relay.wire.messages import (
     Announce,
     Chunk,

@@ -23,8 +23,7 @@ from laminar_py.learner.emulated import EmulatedLearner
 from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.step import Learner
 from laminar_py.learner.warm_start import Example, cache_key, warm_start
-from laminar_py.ledger.segments.completion import complete_all
-from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
 from laminar_py.relay.publisher import Publisher
