@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.learner.packing.packer import microbatches
-from laminar_py.ledger.segments.completion import complete_all
-from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.finished import FinishedTrajectory

@@ -24,8 +24,7 @@ from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
 from laminar_py.learner.step import Learner
 from laminar_py.ledger.audit.verify import verify
-from laminar_py.ledger.segments.completion import complete_all
-from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.engine import PauseMode, SamplingParams
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.recordings import Recording

@@ -168,8 +168,8 @@ def _opened(config: RunConfig) -> Iterator[Learner]:
 
 @contextmanager
 def _publisher(store: Path, learner: Learner) -> Iterator[Publisher]:
-    publisher = Publisher(store, None, adapter_config=learner.adapter_config())
+    publisher = Publisher(store, adapter_config=learner.adapter_config())
     try:
         yield publisher
     finally:
-        publisher.close(linger_s=0.0)
+        publisher.close()

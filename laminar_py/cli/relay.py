@@ -65,7 +65,7 @@ def relay_plan(
     config: Annotated[Path, typer.Argument(help="YAML file of hosts and links, e.g. configs/relay/rack.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. parameters=70B")] = None,
 ) -> None:
-    """Draw the tree of a fleet with its predicted times and memory; what does not fit is refused."""
+    """Predict times and memory of a fleet's relay tree; refuse versions that do not fit into memory."""
     from laminar_py.relay.planning.plan import make_relay_plan, read_spec, tell
 
     for line in tell(make_relay_plan(read_spec(config, overrides or []))):

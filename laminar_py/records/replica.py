@@ -26,7 +26,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     version: int | None = None
     tokens: tuple[TokensRef, ...] = ()  # of the response so far, end to end
-    stores: dict[str, str] = {}  # addresses of the segments among these that are of other hosts
+    stores: dict[str, str] = {}  # names of the stores of segments among these that are of other hosts
     used_s: float = 0.0  # seconds of generation on replicas that had it before
     more_to_come: bool = False  # of its pass, for which the replica keeps its version
     problem: Problem | None = None  # where an environment answers its turns

@@ -47,7 +47,7 @@ class Unscored(msgspec.Struct, frozen=True, kw_only=True):
 
     request: ScoringRequest  # without ids and log-probabilities of the response
     tokens: tuple[TokensRef, ...] = ()
-    stores: dict[str, str] = {}  # addresses of the segments among these that are of other hosts
+    stores: dict[str, str] = {}  # names of the stores of segments among these that are of other hosts
 
     @property
     def id(self) -> str:

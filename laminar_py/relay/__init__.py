@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
-    from laminar_py.relay.cores import num_cores as num_cores
     from laminar_py.relay.node.relay_node import RelayNode as RelayNode
     from laminar_py.relay.publisher import Publisher as Publisher
     from laminar_py.relay.subscriber import Subscriber as Subscriber

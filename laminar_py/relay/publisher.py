@@ -1,9 +1,9 @@
-"""The learner's end of the relay: writes a version into the root's store and tells the root. Synchronous.
+"""The learner's end of the relay: writes a version into the root's store, which the root watches. Synchronous.
 
 Called from the learner's process, which has no event loop. The learner stands still for the copy alone, into pages
 that an older version no longer needs; a thread, the finisher, does what may come after it, and lets go of pages.
 Invariants: a version's folder appears by rename, complete and with its digests, or leaves nothing behind; whether
-the root lives, and where, makes no difference to the learner. `publish` begins when the finisher has done all that
+the root lives makes no difference to the learner. `publish` begins when the finisher has done all that
 came of the one before, and hands over when it ends, so the two are never at pages, shards and copier together.
 """
 
@@ -22,21 +22,19 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from laminar_py.records.weights import Published
 from laminar_py.relay.store.device_copy import TensorCopier
-from laminar_py.relay.store.digests import version_digest
-from laminar_py.relay.store.hashing import Checksums, hashing_threads
+from laminar_py.relay.store.digests import Checksums, hashing_threads, version_digest
 from laminar_py.relay.store.pages import KeptPages, Pages
 from laminar_py.relay.store.shards import HEADER_BYTES, Shard, VersionFile, header_room
 from laminar_py.relay.store.version import describe, folder_name, no_room, writing
-from laminar_py.relay.store.versions import complete_versions, read_address, take_spare
-from laminar_py.relay.wire.messages import MIN_CHUNK_BYTES, Manifest, Written
-from laminar_py.relay.wire.transport import Notifier, RelayKeys
+from laminar_py.relay.store.versions import complete_versions, take_spare
+from laminar_py.relay.wire.messages import MIN_CHUNK_BYTES, Manifest
 
 SHARD_BYTES = 2 * 2**30
 MOST_REMEMBERED = 8  # versions that `completed` knows
 
 
 class Publisher:
-    """Publishes versions into the root's store, e.g. `Publisher(store, keys)`. The root leaves its address there.
+    """Publishes versions into the root's store, e.g. `Publisher(store)`.
 
     `chunk_bytes` is how the whole tree cuts files. With `adapter_config` versions are adapters in peft's format:
     it is their `adapter_config.json`, and all tensors are in one file. Raises `ConfigError` for a bad size.
@@ -45,11 +43,9 @@ class Publisher:
     def __init__(
         self,
         store: Path,
-        keys: RelayKeys | None,
         *,
         chunk_bytes: int = 4 * 2**20,
         shard_bytes: int = SHARD_BYTES,
-        heartbeat_s: float = 5.0,
         adapter_config: bytes | None = None,
     ) -> None:
         if chunk_bytes < MIN_CHUNK_BYTES:
@@ -62,7 +58,6 @@ class Publisher:
         for unfinished in store.glob("v*.new"):
             shutil.rmtree(unfinished)
         self._highest = max(complete_versions(store), default=-1)
-        self._notifier = Notifier(keys, heartbeat_s=heartbeat_s)
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
         self._hashers = hashing_threads()
         self._copier = TensorCopier()
@@ -73,8 +68,8 @@ class Publisher:
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
         """Copy a version out of the learner's memory. Returns how many seconds that took; the tensors may change.
 
-        `tensors` is read once, one tensor at a time. What is left of the digests, and the word to the root, follow
-        in a thread, which `completed` waits for, and the next `publish`. Raises `ValueError` if the number was
+        `tensors` is read once, one tensor at a time. What is left of the digests follows in a
+        thread, which `completed` waits for, and the next `publish`. Raises `ValueError` if the number was
         used before, `NoRoomError` if the store's file system is too small; nothing of the version is left then.
         """
         if version <= self._highest:
@@ -104,15 +99,14 @@ class Publisher:
         return stall_s
 
     def completed(self, version: int) -> Published:
-        """Wait until one of the last versions is complete and the root was told. Raises `NoRoomError`."""
+        """Wait until one of the last versions is complete in the store. Raises `NoRoomError`."""
         return self._finishing[version].result()
 
-    def close(self, *, linger_s: float = 1.0) -> None:
-        """End the connection to the root, after at most `linger_s` for it to hear of the last version."""
+    def close(self) -> None:
+        """Finish the last version, and let go of all pages."""
         self._finisher.shutdown()
         self._hashers.shutdown()
         self._pages.close()
-        self._notifier.close(linger_s=linger_s)
 
     def _take_spare(self, folder: Path) -> None:
         """Make a folder for a new version: of the pages of a retired one, as far as nobody else uses them."""
@@ -178,9 +172,6 @@ class Publisher:
                 describe(folder, manifest, checksums)
             folder.rename(self._store / folder_name(version))
             undo.pop_all()
-        root = read_address(self._store)
-        if root is not None:  # one that comes later looks for itself
-            self._notifier.send(Written(), root)
         return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
     def _keep(self, finishing: Future[Published], files: list[VersionFile]) -> None:

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from laminar_py.ledger.segments.journal import Journal
 from laminar_py.ledger.segments.local import LEAST_FREE, make_folder
 from laminar_py.ledger.segments.payload import Payload
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
+from laminar_py.ledger.segments.writer import Journal, SegmentWriter, tokens_ref
 from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
 from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment

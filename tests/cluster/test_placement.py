@@ -261,7 +261,7 @@ def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
     if not needs.shared_nodes:
         assert not set(on(plan.learner)) & set(on(plan.replicas))
     assert plan.relays[0] == plan.learner[0].node
-    tree = topology.build(TopologyKind.KARY, num_nodes=len(plan.relays), fanout=2)
+    tree = topology.grow(topology.shape_of(TopologyKind.KARY, fanout=2), [""] * len(plan.relays))
     for index, place in enumerate(plan.replicas):
         if place is not None:
             assert plan.relays[plan.relay_of(index, tree)] == place.node, "a replica's relay is on its host"

@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from laminar_py.ledger.segments.journal import Journal
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.salvage import Salvage, SalvageRequest, salvage
-from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
+from laminar_py.ledger.segments.writer import Journal, SegmentWriter, tokens_ref
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import Delta, EngineStatus
 from laminar_py.records.replica import Assignment, ReplicaReport

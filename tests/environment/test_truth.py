@@ -18,8 +18,7 @@ from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.packing.packer import Packed
 from laminar_py.learner.packing.packer import pack as pack_step
-from laminar_py.ledger.segments.completion import complete_one
-from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.reader import PayloadReader, complete_one
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.finished import FinishedTrajectory

@@ -6,8 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from laminar_py.ledger.segments.completion import complete_all
-from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TOKEN_REWARDS, token_values
 from laminar_py.records.spans import Span

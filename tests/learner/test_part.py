@@ -12,7 +12,6 @@ from laminar_py.learner.step import Learner
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
 from laminar_py.records.codec import decode, encode
-from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.runtime.workers.processes.learner_part import LearnerPart
 from laminar_py.runtime.workers.specs import FetchRequest, LearnerSpec, StepOutcome, StepRequest
 from tests.builders import make_trajectory
@@ -25,7 +24,6 @@ from tests.stored import store
 def rank(model_folder, tmp_path):
     """One that is alone, with the segments in `tmp_path`."""
     config = load_config(REPO / "configs/quickstart.yaml", [f"model.path={model_folder}", "warm_start=null"])
-    keys = RelayKeys.generate()
     spec = LearnerSpec(
         config=config.model_dump_json(),
         run_dir=str(tmp_path),
@@ -35,8 +33,6 @@ def rank(model_folder, tmp_path):
         rendezvous=str(tmp_path / "rendezvous"),
         store=str(tmp_path / "store"),
         chunk_bytes=4096,
-        public_key=keys.public,
-        secret_key=keys.secret,
         ranks_here=1,
     )
     try:

@@ -16,8 +16,7 @@ from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.segments.completion import complete_all
-from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import RunStarted

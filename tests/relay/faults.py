@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from laminar_py.records.protocols import PulledVersion, VersionLostError
 from laminar_py.records.weights import Published
 from laminar_py.relay.planning.topology import Topology
-from laminar_py.relay.store.versions import ADDRESS, SPARE, complete_versions
+from laminar_py.relay.store.versions import SPARE, complete_versions
 from laminar_py.relay.subscriber import RelayError, Subscriber
 from tests.relay.fleet import Member, Mischief
 from tests.relay.tree import CHUNK, KEYS, digest
@@ -315,7 +315,7 @@ class Fleet:
 def _litter(store: Path) -> set[str]:
     pins = {path.name: path.read_text() for path in store.glob("pin-*")}
     kept = {f"v{version}" for version in (*complete_versions(store)[-KEEP:], *pins.values())}
-    return {path.name for path in store.iterdir()} - kept - pins.keys() - {SPARE, ADDRESS}
+    return {path.name for path in store.iterdir()} - kept - pins.keys() - {SPARE}
 
 
 def _fill(ballast: Path) -> None:

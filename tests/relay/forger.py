@@ -186,7 +186,6 @@ def _real(version: StoredVersion, kinds: tuple[type, ...]) -> list[m.Upward | m.
         m.Subscribe(),
         m.Pull(1, 5, "replica", None),
         m.Pull(2, 5, "replica", number),
-        m.Written(),
     ]
     downward = [m.Announce(version.manifest), m.Lost(number), m.Failed(number, "full"), m.Newest(number)]
     downward += [version.read(0, index) for index in range(version.manifest.num_chunks(0))]
@@ -206,4 +205,4 @@ def _deltas(version: StoredVersion) -> list[bytes]:
     payload = encode(new, old, width=4)
     assert payload is not None
     forged, bomb = Forgery.of(payload), bytes(2**26)
-    return [payload, *(forged.with_section(place, bomb).bytes() for place in (0, 1, 2, 3)), payload[:-1]]
+    return [payload, *(forged.with_plane(place, bomb).bytes() for place in (0, 1, 2, 3)), payload[:-1]]

@@ -164,10 +164,10 @@ async def test_a_node_killed_in_the_middle_starts_over_and_ends_right(tmp_path: 
     assert folder_bytes(tmp_path / "relay-1" / "v1") == folder_bytes(version.folder)
 
 
-async def test_a_root_that_comes_back_at_another_port_is_told_by_the_publisher_and_followed(
+async def test_a_root_that_comes_back_at_another_port_finds_what_is_published_and_is_followed(
     tmp_path: Path,
 ) -> None:
-    """It looks around too seldom to find what is published by itself."""
+    """It looks around too seldom to find it so."""
     events = Events()
     async with Learner(tmp_path) as learner, running(first := make_node(tmp_path, "relay-0")):
         child = make_node(tmp_path, "relay-1", first.endpoint, emit=events)

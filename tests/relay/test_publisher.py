@@ -19,16 +19,22 @@ from safetensors.torch import load_file
 from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from laminar_py.records.weights import Published
 from laminar_py.relay.publisher import SHARD_BYTES, Publisher
-from laminar_py.relay.store import hashing
+from laminar_py.relay.store import digests
 from laminar_py.relay.store.device_copy import TensorCopier
-from laminar_py.relay.store.digests import digest_of, read_checksums, version_digest
-from laminar_py.relay.store.hashing import PART_BYTES, Checksums, hashing_threads
+from laminar_py.relay.store.digests import (
+    PART_BYTES,
+    Checksums,
+    digest_of,
+    hashing_threads,
+    read_checksums,
+    version_digest,
+)
 from laminar_py.relay.store.pages import Pages, allow_many_files
 from laminar_py.relay.store.shards import HEADER_BYTES, Shard, header_room
 from laminar_py.relay.store.version import CHECKSUMS, MANIFEST, NoRoomError, folder_name
 from laminar_py.relay.store.versions import SPARE, Store
 from tests.relay.faults import small_disk
-from tests.relay.tree import CHUNK, KEYS, PATIENCE_S, folder_bytes, tensors
+from tests.relay.tree import CHUNK, PATIENCE_S, folder_bytes, tensors
 
 RUN_PARTS = 2  # here, to be quick
 RUN_BYTES = RUN_PARTS * PART_BYTES  # what is hashed during the copy is cut into such runs
@@ -36,7 +42,7 @@ RUN_BYTES = RUN_PARTS * PART_BYTES  # what is hashed during the copy is cut into
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "RUN_PARTS", RUN_PARTS)
+    monkeypatch.setattr(digests, "RUN_PARTS", RUN_PARTS)
 
 
 def publish(publisher: Publisher, version: int, given: Iterable[tuple[str, torch.Tensor]]) -> Published:
@@ -52,13 +58,11 @@ def publishing(
     shard_bytes: int = SHARD_BYTES,
     adapter_config: bytes | None = None,
 ) -> Iterator[Publisher]:
-    publisher = Publisher(
-        store, KEYS, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, adapter_config=adapter_config
-    )
+    publisher = Publisher(store, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, adapter_config=adapter_config)
     try:
         yield publisher
     finally:
-        publisher.close(linger_s=0)
+        publisher.close()
 
 
 @pytest.fixture

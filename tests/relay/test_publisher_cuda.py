@@ -56,11 +56,11 @@ def pages(tmp_path: Path) -> Iterator[Pages]:
 
 @contextmanager
 def publishing(store: Path) -> Iterator[Publisher]:
-    publisher = Publisher(store, None)
+    publisher = Publisher(store)
     try:
         yield publisher
     finally:
-        publisher.close(linger_s=0)
+        publisher.close()
 
 
 def randoms() -> list[torch.Tensor]:
@@ -197,8 +197,8 @@ class TestCuda:
     def test_tensors_in_main_memory_leave_cuda_alone(self, tmp_path: Path) -> None:
         code = (
             "import sys, torch; from pathlib import Path; from laminar_py.relay.publisher import Publisher\n"
-            "publisher = Publisher(Path(sys.argv[1]), None)\n"
-            "publisher.publish(1, [('t', torch.ones(9))]); publisher.completed(1); publisher.close(linger_s=0)\n"
+            "publisher = Publisher(Path(sys.argv[1]))\n"
+            "publisher.publish(1, [('t', torch.ones(9))]); publisher.completed(1); publisher.close()\n"
             "sys.exit(torch.cuda.is_initialized())"
         )
         subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)

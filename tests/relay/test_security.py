@@ -10,7 +10,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from laminar_py.records import codec
-from laminar_py.relay.wire.messages import Announce, Attach, Chunk, ParentLost, Want, Written
+from laminar_py.relay.wire.messages import Announce, Attach, Chunk, ParentLost, Want
 from laminar_py.relay.wire.transport import CONTROL_BYTES, RelayKeys, pack
 from tests.relay.tree import (
     CHUNK,
@@ -95,7 +95,6 @@ async def test_an_oversized_frame_ends_the_connection_and_not_the_node(tmp_path:
         write_version(tmp_path / "relay-0", 1, CHUNK)
         async with ByHand() as hand:
             child = await hand.child(node.endpoint)
-            child.send(Written())
             assert (await receive(child, Announce)).manifest.version == 1
 
 

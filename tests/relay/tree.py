@@ -13,7 +13,7 @@ import torch
 from laminar_py.config.cluster import TopologyKind
 from laminar_py.records.weights import Published
 from laminar_py.relay.node.relay_node import RelayNode
-from laminar_py.relay.planning.topology import Topology, build
+from laminar_py.relay.planning.topology import Topology, grow, shape_of
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.store.digests import digest_of, file_digest, read_checksums, version_digest
 from laminar_py.relay.store.version import StoredVersion, describe
@@ -38,11 +38,11 @@ class Party(Protocol):
 
 
 def chain(num_nodes: int) -> Topology:
-    return build(TopologyKind.CHAIN, num_nodes=num_nodes, fanout=1)
+    return grow(shape_of(TopologyKind.CHAIN, fanout=1), [""] * num_nodes)
 
 
 def binary(num_nodes: int) -> Topology:
-    return build(TopologyKind.KARY, num_nodes=num_nodes, fanout=2)
+    return grow(shape_of(TopologyKind.KARY, fanout=2), [""] * num_nodes)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Learner:
 
     def __init__(self, folder: Path, **settings: object) -> None:
         chosen = {"chunk_bytes": CHUNK, **settings}
-        self.publisher = Publisher(folder / "relay-0", KEYS, **chosen)
+        self.publisher = Publisher(folder / "relay-0", **chosen)
 
     async def __aenter__(self) -> "Learner":
         return self
@@ -137,7 +137,7 @@ def tensors(seed: int, num_bytes: int = 300_000) -> list[tuple[str, torch.Tensor
 
 def write_version(store: Path, version: int, *sizes: int) -> StoredVersion:
     """A complete version of random files of these sizes, as a publisher would leave it."""
-    folder = store / f"v{version}"
+    folder = store / f"v{version}.new"
     folder.mkdir(parents=True)
     for number, size in enumerate(sizes):
         (folder / f"model-{number}.safetensors").write_bytes(os.urandom(size))
@@ -148,7 +148,7 @@ def write_version(store: Path, version: int, *sizes: int) -> StoredVersion:
         for path, found in zip(paths, checksums, strict=True)
     )
     describe(folder, Manifest(version, version_digest(files), CHUNK, files), checksums)
-    return StoredVersion.load(folder)
+    return StoredVersion.load(folder.rename(store / f"v{version}"))
 
 
 def digest(path: Path) -> str:

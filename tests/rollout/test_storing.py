@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from laminar_py.ledger.segments.journal import JOURNAL, Journal
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, salvage
+from laminar_py.ledger.segments.writer import JOURNAL, Journal
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, TokensRef
 from laminar_py.records.protocols import EngineLostError, StoreFullError

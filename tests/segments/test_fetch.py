@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import suppress
 
 import pytest
 
@@ -15,14 +15,15 @@ from laminar_py.ledger.segments.fetch import StoreClient, split
 from laminar_py.ledger.segments.frames import read_frame
 from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError
 from laminar_py.ledger.segments.store import StoreLimits
+from laminar_py.ledger.segments.wire import Status, leave_address
 from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.pieces import PayloadLostError, PieceRef
-from tests.segments.pieces import KEY, PATIENCE_S, ThreadStore, random_piece, served
+from tests.segments.pieces import KEY, PATIENCE_S, STORE, LocalStore, random_piece, served
 
 
 @pytest.fixture
-def client():
-    client = StoreClient(KEY, retry_s=0.3)
+def client(tmp_path):
+    client = StoreClient(KEY, tmp_path, retry_s=0.3)
     yield client
     client.close()
 
@@ -38,8 +39,8 @@ def test_what_comes_is_what_was_written_in_the_order_of_the_asking(tmp_path, cli
     rng = random.Random(0)
     pieces, refs = written(tmp_path, [rng.choice((1, 7, 300, 3000, 40_000, 200_000)) for _ in range(60)])
     order = rng.sample(range(60), 60)
-    with served(tmp_path) as store:
-        got = client(store.address, [refs[place] for place in order])
+    with served(tmp_path):
+        got = client(STORE, [refs[place] for place in order])
     assert [read_frame(memoryview(data), refs[i].digest) for data, i in zip(got, order, strict=True)] == [
         pieces[i] for i in order
     ]
@@ -63,77 +64,67 @@ def test_one_piece_may_be_larger_than_any_bound_of_several(tmp_path, client, mon
     monkeypatch.setattr(wire, "ANSWER_BYTES", 2**20)
     monkeypatch.setattr(fetch, "PART_BYTES", 2**20)
     pieces, refs = written(tmp_path, [10, 400_000, 10])
-    with served(tmp_path) as store:
-        got = client(store.address, refs)
+    with served(tmp_path):
+        got = client(STORE, refs)
     assert [read_frame(memoryview(data), ref.digest) for data, ref in zip(got, refs, strict=True)] == pieces
 
 
 def test_a_piece_that_is_lost_is_told_at_once_and_by_name(tmp_path, client):
     _, refs = written(tmp_path, [10, 10])
     (tmp_path / f"{refs[1].segment}.segment").unlink()
-    with served(tmp_path) as store, pytest.raises(PayloadLostError) as caught:
-        StoreClient(KEY)(store.address, refs)
+    with served(tmp_path), pytest.raises(PayloadLostError) as caught:
+        StoreClient(KEY, tmp_path)(STORE, refs)
     assert not isinstance(caught.value, StoreAwayError)
-    assert str(caught.value) == f"{refs[1].segment}: No such file or directory (store {store.address})"
+    assert str(caught.value) == f"{refs[1].segment}: No such file or directory ({STORE})"
 
 
-def test_a_store_that_stays_away_is_named_with_the_segment(client):
+def test_a_store_that_stays_away_is_named_with_the_segment(client, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        leave_address(tmp_path, STORE, listener.getsockname())
     refs = [PieceRef(f"replica-{i}.1.abcd", 0, 1, b"") for i in range(3)]
-    with pytest.raises(StoreAwayError, match=rf"replica-0\.1\.abcd and 2 more: store {address} is away for"):
-        client(address, refs)
+    with pytest.raises(StoreAwayError, match=rf"replica-0\.1\.abcd and 2 more: {STORE} is away for"):
+        client(STORE, refs)
 
 
 def test_a_store_of_another_run_is_none(tmp_path, client):
     _, refs = written(tmp_path, [10])
     with (
-        served(tmp_path, key=secrets.token_bytes(32)) as store,
-        pytest.raises(StoreAwayError, match=r"does not have the run's key"),
+        served(tmp_path, key=secrets.token_bytes(32)),
+        pytest.raises(StoreAwayError, match=r"the answer ended before its end"),
     ):
-        client(store.address, refs)
+        client(STORE, refs)
 
 
-class Stranger(BaseHTTPRequestHandler):
+@pytest.mark.parametrize("status", [*Status, 7])
+def test_a_stranger_at_the_port_declares_nothing_lost(client, tmp_path, status):
     """Whoever has the port of a store that died."""
+    answer = wire.ANSWER_HEAD.pack(bytes(32), status, 4) + b"gone"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-    status = 410
+        def serve():
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    connection.sendall(answer)
 
-    def do_POST(self):
-        self.send_response(self.status)
-        self.send_header("Content-Length", "4")
-        self.send_header(wire.SIGNATURE, "0" * 64)
-        self.end_headers()
-        self.wfile.write(b"gone")
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.mark.parametrize("status", [200, 410, 404, 500])
-def test_a_stranger_at_the_port_declares_nothing_lost(client, monkeypatch, status):
-    monkeypatch.setattr(Stranger, "status", status)
-    server = HTTPServer(("127.0.0.1", 0), Stranger)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        leave_address(tmp_path, STORE, listener.getsockname())
         with pytest.raises(StoreAwayError, match="does not have the run's key"):
-            client(f"127.0.0.1:{server.server_port}", [PieceRef("replica-0.1.abcd", 0, 4, b"")])
-    finally:
-        server.shutdown()
+            client(STORE, [PieceRef("replica-0.1.abcd", 0, 4, b"")])
+        listener.shutdown(socket.SHUT_RDWR)
         thread.join()
-        server.server_close()
 
 
 def test_a_store_that_restarts_in_the_middle_of_fetches_is_survived(tmp_path):
     pieces, refs = written(tmp_path, [100_000] * 24)
-    client, store = StoreClient(KEY), ThreadStore(tmp_path)
-    port, stop = store.port, threading.Event()
+    client, store = StoreClient(KEY, tmp_path), LocalStore(tmp_path)
+    stop = threading.Event()
 
     def fetching(number):
         rounds = 0
         while not stop.is_set() or rounds < 2:
-            got = client(f"127.0.0.1:{port}", refs[number:])
+            got = client(STORE, refs[number:])
             assert [read_frame(memoryview(d), r.digest) for d, r in zip(got, refs[number:], strict=True)] == (
                 pieces[number:]
             )
@@ -145,7 +136,7 @@ def test_a_store_that_restarts_in_the_middle_of_fetches_is_survived(tmp_path):
         for _ in range(3):
             time.sleep(0.3)
             store.close()
-            store = ThreadStore(tmp_path, port=port)
+            store = LocalStore(tmp_path)
         stop.set()
         assert all(one.result(PATIENCE_S) >= 2 for one in running)
     store.close()
@@ -154,10 +145,10 @@ def test_a_store_that_restarts_in_the_middle_of_fetches_is_survived(tmp_path):
 
 def test_a_store_that_is_busy_is_asked_again(tmp_path):
     pieces, refs = written(tmp_path, [1_000_000] * 4)
-    client = StoreClient(KEY)
+    client = StoreClient(KEY, tmp_path)
     limits = StoreLimits(answers=1, turn_s=0.01, connections=3)
-    with served(tmp_path, limits=limits) as store, ThreadPoolExecutor(4) as pool:
-        for answer in [pool.submit(client, store.address, refs) for _ in range(4)]:
+    with served(tmp_path, limits=limits), ThreadPoolExecutor(4) as pool:
+        for answer in [pool.submit(client, STORE, refs) for _ in range(4)]:
             got = answer.result(PATIENCE_S)
             assert [read_frame(memoryview(d), r.digest) for d, r in zip(got, refs, strict=True)] == pieces
     client.close()
@@ -165,19 +156,19 @@ def test_a_store_that_is_busy_is_asked_again(tmp_path):
 
 def test_connections_are_kept_and_one_that_the_store_closed_is_made_anew(tmp_path, client):
     _, refs = written(tmp_path, [10])
-    with served(tmp_path, limits=StoreLimits(idle_s=0.2)) as store:
-        client(store.address, refs)
-        (kept,) = client._idle[store.address]
-        client(store.address, refs)
-        assert client._idle[store.address] == [kept]
+    with served(tmp_path, limits=StoreLimits(idle_s=0.2)):
+        client(STORE, refs)
+        (kept,) = client._idle[STORE]
+        client(STORE, refs)
+        assert client._idle[STORE] == [kept]
         time.sleep(0.5)
-        client(store.address, refs)
+        client(STORE, refs)
 
 
-def test_closing_a_client_wakes_who_waits_for_a_store():
-    client = StoreClient(KEY)
+def test_closing_a_client_wakes_who_waits_for_a_store(tmp_path):
+    client = StoreClient(KEY, tmp_path)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client, "127.0.0.1:1", [PieceRef("replica-0.1.abcd", 0, 1, b"")])
+        waiting = pool.submit(client, STORE, [PieceRef("replica-0.1.abcd", 0, 1, b"")])
         time.sleep(0.2)
         client.close()
         with pytest.raises(StoreAwayError):
@@ -190,9 +181,9 @@ def test_a_reader_has_pieces_of_other_hosts_beside_its_own_and_names_those_that_
     pieces = [random_piece(f"g{i}.0", tokens=10) for i in range(4)]
     refs = [own.write(pieces[0]), far.write(pieces[1]), far.write(pieces[2])]
     lost = PieceRef("replica-9.1.abcd", 0, 10, bytes(16))
-    client = StoreClient(KEY)
-    with served(there) as store:
-        stores = {refs[1].segment: store.address, lost.segment: store.address}
+    client = StoreClient(KEY, there)
+    with served(there):
+        stores = {refs[1].segment: STORE, lost.segment: STORE}
         loaded = PayloadReader(here, fetch=client).load([*refs, lost], stores=stores)
     assert [loaded.piece(ref) for ref in refs] == pieces[:3]
     with pytest.raises(PayloadLostError, match=r"replica-9\.1\.abcd: No such file"):
@@ -217,18 +208,31 @@ def test_a_reader_waits_for_a_store_once_and_not_for_each_piece():
 
 def test_a_host_that_is_gone_is_waited_for_once_and_not_by_each_request_in_turn(tmp_path):
     ref = SegmentWriter(tmp_path, "replica-0-1-0").write(random_piece(tokens=5))
-    with served(tmp_path) as store:
-        address, port = store.address, store.port
-    client = StoreClient(KEY, retry_s=1.0)
+    with served(tmp_path):
+        pass
+    client = StoreClient(KEY, tmp_path, retry_s=1.0)
     began = time.monotonic()
     for _ in range(20):
         with pytest.raises(StoreAwayError, match="is away for"):
-            client(address, [ref])
+            client(STORE, [ref])
     assert time.monotonic() - began < 10, "twenty in turn would take 20 s"
-    with served(tmp_path, port=port):
-        assert client(address, [ref])
+    with served(tmp_path):
+        assert client(STORE, [ref])
     began = time.monotonic()
     with pytest.raises(StoreAwayError):
-        client(address, [ref])
+        client(STORE, [ref])
     assert time.monotonic() - began >= 1, "it answered meanwhile, so it is waited for again"
+    client.close()
+
+
+def test_a_store_is_found_where_it_serves_now(tmp_path):
+    pieces, refs = written(tmp_path, [500])
+    client, got = StoreClient(KEY, tmp_path), []
+    thread = threading.Thread(target=lambda: got.extend(client(STORE, refs)))
+    thread.start()  # before there is any
+    for _ in range(3):
+        with served(tmp_path):
+            thread.join(PATIENCE_S)
+            assert read_frame(memoryview(client(STORE, refs)[0]), refs[0].digest) == pieces[0]
+    assert read_frame(memoryview(got[0]), refs[0].digest) == pieces[0]
     client.close()

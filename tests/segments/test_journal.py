@@ -1,6 +1,6 @@
 """Journals: what running trajectories have, until they leave."""
 
-from laminar_py.ledger.segments.journal import Journal
+from laminar_py.ledger.segments.writer import Journal
 from tests.segments.pieces import make_piece
 from tests.segments.test_writer import frames_in
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.ledger.segments.journal import Journal
 from laminar_py.ledger.segments.payload import join
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, merge, salvage
+from laminar_py.ledger.segments.writer import Journal
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.recordings import RoutedExperts, SamplingMask, pack_experts, pack_mask
 from laminar_py.records.spans import Span

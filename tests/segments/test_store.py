@@ -4,14 +4,14 @@ import os
 import socket
 import time
 from contextlib import suppress
-from http.client import HTTPConnection, IncompleteRead
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.ledger.segments import wire
-from laminar_py.ledger.segments.store import BadRequestError, PieceStore, StoreLimits, check_request, listen
+from laminar_py.ledger.segments.store import BadRequestError, PieceStore, StoreLimits, check_request
+from laminar_py.ledger.segments.wire import Status
 from laminar_py.ledger.segments.writer import SegmentWriter, new_name
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import PieceRef
@@ -25,16 +25,31 @@ def want(*pieces):
     return wire.make_request([PieceRef(*piece, b"") for piece in pieces])
 
 
-def ask(store, body, *, key=KEY, path=wire.ROUTE, method="POST", headers=None):
-    """Status and body of an answer; a body that is no bytes is encoded."""
+def signed(body, *, key=KEY, signature=None):
+    """Bytes of a request; a body that is no bytes is encoded."""
     data = body if isinstance(body, bytes) else encode(body)
-    connection = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
-    signed = {wire.SIGNATURE: wire.request_signature(key, data)}
-    connection.request(method, path, data, headers if headers is not None else signed)
-    response = connection.getresponse()
-    answer = response.read()
-    connection.close()
-    return response.status, answer
+    return wire.REQUEST_HEAD.pack(signature or wire.request_signature(key, data), len(data)) + data
+
+
+def connect(store):
+    return socket.create_connection(store.address, PATIENCE_S)
+
+
+def answer_of(connection, request):
+    """Status and body of the answer, which has the key."""
+    received = connection.makefile("rb")
+    signature, status, size = wire.ANSWER_HEAD.unpack(received.read(wire.ANSWER_HEAD.size))
+    answer = received.read(size)
+    line = b"" if status == Status.PIECES else answer
+    assert signature == wire.answer_signature(KEY, request[:32], status, size, line)
+    return status, answer
+
+
+def ask(store, body):
+    """Status and body of an answer."""
+    with connect(store) as connection:
+        connection.sendall(signed(body))
+        return answer_of(connection, signed(body))
 
 
 @pytest.fixture
@@ -55,7 +70,7 @@ def store(folder):
 
 def test_bytes_come_in_the_order_in_which_they_are_asked_for(store):
     wanted = want((NAME, 90, 10), (NAME, 0, 3), (NAME, 1, 1))
-    assert ask(store, wanted) == (200, bytes([*range(90, 100), 0, 1, 2, 1]))
+    assert ask(store, wanted) == (Status.PIECES, bytes([*range(90, 100), 0, 1, 2, 1]))
 
 
 def test_names_that_writers_give_are_names_that_stores_know():
@@ -64,26 +79,22 @@ def test_names_that_writers_give_are_names_that_stores_know():
 
 
 @pytest.mark.parametrize(
-    ("key", "headers"),
+    "request_bytes",
     [
-        (bytes(32), None),
-        (KEY, {}),
-        (KEY, {wire.SIGNATURE: ""}),
-        (KEY, {wire.SIGNATURE: "0" * 64}),
-        (KEY, {"Authorization": f"Bearer {KEY.hex()}"}),
-        (KEY, {wire.SIGNATURE: "\xff\xfe"}),
+        signed(want((NAME, 0, 3)), key=bytes(32)),
+        signed(want((NAME, 0, 3)), signature=KEY),
+        signed(want((NAME, 0, 4)), signature=wire.request_signature(KEY, encode(want((NAME, 0, 3))))),
+        wire.REQUEST_HEAD.pack(bytes(32), 2**32 - 1),
+        b"POST /pieces HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\xfc\r\n\r\n" * 10,
     ],
-    ids=["another-key", "no-signature", "an-empty-one", "a-wrong-one", "the-key-itself", "no-text"],
+    ids=["another-key", "the-key-itself", "another-request", "too-large", "http", "tls"],
 )
-def test_without_the_key_nothing_is_read(store, key, headers):
-    status, answer = ask(store, want((NAME, 0, 3)), key=key, headers=headers)
-    assert status == 401
-    assert answer == b"X-Laminar-Signature is not of this request and the run's key"
-
-
-def test_a_signature_opens_no_other_request(store):
-    headers = {wire.SIGNATURE: wire.request_signature(KEY, encode(want((NAME, 0, 3))))}
-    assert ask(store, want((NAME, 0, 4)), headers=headers)[0] == 401
+def test_who_does_not_sign_gets_no_word(store, request_bytes):
+    with connect(store) as stranger:
+        stranger.sendall(request_bytes)
+        assert is_closed(stranger)
+    assert ask(store, want((NAME, 0, 1)))[0] == Status.PIECES, "it serves on"
 
 
 @pytest.mark.parametrize("key", [b"", b"guess", bytes(31)])
@@ -116,11 +127,11 @@ def test_a_key_that_can_be_guessed_is_refused_at_construction(tmp_path, key):
 )
 def test_a_bad_request_is_answered_with_one_line(store, body):
     status, answer = ask(store, body)
-    assert status == 400
+    assert status == Status.REFUSED
     assert answer.startswith(b"no request: ")
     assert b"\n" not in answer
     assert len(answer) < 300
-    assert ask(store, want((NAME, 0, 1)))[0] == 200, "it serves on"
+    assert ask(store, want((NAME, 0, 1)))[0] == Status.PIECES, "it serves on"
 
 
 @given(data=st.binary(max_size=200))
@@ -146,44 +157,13 @@ def test_what_is_not_there_is_told_from_all_else(store, folder, wanted, line):
     (folder / "folder.1.abcd.segment").mkdir()
     os.mkfifo(folder / "pipe.1.abcd.segment")
     status, answer = ask(store, wanted)
-    assert (status, answer.decode()) == (wire.LOST, f"{wanted.segments[0]}: {line}")
+    assert (status, answer.decode()) == (Status.LOST, f"{wanted.segments[0]}: {line}")
 
 
 def test_several_pieces_have_a_bound_and_one_has_none(store):
     many = want((NAME, 0, wire.ANSWER_BYTES), (NAME, 0, 1))
-    assert ask(store, many)[0] == 413
-    assert ask(store, want((NAME, 0, 2 * wire.ANSWER_BYTES)))[0] == wire.LOST, "it would be read"
-
-
-def test_a_body_that_is_too_large_is_not_read(store):
-    with socket.create_connection(("127.0.0.1", store.port), PATIENCE_S) as stranger:
-        head = f"POST {wire.ROUTE} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**40}\r\n\r\n"
-        stranger.sendall(head.encode())
-        answer = stranger.recv(10_000).decode()
-    assert answer.startswith("HTTP/1.1 413")
-    assert answer.endswith(f"{2**40} bytes; a request has at most {wire.BODY_BYTES}")
-
-
-@pytest.mark.parametrize(
-    ("method", "path"), [("GET", wire.ROUTE), ("PUT", wire.ROUTE), ("DELETE", wire.ROUTE), ("POST", "/other")]
-)
-def test_there_is_one_route_and_it_reads(store, method, path):
-    assert ask(store, want((NAME, 0, 1)), method=method, path=path)[0] == 404
-
-
-def test_a_body_without_its_length_is_refused(store):
-    with socket.create_connection(("127.0.0.1", store.port), PATIENCE_S) as stranger:
-        stranger.sendall(f"POST {wire.ROUTE} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-        assert stranger.recv(1000).startswith(b"HTTP/1.1 411")
-
-
-def test_no_http_at_all_is_answered_without_a_traceback(store, caplog):
-    with socket.create_connection(("127.0.0.1", store.port), PATIENCE_S) as stranger:
-        stranger.sendall(b"\x16\x03\x01\x02\x00\x01\x00\xfc\r\n\r\n" * 10)
-        answer = stranger.recv(10_000)
-    assert answer.startswith(b"HTTP/1.0 400")
-    assert b"Traceback" not in answer
-    assert ask(store, want((NAME, 0, 1)))[0] == 200
+    assert ask(store, many)[0] == Status.REFUSED
+    assert ask(store, want((NAME, 0, 2 * wire.ANSWER_BYTES)))[0] == Status.LOST, "it would be read"
 
 
 def is_closed(connection):
@@ -197,87 +177,77 @@ def is_closed(connection):
 
 def test_connections_that_do_not_show_the_key_in_time_are_closed(folder):
     with served(folder, limits=StoreLimits(hello_s=0.2)) as store:
-        head = f"POST {wire.ROUTE} HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n"
-        for sent in ("", "P", head, f"{head}\r\nhalf"):
-            with socket.create_connection(("127.0.0.1", store.port), PATIENCE_S) as stranger:
-                stranger.sendall(sent.encode())
+        request = signed(want((NAME, 0, 1)))
+        for sent in (0, 1, wire.REQUEST_HEAD.size, len(request) - 1):
+            with connect(store) as stranger:
+                stranger.sendall(request[:sent])
                 assert is_closed(stranger)
-        assert ask(store, want((NAME, 0, 1)))[0] == 200
+        assert ask(store, want((NAME, 0, 1)))[0] == Status.PIECES
 
 
 def test_connections_beyond_the_bound_are_closed_and_others_served_on(folder):
-    with served(folder, limits=StoreLimits(connections=3)) as store:
-        kept = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
-        body = encode(want((NAME, 0, 1)))
-        for _ in range(2):
-            kept.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
-            assert kept.getresponse().read() == b"\0"
-        strangers = [socket.create_connection(("127.0.0.1", store.port), PATIENCE_S) for _ in range(6)]
+    request = signed(want((NAME, 0, 1)))
+    with served(folder, limits=StoreLimits(connections=3)) as store, connect(store) as kept:
+        kept.sendall(request)
+        assert answer_of(kept, request) == (Status.PIECES, b"\0")
+        strangers = [connect(store) for _ in range(6)]
         assert all(is_closed(one) for one in strangers[2:])
-        kept.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
-        assert kept.getresponse().read() == b"\0"
-        for one in (*strangers, kept):
+        kept.sendall(request)
+        assert answer_of(kept, request) == (Status.PIECES, b"\0")
+        for one in strangers:
             one.close()
 
 
 def test_a_client_that_does_not_read_loses_its_turn_and_others_get_theirs(tmp_path):
     ref = SegmentWriter(tmp_path, "replica-0").write(random_piece(tokens=2_000_000))
-    body = encode(want((ref.segment, ref.offset, ref.num_bytes)))
-    with served(tmp_path, limits=StoreLimits(answers=1, turn_s=PATIENCE_S, answer_s=0.5)) as store:
-        slow = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
-        slow.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
+    with (
+        served(tmp_path, limits=StoreLimits(answers=1, turn_s=PATIENCE_S, answer_s=0.5)) as store,
+        connect(store) as slow,
+    ):
+        slow.sendall(signed(want((ref.segment, ref.offset, ref.num_bytes))))
         time.sleep(0.1)  # so that it is the first
         status, answer = ask(store, want((ref.segment, 0, 100)))
-        assert (status, len(answer)) == (200, 100)
-        assert is_closed(slow.sock)
-        slow.close()
+        assert (status, len(answer)) == (Status.PIECES, 100)
+        assert is_closed(slow)
 
 
 def test_when_all_turns_are_taken_others_are_told_to_ask_again(tmp_path):
     ref = SegmentWriter(tmp_path, "replica-0").write(random_piece(tokens=2_000_000))
-    body = encode(want((ref.segment, ref.offset, ref.num_bytes)))
-    with served(tmp_path, limits=StoreLimits(answers=1, turn_s=0.1, answer_s=PATIENCE_S)) as store:
-        slow = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
-        slow.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
+    wanted = want((ref.segment, ref.offset, ref.num_bytes))
+    with (
+        served(tmp_path, limits=StoreLimits(answers=1, turn_s=0.1, answer_s=PATIENCE_S)) as store,
+        connect(store) as slow,
+    ):
+        slow.sendall(signed(wanted))
         time.sleep(0.1)
-        assert ask(store, body) == (503, b"1 answers are under way; ask again")
-        slow.close()
+        assert ask(store, wanted) == (Status.REFUSED, b"1 answers are under way; ask again")
 
 
-async def test_a_store_listens_on_loopback_unless_told_otherwise():
-    listener = await listen()
-    assert listener.getsockname()[0] == "127.0.0.1"
-    with listener, pytest.raises(OSError, match="in use"):
-        await listen(port=listener.getsockname()[1], patience_s=0.2)
+def test_a_store_listens_on_loopback_unless_told_otherwise(store):
+    assert store.address[0] == "127.0.0.1"
 
 
-def test_what_is_deleted_under_way_comes_to_its_end(tmp_path):
-    writer = SegmentWriter(tmp_path, "replica-0")
-    ref = writer.write(random_piece(tokens=1_000_000))
-    data = (tmp_path / f"{ref.segment}.segment").read_bytes()
-    body = encode(want((ref.segment, ref.offset, ref.num_bytes)))
-    with served(tmp_path) as store:
-        connection = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
-        connection.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
-        response = connection.getresponse()
-        (tmp_path / f"{ref.segment}.segment").unlink()
-        assert response.read() == data
-        connection.close()
-        assert ask(store, body)[0] == wire.LOST
+def test_a_segment_that_is_deleted_under_way_comes_to_its_end(tmp_path):
+    ref = SegmentWriter(tmp_path, "replica-0").write(random_piece(tokens=1_000_000))
+    path = tmp_path / f"{ref.segment}.segment"
+    data, request = path.read_bytes(), signed(want((ref.segment, ref.offset, ref.num_bytes)))
+    with served(tmp_path) as store, connect(store) as connection:
+        connection.sendall(request)
+        begin = connection.recv(100)
+        path.unlink()
+        rest = connection.makefile("rb").read(wire.ANSWER_HEAD.size + len(data) - len(begin))
+        assert (begin + rest)[wire.ANSWER_HEAD.size :] == data
+        assert ask(store, want((ref.segment, ref.offset, ref.num_bytes)))[0] == Status.LOST
 
 
 def test_a_segment_that_becomes_shorter_under_way_ends_its_answer_and_nothing_else(tmp_path, caplog):
     ref = SegmentWriter(tmp_path, "replica-0").write(random_piece(tokens=4_000_000))
-    body = encode(want((ref.segment, ref.offset, ref.num_bytes)))
-    with served(tmp_path) as store:
-        connection = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
-        connection.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
-        response = connection.getresponse()
+    with served(tmp_path) as store, connect(store) as connection:
+        connection.sendall(signed(want((ref.segment, ref.offset, ref.num_bytes))))
+        connection.recv(100)
         os.truncate(tmp_path / f"{ref.segment}.segment", 1000)
-        with pytest.raises((IncompleteRead, ConnectionError)):
-            response.read()
-        connection.close()
-        assert ask(store, want((ref.segment, 0, 1000)))[0] == 200
+        assert is_closed(connection)
+        assert ask(store, want((ref.segment, 0, 1000)))[0] == Status.PIECES
     assert "an answer ended before its end: [Errno 14] Bad address" in caplog.text
 
 

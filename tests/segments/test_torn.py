@@ -9,13 +9,12 @@ import pytest
 
 from laminar_py.ledger.segments.fetch import StoreClient
 from laminar_py.ledger.segments.frames import read_frame, whole_frames
-from laminar_py.ledger.segments.journal import Journal
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, salvage
-from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
+from laminar_py.ledger.segments.writer import SEGMENT, Journal, SegmentWriter
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PayloadLostError
-from tests.segments.pieces import KEY, make_piece, served
+from tests.segments.pieces import KEY, STORE, make_piece, served
 
 PIECES = [make_piece("a"), make_piece("b"), make_piece("c")]
 
@@ -48,14 +47,14 @@ def test_a_reader_finds_all_that_was_told_and_names_what_is_cut(tmp_path, writte
 
 def test_a_store_gives_all_that_was_told_and_names_what_is_cut(tmp_path, written):
     (*told, last), path = written
-    client = StoreClient(KEY)
-    with served(tmp_path) as store:
+    client = StoreClient(KEY, tmp_path)
+    with served(tmp_path):
         for size in cuts(path, last.offset):
-            got = client(store.address, told)
+            got = client(STORE, told)
             pieces = [read_frame(memoryview(data), ref.digest) for data, ref in zip(got, told, strict=True)]
             assert pieces == PIECES[:2], size
             reader = PayloadReader(tmp_path / "other", fetch=client)
-            loaded = reader.load([*told, last], stores={last.segment: store.address})
+            loaded = reader.load([*told, last], stores={last.segment: STORE})
             assert [loaded.piece(ref) for ref in told] == PIECES[:2], "what is lost costs no other piece"
             with pytest.raises(PayloadLostError, match=f"{last.segment}: ends before byte"):
                 loaded.piece(last)

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.ledger.segments.frames import make_frame, whole_frames
-from laminar_py.ledger.segments.journal import Journal
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.writer import SegmentWriter, new_name, part_of, write_whole
+from laminar_py.ledger.segments.writer import Journal, SegmentWriter, new_name, part_of, write_whole
 from tests.segments.pieces import make_piece, random_piece
 
 DISK_BYTES = 256 * 2**10

@@ -32,9 +32,8 @@ from laminar_py.learner.packing.window import choose
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import recover, unpublished
-from laminar_py.ledger.segments.completion import complete_all
 from laminar_py.ledger.segments.payload import Payload
-from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.columns import (
     REFERENCE_LOGPROBS,

@@ -14,10 +14,8 @@ from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.segments.completion import complete_all
-from laminar_py.ledger.segments.journal import Journal
-from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError
-from laminar_py.ledger.segments.writer import SegmentWriter
+from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError, complete_all
+from laminar_py.ledger.segments.writer import Journal, SegmentWriter
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Consumed
@@ -305,7 +303,7 @@ async def test_a_run_of_64_hosts_is_resumed_where_three_of_them_never_come_back(
             run.fleet.scheduler.pause()
             await run.start()
             await take_up(recovered, run.payload, run.fleet.scheduler)
-            assert not run.payload.stores.address(make_node(HOSTS + len(GONE)).id), "nobody needs one there"
+            assert not run.payload.stores.name(make_node(HOSTS + len(GONE)).id), "nobody needs one there"
             lengths = {one.length for one in run.fleet.scheduler.book.live.values()}
             assert {2, 8} <= lengths, "what the journals had, alone and after what was told"
             run.fleet.scheduler.continue_live()

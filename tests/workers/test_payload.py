@@ -9,8 +9,7 @@ from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.segments.journal import JOURNAL, Journal
-from laminar_py.ledger.segments.writer import SegmentWriter
+from laminar_py.ledger.segments.writer import JOURNAL, Journal, SegmentWriter
 from laminar_py.records.events import Dropped, Interrupted
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason, Status

@@ -73,15 +73,15 @@ async def kept(folder, placement):
 async def publish(relays, version):
     """What the learner does, on whichever host it is."""
     await relays.root_up()
-    return await write(relays, version, chunk_bytes=relays.chunk_bytes, linger_s=PATIENCE_S)
+    return await write(relays, version, chunk_bytes=relays.chunk_bytes)
 
 
-async def write(relays, version, *, chunk_bytes, linger_s=0.0):
+async def write(relays, version, *, chunk_bytes):
     """Leave a version in the root's store; its digest."""
-    publisher = Publisher(relays.store(0), relays.keys, chunk_bytes=chunk_bytes)
+    publisher = Publisher(relays.store(0), chunk_bytes=chunk_bytes)
     tensors = [("weight", torch.full((64, 64), version))]
     await asyncio.to_thread(publisher.publish, version, tensors)
-    await asyncio.to_thread(publisher.close, linger_s=linger_s)
+    await asyncio.to_thread(publisher.close)
     return publisher.completed(version).digest
 
 

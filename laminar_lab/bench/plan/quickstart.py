@@ -27,7 +27,6 @@ from laminar_lab.calibration.profile import calibrate
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
 from laminar_py.config import ConfigError, EmulationProfile, RunConfig, load_config
-from laminar_py.relay import num_cores
 
 ROWS = (
     "plan_error_median plan_within plan_sync plan_one_step plan_one_replica plan_sync_one_replica "
@@ -135,8 +134,8 @@ def table(found: Sequence[Compared], loads: Sequence[float]) -> list[Row]:
         f" each round calibrates; before each {RUNS_OF_A_BASE} settings the base setting runs, whose ledger gives"
         " log-normal lengths (median, sigma with which the mean is right, how alike those of a prompt are), and"
         " whose processes' CPU time says how much slower engines and learner are than alone; learner, engines and"
-        f" all else share {num_cores()} cores, less what others took of them in the base run; load average after a"
-        f" run {spread(loads, '.1f')}"
+        f" all else share {len(os.sched_getaffinity(0))} cores, less what others took of them in the base run;"
+        f" load average after a run {spread(loads, '.1f')}"
     )
     within = [one for one in found if abs(one.error) <= max(WITHIN, SPREADS * one.spread)]
     return [

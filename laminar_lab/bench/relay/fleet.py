@@ -132,15 +132,15 @@ def fleet(rig: HostsRig, shape: Shape, chunk_bytes: int) -> Iterator[RelayFleet]
                 within=rig.network.entry(number),
             )
             nodes[number] = stack.enter_context(node)
-        work = partial(_learn, store=nodes[0].store, keys=keys, chunk_bytes=chunk_bytes)
+        work = partial(_learn, store=nodes[0].store, chunk_bytes=chunk_bytes)
         learner = rig.network.start(0, work)
         yield RelayFleet(tree, nodes, stack.enter_context(learner))
 
 
-def _learn(pipe: Connection, *, store: Path, keys: RelayKeys, chunk_bytes: int) -> None:
+def _learn(pipe: Connection, *, store: Path, chunk_bytes: int) -> None:
     """A learner: told (version, bytes), publishes that many random ones and says `Published`."""
     torch.set_num_threads(1)
-    publisher = Publisher(store, keys, chunk_bytes=chunk_bytes)
+    publisher = Publisher(store, chunk_bytes=chunk_bytes)
     while True:
         version, num_bytes = pipe.recv()
         generator = torch.Generator().manual_seed(version)

@@ -15,7 +15,7 @@ from laminar_lab.bench.relay.namespaces import INTERFACE, Network, require, shar
 from laminar_lab.bench.relay.peers import Gloo, Peers, http_side
 from laminar_lab.bench.report import Row, Tell
 from laminar_py.config import TopologyKind
-from laminar_py.relay.planning import Broadcast, Choice, Links, Shape, broadcast_s, grow, routes, settle
+from laminar_py.relay.planning import Broadcast, Choice, Links, Shape, broadcast_s, grow, settle
 from laminar_py.relay.wire import MIN_CHUNK_BYTES
 
 ROWS = (
@@ -147,7 +147,7 @@ def _measure(rig: HostsRig, kind: TopologyKind, links: Links) -> ShapeRounds:
         bound_s *= len(rig.zones) - 1
     elif kind is TopologyKind.KARY:
         bare = Links(links.bytes_per_s, 0.0)
-        bound_s = broadcast_s(routes(tree, rig.zones), broadcast, bare, chunk_bytes=choice.chunk_bytes)
+        bound_s = broadcast_s(tree, rig.zones, broadcast, bare, chunk_bytes=choice.chunk_bytes)
     inner = [node for node in tree.downward if node and tree.children(node)]
     shape = ShapeRounds(choice, bound_s)
     for _ in range(1 if kind is TopologyKind.STAR else rig.repeats):

@@ -110,9 +110,7 @@ class Tree:
 
             self.root = add("root")
             self.last = add("leaf", [self.root.endpoint]) if leaf else self.root
-            self._publisher = Publisher(
-                self.root.store, keys, chunk_bytes=CHUNK_BYTES, adapter_config=adapter_config
-            )
+            self._publisher = Publisher(self.root.store, chunk_bytes=CHUNK_BYTES, adapter_config=adapter_config)
             stack.callback(self._publisher.close)
             self._stack = stack.pop_all()
 

@@ -5,6 +5,7 @@ one, and a wrong one ends the benchmark.
 """
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ import numpy as np
 from laminar_lab.bench.report import Row, Tell
 from laminar_py.config import REWARDS, TermConfig
 from laminar_py.records import DropReason, FinishReason, ScoringRequest
-from laminar_py.relay import num_cores
 from laminar_py.reward.calls import CallPool, CallSpec
 
 
@@ -95,7 +95,7 @@ def rows(*, verifications: int = 10_000, tell: Tell) -> list[Row]:
     elapsed_s, times_s = asyncio.run(_verify_all(answers, term))
     conditions = (
         f"{len(answers)} different answers, {num_hanging} out of time after {TIMEOUT_S:g} s and the others judged"
-        f" rightly; {term.processes} processes, as many at a time, {num_cores()} cores"
+        f" rightly; {term.processes} processes, as many at a time, {len(os.sched_getaffinity(0))} cores"
     )
     p50, p99 = median(times_s), quantiles(times_s, n=100)[-1]
     latency = (

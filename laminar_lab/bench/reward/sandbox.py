@@ -4,6 +4,7 @@ Invariant: every output is compared with what had to come out, and a wrong one e
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -12,7 +13,6 @@ import msgspec
 
 from laminar_lab.bench.report import Row, Tell, spread
 from laminar_py.config import ConfigError
-from laminar_py.relay import num_cores
 from laminar_py.reward import same_output, same_value
 from laminar_py.sandbox import SandboxLabel, SandboxPool, SandboxTier
 
@@ -168,7 +168,7 @@ def rows(*, programs: int = 10_000, tell: Tell) -> list[Row]:
 
 
 async def _strongest(programs: Sequence[SmallProgram], tell: Tell) -> list[Row]:
-    async with SandboxPool(slots=num_cores(), require=SandboxTier.NONE) as pool:
+    async with SandboxPool(slots=len(os.sched_getaffinity(0)), require=SandboxTier.NONE) as pool:
         rate = await _rate(pool, programs, name="sandbox_runs_per_s", tell=tell)
         alone = [await _alone_ms(pool) for _ in range(ALONE)]
         conditions = (
@@ -178,7 +178,7 @@ async def _strongest(programs: Sequence[SmallProgram], tell: Tell) -> list[Row]:
 
 
 async def _weaker(tier: SandboxTier, programs: Sequence[SmallProgram], tell: Tell) -> list[Row]:
-    async with SandboxPool(slots=num_cores(), require=tier, tier=tier) as pool:
+    async with SandboxPool(slots=len(os.sched_getaffinity(0)), require=tier, tier=tier) as pool:
         return [await _rate(pool, programs, name=f"sandbox_runs_per_s_{tier.value}", tell=tell)]
 
 
@@ -192,14 +192,15 @@ async def _rate(pool: SandboxPool, programs: Sequence[SmallProgram], *, name: st
         began = time.perf_counter()
         todo = iter(part)
         async with asyncio.TaskGroup() as group:
-            for _ in range(num_cores()):
+            for _ in range(len(os.sched_getaffinity(0))):
                 group.create_task(_run_all(pool, todo), name="runs")
         rates.append(len(part) / (time.perf_counter() - began))
         tell(f"{name}, round {number + 1} of {ROUNDS}: {rates[-1]:.0f}")
     weak = f" ({pool.weaknesses})" if pool.weaknesses else ""
     conditions = (
         f"{len(programs)} different programs of 4 to 15 lines, calls and scripts by turns, outputs compared; tier"
-        f" {pool.tier.value}{weak}, {num_cores()} slots, as many as cores; {ROUNDS} rounds: {spread(rates)}"
+        f" {pool.tier.value}{weak}, {len(os.sched_getaffinity(0))} slots, as many as cores; {ROUNDS} rounds:"
+        f" {spread(rates)}"
     )
     return Row(name, median(rates), "programs/s", conditions)
 

@@ -6,11 +6,11 @@ TCP connection that carries as many bytes, from one buffer into one that is warm
 has both on two hosts. Invariant: every side moves the same bytes in each round, and sides take turns.
 """
 
-import asyncio
 import os
 import secrets
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +25,7 @@ from blake3 import blake3
 from laminar_lab.bench.processes import Start, Worker, here
 from laminar_lab.bench.report import Ratio, Row, Side, Tell, in_turn
 from laminar_lab.bench.workplace import workplace
-from laminar_py.ledger.segments import LOCAL, PieceStore, SegmentWriter, StoreClient, listen, make_frame
+from laminar_py.ledger.segments import LOCAL, PieceStore, SegmentWriter, StoreClient, leave_address, make_frame
 from laminar_py.records import Piece, PieceRef, Span, decode, encode
 
 ROWS = (
@@ -38,6 +38,7 @@ ROUND_BYTES = 32 * 2**20  # written by each side in a round
 PARTS = 4  # that wrote what is fetched
 WARM = 2  # rounds before those that count
 OURS, BARE, DIGESTED = "ours", "bare", "digested"
+STORE = "store-0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,20 +198,17 @@ def fetch_sides(
     with ExitStack() as stack:
         store = stack.enter_context(start(0, partial(_serve, folder=folder, key=key, host=host)))
         bare = stack.enter_context(start(0, partial(_send, num_bytes=num_bytes, host=host)))
-        work = partial(_fetch, store=store.hear(str), bare=bare.hear(tuple), key=key, refs=encode(refs))
+        store.hear(str)
+        work = partial(_fetch, folder=folder, bare=bare.hear(tuple), key=key, refs=encode(refs))
         client = stack.enter_context(start(1, work))
 
         yield {name: partial(_ask, client, name) for name in (OURS, BARE)}
 
 
 def _serve(pipe: Connection, *, folder: Path, key: bytes, host: str) -> None:
-    async def serve() -> None:
-        store = PieceStore(folder, key=key)
-        await store.start(await listen(host))
-        pipe.send(store.address)
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
+    leave_address(folder, STORE, PieceStore(folder, key=key).start(host))
+    pipe.send("serving")
+    threading.Event().wait()
 
 
 def _send(pipe: Connection, *, num_bytes: int, host: str) -> None:
@@ -224,10 +222,10 @@ def _send(pipe: Connection, *, num_bytes: int, host: str) -> None:
                 connection.sendall(data)
 
 
-def _fetch(pipe: Connection, *, store: str, bare: tuple[str, int], key: bytes, refs: bytes) -> None:
+def _fetch(pipe: Connection, *, folder: Path, bare: tuple[str, int], key: bytes, refs: bytes) -> None:
     """Fetch by the means that are named; say MB/s."""
     wanted: Sequence[PieceRef] = decode(list[PieceRef], refs)
-    client = StoreClient(key)
+    client = StoreClient(key, folder)
     size = sum(ref.num_bytes for ref in wanted)
     buffer = memoryview(bytearray(size))
     with socket.create_connection(bare) as connection:
@@ -235,7 +233,7 @@ def _fetch(pipe: Connection, *, store: str, bare: tuple[str, int], key: bytes, r
             name = pipe.recv()
             began = time.perf_counter()
             if name == OURS:
-                client(store, wanted)
+                client(STORE, wanted)
             else:
                 connection.sendall(b"1")
                 left = buffer

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from laminar_py.ledger.segments.reader import PayloadReader as PayloadReader
     from laminar_py.ledger.segments.store import LOCAL as LOCAL
     from laminar_py.ledger.segments.store import PieceStore as PieceStore
-    from laminar_py.ledger.segments.store import listen as listen
+    from laminar_py.ledger.segments.wire import leave_address as leave_address
     from laminar_py.ledger.segments.writer import SegmentWriter as SegmentWriter
     from laminar_py.ledger.segments.writer import tokens_ref as tokens_ref
 else:

@@ -3,21 +3,21 @@
 Each process that reads pieces has one client, whose threads may share it; stores are in `segments.store`, and what
 both say to each other is in `segments.wire`. Invariant: a piece is called lost at once where its store says so,
 and only there. All else, a stranger at the port among it, is a store that is away, which is asked again for
-`retry_s`: it restarts on its port, or on another one, of which it leaves a note (`segments.moves`). All requests
-of a process share these seconds, so that a host that is gone is waited for once and not by each of them in turn.
+`retry_s`, each time at the address that it left last. All requests of a process share these seconds, so that a
+host that is gone is waited for once and not by each of them in turn.
 """
 
+import hmac
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 
 from laminar_py.ledger.segments import wire
-from laminar_py.ledger.segments.moves import present_address
 from laminar_py.ledger.segments.reader import StoreAwayError
+from laminar_py.ledger.segments.wire import Status
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import PayloadLostError, PieceRef
 
@@ -30,55 +30,52 @@ FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between two tries; each is twice the 
 
 
 class StoreConnection:
-    """Connection to a store, made when it is first asked. Head and body of a request are one packet, as a rule."""
+    """Connection to the store at an address. Raises `OSError` where none is made."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._socket: socket.socket | None = None
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._socket = socket.create_connection(address, ANSWER_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._received = self._socket.makefile("rb", BLOCK_BYTES)
 
-    def ask(self, body: bytes, signature: str) -> HTTPResponse:
-        """Answer, of which the head is there. Raises `OSError` and `HTTPException`."""
-        if self._socket is None:
-            self._socket = socket.create_connection(wire.split_address(self.address), ANSWER_S)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        head = (
-            f"POST {wire.ROUTE} HTTP/1.1\r\nHost: {self.address}\r\nContent-Length: {len(body)}\r\n"
-            f"{wire.SIGNATURE}: {signature}\r\n\r\n"
-        )
-        self._socket.sendall(head.encode() + body)
-        response = HTTPResponse(self._socket, method="POST")
-        response.begin()
-        return response
+    def send(self, data: bytes) -> None:
+        """Send all of it. Raises `OSError`."""
+        self._socket.sendall(data)
+
+    def receive(self, size: int) -> bytes:
+        """[size] the next bytes. Raises `OSError`."""
+        data: bytes = self._received.read(size)
+        if len(data) < size:
+            raise ConnectionError("the answer ended before its end")
+        return data
 
     def close(self) -> None:
         """End it."""
-        if self._socket is not None:
-            self._socket.close()
+        self._received.close()
+        self._socket.close()
 
 
 class StoreClient:
-    """Client of the stores of a run, e.g. `PayloadReader(folder, fetch=StoreClient(key))`.
+    """Client of the stores of a run, e.g. `PayloadReader(folder, fetch=StoreClient(key, run / "stores"))`.
 
-    `moves` is the folder with the notes of stores that came back at another address.
+    `addresses` is the folder in which stores leave theirs.
     """
 
-    def __init__(self, key: bytes, *, retry_s: float = RETRY_S, moves: Path | None = None) -> None:
+    def __init__(self, key: bytes, addresses: Path, *, retry_s: float = RETRY_S) -> None:
         self._key = wire.check_key(key)
-        self._moves = moves
-        self._away: dict[str, tuple[float, float]] = {}  # since when, and until when, nobody answers at an address
-        self._found: dict[str, str] = {}  # where stores were found that serve elsewhere than was told
+        self._addresses = addresses
         self._retry_s = retry_s
+        self._away: dict[str, tuple[float, float]] = {}  # since when, and until when, a store does not answer
         self._idle: dict[str, list[StoreConnection]] = {}  # connections of each store that nobody uses
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="fetch")
 
-    def __call__(self, address: str, refs: Sequence[PieceRef]) -> list[bytes]:
+    def __call__(self, store: str, refs: Sequence[PieceRef]) -> list[bytes]:
         """Whole frames, in order. Raises `PayloadLostError`, and `StoreAwayError` after `retry_s`."""
         parts = list(split(refs))
         if len(parts) == 1:
-            return self._fetch(address, parts[0])
-        asked = [self._threads.submit(self._fetch, address, part) for part in parts]
+            return self._fetch(store, parts[0])
+        asked = [self._threads.submit(self._fetch, store, part) for part in parts]
         try:
             return [piece for answer in asked for piece in answer.result()]
         finally:
@@ -94,86 +91,74 @@ class StoreClient:
                 connection.close()
             self._idle.clear()
 
-    def _fetch(self, address: str, refs: Sequence[PieceRef]) -> list[bytes]:
-        body, told = encode(wire.make_request(refs)), address
-        address = self._found.get(told, told)
+    def _fetch(self, store: str, refs: Sequence[PieceRef]) -> list[bytes]:
+        body, sizes = encode(wire.make_request(refs)), [ref.num_bytes for ref in refs]
         away_since, pause_s = None, FIRST_PAUSE_S
         while True:
-            connection, is_new = self._connect(address)
+            kept = self._kept(store)
             try:
-                pieces = self._ask(connection, address, body, [ref.num_bytes for ref in refs])
-            except (OSError, HTTPException) as error:
-                connection.close()
-                if not is_new:  # it closed while nobody used it, as the others may have
-                    self._forget(address)
+                connection = kept or StoreConnection(wire.find_address(self._addresses, store))
+                pieces = self._ask(store, connection, body, sizes)
+            except OSError as error:
+                if kept is not None:  # it ended while nobody used it
                     continue
                 now = time.monotonic()
                 away_since = now if away_since is None else away_since
-                away_s = max(now - away_since, self._note_away(told, now))
+                away_s = max(now - away_since, self._note_away(store, now))
                 if away_s >= self._retry_s or self._closed.is_set():
-                    raise StoreAwayError(_tell_away(address, refs, error, away_s)) from None
-            except PayloadLostError:
-                self._keep(address, connection)
-                raise
+                    raise StoreAwayError(_tell_away(store, refs, error, away_s)) from None
             else:
-                self._away.pop(told, None)
-                self._keep(address, connection)
+                self._away.pop(store, None)
                 return pieces
-            if self._moves is not None:
-                address = self._found[told] = present_address(self._moves, told)
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
-    def _note_away(self, address: str, now: float) -> float:
-        """Seconds for which nobody has answered any request, as far as one was made in the last `retry_s`."""
+    def _note_away(self, store: str, now: float) -> float:
+        """Seconds for which a store has answered no request, as far as one was made in the last `retry_s`."""
         with self._lock:
-            since, until = self._away.get(address, (now, now))
-            self._away[address] = (since if now - until <= self._retry_s else now), now
-            return now - self._away[address][0]
+            since, until = self._away.get(store, (now, now))
+            self._away[store] = (since if now - until <= self._retry_s else now), now
+            return now - self._away[store][0]
 
-    def _ask(self, connection: StoreConnection, address: str, body: bytes, sizes: Sequence[int]) -> list[bytes]:
-        """Pieces of these sizes. Raises `PayloadLostError`; `OSError` and `HTTPException` say that it is away."""
-        signature = wire.request_signature(self._key, body)
-        response = connection.ask(body, signature)
-        length = response.length or 0
-        if response.status == 200:
-            self._check(response, signature)
-            if length != sum(sizes):
-                raise HTTPException(f"{length} bytes, where {sum(sizes)} were asked for")
-            return receive(response, sizes)
-        line = response.read(min(length, wire.LINE_BYTES))
-        self._check(response, signature, line)
+    def _ask(self, store: str, connection: StoreConnection, body: bytes, sizes: Sequence[int]) -> list[bytes]:
+        """Pieces of these sizes; the connection is kept or closed. Raises `PayloadLostError`.
+
+        `OSError` says that the store is away, or that somebody else answers.
+        """
+        request = wire.request_signature(self._key, body)
+        try:
+            connection.send(wire.REQUEST_HEAD.pack(request, len(body)) + body)
+            signature, status, size = wire.ANSWER_HEAD.unpack(connection.receive(wire.ANSWER_HEAD.size))
+            line = b"" if status == Status.PIECES else connection.receive(min(size, wire.LINE_BYTES))
+            right = wire.answer_signature(self._key, request, status, size, line)
+            if not hmac.compare_digest(signature, right):
+                raise ConnectionError("what answers there does not have the run's key")
+            if status == Status.PIECES and size != sum(sizes):
+                raise ConnectionError(f"{size} bytes, where {sum(sizes)} were asked for")
+            pieces = [connection.receive(one) for one in sizes] if status == Status.PIECES else []
+        except OSError:
+            connection.close()
+            raise
+        self._keep(store, connection)
         told = line.decode(errors="replace")
-        if response.status == wire.LOST:
-            raise PayloadLostError(f"{told} (store {address})")
-        raise HTTPException(f"{response.status} {told}")
+        if status == Status.LOST:
+            raise PayloadLostError(f"{told} ({store})")
+        if status == Status.REFUSED:
+            raise ConnectionError(told)
+        return pieces
 
-    def _check(self, response: HTTPResponse, request: str, line: bytes = b"") -> None:
-        """Raise `HTTPException` unless it is a store of the run that answers."""
-        right = wire.answer_signature(self._key, request, response.status, line)
-        if response.headers.get(wire.SIGNATURE, "") != right:
-            raise HTTPException(f"what answers there ({response.status}) does not have the run's key")
-
-    def _connect(self, address: str) -> tuple[StoreConnection, bool]:
-        """A connection that nobody else uses, and whether it is new."""
+    def _kept(self, store: str) -> StoreConnection | None:
+        """A connection that nobody uses."""
         with self._lock:
-            if kept := self._idle.get(address):
-                return kept.pop(), False
-        return StoreConnection(address), True
+            return self._idle[store].pop() if self._idle.get(store) else None
 
-    def _keep(self, address: str, connection: StoreConnection) -> None:
+    def _keep(self, store: str, connection: StoreConnection) -> None:
         with self._lock:
-            kept = self._idle.setdefault(address, [])
+            kept = self._idle.setdefault(store, [])
             if len(kept) < CONNECTIONS and not self._closed.is_set():
                 kept.append(connection)
                 return
         connection.close()
-
-    def _forget(self, address: str) -> None:
-        with self._lock:
-            kept = self._idle.pop(address, [])
-        for connection in kept:
-            connection.close()
 
 
 def split(refs: Sequence[PieceRef]) -> Iterator[list[PieceRef]]:
@@ -191,35 +176,7 @@ def split(refs: Sequence[PieceRef]) -> Iterator[list[PieceRef]]:
         yield part
 
 
-def receive(response: HTTPResponse, sizes: Sequence[int]) -> list[bytes]:
-    """Pieces of these sizes out of a body. Raises `HTTPException` where that ends before."""
-    pieces = list[bytes]()
-    block = memoryview(bytearray(min(sum(sizes), BLOCK_BYTES)))
-    for run in _runs(sizes):
-        size, end = sum(run), 0
-        data = block[:size] if size <= len(block) else memoryview(bytearray(size))
-        if response.readinto(data) < size:
-            raise HTTPException("the answer ended before its end")
-        for one in run:
-            pieces.append(bytes(data[end : end + one]))
-            end += one
-    return pieces
-
-
-def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Sizes in their order, so many together as a block has room for, or one that is larger."""
-    run, room = list[int](), BLOCK_BYTES
-    for size in sizes:
-        if run and size > room:
-            yield run
-            run, room = [], BLOCK_BYTES
-        run.append(size)
-        room -= size
-    if run:
-        yield run
-
-
-def _tell_away(address: str, refs: Sequence[PieceRef], error: Exception, away_s: float) -> str:
+def _tell_away(store: str, refs: Sequence[PieceRef], error: Exception, away_s: float) -> str:
     segments = sorted({ref.segment for ref in refs})
     others = f" and {len(segments) - 1} more" if len(segments) > 1 else ""
-    return f"{segments[0]}{others}: store {address} is away for {away_s:.0f} s: {error or type(error).__name__}"
+    return f"{segments[0]}{others}: {store} is away for {away_s:.0f} s: {error or type(error).__name__}"

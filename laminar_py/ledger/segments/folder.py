@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.ledger.segments.journal import JOURNAL
-from laminar_py.ledger.segments.writer import SEGMENT, part_of
+from laminar_py.ledger.segments.writer import JOURNAL, SEGMENT, part_of
 from laminar_py.records.codec import decode, encode
 
 

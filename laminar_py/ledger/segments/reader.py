@@ -15,7 +15,10 @@ from laminar_py.ledger.segments.frames import AnyPiece, read_frame
 from laminar_py.ledger.segments.local import is_local
 from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.ledger.segments.writer import SEGMENT
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
+from laminar_py.records.spans import sampled_mask
+from laminar_py.records.trajectory import Trajectory
 
 OPEN_FILES = 64  # that a reader keeps open
 
@@ -29,12 +32,12 @@ class ElsewhereError(PayloadLostError):
 
 
 class PieceFetch(Protocol):
-    """Pieces of another host: their bytes, in order, from the store at an address.
+    """Pieces of another host: their bytes, in order, from the store of a name.
 
     Raises `PayloadLostError` where one is lost, `StoreAwayError` where the store is.
     """
 
-    def __call__(self, address: str, refs: Sequence[PieceRef]) -> list[bytes]:
+    def __call__(self, store: str, refs: Sequence[PieceRef]) -> list[bytes]:
         """Whole frames."""
         ...
 
@@ -86,17 +89,17 @@ class PayloadReader:
         self._lock = threading.Lock()
 
     def load(self, refs: Iterable[PieceRef], *, stores: Mapping[str, str] | None = None) -> Loaded:
-        """Read pieces; `stores` has the address of each segment that is of another host."""
+        """Read pieces; `stores` has the store of each segment that is of another host."""
         found: dict[PieceRef, bytes | PayloadLostError] = {}
         elsewhere: dict[str, list[PieceRef]] = {}
         for ref in refs:
-            address = (stores or {}).get(ref.segment)
-            if address is None:
+            store = (stores or {}).get(ref.segment)
+            if store is None:
                 found[ref] = self._found(ref)
             else:
-                elsewhere.setdefault(address, []).append(ref)
-        for address, wanted in elsewhere.items():
-            found |= self._fetched(address, wanted)
+                elsewhere.setdefault(store, []).append(ref)
+        for store, wanted in elsewhere.items():
+            found |= self._fetched(store, wanted)
         return Loaded(found)
 
     def close(self) -> None:
@@ -138,14 +141,58 @@ class PayloadReader:
         self._files.move_to_end(segment)
         return self._files[segment]
 
-    def _fetched(self, address: str, refs: Sequence[PieceRef]) -> dict[PieceRef, bytes | PayloadLostError]:
+    def _fetched(self, store: str, refs: Sequence[PieceRef]) -> dict[PieceRef, bytes | PayloadLostError]:
         assert self._fetch is not None, f"{refs[0].segment} is of another host, of which this reader knows none"
         fetch = self._fetch
         try:
-            return dict(zip(refs, fetch(address, refs), strict=True))
+            return dict(zip(refs, fetch(store, refs), strict=True))
         except StoreAwayError as error:
             return dict.fromkeys(refs, error)
         except PayloadLostError as error:
             if len(refs) == 1:
                 return {refs[0]: error}
-        return {ref: self._fetched(address, [ref])[ref] for ref in refs}  # the others may be there
+        return {ref: self._fetched(store, [ref])[ref] for ref in refs}  # the others may be there
+
+
+def complete_all(
+    finished: Sequence[FinishedTrajectory], reader: PayloadReader, *, stores: Mapping[str, str]
+) -> tuple[dict[str, Trajectory], dict[str, str]]:
+    """Trajectories with tokens by id, read together; and of those that are lost, what is."""
+    loaded = reader.load((ref for one in finished for ref in one.refs), stores=stores)
+    complete: dict[str, Trajectory] = {}
+    lost: dict[str, str] = {}
+    for one in finished:
+        try:
+            complete[one.id] = complete_one(one, loaded)
+        except PayloadLostError as error:
+            lost[one.id] = str(error)
+    return complete, lost
+
+
+def complete_one(finished: FinishedTrajectory, loaded: Loaded) -> Trajectory:
+    """A trajectory with its tokens. Raises `PayloadLostError`."""
+    response = loaded.response(finished.tokens)
+    length = len(response.ids)
+    if length != finished.length:
+        raise PayloadLostError(f"{length} of its {finished.length} tokens")
+    return Trajectory(
+        id=finished.id,
+        prompt_id=finished.prompt_id,
+        group_id=finished.group_id,
+        sample_index=finished.sample_index,
+        kind=finished.kind,
+        prompt_ids=finished.prompt_ids,
+        response_ids=response.ids,
+        logprobs=response.logprobs,
+        loss_mask=sampled_mask(finished.spans if finished.num_trained else (), length),
+        spans=finished.spans,
+        finish_reason=finished.finish_reason,
+        reward=finished.reward,
+        advantage=finished.advantage,
+        advantage_scale=finished.advantage_scale,
+        weight=finished.weight,
+        roles=finished.roles,
+        sampling_mask=response.sampling_mask,
+        routed_experts=response.routed_experts,
+        columns={name: loaded.column(column).values for name, column in finished.columns.items()},
+    )

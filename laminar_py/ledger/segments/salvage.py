@@ -13,9 +13,8 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.ledger.segments.frames import whole_frames
-from laminar_py.ledger.segments.journal import JOURNAL
 from laminar_py.ledger.segments.payload import mask_of
-from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
+from laminar_py.ledger.segments.writer import JOURNAL, SegmentWriter, tokens_ref
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, PieceRef, TokensRef
 from laminar_py.records.recordings import (

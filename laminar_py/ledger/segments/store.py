@@ -3,15 +3,14 @@
 Started on each host of a run that spans several (`workers.stores`); its client is `segments.fetch`, what both say
 to each other is in `segments.wire`. Invariants: bytes are given to nobody without the key, and of nothing but
 regular files of segments in its folder; what a request may take of memory, files, threads and time is bounded, and
-so are requests at a time. A connection on which nobody has shown the key in `hello_s` is closed. A bad request is
-answered with one line.
+so are requests at a time. A connection on which nobody has shown the key in `hello_s` is closed without a word,
+and so is one on which anything but a signed request comes.
 
-State of a request: refused | waiting for its turn -> lost | sending -> done. A client that goes away, or takes
-longer than `answer_s`, ends it. Bytes go from the files to the socket without a copy in between, in a thread, past
-aiohttp: by its means half of the time would be Python's.
+Each connection has a thread: refused | waiting for its turn -> lost | sending -> waiting for the next request. A
+client that goes away, or takes longer than `answer_s`, ends it. Bytes go from the files to the socket without a
+copy in between.
 """
 
-import asyncio
 import errno
 import hmac
 import logging
@@ -19,21 +18,18 @@ import mmap
 import os
 import socket
 import stat
+import threading
 import time
-from asyncio import TimerHandle
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 
 from laminar_py.ledger.segments import wire
-from laminar_py.ledger.segments.wire import PieceRequest
+from laminar_py.ledger.segments.wire import PieceRequest, Status
 from laminar_py.ledger.segments.writer import SEGMENT
 from laminar_py.records.codec import decode
 from laminar_py.records.pieces import PayloadLostError
@@ -41,13 +37,10 @@ from laminar_py.records.pieces import PayloadLostError
 log = logging.getLogger(__name__)
 
 LOCAL = "127.0.0.1"
-CLOSE_S = 2.0  # for answers that are under way at the end
-PORT_PAUSE_S = 0.1  # between two tries for a port that is taken
+ACCEPT_AGAIN_S = 0.1  # after a connection that could not be taken, for want of files, say
 _BACKLOG = 128
 _AT_ONCE = 64  # buffers of one call
 _GONE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)  # of a file that is not there, a link, a socket
-
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +55,10 @@ class StoreLimits:
     idle_s: float = 15.0  # that a connection may be without a request
 
 
+class BadRequestError(Exception):
+    """A request that is not answered with pieces; the message says why."""
+
+
 class PieceStore:
     """Server of the segments in `folder`, e.g. `PieceStore(folder, key=secrets.token_bytes(32))`."""
 
@@ -69,129 +66,124 @@ class PieceStore:
         self._folder = folder
         self._key = wire.check_key(key)
         self._limits = limits or StoreLimits()
-        self._threads = ThreadPoolExecutor(self._limits.answers, thread_name_prefix="answer")
-        self._turns = asyncio.Semaphore(self._limits.answers)
-        self._door: _Door | None = None
-        self._runner: web.ServerRunner | None = None
-        self.address = ""
+        self._turns = threading.BoundedSemaphore(self._limits.answers)
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._closed = False
 
-    async def start(self, listener: socket.socket) -> None:
-        """Serve on a socket of `listen`."""
-        host, port = listener.getsockname()[:2]
-        self.address = wire.make_address(host, port)
-        self._door = _Door(self._handle, self._limits)
-        self._runner = web.ServerRunner(self._door, shutdown_timeout=CLOSE_S)
-        await self._runner.setup()
-        await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
+    def start(self, host: str = LOCAL) -> tuple[str, int]:
+        """Serve on a free port; host and port. Raises `OSError`."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        threading.Thread(target=self._accept, args=(self._listener,), name="accept", daemon=True).start()
+        return host, self._listener.getsockname()[1]
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Give the port back; connections end."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self._threads.shutdown()
+        with self._lock:
+            self._closed = True
+            ending = [*self._connections, *([] if self._listener is None else [self._listener])]
+        for one in ending:
+            with suppress(OSError):  # it has ended by itself
+                one.shutdown(socket.SHUT_RDWR)  # which wakes the thread that waits for it
+        if self._listener is not None:
+            self._listener.close()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer of one request, whatever it is."""
-        signature = request.headers.get(wire.SIGNATURE, "")
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closed:
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    log.warning("no connection taken: %s", error)
+                    time.sleep(ACCEPT_AGAIN_S)
+                continue
+            with self._lock:
+                has_room = not self._closed and len(self._connections) < self._limits.connections
+                if has_room:
+                    self._connections.add(connection)
+            if has_room:
+                threading.Thread(target=self._serve, args=(connection,), name="serve", daemon=True).start()
+            else:
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer one request after the other, until the client goes, or is none."""
         try:
-            wanted = await self._admit(request, signature)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            idle_s = self._limits.hello_s
+            while (request := self._receive(connection, idle_s)) is not None:
+                self._answer(connection, *request)
+                idle_s = self._limits.idle_s
         except BadRequestError as error:
-            answer = web.Response(status=error.status, text=error.line)
-            answer.force_close()  # there may be more to come of it
-            return answer
-        assert self._door is not None, "requests come after the start"
-        self._door.welcome(request.protocol)
+            log.warning("a connection is closed: %s", error)
+        except OSError as error:
+            log.warning("an answer ended before its end: %s", error)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _receive(self, connection: socket.socket, idle_s: float) -> tuple[bytes, bytes] | None:
+        """Signature and body of the next request of somebody who has the key; None where none comes.
+
+        Raises `BadRequestError`, and `OSError` where it does not come in whole.
+        """
+        head = memoryview(bytearray(wire.REQUEST_HEAD.size))
+        connection.settimeout(idle_s)
         try:
-            async with asyncio.timeout(self._limits.turn_s):
-                await self._turns.acquire()
-        except TimeoutError:
-            return self._line(503, f"{self._limits.answers} answers are under way; ask again", signature)
+            begun = connection.recv_into(head)
+        except OSError:
+            return None
+        if not begun:
+            return None
+        deadline = time.monotonic() + self._limits.hello_s
         try:
-            return await self._answer(request, wanted, signature)
+            _fill(connection, head[begun:], deadline)
+            signature, size = wire.REQUEST_HEAD.unpack(head)
+            if size > wire.BODY_BYTES:
+                raise BadRequestError(f"{size} bytes; a request has at most {wire.BODY_BYTES}")
+            body = bytearray(size)
+            _fill(connection, memoryview(body), deadline)
+        except OSError as error:
+            raise BadRequestError(f"no whole request: {error}") from None
+        if not hmac.compare_digest(signature, wire.request_signature(self._key, bytes(body))):
+            raise BadRequestError("a request that is not signed with the run's key")
+        return signature, bytes(body)
+
+    def _answer(self, connection: socket.socket, signature: bytes, body: bytes) -> None:
+        """Send pieces, or a line. Raises `OSError`."""
+        deadline = time.monotonic() + self._limits.turn_s + self._limits.answer_s
+        if not self._turns.acquire(timeout=self._limits.turn_s):
+            line = f"{self._limits.answers} answers are under way; ask again"
+            self._send(connection, signature, Status.REFUSED, line, deadline)
+            return
+        deadline = time.monotonic() + self._limits.answer_s
+        try:
+            wanted = check_request(body)
+            pieces = map_pieces(self._folder, wanted)
+        except PayloadLostError as error:
+            self._send(connection, signature, Status.LOST, str(error), deadline)
+        except BadRequestError as error:
+            self._send(connection, signature, Status.REFUSED, str(error), deadline)
+        except OSError as error:  # too many open files, say: the pieces may well be there
+            log.warning("no answer: %s", error)
+            self._send(connection, signature, Status.REFUSED, f"{error.strerror}; ask again", deadline)
+        else:
+            send_all(connection, [self._head(signature, Status.PIECES, wanted.num_bytes), *pieces], deadline)
         finally:
             self._turns.release()
 
-    async def _admit(self, request: web.BaseRequest, signature: str) -> PieceRequest:
-        """The pieces that a request asks for. Raises `BadRequestError`."""
-        if request.path != wire.ROUTE or request.method != "POST":
-            raise BadRequestError(404, f"nothing here but POST {wire.ROUTE}")
-        size = request.content_length
-        if size is None:
-            raise BadRequestError(411, "say how long the request is")
-        if size > wire.BODY_BYTES:
-            raise BadRequestError(413, f"{size} bytes; a request has at most {wire.BODY_BYTES}")
-        try:
-            async with asyncio.timeout(self._limits.hello_s):
-                body = await request.read()
-        except TimeoutError:
-            raise BadRequestError(408, f"not whole after {self._limits.hello_s:g} s") from None
-        right = wire.request_signature(self._key, body)
-        if not hmac.compare_digest(signature.encode("utf-8", "surrogateescape"), right.encode()):
-            raise BadRequestError(401, f"{wire.SIGNATURE} is not of this request and the run's key")
-        return check_request(body)
+    def _send(
+        self, connection: socket.socket, signature: bytes, status: Status, text: str, deadline: float
+    ) -> None:
+        line = text.encode()[: wire.LINE_BYTES]
+        send_all(connection, [self._head(signature, status, len(line), line), memoryview(line)], deadline)
 
-    async def _answer(self, request: web.BaseRequest, wanted: PieceRequest, signature: str) -> web.StreamResponse:
-        try:
-            pieces = map_pieces(self._folder, wanted)
-        except PayloadLostError as error:
-            return self._line(wire.LOST, str(error), signature)
-        except OSError as error:  # too many open files, say: the pieces may well be there
-            log.warning("no answer: %s", error)
-            return self._line(503, f"{error.strerror}; ask again", signature)
-        answer = web.StreamResponse(headers=self._signed(signature, 200))
-        answer.content_length = wanted.num_bytes
-        await answer.prepare(request)
-        await answer.write(b"")  # the head, which is all that leaves by way of aiohttp
-        transport = request.transport
-        if transport is None or transport.get_write_buffer_size():  # gone, or asks and does not read
-            raise ConnectionResetError("the client takes no answer")
-        await self._send(pieces, transport)
-        return answer
-
-    async def _send(self, pieces: list[memoryview], transport: asyncio.Transport) -> None:
-        """Send bytes in a thread, which waits for the disk and the client."""
-        connection = transport.get_extra_info("socket").dup()
-        sending = self._threads.submit(send_all, connection, pieces, time.monotonic() + self._limits.answer_s)
-        sending.add_done_callback(lambda _: connection.close())
-        try:
-            await asyncio.wrap_future(sending)
-        except asyncio.CancelledError:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # or the thread would go on
-            raise
-        except OSError as error:
-            log.warning("an answer ended before its end: %s", error)
-            transport.abort()
-
-    def _line(self, status: int, line: str, signature: str) -> web.Response:
-        text = line[: wire.LINE_BYTES].encode()
-        return web.Response(
-            status=status,
-            body=text,
-            headers=self._signed(signature, status, text),
-            content_type="text/plain",
-            charset="utf-8",
-        )
-
-    def _signed(self, signature: str, status: int, line: bytes = b"") -> dict[str, str]:
-        return {wire.SIGNATURE: wire.answer_signature(self._key, signature, status, line)}
-
-
-async def listen(host: str = LOCAL, port: int = 0, *, patience_s: float = 0.0) -> socket.socket:
-    """A socket for a store; port 0: any. A port that is taken is waited for.
-
-    Raises `OSError`, of number EADDRINUSE where the port is still taken then.
-    """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + patience_s
-    while True:
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or loop.time() >= deadline:
-                raise
-        await asyncio.sleep(PORT_PAUSE_S)  # nobody tells when a port is free
+    def _head(self, signature: bytes, status: Status, size: int, line: bytes = b"") -> memoryview:
+        signed = wire.answer_signature(self._key, signature, status, size, line)
+        return memoryview(wire.ANSWER_HEAD.pack(signed, status, size))
 
 
 def check_request(body: bytes) -> PieceRequest:
@@ -199,11 +191,11 @@ def check_request(body: bytes) -> PieceRequest:
     try:
         wanted = decode(PieceRequest, body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(400, f"no request: {error}") from None
+        raise BadRequestError(f"no request: {error}") from None
     if max([piece.segment for piece in wanted.pieces]) >= len(wanted.segments):
-        raise BadRequestError(400, "no request: a piece is of a segment that is not named")
+        raise BadRequestError("no request: a piece is of a segment that is not named")
     if wanted.num_bytes > wire.ANSWER_BYTES and len(wanted.pieces) > 1:
-        raise BadRequestError(413, f"{wanted.num_bytes} bytes; several pieces have at most {wire.ANSWER_BYTES}")
+        raise BadRequestError(f"{wanted.num_bytes} bytes; several pieces have at most {wire.ANSWER_BYTES}")
     return wanted
 
 
@@ -246,10 +238,7 @@ def send_all(connection: socket.socket, pieces: Sequence[memoryview], deadline: 
     for first in range(0, len(pieces), _AT_ONCE):
         rest = deque(pieces[first : first + _AT_ONCE])
         while rest:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError("the client is too slow")
-            connection.settimeout(left_s)
+            _set_deadline(connection, deadline)
             sent = connection.sendmsg(rest)
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.popleft())
@@ -257,35 +246,18 @@ def send_all(connection: socket.socket, pieces: Sequence[memoryview], deadline: 
                 rest[0] = rest[0][sent:]
 
 
-class BadRequestError(Exception):
-    """A request that is answered with one line."""
+def _fill(connection: socket.socket, buffer: memoryview, deadline: float) -> None:
+    """Receive all of a buffer until `deadline`. Raises `OSError`."""
+    while buffer:
+        _set_deadline(connection, deadline)
+        received = connection.recv_into(buffer)
+        if not received:
+            raise ConnectionError("the client has gone")
+        buffer = buffer[received:]
 
-    def __init__(self, status: int, line: str) -> None:
-        super().__init__(line)
-        self.status, self.line = status, line
 
-
-class _Door(web.Server):
-    """Server that counts connections, and closes those on which nobody shows the key."""
-
-    def __init__(self, handle: Handler, limits: StoreLimits) -> None:
-        super().__init__(handle, access_log=None, keepalive_timeout=limits.idle_s)
-        self._limits = limits
-        self._guests: dict[RequestHandler, TimerHandle] = {}
-
-    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        """Let a connection in, unless there are too many."""
-        super().connection_made(handler, transport)
-        wait_s = self._limits.hello_s if len(self._guests) < self._limits.connections else 0.0
-        self._guests[handler] = asyncio.get_running_loop().call_later(wait_s, transport.abort)
-
-    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
-        """Forget a connection."""
-        if (timer := self._guests.pop(handler, None)) is not None:
-            timer.cancel()
-        super().connection_lost(handler, exc)
-
-    def welcome(self, handler: RequestHandler) -> None:
-        """Let a connection stay, which has shown the key."""
-        if handler in self._guests:
-            self._guests[handler].cancel()
+def _set_deadline(connection: socket.socket, deadline: float) -> None:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the client is too slow")
+    connection.settimeout(left_s)

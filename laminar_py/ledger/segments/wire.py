@@ -1,8 +1,10 @@
-"""Talk of readers with the stores of other hosts: requests, signatures, bounds, and what answers mean. Pure.
+"""Talk of readers with the stores of other hosts: requests, signatures, bounds, and where a store is.
 
-    client -> store  POST /pieces, a `PieceRequest` in MessagePack, its signature in a header
-    store -> client  200 and the pieces' bytes in a row; or 410 and a line that says which piece is lost;
-                     or another status and a line: nothing was read, and nothing is known of the pieces
+    reader -> store  signature and size of a `PieceRequest` in MessagePack, and the request
+    store -> reader  signature, `Status` and size of the answer; then the bytes of the pieces in a row, or one line
+
+A store leaves its present address in the run's folder, which all hosts see, under its name; readers look there
+before they connect. So a store that died may come back at any port.
 
 Invariant: the key never travels. On a network without TLS whoever listens would have a bearer token from the first
 request on and could read everything with it, and so would any process that takes the port of a store that died. A
@@ -13,16 +15,19 @@ from listening.
 """
 
 import hmac
-import ipaddress
+import struct
 from collections.abc import Sequence
+from enum import IntEnum
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from laminar_py.records.disk import write_file
 from laminar_py.records.pieces import PieceRef
 
-ROUTE = "/pieces"
-SIGNATURE = "X-Laminar-Signature"  # header, of a request and of an answer
+REQUEST_HEAD = struct.Struct("<32sI")  # signature, bytes of the request
+ANSWER_HEAD = struct.Struct("<32sBQ")  # signature, status, bytes that follow
 
 KEY_BYTES = 32  # at least
 BODY_BYTES = 128 * 2**10  # of a request
@@ -31,12 +36,20 @@ MOST_SEGMENTS = 32  # that a request may be of: so many files are open for it
 ANSWER_BYTES = 64 * 2**20  # unless it is a single piece, which may have any size
 LINE_BYTES = 1000  # of an answer without pieces
 
-LOST = 410
+ADDRESSES = "stores"  # folder of the addresses in that of the run
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Offset = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9_-]{1,64}\.[0-9a-f]{1,16}\.[0-9a-f]{4}\Z")]
 """Name of a segment, as `writer.new_name` makes it: no part of it leads out of a folder."""
+
+
+class Status(IntEnum):
+    """Meaning of an answer."""
+
+    PIECES = 0  # their bytes follow
+    LOST = 1  # a line says which piece is not there
+    REFUSED = 2  # a line says why; nothing was read, and nothing is known of the pieces
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -76,30 +89,24 @@ def check_key(key: bytes) -> bytes:
     return key
 
 
-def request_signature(key: bytes, body: bytes) -> str:
-    """Signature of a request's body."""
-    return hmac.digest(key, b"laminar request\0" + body, "sha256").hex()
+def request_signature(key: bytes, body: bytes) -> bytes:
+    """[32] signature of a request's body."""
+    return hmac.digest(key, b"laminar request\0" + body, "sha256")
 
 
-def answer_signature(key: bytes, request: str, status: int, line: bytes = b"") -> str:
-    """Signature of an answer to the request of that signature; `line` is its text, where it has no pieces."""
-    return hmac.digest(key, f"laminar answer\0{request}\0{status}\0".encode() + line, "sha256").hex()
+def answer_signature(key: bytes, request: bytes, status: int, size: int, line: bytes = b"") -> bytes:
+    """[32] signature of an answer to the request of that signature; `line` is its text, where it has no pieces."""
+    return hmac.digest(key, b"laminar answer\0" + request + struct.pack("<BQ", status, size) + line, "sha256")
 
 
-def is_loopback(host: str) -> bool:
-    """True if only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def leave_address(folder: Path, store: str, address: tuple[str, int]) -> None:
+    """Have readers find a store of that name at this host and port. Raises `OSError`."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    unfinished = folder / f"{store}.tmp"
+    write_file(unfinished, msgspec.json.encode(address))
+    unfinished.replace(folder / store)
 
 
-def make_address(host: str, port: int) -> str:
-    """Address of a store, e.g. `10.0.0.4:41235`."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of an address."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+def find_address(folder: Path, store: str) -> tuple[str, int]:
+    """Host and port at which a store serves, or did last. Raises `OSError` where it left none."""
+    return msgspec.json.decode((folder / store).read_bytes(), type=tuple[str, int])

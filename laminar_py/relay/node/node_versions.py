@@ -6,12 +6,12 @@ child wants, a subscriber holds or a delta builds on stays in the store.
 
 import asyncio
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 
 from laminar_py.relay.node.arrivals import Arrivals
 from laminar_py.relay.node.desk import Desk
 from laminar_py.relay.node.downlink import Downlink
-from laminar_py.relay.node.encoder import Encoder
 from laminar_py.relay.node.intake import Intake
 from laminar_py.relay.node.uplink import Uplink
 from laminar_py.relay.store.version import StoredVersion
@@ -19,6 +19,9 @@ from laminar_py.relay.store.versions import Store
 from laminar_py.relay.wire import messages as m
 
 log = logging.getLogger(__name__)
+
+ENCODERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads
+PATIENCE = 8  # chunks without a delta, before any has one, after which the rest is not tried
 
 
 class NodeVersions:
@@ -56,10 +59,6 @@ class NodeVersions:
         self._encoder = Encoder(downlink.forward, self.retire_surplus)
         self._emit = emit
 
-    def open(self, *, address: str) -> None:
-        """Scan the store; a root leaves its address there."""
-        self._store.open(address=None if self._uplink.parents else address)
-
     @property
     def newest(self) -> int:
         """The highest version that is complete here or arrives, -1 if there is none."""
@@ -87,7 +86,7 @@ class NodeVersions:
         if self._uplink.parents:
             self._uplink.tell(m.Want(version, arriving=version in self.arrivals))
             return
-        self.discover()  # the publisher's word may be on its way
+        self.discover()  # it may just have been published
         if version not in self._store.complete:
             self.lose(version)
 
@@ -98,7 +97,7 @@ class NodeVersions:
                 self._uplink.tell(m.Want(version))
 
     def look_around(self) -> None:
-        """Find what was published without a word, and children that are gone."""
+        """Find versions that were published unnoticed, and children that are gone."""
         if not self._uplink.parents:
             self.discover()
         if self._store.complete:
@@ -106,7 +105,7 @@ class NodeVersions:
         self.retire_surplus()
 
     def discover(self) -> None:
-        """Take up what the publisher has written to the root's store."""
+        """Take up versions that the publisher has written to the root's store."""
         for stored in self._store.discover():
             newest = stored.manifest.version == self._store.newest
             if newest and self._downlink.has_children:
@@ -189,3 +188,57 @@ class NodeVersions:
 
     def _pulled(self, subscriber: str, version: int, waited_s: float) -> None:
         self._emit(m.VersionPulled(self._name, subscriber, version, waited_s))
+
+
+class Encoder:
+    """Makes a version's deltas against the version before, chunk by chunk, at the root.
+
+    `forward` keeps the promises of a chunk that is ready now; `done` is told that a base is needed no more.
+    Invariant: whoever waits for the delta of a chunk gets that, or the chunk itself: also when weights turn out to
+    change everywhere, and when the version is overtaken.
+    """
+
+    def __init__(self, forward: Callable[[StoredVersion, int, int], None], done: Callable[[], None]) -> None:
+        self._forward = forward
+        self._done = done
+
+    def start(self, stored: StoredVersion, older: Iterable[StoredVersion], group: asyncio.TaskGroup) -> None:
+        """Begin, if there is a version before that it can build on."""
+        base = max(older, key=lambda one: one.manifest.version, default=None)
+        if base is None or not stored.manifest.fits(base.manifest):
+            return
+        stored.base = base.manifest.version
+        files = range(len(stored.manifest.files))
+        stored.unencoded = {(file, i) for file in files for i in range(stored.manifest.num_chunks(file))}
+        group.create_task(self._encode(stored, base), name=f"encode-{stored.manifest.version}")
+
+    async def _encode(self, stored: StoredVersion, base: StoredVersion) -> None:
+        left = iter(sorted(stored.unencoded))
+        vain = 0
+
+        async def work() -> None:
+            nonlocal vain
+            for file, index in left:
+                try:
+                    delta = await asyncio.to_thread(stored.encode, base, file, index)
+                except FileNotFoundError:  # retired, which an overtaken version may be
+                    assert stored.base is None, f"{base.folder} went while {stored.folder} was built on it"
+                if stored.base is None:
+                    return  # given up meanwhile
+                stored.encoded(file, index, delta)
+                self._forward(stored, file, index)
+                vain += delta is None
+                if vain >= PATIENCE and not stored.deltas:
+                    self.forget(stored)
+
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(ENCODERS):
+                workers.create_task(work())
+        self._done()
+
+    def forget(self, stored: StoredVersion) -> None:
+        """No deltas of this version any more."""
+        waiting = sorted(stored.unencoded)
+        stored.forget_deltas()
+        for file, index in waiting:
+            self._forward(stored, file, index)

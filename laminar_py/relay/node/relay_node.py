@@ -7,18 +7,22 @@ children, `desk` to subscribers; `node_versions` knows what becomes of each vers
 """
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from laminar_py.relay.node.downlink import Downlink
+from laminar_py.relay.node.downlink import Downlink, Pace
 from laminar_py.relay.node.intake import MAX_WINDOW, window_of
 from laminar_py.relay.node.node_versions import NodeVersions
-from laminar_py.relay.node.pace import Pace
 from laminar_py.relay.node.uplink import VISIT_S, Uplink
-from laminar_py.relay.store.versions import Store
+from laminar_py.relay.store.versions import Store, watch_names
 from laminar_py.relay.wire import messages as m
 from laminar_py.relay.wire.transport import Listener, PortInUseError, RelayKeys, Wire
+
+log = logging.getLogger(__name__)
 
 CONTROL_RECORDS = 256  # beside chunks, that may wait for a connection
 PORT_AGAIN_S = 0.1  # between two looks at a port that is held
@@ -66,9 +70,9 @@ class RelayNode:
             chunk_bytes=chunk_bytes,
             visit_s=visit_s,
         )
-        kept = Store(store, keep_versions=keep_versions)
+        self._store = Store(store, keep_versions=keep_versions)
         self._versions = NodeVersions(
-            self._uplink, self._downlink, kept, chunk_bytes=chunk_bytes, emit=emit, now=now
+            self._uplink, self._downlink, self._store, chunk_bytes=chunk_bytes, emit=emit, now=now
         )
         self._running = False
         self._closing = asyncio.Event()
@@ -97,7 +101,7 @@ class RelayNode:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
                 await asyncio.sleep(PORT_AGAIN_S)
-        self._versions.open(address=self.endpoint)
+        self._store.open()
 
     def follow(self, parents: Sequence[str]) -> None:
         """Have these for parents from here on, in this order; the root has none."""
@@ -117,6 +121,8 @@ class RelayNode:
                 tasks.append(group.create_task(self._downlink.keep_pace(), name=f"{self.name}-pace"))
                 if self._uplink.parents:
                     tasks.append(group.create_task(self._uplink.run(), name=f"{self.name}-follow"))
+                else:
+                    tasks.append(group.create_task(self._take_up_published(), name=f"{self.name}-published"))
                 self._versions.retire_surplus()
                 await self._closing.wait()
                 for task in tasks:
@@ -138,7 +144,7 @@ class RelayNode:
         self._wire.close()
         self._stopped.set()
 
-    # ---- below: children, subscribers, the publisher
+    # ---- below: children, subscribers
 
     async def _serve(self, listener: Listener) -> None:
         while True:
@@ -165,8 +171,6 @@ class RelayNode:
             case m.Release():
                 self._versions.desk.release(message)
                 self._versions.retire_surplus()
-            case m.Written():
-                self._versions.discover()
 
     def _on_attach(self, child: bytes, heard_of: int) -> None:
         self._downlink.attach(child)
@@ -194,8 +198,28 @@ class RelayNode:
             self._downlink.send(child, m.Announce(stored.manifest, stored.base))
         self._versions.locate(want.version)
 
+    async def _take_up_published(self) -> None:
+        """Take up each version as soon as the publisher gives its folder the name."""
+        try:
+            watch = watch_names(self._store.path)
+        except OSError as error:  # of watches a user has a limited number
+            log.warning("%s looks for versions every %g s only: %s", self.name, self._remind_s, error)
+            return
+        loop, published = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(watch, published.set)
+        try:
+            while True:
+                with suppress(BlockingIOError):
+                    os.read(watch, 2**16)
+                published.clear()
+                self._versions.discover()
+                await published.wait()
+        finally:
+            loop.remove_reader(watch)
+            os.close(watch)
+
     async def _look_around(self) -> None:
-        """Now and then: the publisher's word may be lost, and a child that wants a version may be gone."""
+        """Now and then: a version may have come unnoticed, and a child that wants one may be gone."""
         while True:
             await asyncio.sleep(self._remind_s)
             self._versions.look_around()

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from laminar_py.relay.planning.cost import Choice as Choice
     from laminar_py.relay.planning.cost import Links as Links
     from laminar_py.relay.planning.cost import broadcast_s as broadcast_s
-    from laminar_py.relay.planning.cost import routes as routes
     from laminar_py.relay.planning.cost import settle as settle
     from laminar_py.relay.planning.topology import Shape as Shape
     from laminar_py.relay.planning.topology import Topology as Topology

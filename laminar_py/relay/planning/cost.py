@@ -8,9 +8,12 @@ exact where all chunks are of one size, and too long by at most one pace where t
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+
+import numpy as np
+import numpy.typing as npt
 
 from laminar_py.config.cluster import TopologyKind
 from laminar_py.relay.planning.topology import ALL, Shape, Topology, grow, shape_of
@@ -35,14 +38,6 @@ class Links:
     overhead_s: float  # per chunk and hop, whatever its size
     zone_bytes_per_s: float = math.inf  # from all hosts of a zone together to other zones, if that is less
 
-    def near_s(self, num_bytes: float) -> float:
-        """Seconds that a chunk takes within a zone."""
-        return self.overhead_s + num_bytes / self.bytes_per_s
-
-    def far_s(self, num_bytes: float) -> float:
-        """Seconds that a chunk takes into another zone."""
-        return self.overhead_s + num_bytes / min(self.bytes_per_s, self.zone_bytes_per_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
@@ -56,92 +51,45 @@ class Broadcast:
     encode_bytes_per_s: float = math.inf  # of the full version, at the root
     apply_bytes_per_s: float = math.inf  # of the full version, at each receiver, beside its forwarding
 
-    def codec_s(self, num_bytes: int) -> tuple[float, float]:
-        """Seconds to encode and to apply a chunk."""
-        return num_bytes / self.encode_bytes_per_s, num_bytes / self.apply_bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Sends:
-    """Chunks sent one after another, e.g. by a head with two children of its own zone: `Sends(2, far=0)`."""
-
-    near: int
-    far: int
-
-    def seconds(self, links: Links, num_bytes: float) -> float:
-        """Time of them all, for a chunk of `num_bytes` on the wire."""
-        return self.near * links.near_s(num_bytes) + self.far * links.far_s(num_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The way to one receiver: what it waits for, whatever the network."""
-
-    first: Sends  # until its first chunk is there
-    paces: frozenset[Sends]  # by every node above it, for each chunk
-
-    def seconds(self, broadcast: Broadcast, links: Links, chunk_bytes: int) -> float:
-        """Until its last chunk is there and applied."""
-        size = min(chunk_bytes, broadcast.num_bytes)
-        num_chunks = -(-broadcast.num_bytes // size)
-        on_wire, codec_s = size * broadcast.wire_share, broadcast.codec_s(size)
-        pace_s = max(*codec_s, *(pace.seconds(links, on_wire) for pace in self.paces))
-        return self.first.seconds(links, on_wire) + sum(codec_s) + (num_chunks - 1) * pace_s
-
-
-def routes(tree: Topology, zones: Sequence[str]) -> tuple[Route, ...]:
-    """Receivers of a tree ([N] zones) of which one is last, on any network; none for a lone root."""
-    last: dict[frozenset[Sends], dict[int, int]] = {}  # of equal paces: far sends -> near sends, at most
-    for _, sent, pace in _ways(tree, zones):
-        most = last.setdefault(pace, {})
-        most[sent.far] = max(sent.near, most.get(sent.far, 0))
-    return tuple(Route(first, pace) for pace, most in last.items() for first in _latest(most))
-
 
 def arrivals_s(
     tree: Topology, zones: Sequence[str], broadcast: Broadcast, links: Links, *, chunk_bytes: int
 ) -> list[float]:
     """Seconds until each node of a tree ([N] zones) has all of a version; 0 for the root, which has it."""
-    arrivals = [0.0] * tree.num_nodes
-    for node, first, paces in _ways(tree, zones):
-        arrivals[node] = Route(first, paces).seconds(broadcast, links, chunk_bytes)
-    return arrivals
+    return list(map(float, _arrivals_s(tree, zones, broadcast, links, [chunk_bytes])[:, 0]))
 
 
-def _ways(tree: Topology, zones: Sequence[str]) -> Iterator[tuple[int, Sends, frozenset[Sends]]]:
-    """Each receiver, with what is sent until its first chunk is there, and the paces above it."""
-    firsts, paces = {0: Sends(0, 0)}, {0: frozenset[Sends]()}
+def broadcast_s(
+    tree: Topology, zones: Sequence[str], broadcast: Broadcast, links: Links, *, chunk_bytes: int
+) -> float:
+    """Seconds until the last receiver has all of a version; 0 if there is none."""
+    return max(arrivals_s(tree, zones, broadcast, links, chunk_bytes=chunk_bytes))
+
+
+def _arrivals_s(
+    tree: Topology, zones: Sequence[str], broadcast: Broadcast, links: Links, sizes: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """[N, S] `arrivals_s` with chunks of each of these sizes."""
+    chunk = np.minimum(sizes, broadcast.num_bytes)
+    on_wire = chunk * broadcast.wire_share
+    near_s = links.overhead_s + on_wire / links.bytes_per_s
+    far_s = links.overhead_s + on_wire / min(links.bytes_per_s, links.zone_bytes_per_s)
+    encode_s, apply_s = chunk / broadcast.encode_bytes_per_s, chunk / broadcast.apply_bytes_per_s
+    sent = np.zeros((2, tree.num_nodes, 1))  # chunks to near and to far nodes before a node has its first one
+    pace_s = np.tile(np.maximum(encode_s, apply_s), (tree.num_nodes, 1))
     for node in tree.downward:
         children = tree.children(node)
-        far = sum(zones[child] != zones[node] for child in children)
-        pace = paces[node] | {Sends(len(children) - far, far)}
-        sent = firsts[node]
-        for child in children:
-            away = zones[child] != zones[node]
-            sent = Sends(sent.near + (not away), sent.far + away)
-            firsts[child], paces[child] = sent, pace
-            yield child, sent, pace
-
-
-def _latest(most: Mapping[int, int]) -> Iterator[Sends]:
-    """Sends that no other exceeds both in far and in near ones."""
-    seen = -1
-    for far, near in sorted(most.items(), reverse=True):
-        if near > seen:
-            yield Sends(near, far)
-            seen = near
-
-
-def broadcast_s(ways: Sequence[Route], broadcast: Broadcast, links: Links, *, chunk_bytes: int) -> float:
-    """Seconds until the last receiver has all of a version; 0 if there is none."""
-    return max((way.seconds(broadcast, links, chunk_bytes) for way in ways), default=0.0)
-
-
-def best_chunk_bytes(ways: Sequence[Route], broadcast: Broadcast, links: Links) -> int:
-    """The smallest of `CHUNK_SIZES` with which a broadcast takes the least time, or hardly more."""
-    took_s = {size: broadcast_s(ways, broadcast, links, chunk_bytes=size) for size in CHUNK_SIZES}
-    limit_s = NEAR_BEST * min(took_s.values())
-    return next(size for size in CHUNK_SIZES if took_s[size] <= limit_s)
+        is_far = [zones[child] != zones[node] for child in children]
+        far = sum(is_far)
+        below_s = np.maximum(pace_s[node], (len(children) - far) * near_s + far * far_s)
+        so_far = sent[:, node].copy()
+        for child, away in zip(children, is_far, strict=True):
+            so_far[int(away)] += 1
+            sent[:, child], pace_s[child] = so_far, below_s
+    further = -(-broadcast.num_bytes // chunk) - 1
+    arrivals = sent[0] * near_s + sent[1] * far_s + (encode_s + apply_s) + further * pace_s
+    arrivals[0] = 0.0
+    return np.asarray(arrivals)
 
 
 def versions_at_peak(*, keep_versions: int, num_replicas: int, num_nodes: int = 1) -> int:
@@ -164,17 +112,17 @@ class Choice:
 
 
 def weigh(shape: Shape, zones: Sequence[str], broadcast: Broadcast, links: Links) -> Choice:
-    """A shape with its best chunk size over nodes of these zones ([N] labels)."""
-    ways = routes(grow(shape, zones), zones)
-    chunk_bytes = best_chunk_bytes(ways, broadcast, links)
-    return Choice(shape, chunk_bytes, broadcast_s(ways, broadcast, links, chunk_bytes=chunk_bytes))
+    """A shape over nodes of these zones ([N] labels), with the smallest chunk that is nearly the fastest."""
+    took_s = _arrivals_s(grow(shape, zones), zones, broadcast, links, CHUNK_SIZES).max(axis=0)
+    best = int(np.argmax(took_s <= NEAR_BEST * took_s.min()))
+    return Choice(shape, CHUNK_SIZES[best], float(took_s[best]))
 
 
 def choose(zones: Sequence[str], broadcast: Broadcast, links: Links) -> Choice:
     """The shape that takes least time, of equals the one with the least depth.
 
     Tried are chain, trees of fan-out 2 to 8 and star, among zones and within them, and both ways out of a zone.
-    Takes a tenth of a second for a thousand nodes of one zone, a second where they have many.
+    Takes a tenth of a second for a thousand nodes of one zone, some seconds where they have many.
     """
     one_zone = len(set(zones)) == 1
     shapes = [

@@ -5,7 +5,6 @@ not is refused with the field, its value and the remedy.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -19,17 +18,13 @@ from laminar_py.relay.planning.cost import (
     PAGE_BYTES,
     Broadcast,
     Links,
-    Route,
     broadcast_s,
-    routes,
     settle,
     versions_at_peak,
 )
-from laminar_py.relay.planning.drawing import draw
-from laminar_py.relay.planning.topology import Shape, Topology, grow
+from laminar_py.relay.planning.topology import Shape, grow
 
 _GIB = 2**30
-_SPAN, _HALVINGS = 20.0, 40  # of the search for the speed of links at which a delta and the full version are equal
 _POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -129,23 +124,12 @@ class RelayPlan:
     """The tree of a `TreeSpec`, e.g. `make_relay_plan(read_spec(Path("configs/relay/rack.yaml"), []))`."""
 
     spec: TreeSpec
-    zones: tuple[str, ...]  # [N] label of each host
     shape: Shape
-    tree: Topology  # of N nodes
+    depth: int  # hops from the root to the last host
     chunk_bytes: int
     full_s: float  # until the last host has a full version
     delta_s: float | None  # the same for a delta, encoded and applied
-    delta_pays_gbit_per_s: float | None  # speed of links below which the delta is the faster one
     peak_bytes: int  # of shared memory on a host
-
-    @property
-    def bound_s(self) -> float:
-        """Seconds that no tree is below for a full version: once through the slowest link that it must take."""
-        links, num_bytes = self.spec.links, self.spec.full.num_bytes
-        slowest = (
-            links.bytes_per_s if len(set(self.zones)) == 1 else min(links.bytes_per_s, links.zone_bytes_per_s)
-        )
-        return num_bytes / slowest if len(self.zones) > 1 else 0.0
 
 
 def read_spec(path: Path, overrides: list[str]) -> TreeSpec:
@@ -155,46 +139,20 @@ def read_spec(path: Path, overrides: list[str]) -> TreeSpec:
 
 def make_relay_plan(spec: TreeSpec) -> RelayPlan:
     """Settle shape and chunk size, and predict. Raises `ConfigError` where versions do not fit into memory."""
-    zones, links = spec.labels, spec.links
+    zones, links, delta = spec.labels, spec.links, spec.delta
     peak_bytes = _peak_bytes(spec)
     choice = settle(spec.topology, fanout=spec.fanout, zones=zones, broadcast=spec.full, links=links)
     tree = grow(choice.shape, zones)
-    ways, chunk_bytes = routes(tree, zones), spec.chunk_bytes or choice.chunk_bytes
-    full_s = broadcast_s(ways, spec.full, links, chunk_bytes=chunk_bytes)
-    delta = spec.delta
-    delta_s = broadcast_s(ways, delta, links, chunk_bytes=chunk_bytes) if delta else None
+    chunk_bytes = spec.chunk_bytes or choice.chunk_bytes
     return RelayPlan(
         spec=spec,
-        zones=zones,
         shape=choice.shape,
-        tree=tree,
+        depth=tree.depth,
         chunk_bytes=chunk_bytes,
-        full_s=full_s,
-        delta_s=delta_s,
-        delta_pays_gbit_per_s=_delta_pays(spec, delta, ways, chunk_bytes) if delta else None,
+        full_s=broadcast_s(tree, zones, spec.full, links, chunk_bytes=chunk_bytes),
+        delta_s=broadcast_s(tree, zones, delta, links, chunk_bytes=chunk_bytes) if delta else None,
         peak_bytes=peak_bytes,
     )
-
-
-def _delta_pays(spec: TreeSpec, delta: Broadcast, ways: Sequence[Route], chunk_bytes: int) -> float:
-    """Speed of a link, in Gbit/s, below which a delta through this tree is the faster one; others in proportion.
-
-    0 if there is none.
-    """
-    links = spec.links
-
-    def pays(factor: float) -> bool:
-        slower = Links(links.bytes_per_s * factor, links.overhead_s, links.zone_bytes_per_s * factor)
-        full_s, delta_s = (broadcast_s(ways, way, slower, chunk_bytes=chunk_bytes) for way in (spec.full, delta))
-        return delta_s < full_s
-
-    low, high = -_SPAN, _SPAN  # powers of two; a delta pays at `low` if it pays anywhere
-    if not pays(2.0**low):
-        return 0.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if pays(2.0**middle) else (low, middle)
-    return spec.link_gbit_per_s * float(2.0**low)
 
 
 def _peak_bytes(spec: TreeSpec) -> int:
@@ -211,40 +169,21 @@ def _peak_bytes(spec: TreeSpec) -> int:
     )
 
 
-def _tell_delta(plan: RelayPlan) -> list[str]:
-    """Reason why a delta is slower than the full version, and when to use it; nothing where it is faster."""
-    spec, pays = plan.spec, plan.delta_pays_gbit_per_s
-    if plan.delta_s is None or pays is None or plan.delta_s <= plan.full_s:
-        return []
-    names = ("encode_gbyte_per_s", "apply_gbyte_per_s")
-    slowest = min(names, key=lambda name: float(getattr(spec, name)))
-    return [
-        f"slower than the full version: {slowest}={getattr(spec, slowest):g}, and links carry"
-        f" {spec.link_gbit_per_s / 8:.3g} GB/s",
-        f"use it where links have less than {pays:.2g} Gbit/s for weights, or where traffic is what counts"
-        if pays
-        else "use it where traffic is what counts",
-    ]
-
-
 def tell(plan: RelayPlan) -> list[str]:
-    """Lines for the terminal, the tree last."""
-    spec, num_zones = plan.spec, len(set(plan.zones))
-    where = f" in {num_zones} zones" if num_zones > 1 else ""
-    over = f", {plan.full_s / plan.bound_s:.2f} of the slowest link's {plan.bound_s:.3g} s" if plan.bound_s else ""
+    """Lines for the terminal."""
+    spec = plan.spec
+    num_zones = len(set(spec.labels))
+    versions = plan.peak_bytes // spec.full.num_bytes
     lines = [
-        f"hosts          {len(plan.zones)}{where}",
-        f"topology       {spec.topology}: {plan.shape.tell(num_zones=num_zones)}; depth {plan.tree.depth}",
+        f"hosts          {len(spec.labels)}" + (f" in {num_zones} zones" if num_zones > 1 else ""),
+        f"topology       {spec.topology}: {plan.shape.tell(num_zones=num_zones)}; depth {plan.depth}",
         f"version        {spec.parameters:,} parameters, {spec.full.num_bytes / 1e9:.3g} GB",
         f"chunks         {plan.chunk_bytes / 2**20:.2f} MiB",
-        f"full           {plan.full_s:.3g} s until the last host has it{over}",
+        f"full           {plan.full_s:.3g} s until the last host has it",
     ]
     if plan.delta_s is not None:
         lines.append(
             f"delta          {plan.delta_s:.3g} s until the last host has it; {spec.delta_share:.1%} of the bytes"
         )
-        lines += [f"{'':15}{words}" for words in _tell_delta(plan)]
-    versions = plan.peak_bytes // spec.full.num_bytes
     memory = f"{plan.peak_bytes / _GIB:.4g} of {spec.shm_gib:g} GiB a host"
-    lines.append(f"shared memory  {memory}, {versions} versions at the peak")
-    return [*lines, "tree", *draw(plan.tree, plan.zones)]
+    return [*lines, f"shared memory  {memory}, {versions} versions at the peak"]

@@ -59,14 +59,10 @@ class Topology:
             parent = self.parents[parent]
         return tuple(path)
 
-    def depth_of(self, node: int) -> int:
-        """Hops from the root."""
-        return len(self.ancestors(node))
-
     @cached_property
     def depth(self) -> int:
         """Hops from the root to the node that is farthest."""
-        return self.depth_of(self.downward[-1])
+        return len(self.ancestors(self.downward[-1]))
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
@@ -152,8 +148,3 @@ def grow(shape: Shape, zones: Sequence[str]) -> Topology:
         num_inner = -(-(len(nodes) - 1) // shape.members)
         doors.append(nodes[0] if shape.short else nodes[num_inner])
     return Topology(tuple(parents))
-
-
-def build(kind: TopologyKind, *, num_nodes: int, fanout: int) -> Topology:
-    """The tree of a config without zones. Raises `ConfigError` if it would be empty, or a node without room."""
-    return grow(shape_of(kind, fanout=fanout), [""] * num_nodes)

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from laminar_py.relay.store.device_copy import TensorCopier
-from laminar_py.relay.store.digests import digest_of
-from laminar_py.relay.store.hashing import Checksums
+from laminar_py.relay.store.digests import Checksums, digest_of
 from laminar_py.relay.store.pages import Pages
 from laminar_py.relay.wire.messages import FileEntry
 

@@ -1,12 +1,14 @@
 """Version folders of one node on disk: what is complete, what arrives, what is pinned and what may go.
 
-Used by the node (all of it) and the publisher (the spare, and the root's address). Invariant: a folder `v<N>`
+Used by the node (all of it) and the publisher (the spare). Invariant: a folder `v<N>`
 exists only if each of its files has the digest that its manifest says; everything else has a suffix:
 `v<N>.part` arrives, `v<N>.*.old` is being deleted, `v<N>.new` is the publisher's and never touched here. One
 retired version is kept as `spare`, for the next to be written over it: by the publisher in the root's store.
 """
 
+import ctypes
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -21,8 +23,8 @@ from laminar_py.relay.wire.messages import Manifest
 log = logging.getLogger(__name__)
 
 SPARE = "spare"  # folder of a retired version that may be written over
-ADDRESS = "address"  # file with the endpoint at which the root of this store listens, or did last
 _PIN = "pin-"
+_MOVED_TO = 0x80  # inotify's event of a name that something got by a rename
 _COMPLETE = re.compile(r"v(\d+)")
 
 
@@ -48,12 +50,16 @@ def reuse(folder: Path, sizes: Mapping[str, int]) -> None:
         pages.close()
 
 
-def read_address(store: Path) -> str | None:
-    """Endpoint of a store's root; None before there was one, or while one that starts has not looked yet."""
-    try:
-        return (store / ADDRESS).read_text() or None
-    except FileNotFoundError:
-        return None
+def watch_names(store: Path) -> int:
+    """Descriptor that gets readable when something in a store gets its name (inotify). Raises `OSError`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if descriptor < 0 or libc.inotify_add_watch(descriptor, os.fsencode(store), _MOVED_TO) < 0:
+        number = ctypes.get_errno()
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise OSError(number, os.strerror(number), str(store))
+    return descriptor
 
 
 def complete_versions(store: Path) -> list[int]:
@@ -77,16 +83,10 @@ class Store:
         """The highest complete version, -1 if there is none."""
         return max(self.complete, default=-1)
 
-    def open(self, *, address: str | None = None) -> None:
-        """Make the folder, throw away what was left unfinished, and find complete versions and pins.
-
-        A root leaves its `address` there before it looks: the publisher tells it of whatever comes afterwards.
-        """
+    def open(self) -> None:
+        """Make the folder, throw away what was left unfinished, and find complete versions and pins."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # that of a run
         self.path.mkdir(mode=0o700, exist_ok=True)
-        if address is not None:
-            with suppress(OSError):  # no room for it: what is published is found at the next look
-                (self.path / ADDRESS).write_text(address)
         for leftover in (*self.path.glob("v*.part"), *self.path.glob("v*.old")):
             log.info("throwing away %s", leftover)
             shutil.rmtree(leftover, ignore_errors=True)  # an earlier node's thread may be at it, too

@@ -19,8 +19,6 @@ A subscriber and its node:
     subscribed: Subscribe               -> Newest*                   now and whenever a version is complete
     pulling:    Pull(id)                -> Granted(id) | Refused(id)
     done:       Release                                              what it pulled last need not be held
-The publisher and the root:
-    Written                                                          a version is complete in the folder they share
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -138,10 +136,6 @@ class Release(Upward, frozen=True):
     name: Name
 
 
-class Written(Upward, frozen=True):
-    """The publisher finished a version in the root's store."""
-
-
 class Announce(Downward, frozen=True):
     """A version that may be fetched from here, though perhaps not all of it is here yet."""
 
@@ -197,7 +191,7 @@ class Refused(Downward, frozen=True):
     reason: str
 
 
-ToParent: TypeAlias = Attach | Want | Fetch | Done | Subscribe | Pull | Release | Written
+ToParent: TypeAlias = Attach | Want | Fetch | Done | Subscribe | Pull | Release
 ToChild: TypeAlias = Announce | Chunk | Lost | Failed | Newest | Granted | Refused
 
 

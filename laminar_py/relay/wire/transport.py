@@ -1,6 +1,6 @@
 """ZeroMQ sockets of the relay tree, wrapped so that records go in and come out; `post` beside it has the link's.
 
-Used by node, subscriber and publisher. Invariant: every socket speaks CURVE with the run's one keypair, refuses
+Used by node and subscriber. Invariant: every socket speaks CURVE with the run's one keypair, refuses
 all other keys, bounds a frame before memory for it is allocated, and does not linger when closed unless
 told to. Without keys, which benchmarks compare with, a node listens on loopback or `ipc://` alone.
 Sends never wait: what has nowhere to go is dropped, and states are said anew on connect and every few seconds.
@@ -9,7 +9,7 @@ Sends never wait: what has nowhere to go is dropped, and states are said anew on
 import asyncio
 import errno
 import logging
-import weakref
+import os
 from collections.abc import Awaitable
 from enum import Enum
 from typing import TypeVar
@@ -22,14 +22,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records import codec
-from laminar_py.relay.cores import num_cores
 from laminar_py.relay.wire.messages import NOTHING, Chunk, Downward, ToChild, ToParent, Upward
 
 log = logging.getLogger(__name__)
 
 IPC = "ipc://"
 # Encryption takes a core for half a gigabyte a second: connections share these threads, one has one of them.
-IO_THREADS = max(1, min(4, num_cores() // 2))
+IO_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 CONTROL_BYTES = 2**20  # bound of records without weights; the largest is a manifest, 150 bytes a file
 
 SocketError = zmq.ZMQError  # what a socket raises, for those who may not import zmq
@@ -273,37 +272,6 @@ class Wire:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=0)  # with a socket that failed while it was made, for which `term` would wait
-
-
-class Notifier:
-    """The publisher's socket, for a process without an event loop. `send` queues while the root is away."""
-
-    def __init__(self, keys: RelayKeys | None, *, heartbeat_s: float) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, keys, server=False, max_frame_bytes=CONTROL_BYTES, heartbeat_s=heartbeat_s)
-        self._endpoint: str | None = None
-        # one that nobody closes would hang the collector: a context waits for its sockets
-        self._end = weakref.finalize(self, _end, self._context, self._socket)
-
-    def send(self, message: Upward, to: str) -> None:
-        """Queue a record for the root at this endpoint; never waits. What another has not taken is dropped."""
-        if to != self._endpoint:
-            if self._endpoint is not None:
-                self._socket.disconnect(self._endpoint)
-            self._socket.connect(to)
-            self._endpoint = to
-        self._socket.send(codec.encode(message), zmq.NOBLOCK)
-
-    def close(self, *, linger_s: float) -> None:
-        """End the connection; waits up to `linger_s` for the last record to leave."""
-        self._socket.close(linger=int(linger_s * 1000))
-        self._end()
-
-
-def _end(context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:
-    socket.close(linger=0)
-    context.term()
 
 
 def is_local(host: str) -> bool:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.relay.cores import num_cores
 from laminar_py.runtime.cluster.calls import HEAD, Answer, Caller, Scalar, read_frame, value_of
 from laminar_py.runtime.cluster.errors import ProcessLostError
 from laminar_py.runtime.cluster.fork_server import STATUS, Started, StartProcess
@@ -85,7 +84,7 @@ class ForkedCluster:
     def nodes(self, *, taken: bool) -> list[Node]:
         """This host, with its free GPUs, or with `taken` with all."""
         gpus = self._gpus if taken else self._free_gpus
-        return [Node(id=HERE, ip=LOOPBACK, gpus=len(gpus), cpus=num_cores(), here=True)]
+        return [Node(id=HERE, ip=LOOPBACK, gpus=len(gpus), cpus=len(os.sched_getaffinity(0)), here=True)]
 
     async def all_placed(self) -> bool:
         """True: a process has its place at once."""

@@ -97,8 +97,6 @@ class LearnerLink:
                     rendezvous=rendezvous,
                     store=str(self._relays.store(0)),
                     chunk_bytes=self._relays.chunk_bytes,
-                    public_key=self._relays.keys.public,
-                    secret_key=self._relays.keys.secret,
                     ranks_here=ranks_on[part.place.node],
                     checkpoint=None if self._checkpoint is None else str(self._checkpoint),
                 )

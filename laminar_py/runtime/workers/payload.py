@@ -70,11 +70,11 @@ class PayloadHosts:
         return self._name(part, node or self._here)
 
     def stores_for(self, refs: Iterable[PieceRef], node: str | None) -> dict[str, str]:
-        """Addresses of those segments that a reader on this node has not got itself."""
+        """Stores, by name, of those segments that a reader on this node has not got itself."""
         if not self._placement.spread:
             return {}
         elsewhere = {ref.segment for ref in refs if self._node_of(ref.segment) != (node or self._here)}
-        return {segment: self.stores.address(self._node_of(segment)) for segment in elsewhere}
+        return {segment: self.stores.name(self._node_of(segment)) for segment in elsewhere}
 
     async def find(self, recovered: Recovered) -> dict[str, str]:
         """Look for the segments of earlier incarnations; what is gone of live trajectories, by their ids."""

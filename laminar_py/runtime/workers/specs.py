@@ -39,12 +39,10 @@ class RelaySpec(PartStart, frozen=True, kw_only=True):
 
 
 class StoreSpec(PartStart, frozen=True, kw_only=True):
-    """Start of a host's store, e.g. `store-2` at 10.0.0.4. `port` 0: any."""
+    """Start of a host's store, e.g. `store-2` at 10.0.0.4."""
 
     name: str
     host: str
-    port: int
-    patience_s: float  # for whoever holds that port to let go of it; after that another is taken
     key: str  # of all stores of the run, 64 hex digits
 
 
@@ -78,8 +76,6 @@ class LearnerSpec(PayloadStart, frozen=True, kw_only=True):
     rendezvous: str  # file or tcp://ip:port that the ranks meet at
     store: str  # the root relay's
     chunk_bytes: int  # that versions are cut into
-    public_key: str
-    secret_key: str
     ranks_here: int  # on its node, itself among them
     checkpoint: str | None = None
 
@@ -89,8 +85,6 @@ class WeightsSpec(PartStart, frozen=True, kw_only=True):
 
     store: str  # the root relay's
     chunk_bytes: int
-    public_key: str
-    secret_key: str
 
 
 class LearnerStarted(msgspec.Struct, frozen=True):

@@ -2,20 +2,18 @@
 
 Owned by the controller. Where a run spans several hosts, each on which replicas, scorers or the reference write
 segments has one, and each that is `need`ed for segments of before; it stays as long as its host lives, whatever
-moves away from there, since the segments stay. A store that died comes back at its old port, for which it waits,
-and readers ask there again meanwhile. If the port stays taken it gets another: `address` says that from then on,
-and who was told the old one finds the new one noted in the run's folder (`segments.moves`). Invariant: a host has
-one store at most.
+moves away from there, since the segments stay. Readers know a store by its name, under which it leaves its address
+in the run's folder whenever it starts. Invariant: a host has one store at most.
 """
 
 import asyncio
 import logging
+import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from laminar_py.ledger.segments.fetch import RETRY_S
-from laminar_py.ledger.segments.moves import NAME, forget_moves
+from laminar_py.ledger.segments.wire import ADDRESSES
 from laminar_py.records.codec import encode
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
@@ -28,8 +26,6 @@ from laminar_py.runtime.workers.specs import StoreSpec
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
-PORT_SHARE = 0.5  # of the time in which a start must answer, for the port of before to be free
-PORT_S = RETRY_S / 4  # at most, since readers ask so long and no longer
 
 
 class Stores:
@@ -41,25 +37,24 @@ class Stores:
         self._key = key
         self._timeout_s = incarnation.config.supervisor.heartbeat_timeout_s
         self._keepers: dict[str, Keeper] = {}  # of hosts that live
-        self._addresses: dict[str, str] = {}  # as last heard of, also of hosts that have died
-        self._names: dict[str, str] = {}  # of the parts
+        self._names: dict[str, str] = {}  # also of stores whose hosts have died
         self._tasks: asyncio.TaskGroup | None = None  # in which they keep, after the start
         self._begins = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by node: one begins it, whoever needs it
         self._changed = asyncio.Event()  # set, and replaced, when a store comes up or a host is gone
 
-    def address(self, node: str) -> str:
-        """Address of a host's store, as last heard of; "" before the first time, and where none is needed."""
-        return self._addresses.get(node, "")
+    def name(self, node: str) -> str:
+        """Name of a host's store, by which readers find it; "" where none was needed."""
+        return self._names.get(node, "")
 
     async def up(self, node: str) -> str:
-        """Address of a host's store, once that runs; a store is begun where there is none, also before `keep`.
+        """Name of a host's store, once that runs; a store is begun where there is none, also before `keep`.
 
         Raises PartDiedError where the host is gone, or is the only one of the run; RunFailedError as `start`.
         """
         self.need(node)
         while (keeper := self._keepers.get(node)) is not None:
             if keeper.is_up:
-                return self._addresses[node]
+                return self._names[node]
             if self._tasks is None:
                 await self._bring_up(node)
             else:
@@ -76,7 +71,7 @@ class Stores:
 
     def spawn(self) -> None:
         """Start the processes on all hosts of the plan; `start` starts what runs in them."""
-        forget_moves(self._incarnation.run.path / NAME)
+        shutil.rmtree(self._incarnation.run.path / ADDRESSES, ignore_errors=True)  # of stores that have ended
         self._follow()
         for keeper in self._keepers.values():
             keeper.spawn()
@@ -117,20 +112,14 @@ class Stores:
         )
 
     async def _start(self, name: str, node: str, parts: Sequence[Part]) -> None:
-        """Start it on the port that it had before, if that can be had."""
-        before = self._addresses.get(node)
         spec = StoreSpec(
             config=self._incarnation.config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
             name=name,
             host=self._placement.ip(node),
-            port=0 if before is None else int(before.rpartition(":")[2]),
-            patience_s=min(PORT_SHARE * self._timeout_s, PORT_S),
             key=self._key,
         )
-        address = await parts[0].call("start", encode(spec))
-        assert isinstance(address, str)
-        self._addresses[node] = address
+        await parts[0].call("start", encode(spec))
 
     async def _bring_up(self, node: str) -> None:
         """Have one up, which is forgotten where its host is gone first."""

@@ -47,8 +47,6 @@ class WeightFolder:
                 run_dir=str(self._incarnation.run.path),
                 store=str(self._relays.store(0)),
                 chunk_bytes=self._relays.chunk_bytes,
-                public_key=self._relays.keys.public,
-                secret_key=self._relays.keys.secret,
             )
             return await parts[0].ask(Published, "publish", encode(spec))
 

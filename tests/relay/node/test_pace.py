@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.relay.node.pace import SLACK_S, ChunkQueue, Owed, Pace
+from laminar_py.relay.node.downlink import SLACK_S, ChunkQueue, Owed, Pace
 from laminar_py.relay.wire.messages import (
     Announce,
     Chunk,
@@ -16,7 +16,6 @@ from laminar_py.relay.wire.messages import (
     Subscribe,
     ToChild,
     VersionComplete,
-    Written,
 )
 from laminar_py.relay.wire.transport import Link
 from tests.relay.tree import (
@@ -158,7 +157,6 @@ async def test_records_pass_chunks_that_wait_and_an_overtaken_version_leaves_the
         child.send(Fetch(version=1, file=0, first_chunk=0, credits=20))
         seen: list[ToChild] = [await receive(child, Chunk)]  # and the clock stands still
         new = write_version(tmp_path / "relay-0", 2, 3 * CHUNK)
-        child.send(Written())
         seen += await until(child, Announce)
         for message in (Done(1), Fetch(version=2, file=0, first_chunk=0, credits=3), Subscribe()):
             child.send(message)

@@ -17,10 +17,8 @@ from laminar_py.relay.planning.cost import (
     Broadcast,
     Links,
     arrivals_s,
-    best_chunk_bytes,
     broadcast_s,
     choose,
-    routes,
     settle,
     versions_at_peak,
     weigh,
@@ -67,7 +65,7 @@ def test_a_broadcast_of_equal_chunks_takes_what_the_model_says(
 ) -> None:
     broadcast = Broadcast(num_chunks * chunk_bytes, share)
     tree = grow(shape, zones)
-    told = broadcast_s(routes(tree, zones), broadcast, links, chunk_bytes=chunk_bytes)
+    told = broadcast_s(tree, zones, broadcast, links, chunk_bytes=chunk_bytes)
     assert told == pytest.approx(simulate(tree, zones, broadcast, links, chunk_bytes), rel=1e-6)
 
 
@@ -78,7 +76,7 @@ def test_the_last_of_all_arrivals_is_the_time_of_the_broadcast_and_no_child_is_b
 ) -> None:
     tree, broadcast = grow(shape, zones), Broadcast(num_chunks * chunk_bytes)
     arrivals = arrivals_s(tree, zones, broadcast, links, chunk_bytes=chunk_bytes)
-    assert max(arrivals) == broadcast_s(routes(tree, zones), broadcast, links, chunk_bytes=chunk_bytes)
+    assert max(arrivals) == broadcast_s(tree, zones, broadcast, links, chunk_bytes=chunk_bytes)
     assert arrivals[0] == 0.0
     assert all(arrivals[parent] <= arrivals[node] for node, parent in enumerate(tree.parents[1:], 1))
 
@@ -89,10 +87,9 @@ def test_a_shorter_last_chunk_makes_the_model_no_more_than_cautious(
     shape: Shape, zones: list[str], links: Links, chunk_bytes: int, num_chunks: int, cut: float
 ) -> None:
     tree, broadcast = grow(shape, zones), Broadcast(int((num_chunks - cut) * chunk_bytes))
-    ways = routes(tree, zones)
     took = simulate(tree, zones, broadcast, links, chunk_bytes)
-    told = broadcast_s(ways, broadcast, links, chunk_bytes=chunk_bytes)
-    one_chunk = broadcast_s(ways, Broadcast(chunk_bytes), links, chunk_bytes=chunk_bytes)
+    told = broadcast_s(tree, zones, broadcast, links, chunk_bytes=chunk_bytes)
+    one_chunk = broadcast_s(tree, zones, Broadcast(chunk_bytes), links, chunk_bytes=chunk_bytes)
     assert took * (1 - 1e-9) <= told <= (took + one_chunk) * (1 + 1e-9)
     assert told <= 1.05 * took or num_chunks < 25
 
@@ -112,7 +109,7 @@ def test_a_chain_takes_p_plus_k_minus_1_chunks(
     zones, links = [""] * num_nodes, Links(speed, overhead_s)
     num_chunks = -(-num_bytes // MIB)
     broadcast = Broadcast(num_chunks * MIB)
-    told = broadcast_s(routes(grow(Shape(1), zones), zones), broadcast, links, chunk_bytes=MIB)
+    told = broadcast_s(grow(Shape(1), zones), zones, broadcast, links, chunk_bytes=MIB)
     assert told == pytest.approx((num_nodes - 1 + num_chunks - 1) * (overhead_s + MIB / speed))
 
 
@@ -133,8 +130,9 @@ def test_a_star_sends_everything_to_each(num_nodes: int, num_bytes: int) -> None
 @pytest.mark.parametrize(("num_nodes", "sends"), [(2, 1), (3, 2), (4, 2), (6, 3), (7, 4), (15, 6), (31, 8)])
 def test_a_binary_tree_waits_for_the_node_whose_way_has_most_sends(num_nodes: int, sends: int) -> None:
     zones = [""] * num_nodes
-    ways = routes(grow(Shape(2), zones), zones)
-    assert broadcast_s(ways, Broadcast(MIB), Links(1e9, 0), chunk_bytes=MIB) == pytest.approx(sends * MIB / 1e9)
+    tree = grow(Shape(2), zones)
+    told = broadcast_s(tree, zones, Broadcast(MIB), Links(1e9, 0), chunk_bytes=MIB)
+    assert told == pytest.approx(sends * MIB / 1e9)
 
 
 @given(ZONES, LINKS, st.integers(1, 10**11))
@@ -171,8 +169,7 @@ def test_a_slow_link_between_zones_costs_one_pass_and_not_one_per_host() -> None
 def test_the_best_chunk_is_of_whole_pages_within_bounds(
     shape: Shape, zones: list[str], links: Links, num_bytes: int
 ) -> None:
-    ways = routes(grow(shape, zones), zones)
-    best = best_chunk_bytes(ways, Broadcast(num_bytes), links)
+    best = weigh(shape, zones, Broadcast(num_bytes), links).chunk_bytes
     assert best % PAGE_BYTES == 0
     assert SMALLEST_CHUNK_BYTES <= best <= LARGEST_CHUNK_BYTES
     assert (CHUNK_SIZES[0], CHUNK_SIZES[-1]) == (SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES)
@@ -180,8 +177,7 @@ def test_the_best_chunk_is_of_whole_pages_within_bounds(
 
 def test_of_chunks_that_are_nearly_as_fast_the_smallest_is_taken() -> None:
     free = Links(1e9, overhead_s=0)  # one hop: any size takes as long
-    ways = routes(grow(Shape(1), [""] * 2), [""] * 2)
-    assert best_chunk_bytes(ways, Broadcast(10**9), free) == SMALLEST_CHUNK_BYTES
+    assert weigh(Shape(1), [""] * 2, Broadcast(10**9), free).chunk_bytes == SMALLEST_CHUNK_BYTES
 
 
 @given(st.integers(3, 200), st.integers(2, 1000), st.floats(1e8, 5e10), st.floats(2**19, 2**23))
@@ -199,7 +195,7 @@ def test_the_best_chunk_of_a_chain_is_that_of_the_formula(
 def test_a_delta_is_as_fast_as_its_slowest_stage() -> None:
     zones, links = [""] * 8, Links(1e9, 0)
     delta = Broadcast(1000 * MIB, 0.01, encode_bytes_per_s=2e9, apply_bytes_per_s=5e9)
-    told = broadcast_s(routes(grow(Shape(1), zones), zones), delta, links, chunk_bytes=MIB)
+    told = broadcast_s(grow(Shape(1), zones), zones, delta, links, chunk_bytes=MIB)
     first = MIB / 2e9 + MIB / 5e9 + 7 * 0.01 * MIB / 1e9
     assert told == pytest.approx(first + 999 * MIB / 2e9)
 

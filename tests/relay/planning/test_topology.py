@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.config.cluster import TopologyKind
-from laminar_py.relay.planning.topology import ALL, Shape, Topology, build, grow
+from laminar_py.relay.planning.topology import ALL, Shape, Topology, grow, shape_of
+
+
+def build(kind: TopologyKind, *, num_nodes: int, fanout: int) -> Topology:
+    """The tree of a config without zones."""
+    return grow(shape_of(kind, fanout=fanout), [""] * num_nodes)
+
 
 KINDS = st.sampled_from([TopologyKind.STAR, TopologyKind.CHAIN, TopologyKind.KARY])
 FANOUTS = st.integers(1, 5) | st.just(ALL)
@@ -36,7 +42,7 @@ def test_downward_names_every_node_after_its_parent(tree: Topology) -> None:
         assert tree.parents[node] in seen
         seen.add(node)
     assert seen == {None, *range(tree.num_nodes)}
-    assert tree.depth == max(map(tree.depth_of, range(tree.num_nodes)))
+    assert tree.depth == max(len(tree.ancestors(node)) for node in range(tree.num_nodes))
 
 
 @given(TREES)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import zstandard
 
-HEADER = struct.Struct("<BB3I7I")
-NUM_SECTIONS = {2: 5, 4: 7}  # by width
+HEADER = struct.Struct("<BBII")
+LENGTH = struct.Struct("<I")
+NUM_PLANES = {2: 6, 4: 8}  # by width
 
 
 def weights(n: int, *, width: int, density: float, seed: int = 0) -> tuple[bytes, bytes]:
@@ -25,25 +26,28 @@ class Forgery:
 
     form: int
     width: int
-    counts: tuple[int, int, int]  # bytes of the chunk, changes, far gaps
+    size: int  # bytes of the chunk
+    changed: int
     frames: tuple[bytes, ...]
     tail: bytes
 
     @classmethod
     def of(cls, payload: bytes) -> "Forgery":
-        form, width, size, changed, far, *lengths = HEADER.unpack_from(payload)
+        form, width, size, changed = HEADER.unpack_from(payload)
         frames, start = [], HEADER.size
-        for length in lengths[: NUM_SECTIONS[width]]:
-            frames.append(payload[start : start + length])
-            start += length
-        return cls(form, width, (size, changed, far), tuple(frames), payload[start:])
+        for _ in range(NUM_PLANES[width]):
+            end = start + LENGTH.size + LENGTH.unpack_from(payload, start)[0]
+            frames.append(payload[start + LENGTH.size : end])
+            start = end
+        return cls(form, width, size, changed, tuple(frames), payload[start:])
 
     def bytes(self) -> bytes:
-        lengths = [*map(len, self.frames), 0, 0][:7]
-        return b"".join((HEADER.pack(self.form, self.width, *self.counts, *lengths), *self.frames, self.tail))
+        header = HEADER.pack(self.form, self.width, self.size, self.changed)
+        frames = (LENGTH.pack(len(frame)) + frame for frame in self.frames)
+        return b"".join((header, *frames, self.tail))
 
     def with_frame(self, index: int, frame: bytes) -> "Forgery":
         return replace(self, frames=(*self.frames[:index], frame, *self.frames[index + 1 :]))
 
-    def with_section(self, index: int, content: bytes) -> "Forgery":
+    def with_plane(self, index: int, content: bytes) -> "Forgery":
         return self.with_frame(index, zstandard.compress(content, 1))

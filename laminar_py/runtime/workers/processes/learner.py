@@ -1,10 +1,10 @@
 """The process of one rank of the learner."""
 
+import os
 from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.metrics import LearnerProgress
-from laminar_py.relay.cores import num_cores
 from laminar_py.runtime.workers.processes.one_thread import OneThread
 from laminar_py.runtime.workers.processes.setup import (
     PartActor,
@@ -42,7 +42,7 @@ class LearnerActor(PartActor):
         from laminar_py.runtime.workers.processes.learner_part import LearnerPart
 
         config = open_part(spec, f"learner-{spec.rank}")
-        compute_on(learner_threads(config, num_cores=num_cores(), ranks_here=spec.ranks_here))
+        compute_on(learner_threads(config, num_cores=len(os.sched_getaffinity(0)), ranks_here=spec.ranks_here))
         allow_many_files()
         self._part = LearnerPart(config, spec, reader=open_reader(spec), note=self._note)
         return encode(self._part.started())

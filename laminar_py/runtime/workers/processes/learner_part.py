@@ -23,12 +23,10 @@ from laminar_py.learner.emulated import EmulatedLearner
 from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.step import Learner
 from laminar_py.learner.warm_start import Example, cache_key, warm_start
-from laminar_py.ledger.segments.completion import complete_all
-from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.runtime.workers.specs import FetchRequest, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
 
 
@@ -55,11 +53,8 @@ class LearnerPart:
         self._dtype: torch.dtype = getattr(torch, served_dtype(config.model.path))
         self._publisher: Publisher | None = None
         if spec.rank == 0:
-            keys = RelayKeys(spec.public_key, spec.secret_key)
             adapter = None if isinstance(self._learner, EmulatedLearner) else self._learner.adapter_config()
-            self._publisher = Publisher(
-                Path(spec.store), keys, chunk_bytes=spec.chunk_bytes, adapter_config=adapter
-            )
+            self._publisher = Publisher(Path(spec.store), chunk_bytes=spec.chunk_bytes, adapter_config=adapter)
 
     def started(self) -> LearnerStarted:
         """Sizes of the model."""

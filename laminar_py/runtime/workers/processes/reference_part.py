@@ -8,8 +8,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.learner.distributed import join_group
 from laminar_py.learner.reference import ReferenceModel
-from laminar_py.ledger.segments.completion import complete_all
-from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.pieces import ColumnPiece, ColumnRef

@@ -13,9 +13,9 @@ from pathlib import Path
 from laminar_py.config.loading import read_config
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.database import segments_path
-from laminar_py.ledger.segments import moves
 from laminar_py.ledger.segments.fetch import StoreClient
 from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.wire import ADDRESSES
 from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.runtime.cluster.memory import kernel_kills
 from laminar_py.runtime.workers.specs import PartStart, PayloadStart
@@ -54,7 +54,7 @@ def open_part(spec: PartStart, name: str) -> RunConfig:
 
 def open_reader(spec: PayloadStart) -> PayloadReader:
     """Reader of payload, from this host's segments and from stores of others."""
-    client = StoreClient(bytes.fromhex(spec.store_key), moves=Path(spec.run_dir) / moves.NAME)
+    client = StoreClient(bytes.fromhex(spec.store_key), Path(spec.run_dir) / ADDRESSES)
     return PayloadReader(open_folder(spec), fetch=client)
 
 

@@ -34,7 +34,6 @@ class WeightsActor(PartActor):
         from laminar_py.relay.store.version import MANIFEST, folder_name
         from laminar_py.relay.store.versions import complete_versions
         from laminar_py.relay.wire.messages import Manifest
-        from laminar_py.relay.wire.transport import RelayKeys
 
         spec = decode(WeightsSpec, data)
         model = open_part(spec, "weights").model.path
@@ -43,8 +42,7 @@ class WeightsActor(PartActor):
             manifest = msgspec.json.decode((store / folder_name(VERSION) / MANIFEST).read_bytes(), type=Manifest)
             return encode(Published(VERSION, manifest.digest, manifest.num_bytes, 0.0))
         allow_many_files()
-        keys = RelayKeys(spec.public_key, spec.secret_key)
-        self._publisher = Publisher(store, keys, chunk_bytes=spec.chunk_bytes)
+        self._publisher = Publisher(store, chunk_bytes=spec.chunk_bytes)
         self._publisher.publish(VERSION, folder_tensors(model, served_dtype(model)))
         return encode(self._publisher.completed(VERSION))
 
