@@ -192,7 +192,7 @@ class Incarnation:
 
     def _fetch_pieces(self, address, refs):
         """Stands for stores and their client: the files of the host whose store has that address."""
-        node = next(one for one, known in self.payload.stores._addresses.items() if known == address)
+        node = next(one for one, known in self.payload.stores._names.items() if known == address)
         if not self.cluster.folder(node).is_dir():
             raise StoreAwayError(f"{address} is away")
         found = []

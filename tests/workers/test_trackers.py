@@ -40,7 +40,8 @@ def placement():
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     folder = RunFolder(tmp_path / "small-1")
     folder.logs.mkdir(parents=True)
     return folder
@@ -67,8 +68,10 @@ def scalars(run, name):
 
 
 def tracker_processes():
+    """Those whose working directory is this test's: other workers' processes are of the same fork server."""
     server = psutil.Process(int(os.environ["LAMINAR_FORK_SERVER_PID"]))
-    return [child for child in server.children() if child.name().startswith("tracker-")]
+    trackers = [child for child in server.children() if child.name().startswith("tracker-")]
+    return [child for child in trackers if child.cwd() == os.getcwd()]
 
 
 async def until_gone():

@@ -4,11 +4,12 @@ Owns the format: the publisher's node encodes a chunk once, every node forwards 
 it to its own base. Pure: bytes in, bytes out. Invariant: `apply(encode(new, base), base)` is `new` bit for bit,
 whatever the bytes mean. The work is done by numpy and zstd, without the interpreter's lock, so threads help.
 
-A payload is empty if nothing changed, else a header, a zstd frame behind its length for each of these planes of
-[num_changed] bytes, and the last n % width bytes as they are:
+A payload is empty if nothing changed, else a header, a zstd frame behind its length for each of these planes, and
+the last n % width bytes as they are:
 
-    gaps   4 planes of u32: unchanged elements before each changed one; low bytes first
-    steps  width planes of what was added, zigzag: 1, 2, 3, 4 for -1, 1, -2, 2; low bytes first
+    gaps        4 planes of [num_changed] u8: unchanged elements before each changed one; low bytes first
+    falls       [ceil(num_changed / 8)] a bit for each changed element: whether it went down
+    magnitudes  width planes of [num_changed] u8: by how much it went, minus one; low bytes first
 
 Elements count as integers: one step of the optimizer moves a float by one unit in the last place or by few, so
 almost all high bytes are zero. A sign or an exponent that changes is a large number and as lossless.
@@ -16,6 +17,7 @@ almost all high bytes are zero. A sign or an exponent that changes is a large nu
 
 import struct
 import threading
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -65,8 +67,9 @@ def encode(new: Buffer, base: Buffer, *, width: int) -> bytes | None:
         return b""
     positions[1:] -= positions[:-1] + 1  # gaps from here on
     signed = steps.view(f"<i{width}")
+    falls = np.packbits(signed < 0).tobytes()
     parts = [_HEADER.pack(_FORMAT, width, len(new), len(positions))]
-    for plane in (*_planes(positions), *_planes((signed << 1) ^ (signed >> (8 * width - 1)))):
+    for plane in (*_planes(positions), falls, *_planes(np.abs(signed).view(steps.dtype) - 1)):
         frame = _zstd.compressor.compress(plane)
         parts += (_LENGTH.pack(len(frame)), frame)
     payload = b"".join((*parts, tail))
@@ -84,7 +87,8 @@ def apply(payload: Buffer, base: Buffer, out: memoryview) -> None:
         out[:] = base
         return
     width, num_changed = _read_header(payload, num_bytes=len(base))
-    planes, tail = _read_planes(memoryview(payload)[_HEADER.size :], _GAP_WIDTH + width, num_changed)
+    sizes = [num_changed] * _GAP_WIDTH + [-(-num_changed // 8)] + [num_changed] * width
+    planes, tail = _read_planes(memoryview(payload)[_HEADER.size :], sizes)
     if len(tail) != len(base) % width:
         raise DeltaError(f"{len(tail)} bytes after the planes, {len(base) % width} belong there")
     positions = _join(planes[:_GAP_WIDTH]).view("<u4").astype(np.intp)
@@ -92,8 +96,10 @@ def apply(payload: Buffer, base: Buffer, out: memoryview) -> None:
     np.cumsum(positions, out=positions)
     if num_changed and positions[-1] >= len(base) // width:
         raise DeltaError(f"a change at element {positions[-1]} of {len(base) // width}")
-    zigzag = _join(planes[_GAP_WIDTH:]).view(_DTYPES[width])
-    steps = ((zigzag >> 1) ^ -(zigzag & 1)).view(_DTYPES[width])
+    steps = _join(planes[_GAP_WIDTH + 1 :]).view(_DTYPES[width]) + _DTYPES[width].type(1)
+    falling = np.unpackbits(np.frombuffer(planes[_GAP_WIDTH], np.uint8), count=num_changed).astype(steps.dtype)
+    steps ^= -falling  # with the next line: negate where it fell
+    steps += falling
     _patch(_elements(out, width), _elements(base, width), positions, steps)
     out[len(out) - len(tail) :] = tail
 
@@ -157,13 +163,13 @@ def _read_header(payload: Buffer, *, num_bytes: int) -> tuple[int, int]:
     return width, num_changed
 
 
-def _read_planes(left: memoryview, count: int, size: int) -> tuple[list[bytes], memoryview]:
-    """So many planes of `size` bytes, and what follows them. Raises `DeltaError`.
+def _read_planes(left: memoryview, sizes: Sequence[int]) -> tuple[list[bytes], memoryview]:
+    """Planes of these sizes, and what follows them. Raises `DeltaError`.
 
     Each frame promises its size before any memory is taken for it.
     """
     planes = []
-    for _ in range(count):
+    for size in sizes:
         if len(left) < _LENGTH.size or len(left) - _LENGTH.size < (length := _LENGTH.unpack_from(left)[0]):
             raise DeltaError("a plane is cut off")
         frame, left = left[_LENGTH.size : _LENGTH.size + length], left[_LENGTH.size + length :]

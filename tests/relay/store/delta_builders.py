@@ -8,7 +8,7 @@ import zstandard
 
 HEADER = struct.Struct("<BBII")
 LENGTH = struct.Struct("<I")
-NUM_PLANES = {2: 6, 4: 8}  # by width
+NUM_PLANES = {2: 7, 4: 9}  # by width
 
 
 def weights(n: int, *, width: int, density: float, seed: int = 0) -> tuple[bytes, bytes]:
