@@ -1,6 +1,7 @@
 """What a run tells its trackers, and that it waits for none of them. Real processes of a real Ray cluster."""
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import os
@@ -70,8 +71,12 @@ def scalars(run, name):
 def tracker_processes():
     """Those whose working directory is this test's: other workers' processes are of the same fork server."""
     server = psutil.Process(int(os.environ["LAMINAR_FORK_SERVER_PID"]))
-    trackers = [child for child in server.children() if child.name().startswith("tracker-")]
-    return [child for child in trackers if child.cwd() == os.getcwd()]
+    found = []
+    for child in server.children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if child.name().startswith("tracker-") and child.cwd() == os.getcwd():
+                found.append(child)
+    return found
 
 
 async def until_gone():
