@@ -11,6 +11,7 @@ import pytest
 
 from laminar_py.cli import main
 from laminar_py.ledger.audit.queries import accounting
+from laminar_py.runtime.cluster.forked import SHARED
 from laminar_py.runtime.preflight import doctor as preflight
 from tests.runs.runs import ALONE, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
@@ -61,6 +62,7 @@ def test_a_bug_ends_the_run_with_one_line_and_drops_nothing(tmp_path, monkeypatc
     (tmp_path / "sitecustomize.py").write_text(PLANT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PLANTED", place)
+    monkeypatch.delenv(SHARED)  # the run has a fork server of its own, in which the bug is planted
     with TrainProcess(tmp_path, *SETTINGS, *ALONE, "repack.planner=none", config=CONFIG) as train:
         family = train.family()
         code, output = train.finish()
