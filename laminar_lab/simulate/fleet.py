@@ -25,9 +25,9 @@ from laminar_lab.simulate.parts import CountedTokens
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.run import RunConfig
+from laminar_py.control.dispatcher import DISPATCH_S, Tick
 from laminar_py.control.reports import REPLICA_DIED
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.tick import DISPATCH_S, Tick
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.turns import environments_of

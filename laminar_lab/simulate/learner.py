@@ -14,9 +14,8 @@ from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import StepBatch
-from laminar_py.control.refill import RefillWatch
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.steps import pack_step, step_events
+from laminar_py.control.steps import RefillWatch, pack_step, step_events
 from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.learner.packing.balance import attention_share
 from laminar_py.observe.stats import Stats

@@ -26,8 +26,8 @@ from laminar_py.config.emulation import EmulationConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.closing import Stages
-from laminar_py.control.credit import Credit
-from laminar_py.control.deadlines import HOUSEKEEPING_S
+from laminar_py.control.drops import HOUSEKEEPING_S
+from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import control_settings, packing
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost

@@ -7,7 +7,6 @@ dropped + live; a group is in `groups` until its step is committed or nothing of
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
 from typing import Protocol
@@ -17,7 +16,7 @@ import msgspec
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.groups import Group
 from laminar_py.control.moves import Moves
-from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.control.settings import ControlSettings
 from laminar_py.control.views import ReplicaViews
 from laminar_py.ledger.machine import Machine
 from laminar_py.ledger.trajectory import LiveTrajectory, issued
@@ -50,29 +49,6 @@ class Recorder(Protocol):
     def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
         """Keep where the columns lie that a finished response was scored with."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlSettings:
-    """Settings that decide a trajectory's way; meanings as in `config.rollout.RolloutConfig`."""
-
-    seed: int
-    replicas: int
-    batch_per_replica: int
-    group_size: int
-    sampling: SamplingParams
-    of_sets: Mapping[str, SamplingParams] = field(default_factory=dict)  # of evaluation sets, by name
-    without_signal: WithoutSignal
-    max_refill: float = 4.0
-    masks_truncated: bool = False
-    one_version: bool  # drain: a trajectory continues only under its own version
-    admission: Admission
-    bound: StalenessBound
-    group_deadline_s: float | None = None
-    min_group_survivors: int = 2
-    max_seconds: float | None = None
-    has_environment: bool = False  # which answers the turns of each trajectory
-    versions_return: bool = False  # a lost one is published again by whoever resumes, so its work is kept
 
 
 class Phase(Enum):

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.book import Book
 from laminar_py.control.consumption import Consumption
-from laminar_py.control.credit import Credit, teaches
 from laminar_py.control.evaluation import Evaluations
-from laminar_py.control.groups import Group
+from laminar_py.control.groups import Credit, Group, teaches
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.events import Ready

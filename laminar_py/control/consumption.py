@@ -13,7 +13,7 @@ import msgspec
 
 from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
-from laminar_py.control.staleness import StalenessBound
+from laminar_py.control.settings import StalenessBound
 from laminar_py.learner.packing.balance import Bin
 from laminar_py.learner.packing.buffer import Buffer, ReadyGroup
 from laminar_py.learner.packing.stage import Packing, StagedGroups

@@ -1,8 +1,11 @@
 """Assignments on their way out: evaluations, then waiting trajectories, then new groups. Owned by `scheduler`.
 
 Invariant: a trajectory goes out only as an `Assigned` event, under a new epoch, to a replica whose view counts it.
+`Tick` says when: an act that begins at most `every_s` after a `wake` sees the state of the time of that call.
 """
 
+import asyncio
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -10,8 +13,7 @@ import msgspec
 from laminar_py.control.book import Book
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.moves import Round
-from laminar_py.control.routing import Router
-from laminar_py.control.waiting import WaitingQueue
+from laminar_py.control.waiting import Router, WaitingQueue
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.replica import Assignment, Move
 from laminar_py.records.trajectory import Kind, Prompt, Status
@@ -131,3 +133,39 @@ class Dispatcher:
     def _more_to_come(self, item: Assignment) -> bool:
         more = item.kind is Kind.EVAL and self._waiting.has_of(item.group_id)
         return more and self._evaluations.pass_of(item).replica is not None
+
+
+DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a replica lets its news gather
+
+
+class Tick:
+    """Does `act` when it is due, e.g. `Tick(dispatch, every_s=0.02)`; `run` is its loop."""
+
+    def __init__(self, act: Callable[[], None], *, every_s: float) -> None:
+        self._act = act
+        self._every_s = every_s
+        self._due = asyncio.Event()
+        self._last_s = -math.inf  # when the last act began, on the loop's clock
+
+    def wake(self) -> None:
+        """Have it done, together with what others ask for meanwhile."""
+        self._due.set()
+
+    def at_once(self) -> None:
+        """Do it now, for all who have called `wake` as well."""
+        self._due.clear()
+        self._last_s = asyncio.get_running_loop().time()
+        self._act()
+
+    async def run(self) -> None:
+        """Act until cancelled."""
+        while True:
+            await self._due.wait()
+            await asyncio.sleep(self._rest_s)  # others may ask meanwhile, or have it done at once
+            if self._due.is_set() and not self._rest_s:
+                self.at_once()
+
+    @property
+    def _rest_s(self) -> float:
+        """Seconds until the next act may begin."""
+        return max(0.0, self._last_s + self._every_s - asyncio.get_running_loop().time())

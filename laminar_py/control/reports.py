@@ -1,22 +1,61 @@
 """Reports of replicas on their way in: progress, interruptions, ends, losses. Owned by `control.scheduler`.
 
-Every change of a trajectory is an event.
+Every change of a trajectory is an event. Where only failures come in, the run ends (`Failing`).
 """
 
 from collections.abc import Callable, Iterable
 
 from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
+from laminar_py.control.drops import Losses
 from laminar_py.control.evaluation import Evaluations
-from laminar_py.control.failing import Failing
-from laminar_py.control.losses import Losses
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.segments.salvage import Known, Salvaged
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import Cut, Restamped, VersionLoaded
+from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.spans import clip_spans, num_turns, replace_spans
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Status
+
+FEWEST = 32  # trajectories from which anything is concluded
+OUTAGE_S = 600.0  # that a service which environments need may be down
+
+
+class Failing:
+    """Failures since the last trajectory that finished; `end` is told why the run has to end.
+
+    `step` trajectories make a learner step, and as many as `in_flight` says may still finish.
+    """
+
+    def __init__(
+        self, *, step: int, in_flight: Callable[[], int], clock: Clock, end: Callable[[str], None]
+    ) -> None:
+        self._most = max(FEWEST, step)
+        self._in_flight = in_flight
+        self._clock = clock
+        self._end = end
+        self._count = 0
+        self._since_s = 0.0
+        self._any_finished = False
+
+    def finished(self) -> None:
+        """Begin to count anew."""
+        self._count, self._any_finished = 0, True
+
+    def failed(self, reason: DropReason, detail: str) -> None:
+        """Count one; ends the run where there are too many."""
+        now_s = self._clock.now()
+        if not self._count:
+            self._since_s = now_s
+        self._count += 1
+        waits = self._any_finished and now_s - self._since_s < OUTAGE_S
+        if self._count >= max(self._most, self._in_flight()) and not waits:
+            self._end(
+                f"{self._count} trajectories in a row failed ({reason}), the last: {detail}; mend it and go on"
+                " with --resume"
+            )
+
 
 REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
 

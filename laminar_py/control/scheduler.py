@@ -5,7 +5,7 @@
                   v  | lost versions  | replacements
     scores --> Closing ----> Consumption -> batches for the learner
                   ^
-               Deadlines
+          Deadlines, Losses
 
 All parts share one `Book`. `TrajectoryScheduler` is owned by the controller (or a simulator), which brings reports
 and scores in and carries assignments out.
@@ -14,24 +14,77 @@ and scores in and carries assignments out.
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from laminar_py.control.book import Book, ControlSettings, Phase, Recorder
+from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.control.book import Book, Phase, Recorder
 from laminar_py.control.closing import Closing, Stages
 from laminar_py.control.consumption import Consumption, StepBatch
-from laminar_py.control.credit import Credit
-from laminar_py.control.deadlines import Deadlines
 from laminar_py.control.dispatcher import Dispatcher
+from laminar_py.control.drops import Deadlines, Losses
 from laminar_py.control.evaluation import Evaluations
-from laminar_py.control.failing import Failing
-from laminar_py.control.losses import Losses
-from laminar_py.control.recovery import restore
-from laminar_py.control.reports import Reports
-from laminar_py.control.routing import Router
-from laminar_py.control.waiting import WaitingQueue
+from laminar_py.control.groups import Credit, Group
+from laminar_py.control.reports import Failing, Reports
+from laminar_py.control.settings import ControlSettings
+from laminar_py.control.waiting import Router, WaitingQueue
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.segments.salvage import Salvaged
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.protocols import Clock
-from laminar_py.records.trajectory import Prompt
+from laminar_py.records.trajectory import Kind, Prompt, Status
+
+
+def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> None:
+    """Raise `ConfigError` if a training response was scored without a column that the algorithm needs."""
+    for entry in live:
+        for column in algorithm.scored_columns if entry.kind is Kind.TRAIN and entry.reward is not None else ():
+            own = entry.columns.get(column.name)
+            if own is None or own.dtype is not column.dtype:
+                raise ConfigError(
+                    f"algorithm.name={algorithm.name}: needs the column {column.name!r} in {column.dtype}, without"
+                    f" which {entry.id} was scored; resume with the algorithm of before, or start a run of its own"
+                )
+
+
+async def restore(
+    recovered: Recovered,
+    book: Book,
+    *,
+    waiting: WaitingQueue,
+    evaluations: Evaluations,
+    closing: Closing,
+    reports: Reports,
+    salvaged: Iterable[Salvaged],
+) -> None:
+    """Fill an empty book with what was live, and with what was `salvaged` of what ran.
+
+    Evaluations that were not asked for again are dropped.
+    """
+    more = {one.trajectory_id: one for one in salvaged}
+    book.next_prompt, book.ages = recovered.next_prompt, recovered.ages
+    book.refilled, book.rewards = list(recovered.refilled), recovered.rewards
+    evaluations.next_index = max(evaluations.next_index, recovered.next_evaluation)
+    for trajectory in recovered.live:
+        book.recorder.machine.adopt(trajectory)
+        if trajectory.kind is Kind.EVAL and not evaluations.take_up(trajectory):
+            evaluations.abandon(trajectory)
+            continue
+        if trajectory.kind is Kind.TRAIN:
+            next_sample = recovered.next_sample[trajectory.group_id]
+            group = book.groups.setdefault(
+                trajectory.group_id,
+                Group(id=trajectory.group_id, prompt=trajectory.prompt, next_sample=next_sample),
+            )
+            group.members[trajectory.id] = trajectory
+        if trajectory.status is Status.RUNNING:
+            reports.take_over(trajectory, more.get(trajectory.id))
+            book.record(trajectory.interrupted("controller_died"))
+        if trajectory.status in (Status.QUEUED, Status.INTERRUPTED):
+            waiting.append(trajectory)
+        else:
+            closing.restore_member(trajectory)
+    for group in list(book.groups.values()):
+        await closing.restore(group)
 
 
 class TrajectoryScheduler:

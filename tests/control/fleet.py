@@ -8,11 +8,10 @@ import numpy as np
 from laminar_py.config.algorithm import Advantage
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.staleness import Schedule
-from laminar_py.control.book import ControlSettings
 from laminar_py.control.closing import Stages
-from laminar_py.control.credit import Credit
+from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.ledger.machine import Machine
 from laminar_py.ledger.segments.salvage import Salvaged

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.control.failing import FEWEST, OUTAGE_S, Failing
+from laminar_py.control.reports import FEWEST, OUTAGE_S, Failing
 from laminar_py.records.trajectory import DropReason
 from tests.control.fleet import ManualClock
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from laminar_py.control.routing import Router
+from laminar_py.control.waiting import Router
 from laminar_py.records.events import Assigned, Interrupted
 from laminar_py.records.replica import Move
 from laminar_py.records.trajectory import DropReason, FinishReason, Status

@@ -10,7 +10,7 @@ from msgspec import structs
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.section import ConfigError
-from laminar_py.control.recovery import check_scored
+from laminar_py.control.scheduler import check_scored
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype

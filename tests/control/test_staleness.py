@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.config.staleness import Schedule, StalePolicy
-from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.control.settings import Admission, StalenessBound
 from laminar_py.records.ages import WeightAges
 
 

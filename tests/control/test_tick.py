@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from laminar_lab.simulate.virtual_loop import virtually
-from laminar_py.control.tick import Tick
+from laminar_py.control.dispatcher import Tick
 
 EVERY_S = 0.02
 

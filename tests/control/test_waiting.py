@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from laminar_py.control.routing import Router
+from laminar_py.control.waiting import Router
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.records.events import Dropped
 from laminar_py.records.trajectory import DropReason, Kind, Status

@@ -14,11 +14,10 @@ from laminar_py.config.algorithm import Advantage
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.rollout import OnNewWeights, WithoutSignal
 from laminar_py.config.staleness import Schedule
-from laminar_py.control.book import ControlSettings
 from laminar_py.control.closing import Stages
-from laminar_py.control.credit import Credit
+from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.learner.losses.advantages import group_advantages

@@ -17,12 +17,11 @@ from blake3 import blake3
 from laminar_py.config.algorithm import Advantage, Aggregation
 from laminar_py.config.rollout import PLANNERS, WithoutSignal
 from laminar_py.config.staleness import Schedule, StalePolicy
-from laminar_py.control.book import ControlSettings
 from laminar_py.control.closing import Stages
-from laminar_py.control.credit import Credit
 from laminar_py.control.evaluation import EvaluationLostError
+from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.learner.packing.balance import attention_share, fit, make_entry
 from laminar_py.learner.packing.packer import Packed, assign, pack, step_terms

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.control.tick import DISPATCH_S, Tick
+from laminar_py.control.dispatcher import DISPATCH_S, Tick
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.observe.stats import Stats, Totals

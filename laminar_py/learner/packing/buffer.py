@@ -1,6 +1,6 @@
 """Ready groups between scoring and the learner. Owned by `control.consumption`; one Condition guards it.
 
-Its depth is bounded by admission (`control.staleness.Admission`): a group counts as live from its issue to the
+Its depth is bounded by admission (`control.settings.Admission`): a group counts as live from its issue to the
 commit of its step, so `put` never has to wait and can neither drop nor deadlock. It is read oldest version
 first; groups of one version in the order in which they became ready, which delivers every length that was
 generated, short ones only sooner.

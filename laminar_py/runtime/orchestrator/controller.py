@@ -43,10 +43,9 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import TypeAlias
 
-from laminar_py.control.deadlines import HOUSEKEEPING_S
-from laminar_py.control.recovery import check_scored
-from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.tick import DISPATCH_S, Tick
+from laminar_py.control.dispatcher import DISPATCH_S, Tick
+from laminar_py.control.drops import HOUSEKEEPING_S
+from laminar_py.control.scheduler import TrajectoryScheduler, check_scored
 from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.row_files import read_rows

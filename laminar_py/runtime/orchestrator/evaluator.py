@@ -10,9 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
+from laminar_py.control.dispatcher import Tick
 from laminar_py.control.evaluation import Evaluation, EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.tick import Tick
 from laminar_py.ledger.evaluations import OpenPass
 from laminar_py.records.estimates import set_figures
 from laminar_py.records.evaluations import EvalAnswer, pass_id, pass_number, set_of

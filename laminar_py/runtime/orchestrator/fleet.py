@@ -22,10 +22,10 @@ from laminar_py.config.loading import scaled
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.control.deadlines import HOUSEKEEPING_S
+from laminar_py.control.dispatcher import Tick
+from laminar_py.control.drops import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import max_groups
-from laminar_py.control.tick import Tick
 from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, ScaleRequests
 from laminar_py.records.events import Scaled
 from laminar_py.repack.leaving import plan_leaving

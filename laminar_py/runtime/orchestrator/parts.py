@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from laminar_py.control.closing import Stages
-from laminar_py.control.credit import Credit
+from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import control_settings, packing
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost

@@ -14,9 +14,8 @@ import msgspec
 from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import Phase
 from laminar_py.control.consumption import StepBatch
-from laminar_py.control.refill import RefillWatch
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.steps import pack_step, step_events
+from laminar_py.control.steps import RefillWatch, pack_step, step_events
 from laminar_py.learner.packing.balance import attention_share
 from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.row_files import append_row, open_rows

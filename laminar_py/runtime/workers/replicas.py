@@ -17,9 +17,9 @@ import msgspec
 
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.control.dispatcher import Tick
 from laminar_py.control.reports import HOST_LOST, REPLICA_DIED
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.tick import Tick
 from laminar_py.records.codec import encode
 from laminar_py.records.events import PartDied, ReplicaLeft
 from laminar_py.records.protocols import StoreFullError
