@@ -76,13 +76,12 @@ class TrainProcess:
             return self._forked()
 
     def _forked(self) -> list[psutil.Process]:
-        """Processes of the run that the session's fork server forked: they have its logs open."""
-        server = psutil.Process(int(os.environ["LAMINAR_FORK_SERVER_PID"]))
+        """Parts that the session's fork server forked, which have logs of the run open, and all below them."""
         found = []
-        for process in server.children(recursive=True):
+        for process in psutil.Process(int(os.environ["LAMINAR_FORK_SERVER_PID"])).children():
             with suppress(psutil.NoSuchProcess):
                 if any(Path(file.path).is_relative_to(self.folder) for file in process.open_files()):
-                    found.append(process)
+                    found += [process, *process.children(recursive=True)]
         return found
 
     def wait_until(self, look):

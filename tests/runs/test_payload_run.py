@@ -63,12 +63,20 @@ def test_a_replica_whose_disk_is_full_is_replaced_and_costs_nobody_else(tmp_path
     assert_whole(train.run)
 
 
+def delete_segments(run):
+    """Delete the segments of replica 1; those that there were."""
+    found = list(run.glob("segments/replica-1-*.segment"))
+    for path in found:
+        path.unlink()
+    return found
+
+
 def test_what_lay_in_deleted_segments_is_dropped_by_name_and_its_prompts_are_issued_anew(tmp_path):
     with TrainProcess(tmp_path, *SLOW, config=CONFIG) as train:
-        pid_of(train, "replica-1")
-        segments = train.wait_until(lambda: list(train.run.glob("segments/replica-1-*.segment")))
-        for segment in segments:
-            segment.unlink()
+        replica = pid_of(train, "replica-1")
+        train.wait_until(lambda: delete_segments(train.run))
+        os.kill(replica, signal.SIGKILL)  # readers may have had its segment open; the next one is new to them
+        train.wait_until(lambda: not delete_segments(train.run) and events(train.run, "tokenslost"))
         code, output = train.finish()
     assert code == 0, output
     assert list(listing(train.run, Filters(reason=DropReason.HOST_LOST)))
