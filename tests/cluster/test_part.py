@@ -47,6 +47,9 @@ class Faulty:
     def hang(self):
         time.sleep(PATIENCE_S)
 
+    def answer_no_scalar(self):
+        return object()
+
     def lose_engine(self):
         raise RuntimeError("server: the process ended with code 137; it last said: loading")
 
@@ -146,3 +149,39 @@ async def test_a_method_that_is_not_there_shows_at_the_next_call(cluster):
     part.send("forgotten")
     with pytest.raises(PartBugError, match=r"part-0: AttributeError: .*forgotten"):
         await part.call("answer")
+
+
+class Cancelled:
+    """Its method is cancelled from inside, as one that waits for a task of its own that was."""
+
+    async def wait(self):
+        task = asyncio.ensure_future(asyncio.Event().wait())
+        task.cancel()
+        await task
+
+
+class Unmade:
+    """Cannot be made."""
+
+    def __init__(self):
+        raise TypeError("planted")
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "outcome"), [(Faulty, "answer_no_scalar", BUG), (Cancelled, "wait", DIED)]
+)
+async def test_a_call_without_an_answer_that_travels_fails_at_once(cluster, kind, method, outcome):
+    part = Part("part-0", kind, concurrency=1, timeout_s=PATIENCE_S)
+    with pytest.raises(outcome) as raised:
+        await part.call(method)
+    assert "no answer" not in str(raised.value)
+
+
+async def test_calls_after_the_run_ended_a_part_say_so(cluster):
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    await part.call("answer")
+    part.kill()
+    for _ in range(2):
+        with pytest.raises(PartDiedError) as death:
+            await part.call("hang")
+        assert not death.value.vanished, death.value

@@ -80,10 +80,22 @@ def open_cluster(address: str | None) -> Iterator[None]:
         else:
             from laminar_py.runtime.cluster.ray_cluster import joined_ray, local_ray  # a second, and 100 MB
 
+            stack.enter_context(_no_session())
             cluster = stack.enter_context(local_ray() if address == RAY_HERE else joined_ray(address))
         _opened.append(cluster)
         stack.callback(_opened.remove, cluster)
         yield
+
+
+@contextlib.contextmanager
+def _no_session() -> Iterator[None]:
+    """Have processes of this run find each other by Ray, also where the run was started by a forked process."""
+    outer = os.environ.pop(SESSION, None)
+    try:
+        yield
+    finally:
+        if outer is not None:
+            os.environ[SESSION] = outer
 
 
 def cluster() -> Cluster:
@@ -107,8 +119,8 @@ async def on_node(
 ) -> bytes:
     """Answer of a function of this package on that node. Raises `ProcessLostError`, or `RemoteCallError`.
 
-    On this node it is a thread, which raises what the function raises, unless it is to be `apart`: for work that
-    would burden this process, and leaves the cores to others.
+    On this node the function runs on a thread, and raises its own errors. Set `apart` for heavy work: the function
+    then runs in a process of low priority here, too.
     """
     if not apart and node == cluster().here:
         return await asyncio.to_thread(function, *arguments)
@@ -131,7 +143,7 @@ class NamedPart:
             self._process = NamedActor(name)
 
     async def ask(self, method: str, data: bytes) -> bytes:
-        """The answer of a method; where the process dies over the call, the next one is asked.
+        """The answer of a method. Where the process dies over the call, the call is made again on the next one.
 
         Raises `RemoteCallError` where the method raises.
         """

@@ -95,6 +95,16 @@ def answer_of(function: Callable[..., Scalar], *arguments: Scalar) -> Answer:
         return Raised(0, failure_of(error))
 
 
+def encode_answer(answer: Answer) -> bytes:
+    """MessagePack bytes of an answer; of a value that is no scalar, or too large, those of a failure."""
+    try:
+        data = encode(answer)
+        assert len(data) <= MAX_FRAME, f"an answer of {len(data)} bytes"
+    except (TypeError, AssertionError) as error:
+        return encode(Raised(answer.number, failure_of(error)))
+    return data
+
+
 def read_answer(data: bytes) -> Answer:
     """Decode an answer."""
     return decode(Answer, data)  # type: ignore[arg-type]
@@ -133,9 +143,21 @@ class Shell:
                 value = await value if inspect.isawaitable(value) else value
             else:
                 value = await asyncio.get_running_loop().run_in_executor(self._threads, bound, *arguments)
-            return Returned(number, value)
-        except Exception as error:  # noqa: BLE001 - the caller judges it
+            answer = Returned(number, value)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the caller judges it
             return Raised(number, failure_of(error))
+        return answer
+
+
+class Refusal:
+    """Stands for the shell of an object that could not be made: each call raises what its constructor raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self._failure = failure_of(error)
+
+    async def answer(self, number: int, method: str, *arguments: Scalar) -> Answer:
+        """The failure."""
+        return Raised(number, self._failure)
 
 
 def set_title(title: str) -> None:
@@ -161,17 +183,21 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 def write_frame(writer: asyncio.StreamWriter, record: object) -> None:
     """Queue a record; the transport sends it."""
-    data = encode(record)
+    write_data(writer, encode(record))
+
+
+def write_data(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Queue an encoded record."""
     assert len(data) <= MAX_FRAME, f"a frame of {len(data)} bytes"
     writer.write(HEAD.pack(len(data)) + data)
 
 
-async def serve(shell: Shell, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def serve(shell: Shell | Refusal, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer the calls of a connection until it ends."""
     calls = set[asyncio.Task[None]]()
 
     async def answer(call: Call) -> None:
-        write_frame(writer, await shell.answer(call.number, call.method, *call.arguments))
+        write_data(writer, encode_answer(await shell.answer(call.number, call.method, *call.arguments)))
 
     try:
         while True:
@@ -189,7 +215,12 @@ class Caller:
         self._reader, self._writer = reader, writer
         self._numbers = count()
         self._waiting = dict[int, asyncio.Future[Answer]]()
-        self.is_closed = False
+        self._end: ProcessLostError | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """True once the connection has ended."""
+        return self._end is not None
 
     async def run(self) -> None:
         """Take answers until the connection ends."""
@@ -205,8 +236,8 @@ class Caller:
     def ask(self, method: str, *arguments: Scalar) -> asyncio.Future[Answer]:
         """Make a call; its answer. The future raises `ProcessLostError` where the process ends first."""
         answer = asyncio.get_running_loop().create_future()
-        if self.is_closed:
-            answer.set_exception(ProcessLostError("its process is gone"))
+        if self._end is not None:
+            answer.set_exception(self._end)
         else:
             number = next(self._numbers)
             self._waiting[number] = answer
@@ -214,8 +245,8 @@ class Caller:
         return answer
 
     def close(self, error: ProcessLostError) -> None:
-        """Close the connection; calls without an answer raise `error`."""
-        self.is_closed = True
+        """Close the connection; calls without an answer, and later ones, raise `error`."""
+        self._end = error
         self._writer.close()
         for waiting in self._waiting.values():
             if not waiting.done():

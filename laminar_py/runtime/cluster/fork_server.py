@@ -1,15 +1,14 @@
 """Fork server: a process with all imports done that forks the processes of a run on this host.
 
-`python -m laminar_py.runtime.cluster.fork_server FD` takes connections on a listening Unix socket. Each connection
-starts one process:
+`python -m laminar_py.runtime.cluster.fork_server FD PARENT` takes connections on a listening Unix socket, and ends
+with its parent, of that process id. Each connection starts one process:
 
     client -> server   `StartProcess`, and one end of a socket pair, the guard
     child  -> client   `Started`, then the answers to the calls that come over this connection
     server -> guard    the exit status of the child (four bytes)
 
 The guard ends the child: the kernel sends SIGKILL to the child as soon as the other end is shut down or closed,
-so a child that computes, hangs or is stopped ends with its client all the same. The server itself runs one thread
-and ends with the process that started it.
+so a child that computes, hangs or is stopped ends with its client all the same.
 """
 
 import asyncio
@@ -24,17 +23,23 @@ import signal
 import socket
 import struct
 import sys
+import threading
+import time
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from laminar_py.records.codec import decode
-from laminar_py.runtime.cluster.calls import HEAD, Shell, load_class, serve, set_title, write_frame
+from laminar_py.runtime.cluster.calls import HEAD, Refusal, Shell, load_class, serve, set_title, write_frame
 from laminar_py.sandbox.inside import kernel
 
+GUARD = b"g"  # the byte with which a client sends the guard
 STATUS = struct.Struct("<i")
 REQUEST_S = 10.0  # for a client to send its request
+PAUSE_S = 0.1  # where the server has no descriptors left
+OOM_SCORE = "500"  # of 1000; a larger one is ended earlier
 PRELOADED = (  # what most processes of a run import; a module of a package that is not installed is left out
     "torch",
     "transformers.modeling_utils",
@@ -66,6 +71,7 @@ class StartProcess(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     folder: str  # working directory
     path: list[str]  # where Python looks for modules
+    errors: str  # file for what it writes to standard output and standard error
     listen: str = ""  # Unix socket at which other processes of the run call it; empty: none
 
 
@@ -77,11 +83,12 @@ class Started(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Preload, then fork as often as a client asks for it."""
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.end_with_parent(parent=int(sys.argv[2]))
     listener = socket.socket(fileno=int(sys.argv[1]))
     for module in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
+    assert threading.active_count() == 1, "a fork copies no other thread"
     gc.collect()
     gc.freeze()  # so that a child's collector does not copy the pages of all these objects
     wake, woken = socket.socketpair()
@@ -96,7 +103,12 @@ def main() -> None:
             woken.recv(4096)
             _reap(guards)
         if listener in ready:
-            connection, _ = listener.accept()
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:  # no descriptors are left: a client that waits is served when one is
+                print("fork server: no connection:", error, file=sys.stderr, flush=True)  # noqa: T201
+                time.sleep(PAUSE_S)
+                continue
             _fork(connection, guards, inherited=(listener, wake, woken))
 
 
@@ -112,13 +124,17 @@ def _reap(guards: dict[int, socket.socket]) -> None:
 def _fork(
     connection: socket.socket, guards: dict[int, socket.socket], *, inherited: tuple[socket.socket, ...]
 ) -> None:
+    guard: socket.socket | None = None
     try:
-        start, guard = _request(connection)
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        print("fork server: no request", error, file=sys.stderr)  # noqa: T201 (it has no log)
+        guard = _guard(connection)
+        start = _request(connection)
+        pid = os.fork()
+    except (OSError, ValueError, msgspec.MsgspecError) as error:  # the client sees both sockets close
+        print("fork server: no process:", error, file=sys.stderr, flush=True)  # noqa: T201 (it has no log)
         connection.close()
+        if guard is not None:
+            guard.close()
         return
-    pid = os.fork()
     if pid:
         connection.close()
         guards[pid] = guard
@@ -133,20 +149,29 @@ def _fork(
         os._exit(1)
 
 
-def _request(connection: socket.socket) -> tuple[StartProcess, socket.socket]:
+def _guard(connection: socket.socket) -> socket.socket:
+    """The end of the guard that comes with the first byte."""
     connection.settimeout(REQUEST_S)
-    data, descriptors, _, _ = socket.recv_fds(connection, HEAD.size, 1)
+    _, descriptors, _, _ = socket.recv_fds(connection, len(GUARD), 1)
     if not descriptors:
         raise ValueError("a request without a guard")
-    guard = socket.socket(fileno=descriptors[0])
-    (size,) = HEAD.unpack(data)
+    os.set_inheritable(descriptors[0], False)  # or programs that the process starts would hold it
+    return socket.socket(fileno=descriptors[0])
+
+
+def _request(connection: socket.socket) -> StartProcess:
+    (size,) = HEAD.unpack(_exactly(connection, HEAD.size))
+    return decode(StartProcess, _exactly(connection, size))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:
         part = connection.recv(size - len(parts))
         if not part:
             raise ValueError("a request that ends early")
         parts += part
-    return decode(StartProcess, bytes(parts)), guard
+    return bytes(parts)
 
 
 def _become(start: StartProcess, connection: socket.socket, guard: socket.socket) -> NoReturn:
@@ -158,6 +183,12 @@ def _become(start: StartProcess, connection: socket.socket, guard: socket.socket
         os._exit(0)  # the client is gone already
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    errors = os.open(start.errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(errors, sys.stdout.fileno())
+    os.dup2(errors, sys.stderr.fileno())
+    os.close(errors)
+    with contextlib.suppress(OSError):  # the kernel then ends a part before the controller and this server
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     os.environ.clear()
     os.environ.update(start.environment)
     set_title(start.title)
@@ -175,7 +206,11 @@ async def _serve(start: StartProcess, connection: socket.socket) -> None:
     """Host the object until the client is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     write_frame(writer, Started(os.getpid()))
-    shell = Shell(load_class(start.module, start.name), concurrency=start.concurrency)
+    shell: Shell | Refusal
+    try:
+        shell = Shell(load_class(start.module, start.name), concurrency=start.concurrency)
+    except Exception as error:  # noqa: BLE001 - the caller judges it
+        shell = Refusal(error)
     if start.listen:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(start.listen)  # of the process before

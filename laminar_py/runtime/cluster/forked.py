@@ -17,15 +17,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.runtime.cluster.calls import HEAD, Answer, Caller, Scalar, read_frame, value_of
 from laminar_py.runtime.cluster.errors import ProcessLostError
-from laminar_py.runtime.cluster.fork_server import STATUS, Started, StartProcess
+from laminar_py.runtime.cluster.fork_server import GUARD, STATUS, Started, StartProcess
 from laminar_py.runtime.cluster.placement import Node, Place
 
 T = TypeVar("T")
@@ -35,8 +38,11 @@ SHARED = "LAMINAR_FORK_SERVER"  # variable: the socket of a server that several 
 SESSION = "LAMINAR_SESSION"  # variable, in processes of a run: the folder of its sockets
 LOW = 10  # priority, as `nice` has it
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between looks for a process that is away
+START_S = 180.0  # for the server to import, and to fork
 END_S = 10.0  # for the kernel to end the processes
-LAST_S = 0.5  # for the calls of ended processes to raise
+LAST_BYTES = 4096  # of a file, in which its last line is looked for
+BUFFER_BYTES = 1 << 20  # of a connection
+MAX_FOLDER = 60  # characters of a temporary folder: a socket's path has 107 at most
 
 
 class ForkedCluster:
@@ -45,13 +51,16 @@ class ForkedCluster:
     here = HERE
 
     def __init__(self) -> None:
-        self._session = Path(tempfile.mkdtemp(prefix="laminar-"))
+        short = None if len(tempfile.gettempdir()) <= MAX_FOLDER else "/tmp"  # paths of sockets are short
+        self._session = Path(tempfile.mkdtemp(prefix="laminar-", dir=short))
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="processes", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="processes", daemon=True)
+        self._thread.start()
         self._server: subprocess.Popen[bytes] | None = None
         self._processes = set[ForkedProcess]()
-        self._gpus = _visible_gpus()
-        self._free_gpus = list(self._gpus)
+        self._starts = count()
+        self._gpus = GpuPool(_visible_gpus())
+        self._outer = os.environ.get(SESSION)
         os.environ[SESSION] = str(self._session)
         if SHARED not in os.environ:
             self._start_server()
@@ -59,36 +68,38 @@ class ForkedCluster:
     def start(
         self, kind: type, *, title: str, concurrency: int, place: Place, known_as: str = ""
     ) -> "ForkedProcess":
-        """A process that hosts an object of `kind`; it sees of the GPUs those that are its own."""
-        gpus, self._free_gpus = self._free_gpus[: place.gpus], self._free_gpus[place.gpus :]
+        """A process that hosts an object of `kind`, once as many GPUs are free as it needs; it sees no others."""
         start = StartProcess(
             module=kind.__module__,
             name=kind.__qualname__,
             title=title,
             concurrency=concurrency,
-            environment=dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+            environment=dict(os.environ),
             folder=os.getcwd(),
             path=sys.path,
+            errors=str(self._session / f"{title}-{next(self._starts)}.err"),
             listen=str(_socket_of(self._session, known_as)) if known_as else "",
         )
-        process = ForkedProcess(start, self._loop, connect=self._connect)
+        process = ForkedProcess(
+            start,
+            self._loop,
+            gpus=self._gpus,
+            num_gpus=place.gpus,
+            connect=self._connect,
+            server=self._server_path,
+        )
         self._processes.add(process)
-
-        def forget(_: object) -> None:
-            self._processes.discard(process)
-            self._free_gpus += gpus
-
-        process.ended.add_done_callback(forget)
+        process.ended.add_done_callback(lambda _: self._processes.discard(process))
         return process
 
     def nodes(self, *, taken: bool) -> list[Node]:
         """This host, with its free GPUs, or with `taken` with all."""
-        gpus = self._gpus if taken else self._free_gpus
+        gpus = self._gpus.all if taken else self._gpus.free
         return [Node(id=HERE, ip=LOOPBACK, gpus=len(gpus), cpus=len(os.sched_getaffinity(0)), here=True)]
 
     async def all_placed(self) -> bool:
-        """True: a process has its place at once."""
-        return True
+        """True while no process waits for GPUs."""
+        return self._gpus.num_waiting == 0
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
         """Answer of a function in a process of low priority, which ends with the call."""
@@ -107,23 +118,36 @@ class ForkedCluster:
         processes = list(self._processes)
         for process in processes:
             process.kill()
-        for process in processes:
-            with contextlib.suppress(TimeoutError):
-                process.ended.result(END_S)
+        if self._server is not None and not any(process.is_up for process in processes):
+            self._server.kill()  # it may still import, and has nothing to reap
+        wait([process.ended for process in processes], END_S)
         if self._server is not None:
             self._server.kill()
             self._server.wait()
-        self._loop.call_soon_threadsafe(self._loop.call_later, LAST_S, self._loop.stop)
-        os.environ.pop(SESSION, None)
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_settle(), self._loop).result(END_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        os.environ.pop(SESSION)
+        if self._outer is not None:
+            os.environ[SESSION] = self._outer
         shutil.rmtree(self._session, ignore_errors=True)
+
+    @property
+    def _server_path(self) -> Path:
+        return Path(os.environ.get(SHARED) or self._session / "server")
 
     def _connect(self) -> socket.socket:
         """A connection to the server, which is started again if it has ended."""
-        path = os.environ.get(SHARED)
-        if path is None and (self._server is None or self._server.poll() is not None):
+        if SHARED not in os.environ and (self._server is None or self._server.poll() is not None):
             self._start_server()
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(path or str(self._session / "server"))
+        try:
+            connection.connect(str(self._server_path))
+        except OSError:
+            connection.close()
+            raise
         return connection
 
     def _start_server(self) -> None:
@@ -134,31 +158,72 @@ class ForkedCluster:
 
 def start_server(path: Path) -> "subprocess.Popen[bytes]":
     """A fork server that listens at once at `path`, and answers when its imports are done."""
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX) as listener, _errors_of(path).open("ab") as errors:
         listener.bind(str(path))
         listener.listen(1024)
+        command = [sys.executable, "-m", "laminar_py.runtime.cluster.fork_server"]
         return subprocess.Popen(
-            [sys.executable, "-m", "laminar_py.runtime.cluster.fork_server", str(listener.fileno())],
+            [*command, str(listener.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
             pass_fds=[listener.fileno()],
             start_new_session=True,  # so that Ctrl-C reaches the controller alone
         )
+
+
+class GpuPool:
+    """The GPUs of this host, each of one process at a time. Changed on one event loop alone."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.all = tuple(names)
+        self.free = tuple(names)
+        self.num_waiting = 0
+        self._changed = asyncio.Event()  # set, and replaced, when GPUs come back or a process is killed
+
+    async def take(self, number: int, *, unless: Callable[[], bool]) -> tuple[str, ...]:
+        """So many GPUs, as soon as they are free. Raises `ProcessLostError` where `unless` becomes true first."""
+        self.num_waiting += 1
+        try:
+            while len(self.free) < number:
+                if unless():
+                    raise ProcessLostError("the run ended it before it had its GPUs", ended_by_run=True)
+                await self._changed.wait()
+        finally:
+            self.num_waiting -= 1
+        taken, self.free = self.free[:number], self.free[number:]
+        return taken
+
+    def give_back(self, gpus: Sequence[str]) -> None:
+        """Free these GPUs, and have each process that waits look again."""
+        self.free += tuple(gpus)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class ForkedProcess:
     """A process of this host, seen from the process that started it. Each method may be called on any thread."""
 
     def __init__(
-        self, start: StartProcess, loop: asyncio.AbstractEventLoop, *, connect: Callable[[], socket.socket]
+        self,
+        start: StartProcess,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        gpus: GpuPool,
+        num_gpus: int,
+        connect: Callable[[], socket.socket],
+        server: Path,
     ) -> None:
-        self._loop = loop
         self.ended = Future[str]()  # how it ended
+        self.is_up = False
+        self._start = start
+        self._loop = loop
+        self._gpus, self._num_gpus, self._taken = gpus, num_gpus, tuple[str, ...]()
+        self._connect, self._server = connect, server
         self._killed = False
-        self._guard, theirs = socket.socketpair()
+        self._guard, self._theirs = socket.socketpair()
         self._guard.setblocking(False)
-        self._caller = self._soon(self._open(start, theirs, connect))
+        self._caller = self._soon(self._open())
         self._soon(self._watch())
 
     def ask(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
@@ -167,49 +232,69 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """Have the kernel end the process."""
-        self._killed = True
+        with contextlib.suppress(RuntimeError):  # the cluster is closed
+            self._loop.call_soon_threadsafe(self._kill)
+
+    def _kill(self) -> None:
+        self._killed = self._killed or not self.ended.done()
         with contextlib.suppress(OSError):  # it has ended
             self._guard.shutdown(socket.SHUT_WR)
+        self._gpus.give_back(())
 
     def _soon(self, work: Coroutine[object, object, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _open(
-        self, start: StartProcess, theirs: socket.socket, connect: Callable[[], socket.socket]
-    ) -> Caller:
-        """Ask the server for the process, and wait until it is up."""
-        with theirs:
-            connection = connect()
-            request = encode(start)
-            socket.send_fds(connection, [HEAD.pack(len(request))], [theirs.fileno()])
-        reader, writer = await asyncio.open_unix_connection(sock=connection)
-        writer.write(request)
+    async def _open(self) -> Caller:
+        """Ask the server for the process, and wait until it is up. Raises `ProcessLostError`."""
         try:
-            decode(Started, await read_frame(reader))
-        except (asyncio.IncompleteReadError, OSError):
-            writer.close()
-            raise ProcessLostError("its process did not start", ended_by_run=self._killed) from None
+            with self._theirs:
+                self._taken = await self._gpus.take(self._num_gpus, unless=lambda: self._killed)
+                visible = {"CUDA_VISIBLE_DEVICES": ",".join(self._taken)}
+                environment = self._start.environment | visible
+                request = encode(msgspec.structs.replace(self._start, environment=environment))
+                connection = self._connect()
+                sent = socket.send_fds(connection, [GUARD, HEAD.pack(len(request))], [self._theirs.fileno()])
+            assert sent == len(GUARD) + HEAD.size, "a few bytes fit any socket"
+            connection.sendall(request)
+            reader, writer = await asyncio.open_unix_connection(sock=connection, limit=BUFFER_BYTES)
+            async with asyncio.timeout(START_S):
+                decode(Started, await read_frame(reader))
+        except (asyncio.IncompleteReadError, OSError) as error:  # a timeout is one too
+            self._kill_unstarted()
+            last = _last_line(Path(self._start.errors)) or _last_line(_errors_of(self._server)) or str(error)
+            raise ProcessLostError(f"its process did not start: {last}", ended_by_run=self._killed) from None
+        self.is_up = True
         caller = Caller(reader, writer)
         self._loop.create_task(self._take_answers(caller), name="answers")
         return caller
 
+    def _kill_unstarted(self) -> None:
+        with contextlib.suppress(OSError):
+            self._guard.shutdown(socket.SHUT_WR)
+
     async def _take_answers(self, caller: Caller) -> None:
-        await caller.run()
-        reason = await asyncio.wrap_future(self.ended)
-        caller.close(ProcessLostError(reason, ended_by_run=self._killed))
+        reason = "its answers cannot be read"
+        try:
+            await caller.run()
+            reason = await asyncio.wrap_future(self.ended)
+        finally:
+            caller.close(ProcessLostError(reason, ended_by_run=self._killed))
 
     async def _watch(self) -> None:
-        """Wait for the exit status; without one the server is gone, and the kernel ends the process."""
+        """Wait for the exit status; without one the server is gone, or had nothing to fork."""
         try:
             status = await self._loop.sock_recv(self._guard, STATUS.size)
         except OSError:
             status = b""
         self._guard.close()
-        self.ended.set_result(_told(status))
+        self._gpus.give_back(self._taken)
+        self._taken = ()
+        last = "" if self._killed else _last_line(Path(self._start.errors))
+        self.ended.set_result(_told(status) + (f"; it last wrote: {last}" if last else ""))
 
     async def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
         answer = Future[Answer]()
-        caller = await asyncio.wrap_future(self._caller)
+        caller = await asyncio.shield(asyncio.wrap_future(self._caller))  # others wait for it, too
         asked = caller.ask(method, *arguments)
         asked.add_done_callback(functools.partial(_pass_on, answer))
         return answer
@@ -256,8 +341,10 @@ class NamedProcess:
             return self._caller
 
     async def _run(self, caller: Caller) -> None:
-        await caller.run()
-        caller.close(ProcessLostError("its process is gone"))
+        try:
+            await caller.run()
+        finally:
+            caller.close(ProcessLostError("its process is gone"))
 
 
 def _socket_of(session: Path, name: str) -> Path:
@@ -265,11 +352,19 @@ def _socket_of(session: Path, name: str) -> Path:
     return session / hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
+async def _settle() -> None:
+    """Return once each call of an ended process has raised."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others)
+
+
 def _pass_on(answer: "Future[Answer]", asked: "asyncio.Future[Answer]") -> None:
     """Settle a future of any thread with one of the loop."""
-    if answer.cancelled():
-        asked.exception()  # nobody waits for it
-    elif (error := asked.exception()) is not None:
+    error = asked.exception()
+    if not answer.set_running_or_notify_cancel():
+        return  # nobody waits for it any more
+    if error is not None:
         answer.set_exception(error)
     else:
         answer.set_result(asked.result())
@@ -280,7 +375,26 @@ def _told(status: bytes) -> str:
     if len(status) < STATUS.size:
         return "its process ended with the fork server"
     code = os.waitstatus_to_exitcode(STATUS.unpack(status)[0])
-    return f"its process ended with code {code}" if code >= 0 else f"its process got {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"its process ended with code {code}"
+    known = -code in set(signal.Signals)
+    return f"its process got {signal.Signals(-code).name if known else f'signal {-code}'}"
+
+
+def _errors_of(server: Path) -> Path:
+    """File for what a fork server writes to standard error."""
+    return server.with_suffix(".err")
+
+
+def _last_line(path: Path) -> str:
+    """The last line of a file that has a word in it; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _visible_gpus() -> list[str]:

@@ -18,13 +18,13 @@ from ray.exceptions import OutOfMemoryError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.config.section import ConfigError
-from laminar_py.records.codec import encode
 from laminar_py.runtime.cluster import WORKERS_READ, use_token_of_cluster
 from laminar_py.runtime.cluster.calls import (
     Answer,
     Scalar,
     Shell,
     answer_of,
+    encode_answer,
     is_async,
     load_class,
     read_answer,
@@ -185,7 +185,7 @@ class _AsyncActor:
         self._shell = Shell(load_class(module, name), concurrency=1)
 
     async def answer(self, method: str, *arguments: Scalar) -> bytes:
-        return encode(await self._shell.answer(0, method, *arguments))
+        return encode_answer(await self._shell.answer(0, method, *arguments))
 
 
 class _ThreadedActor:
@@ -196,7 +196,7 @@ class _ThreadedActor:
         self._part = load_class(module, name)()
 
     def answer(self, method: str, *arguments: Scalar) -> bytes:
-        return encode(answer_of(lambda *given: getattr(self._part, method)(*given), *arguments))
+        return encode_answer(answer_of(lambda *given: getattr(self._part, method)(*given), *arguments))
 
 
 @contextlib.contextmanager
@@ -318,13 +318,13 @@ def _ray_task() -> "ray.remote_function.RemoteFunction":
 def _run(function: Callable[..., bytes], *arguments: str | bytes, low: bool) -> bytes:
     """Encoded answer of a function; with `low` on a thread of low priority, as Ray uses the process again."""
     if not low:
-        return encode(answer_of(function, *arguments))
+        return encode_answer(answer_of(function, *arguments))
 
     def lower() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW)
 
     with ThreadPoolExecutor(1, initializer=lower) as thread:
-        return encode(thread.submit(answer_of, function, *arguments).result())
+        return encode_answer(thread.submit(answer_of, function, *arguments).result())
 
 
 def _pass_on(answer: "Future[Answer]", asked: "Future[bytes]") -> None:

@@ -23,9 +23,9 @@ from laminar_py.sandbox.inside import kernel
 
 
 class PartActor:
-    """Base of all shells. The kernel ends the process with the Ray node that started it, however that ends.
+    """Base of all shells. The kernel kills the process when its parent dies: a Ray node, or the fork server.
 
-    By itself it ends when it finds out, which one that computes, hangs or gets no core does late or never.
+    A process that computes, hangs or is stopped would notice late or never.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class PartActor:
 
 
 def _end_with_parent() -> None:
-    """Ask the kernel for it, which forgets it with the thread that asked; Ray's threads end before the process."""
+    """Ask for the death signal on a thread that lives as long as the process, as the request ends with it."""
     kernel.end_with_parent()
     threading.Event().wait()
 

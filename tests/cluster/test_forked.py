@@ -1,0 +1,143 @@
+"""Forked processes: GPUs by name, the last words of a process that dies, a server that dies or cannot start."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from laminar_py.runtime.cluster.backend import all_placed, nodes, open_cluster
+from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError
+from laminar_py.runtime.cluster.forked import SHARED
+from laminar_py.runtime.cluster.part import Part
+from laminar_py.runtime.cluster.placement import Place
+from tests.cluster.test_part import Unmade
+
+PATIENCE_S = 60.0
+CLIENT = """
+import asyncio, threading
+from laminar_py.runtime.cluster.backend import open_cluster
+from laminar_py.runtime.cluster.part import Part
+from tests.cluster.test_forked import Seeing
+
+with open_cluster(None):
+    part = Part("part-0", Seeing, concurrency=1, timeout_s=60)
+    print(asyncio.run(part.call("parent")), flush=True)
+    threading.Event().wait()
+"""
+
+
+class Seeing:
+    """Says what it sees."""
+
+    def gpus(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    def parent(self):
+        return os.getppid()
+
+    def abort(self):
+        os.write(2, b"a kernel failed\n")
+        os.abort()
+
+
+@contextmanager
+def host(monkeypatch, gpus=""):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    with open_cluster(None):
+        yield
+
+
+def seeing(gpus=0):
+    return Part("part-0", Seeing, concurrency=1, timeout_s=PATIENCE_S, place=Place(gpus=gpus))
+
+
+async def test_a_part_waits_until_the_gpus_of_a_dead_one_are_free(monkeypatch):
+    with host(monkeypatch, "4,5,7"):
+        first, second = seeing(2), seeing(1)
+        assert await first.call("gpus") == "4,5"
+        assert await second.call("gpus") == "7"
+        assert nodes()[0].gpus == 0
+        assert nodes(taken=True)[0].gpus == 3
+        third = seeing(2)
+        asked = asyncio.create_task(third.call("gpus"))
+        await asyncio.sleep(0.3)
+        assert not asked.done()
+        assert not await all_placed()
+        first.kill()
+        assert await asked == "4,5"
+        assert await all_placed()
+
+
+async def test_a_part_that_waits_for_gpus_can_be_ended(monkeypatch):
+    with host(monkeypatch, "0"):
+        held, waiting = seeing(1), seeing(1)
+        assert await held.call("gpus") == "0"
+        asked = asyncio.create_task(waiting.call("gpus"))
+        await asyncio.sleep(0.2)
+        waiting.kill()
+        with pytest.raises(PartDiedError) as death:
+            await asked
+        assert not death.value.vanished
+        held.kill()
+
+
+async def test_a_death_comes_with_the_last_words_of_the_process(monkeypatch):
+    with host(monkeypatch):
+        with pytest.raises(
+            PartDiedError, match=r"its process got SIGABRT; it last wrote: a kernel failed"
+        ) as death:
+            await seeing().call("abort")
+        assert death.value.vanished
+
+
+async def test_a_part_that_cannot_be_made_is_a_bug(monkeypatch):
+    with host(monkeypatch), pytest.raises(PartBugError, match="TypeError: planted"):
+        await Part("part-0", Unmade, concurrency=1, timeout_s=PATIENCE_S).call("anything")
+
+
+async def test_a_call_that_is_cancelled_before_the_part_is_up_costs_no_other(monkeypatch):
+    with host(monkeypatch):
+        part = seeing()
+        first = asyncio.create_task(part.call("gpus"))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await part.call("gpus") == ""
+
+
+async def test_a_server_that_is_not_there_is_the_death_of_a_part(monkeypatch, tmp_path):
+    monkeypatch.setenv(SHARED, str(tmp_path / "nobody"))
+    with host(monkeypatch), pytest.raises(PartDiedError, match="its process did not start"):
+        await seeing().call("gpus")
+
+
+async def test_a_server_that_cannot_import_says_why(monkeypatch, tmp_path):
+    monkeypatch.delenv(SHARED)
+    (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")
+    with host(monkeypatch), pytest.raises(PartDiedError, match="did not start: ImportError: this torch is broken"):
+        await seeing().call("gpus")
+
+
+def test_a_server_is_gone_with_the_controller_that_started_it():
+    environment = {name: value for name, value in os.environ.items() if name != SHARED}
+    client = subprocess.Popen([sys.executable, "-c", CLIENT], stdout=subprocess.PIPE, text=True, env=environment)
+    server = psutil.Process(int(client.stdout.readline()))
+    family = [server, *server.children()]
+    assert len(family) == 2
+    family[1].send_signal(signal.SIGSTOP)
+    client.kill()
+    assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
+    client.communicate()
+
+
+async def test_a_temporary_folder_with_a_long_name_is_no_obstacle(monkeypatch, tmp_path):
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with host(monkeypatch):
+        assert await seeing().call("gpus") == ""
