@@ -5,8 +5,8 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 SGLANG := .venv-sglang/installed
 ADAPTERS := .venv-adapters/installed
-# one worker more than there are cores, since whole runs mostly wait; each takes 1.6 GiB
-WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
+# two workers more than there are cores, up to six, since whole runs mostly wait; each takes 1.6 GiB
+WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 2 : 6))) --dist worksteal
 HERE := not gpu and not sglang and not adapters
 PART ?= 0/1
 

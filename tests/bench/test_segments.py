@@ -9,6 +9,7 @@ from laminar_py.config.section import ConfigError
 from tests.bench.figures import figures
 
 
+@pytest.mark.slow
 def test_every_figure_comes_once_and_is_positive():
     heard = []
     found = figures("segments", "local", local.rows(repeats=1, tell=heard.append, num_bytes=2**16))

@@ -141,6 +141,7 @@ def test_agents_train_through_the_endpoint_and_each_token_counts_once(tmp_path):
         assert len(log.read_text().split("\n")) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("agents") is None, reason="the OpenAI Agents SDK is not installed")
 def test_an_agent_of_a_public_framework_trains_as_it_is(tmp_path):
     function = f"function: '{tmp_path / 'agent.py'}:run'"

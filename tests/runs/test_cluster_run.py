@@ -23,6 +23,7 @@ def titles(cluster: FakeCluster, node: int) -> list[str]:
     return sorted(title.split(":")[2].split(".")[0] for title in cluster.parts(node).values())
 
 
+@pytest.mark.slow
 def test_a_run_joins_a_cluster_survives_a_node_and_leaves_what_is_left_as_it_was(tmp_path):
     with FakeCluster(0, 0) as cluster:
         settings = ("steps=10", "learner.checkpoint_every=4", f"cluster.address={cluster.address}")

@@ -81,6 +81,7 @@ def holds_its_laws(run):
     assert accounting(run).balanced
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_more_replicas_and_with_fewer_and_its_rate_follows(tmp_path):
     with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
         train.wait_for_step(2)
@@ -113,6 +114,7 @@ def resume(tmp_path, *settings):
     assert code == 0, output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
 def test_a_run_resumes_on_more_and_on_fewer_replicas_than_it_had(tmp_path, before, after):
     with TrainProcess(tmp_path, *SETTINGS, f"rollout.replicas={before}", config=CONFIG) as train:

@@ -51,6 +51,7 @@ def test_an_emulated_run_repacks_and_keeps_the_laws(tmp_path):
     assert accounting(train.run).balanced
 
 
+@pytest.mark.slow
 def test_relays_that_hang_are_replaced_while_the_run_goes_on(tmp_path):
     hanging = ("relay-0", "relay-2")
     with TrainProcess(

@@ -21,6 +21,8 @@ from tests.runs.runs import TrainProcess, forget_versions
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 from tests.runs.test_train import starts_of
 
+pytestmark = pytest.mark.slow  # each run starts a Ray cluster of two hosts
+
 SLOW = (
     *SETTINGS,
     "emulation.compression=4",

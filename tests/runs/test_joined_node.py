@@ -1,5 +1,7 @@
 """A node that Ray adds to a run that waits for one: a replica starts there, and nobody else stops."""
 
+import pytest
+
 from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.audit.verify import verify
 from tests.runs.fake_cluster import FakeCluster
@@ -9,6 +11,7 @@ from tests.runs.test_lost_node import SETTINGS, installed  # noqa: F401 - a fixt
 from tests.runs.test_train import starts_of
 
 
+@pytest.mark.slow
 def test_a_replica_that_waits_for_a_node_starts_on_one_that_ray_adds(tmp_path, installed):  # noqa: F811
     more = ("rollout.replicas=1", "steps=10000")
     with (

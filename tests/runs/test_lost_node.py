@@ -129,6 +129,7 @@ def test_a_run_goes_on_without_a_node_and_drops_what_only_that_could_end(tmp_pat
     assert not lost_by(run, DropReason.HOST_LOST)
 
 
+@pytest.mark.slow
 def test_what_ran_on_a_node_that_is_lost_with_its_disk_begins_anew(tmp_path, installed):
     run = lose_node(tmp_path, with_its_disk=True)
     stopped = interrupted(run, "host_lost")

@@ -59,6 +59,7 @@ def lost(run):
     return {row.id for row in dropped if row.drop_reason is DropReason.VERSION_LOST}
 
 
+@pytest.mark.slow
 def test_replicas_that_are_up_before_the_learner_wait_for_its_weights(tmp_path, late_learner):
     late_learner.touch()
     with TrainProcess(tmp_path, *SETTINGS, "steps=2", config=CONFIG) as train:

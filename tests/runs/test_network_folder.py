@@ -66,6 +66,7 @@ def run(tmp_path):
     forget_versions(tmp_path / "net/small-1")
 
 
+@pytest.mark.slow
 def test_over_a_network_a_killed_run_goes_on_from_its_own_disk_or_from_its_last_checkpoint(run, tmp_path):
     folder, here = run.path.parent, tmp_path / "here"
     first, _ = run_and_kill(folder, here)

@@ -39,7 +39,11 @@ def answered(run, pass_id, step):
 
 @pytest.mark.parametrize(
     ("step", "ends", "code"),
-    [(0, signal.SIGINT, 130), (2, signal.SIGKILL, -signal.SIGKILL), (4, signal.SIGINT, 130)],
+    [
+        pytest.param(0, signal.SIGINT, 130, marks=pytest.mark.slow),
+        (2, signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(4, signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
     ids=["stopped-at-the-first", "killed", "stopped-at-the-last"],
 )
 def test_a_pass_that_was_interrupted_is_finished_by_the_resumed_run(tmp_path, step, ends, code):

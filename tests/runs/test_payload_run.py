@@ -52,6 +52,7 @@ def test_what_a_killed_replica_had_begun_goes_on_where_its_journal_ends(tmp_path
     assert not list(train.run.glob("segments/*.journal"))
 
 
+@pytest.mark.slow
 def test_a_replica_whose_disk_is_full_is_replaced_and_costs_nobody_else(tmp_path):
     with TrainProcess(tmp_path, *SLOW, config=CONFIG) as train:
         resource.prlimit(pid_of(train, "replica-1"), resource.RLIMIT_FSIZE, (FEW_BYTES, FEW_BYTES))
@@ -71,6 +72,7 @@ def delete_segments(run):
     return found
 
 
+@pytest.mark.slow
 def test_what_lay_in_deleted_segments_is_dropped_by_name_and_its_prompts_are_issued_anew(tmp_path):
     with TrainProcess(tmp_path, *SLOW, config=CONFIG) as train:
         replica = pid_of(train, "replica-1")

@@ -3,6 +3,8 @@
 import json
 import subprocess
 
+import pytest
+
 from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.records.trajectory import DropReason
@@ -21,6 +23,7 @@ def score(request):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended(tmp_path):
     reward = tmp_path / "mine.py"
     settings = (*SETTINGS, *ALONE, "repack.planner=none", f"reward.use=[{reward}:score]")

@@ -47,9 +47,8 @@ def test_a_machine_that_refuses_calls_offers_less_and_says_why(known, refused, t
     assert left_since(before) == {}
 
 
-@pytest.mark.parametrize(
-    "tier", [SandboxTier.NAMESPACES, pytest.param(SandboxTier.LANDLOCK, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", [SandboxTier.NAMESPACES, SandboxTier.LANDLOCK])
 def test_without_root_hostile_programs_are_contained_and_labelled_too(tier, known, canary):
     if not places.may_change_user() or (found := nobodys_interpreter()) is None:
         pytest.skip("only root can become nobody, and no interpreter here is readable by others")

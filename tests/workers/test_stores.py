@@ -90,6 +90,7 @@ async def kill(stores, node):
     await asyncio.to_thread(process.wait)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 async def test_a_store_that_is_killed_comes_back_and_who_fetches_notices_nothing(tmp_path):
     placement = spread()
