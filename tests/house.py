@@ -16,6 +16,7 @@ from pathlib import Path
 FOLDERS = ("laminar_py", "laminar_lab", "laminar_contrib")
 MOST_POSITIONAL, MOST_FIELDS = 7, 4
 SMALL_FILE = 70  # lines
+SHAPE_LINES = 6  # shorter functions are alike by chance
 BANNED = re.compile(  # words that docs/style.md replaces: a subject that stands for a noun, and coined verbs
     r"\bgoes? on\b|\bgone on with\b|\bis told\b|\bare told\b|\bwhat (is|was|it)\b|\bwhoever\b|\bthose that\b",
     re.IGNORECASE,
@@ -73,8 +74,24 @@ def sizes(root: Path) -> dict[str, int]:
         "functions": len(functions),
         "functions of one statement": sum(len(body) == 1 for body in bodies),
         "settings": len(settings(code)),
+        "functions of one shape with another": len(same_shape(code)),
         "banned words in docstrings and comments": len(banned(code)),
     }
+
+
+def same_shape(code: Checkout) -> list[str]:
+    """Functions of at least `SHAPE_LINES` lines whose syntax equals an earlier function's but for all names."""
+    seen: dict[str, str] = {}
+    found = []
+    for path, node in code.nodes(Function):
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        if lines(node) < SHAPE_LINES or not body or isinstance(body[0], ast.Expr):  # `...` of a protocol
+            continue
+        shape = re.sub(r"'[^']*'", "''", ast.dump(ast.Module(body, []), annotate_fields=False))
+        if shape in seen:
+            found.append(f"{place(path, node)} {node.name} is {seen[shape]}")
+        seen.setdefault(shape, f"{place(path, node)} {node.name}")
+    return found
 
 
 def num_lines(root: Path, folder: str) -> int:
