@@ -6,8 +6,8 @@ are the settings that a user may give. Invariant: a module is imported only when
 cheap.
 """
 
-import ast
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +17,7 @@ from laminar_lab.bench.report import Row, Tell
 from laminar_py.config import ConfigError
 
 HERE = Path(__file__).parent
+ROWS = re.compile(r'^ROWS = (\((?s:.*?)^\)|".*"$)', re.MULTILINE)  # one string, in parentheses where it is long
 KINDS = (int, float, str, Path)  # of settings; parameters of other kinds are for tests
 
 
@@ -86,20 +87,15 @@ def measure(chosen: Sequence[Measurement], settings: Sequence[str], *, tell: Tel
 
 def _every() -> Iterator[Measurement]:
     for path in sorted((*HERE.glob("*.py"), *HERE.glob("*/*.py"))):
-        module = ast.parse(path.read_text())
-        names = [
-            ast.literal_eval(line.value)
-            for line in module.body
-            if isinstance(line, ast.Assign) and [ast.unparse(target) for target in line.targets] == ["ROWS"]
-        ]
-        if names:
+        text = path.read_text()
+        if rows := ROWS.search(text):
             parts = path.relative_to(HERE).with_suffix("").parts
             yield Measurement(
                 benchmark=parts[0],
                 name=parts[-1],
                 module=".".join((__package__, *parts)),
-                about=(ast.get_docstring(module) or "").partition("\n")[0],
-                row_names=tuple(names[0].split()),
+                about=text.removeprefix('"""').partition("\n")[0].removesuffix('"""'),
+                row_names=tuple(word for line in re.findall(r'"(.*)"', rows[0]) for word in line.split()),
             )
 
 
