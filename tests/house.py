@@ -17,10 +17,28 @@ FOLDERS = ("laminar_py", "laminar_lab", "laminar_contrib")
 MOST_POSITIONAL, MOST_FIELDS = 7, 4
 SMALL_FILE = 70  # lines
 SHAPE_LINES = 6  # shorter functions are alike by chance
-BANNED = re.compile(  # words that docs/style.md replaces: a subject that stands for a noun, and coined verbs
-    r"\bgoes? on\b|\bgone on with\b|\bis told\b|\bare told\b|\bwhat (is|was|it)\b|\bwhoever\b|\bthose that\b",
-    re.IGNORECASE,
-)
+STAND_INS = r"(?:that|those|which|who|whose)"  # of a noun that the sentence does not repeat
+ARTICLE = r"(?:(?:the|an?|its|their|each|all|this) )?"
+PATTERNS = {  # names as docs/style.md has them, which says how to write instead
+    "continue": r"\b(?:go|goes|going|went|gone) on\b",
+    "tell": r"\b(?:is|are|was|were|be|been|being|gets?) (?:told|said)\b",
+    "what": r"\bwhat (?:is|are|was|were|has|had|have|it|they|comes?|came|goes|went|waits?|runs?|ran|stands?|lies|lay"
+    r"|lives?|died|dies|remains|belongs|needs?|can|may|must|will|would)\b",
+    "whoever": r"\bwho(?:so)?ever\b|\b(?:and|by|to|of|for|if|so) who (?:has|had|is|was|asks|reads|goes|takes|gets)\b",
+    "whatever": r"\bwhatever (?:is|are|was|it|they|comes|came|has|had|ends|takes)\b",
+    "those": r"\bthose (?:that|which|who|of|whose)\b",
+    "that of": r"\b(?:that|which) of (?:the|an?|its|their|any|each|every|another|this)\b",
+    "one that": rf"\b(?<!no )one {STAND_INS}\b",
+    "all that": r"\b(?:all|much|little|nothing|everything|something|anything) (?:that|which) "
+    r"(?:is|are|was|were|has|had|it|they)\b",
+    "start": r"(?:(?<=[.:;] )|(?<=\"\"\")|^)(?-i:What|Those|Whoever)\b(?!.*\?)",
+    "chain": rf"(?<!instead )(?<!out )(?<!because )\bof {ARTICLE}(?!(?:one|each|some|any|all|most|many|out)\b)\w+"
+    rf" of {ARTICLE}\w+",
+    "is to be": r"\b(?:is|are|was|were) to (?:be|have)\b",
+    "anew": r"\banew\b",
+    "hears of": r"\bhears? of\b|\bheard of\b",
+}
+BANNED = re.compile("|".join(f"(?:{pattern})" for pattern in PATTERNS.values()), re.IGNORECASE)
 MOST_LINES, MOST_FUNCTION_LINES, MOST_CONSTRUCTOR_LINES = 600, 50, 40
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -76,6 +94,7 @@ def sizes(root: Path) -> dict[str, int]:
         "settings": len(settings(code)),
         "functions of one shape with another": len(same_shape(code)),
         "banned words in docstrings and comments": len(banned(code)),
+        "banned words in pages": len(banned_in_pages(root)),
     }
 
 
@@ -114,6 +133,25 @@ def banned(code: Checkout) -> list[str]:
         for number, line in enumerate(text.splitlines(), 1):
             prose = line if number in docstrings else line.partition("# ")[2]
             found += [f"{path}:{number} {line.strip()}"] * len(BANNED.findall(prose))
+    return found
+
+
+def banned_in_pages(root: Path) -> list[str]:
+    """Lines of README and docs with a banned pattern, as `docs/data.md:7 what came: text of the line`.
+
+    Fenced blocks and quotations in italics do not count. `config.md` is generated from docstrings, `style.md` is
+    made of examples.
+    """
+    found = []
+    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
+        if path.name in ("config.md", "style.md") or not path.is_file():
+            continue
+        fenced = False
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            fenced ^= line.startswith("```")
+            if not fenced:
+                hits = BANNED.findall(re.sub("`[^`]*`", "`", line))
+                found += [f"{path.relative_to(root)}:{number} {hit}: {line.strip()}" for hit in hits]
     return found
 
 
