@@ -106,6 +106,7 @@ vs-trl: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate_config.py
+	$(BIN)/python docs/generate_map.py
 
 # torch first: the constraint names a CPU build where there is one, and a bare `torch` brings gigabytes of CUDA
 $(INSTALLED): pyproject.toml constraints/cpu.txt

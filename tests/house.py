@@ -22,12 +22,12 @@ ARTICLE = r"(?:(?:the|an?|its|their|each|all|this) )?"
 PATTERNS = {  # names as docs/style.md has them, which says how to write instead
     "continue": r"\b(?:go|goes|going|went|gone) on\b",
     "tell": r"\b(?:is|are|was|were|be|been|being|gets?) (?:told|said)\b",
-    "what": r"\bwhat (?:is|are|was|were|has|had|have|it|they|comes?|came|goes|went|waits?|runs?|ran|stands?|lies|lay"
-    r"|lives?|died|dies|remains|belongs|needs?|can|may|must|will|would)\b",
-    "whoever": r"\bwho(?:so)?ever\b|\b(?:and|by|to|of|for|if|so) who (?:has|had|is|was|asks|reads|goes|takes|gets)\b",
+    "what": r"\bwhat (?:is|are|was|were|has|had|have|it|they|comes?|came|goes|went|waits?|runs?|ran|stands?|lies"
+    r"|lay|lives?|died|dies|remains|belongs|needs?|can|may|must|will|would)\b",
+    "whoever": r"\bwho(?:so)?ever\b|\b(?:and|by|to|of|for) who (?:has|had|is|was|asks|reads|goes|takes|gets)\b",
     "whatever": r"\bwhatever (?:is|are|was|it|they|comes|came|has|had|ends|takes)\b",
     "those": r"\bthose (?:that|which|who|of|whose)\b",
-    "that of": r"\b(?:that|which) of (?:the|an?|its|their|any|each|every|another|this)\b",
+    "that of": r"\bthat of (?:the|an?|its|their|any|each|every|another|this)\b",
     "one that": rf"\b(?<!no )one {STAND_INS}\b",
     "all that": r"\b(?:all|much|little|nothing|everything|something|anything) (?:that|which) "
     r"(?:is|are|was|were|has|had|it|they)\b",

@@ -1,4 +1,4 @@
-"""Laws of docs/design.md that need two rooms at once: engine, relay and learner on the very same weights."""
+"""Laws of docs/laws.md that need two rooms at once: engine, relay and learner on the very same weights."""
 
 import asyncio
 from pathlib import Path

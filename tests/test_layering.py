@@ -1,4 +1,4 @@
-"""Rooms and imports: who may import whom, and where heavy libraries may live (docs/design.md has the table)."""
+"""Rooms and imports: who may import whom, and where heavy libraries may live (docs/map.md has a picture)."""
 
 import ast
 import importlib

@@ -13,7 +13,7 @@ from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.serve import read_keys, write_keys
 from tests.relay.tree import folder_bytes, tensors
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "rooms" / "relay.md"
 LAMINAR = str(Path(sys.executable).with_name("laminar"))
 
 
@@ -49,8 +49,8 @@ def test_a_tree_by_hand_carries_a_version(tmp_path: Path) -> None:
     assert (leaf.end(), root.end()) == (0, 0)
 
 
-def test_the_example_of_the_readme_pulls_what_it_publishes_and_leaves_nothing(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_the_example_of_the_page_pulls_what_it_publishes_and_leaves_nothing(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     script = example.replace("/dev/shm", str(tmp_path))
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert told.stdout.startswith("PulledVersion(version=1")
