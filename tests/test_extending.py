@@ -3,11 +3,12 @@
 import os
 import re
 import shlex
+import subprocess
 import tomllib
 
 import pytest
 
-from tests.runs.runs import REPO, TrainProcess
+from tests.runs.runs import LAMINAR, REPO, TrainProcess
 
 PAGE = (REPO / "docs/extending.md").read_text()
 EXAMPLES = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
@@ -20,8 +21,10 @@ def blocks(title, kind):
 
 
 def install(title, folder):
-    """Write its files, and what an installer leaves beside them; the names of the files."""
-    files = {text.partition("\n")[0].removeprefix("# "): text for text in blocks(title, "python")}
+    """Write its files, and the metadata that an installer leaves beside them; return the names of its modules."""
+    web = [text for kind in ("html", "js") for text in blocks(title, kind)]
+    modules = {text.partition("\n")[0].removeprefix("# "): text for text in blocks(title, "python")}
+    files = modules | {text.partition("\n")[0].strip("<>!-/ "): text for text in web}
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,17 +41,19 @@ def install(title, folder):
             [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())] for group, points in groups
         ]
         (info / "entry_points.txt").write_text("\n".join(line for group in lines for line in group))
-    return list(files)
+    return list(modules)
 
 
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_an_example_is_short(title):
-    texts = [*blocks(title, "python"), *blocks(title, "toml")]
+    texts = [text for kind in ("python", "toml", "html", "js") for text in blocks(title, kind)]
     assert sum(bool(line.strip()) for text in texts for line in text.splitlines()) <= MAX_LINES
 
 
 @pytest.mark.parametrize(
-    "titles", [["A reward", "A kind of reward"], ["An algorithm", "A backend", "A planner"]], ids=" and ".join
+    "titles",
+    [["An environment", "A reward", "A kind of reward"], ["An algorithm", "An engine", "A planner"]],
+    ids=" and ".join,
 )
 def test_examples_train_for_two_steps_as_the_page_has_them(titles, tmp_path, monkeypatch):
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -69,7 +74,29 @@ def test_examples_train_for_two_steps_as_the_page_has_them(titles, tmp_path, mon
         code, output = training.finish()
         assert code == 0, output
         assert len((training.run / "metrics.jsonl").read_text().splitlines()) == 2
+    if "A reward" in titles:
+        draw_page(training.run, tmp_path)
 
 
-def test_every_example_trains():
-    assert list(EXAMPLES) == ["A reward", "A kind of reward", "An algorithm", "A backend", "A planner"]
+def draw_page(run, folder):
+    """Install the example of a page and draw it of a run."""
+    install("A page", folder)
+    ((_, command, _),) = (shlex.split(text) for text in blocks("A page", "console"))
+    out = folder / "page.html"
+    told = subprocess.run(
+        [LAMINAR, command, str(run), "--out", str(out)], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert told.stdout == f"{out} has 2 steps\n"
+    assert '"title":"Response lengths"' in out.read_text()
+
+
+def test_every_example_is_tried():
+    assert list(EXAMPLES) == [
+        "A reward",
+        "A kind of reward",
+        "An environment",
+        "An algorithm",
+        "An engine",
+        "A planner",
+        "A page",
+    ]

@@ -6,6 +6,12 @@ from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
     from laminar_py.observe.fleet import pss_bytes as pss_bytes
+    from laminar_py.observe.kit import Card as Card
+    from laminar_py.observe.kit import Chart as Chart
+    from laminar_py.observe.kit import Panel as Panel
+    from laminar_py.observe.kit import Series as Series
+    from laminar_py.observe.kit import Table as Table
+    from laminar_py.observe.kit import render as render
     from laminar_py.observe.live import make_view as make_view
     from laminar_py.observe.sample_reader import list_samples as list_samples
     from laminar_py.observe.sample_reader import read_sample as read_sample
