@@ -32,8 +32,8 @@ PATTERNS = {  # names as docs/style.md has them, which says how to write instead
     "all that": r"\b(?:all|much|little|nothing|everything|something|anything) (?:that|which) "
     r"(?:is|are|was|were|has|had|it|they)\b",
     "start": r"(?:(?<=[.:;] )|(?<=\"\"\")|^)(?-i:What|Those|Whoever)\b(?!.*\?)",
-    "chain": rf"(?<!instead )(?<!out )(?<!because )\bof {ARTICLE}(?!(?:one|each|some|any|all|most|many|out)\b)\w+"
-    rf" of {ARTICLE}\w+",
+    "chain": rf"(?<!instead )(?<!out )(?<!because )\bof {ARTICLE}"
+    rf"(?!(?:one|each|some|any|all|most|many|out)\b)[a-z]+ of {ARTICLE}[a-z]+",
     "is to be": r"\b(?:is|are|was|were) to (?:be|have)\b",
     "anew": r"\banew\b",
     "hears of": r"\bhears? of\b|\bheard of\b",

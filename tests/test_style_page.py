@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import BANNED, PATTERNS
+from tests.house import BANNED, PATTERNS, banned_in_pages
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "style.md").read_text()
@@ -29,3 +29,7 @@ def test_the_page_lists_every_pattern_with_an_example_of_it():
     assert list(rows) == list(PATTERNS)
     for name, example in rows.items():
         assert re.search(PATTERNS[name], example, re.IGNORECASE), name
+
+
+def test_readme_and_pages_have_no_banned_pattern():
+    assert banned_in_pages(ROOT) == []
