@@ -78,7 +78,8 @@ def anchors(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+    pictures = [(name, "") for name in re.findall(r'<img src="([^"]+)"', text)]
+    for target, anchor in [*re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text), *pictures]:
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), target
         if anchor and path.suffix == ".md":
