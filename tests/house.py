@@ -22,8 +22,8 @@ ARTICLE = r"(?:(?:the|an?|its|their|each|all|this) )?"
 PATTERNS = {  # names as docs/style.md has them, which says how to write instead
     "continue": r"\b(?:go|goes|going|went|gone) on\b",
     "tell": r"\b(?:is|are|was|were|be|been|being|gets?) (?:told|said)\b",
-    "what": r"\bwhat (?:is|are|was|were|has|had|have|it|they|comes?|came|goes|went|waits?|runs?|ran|stands?|lies"
-    r"|lay|lives?|died|dies|remains|belongs|needs?|can|may|must|will|would)\b",
+    "what": r"\bwhat (?!.*\?)(?:is|are|was|were|has|had|have|it|they|comes?|came|goes|went|waits?|runs?|ran|stands?"
+    r"|lies|lay|lives?|died|dies|remains|belongs|needs?|can|may|must|will|would)\b",
     "whoever": r"\bwho(?:so)?ever\b|\b(?:and|by|to|of|for) who (?:has|had|is|was|asks|reads|goes|takes|gets)\b",
     "whatever": r"\bwhatever (?:is|are|was|it|they|comes|came|has|had|ends|takes)\b",
     "those": r"\bthose (?:that|which|who|of|whose)\b",
@@ -137,13 +137,14 @@ def banned(code: Checkout) -> list[str]:
 
 
 def banned_in_pages(root: Path) -> list[str]:
-    """Lines of README and docs with a banned pattern, as `docs/data.md:7 what came: text of the line`.
+    """Lines of README, docs and experiments with a banned pattern, as `docs/data.md:7 what came: the line`.
 
-    Fenced blocks and quotations in italics do not count. `config.md` is generated from docstrings, `style.md` is
-    made of examples.
+    Fenced blocks, code in backticks and questions do not count. `config.md` is generated from
+    docstrings, `style.md` is made of examples.
     """
     found = []
-    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
+    folders = [root / name for name in ("docs", "experiments", "environments")]
+    for path in (root / "README.md", *sorted(page for folder in folders for page in folder.rglob("*.md"))):
         if path.name in ("config.md", "style.md") or not path.is_file():
             continue
         fenced = False

@@ -31,5 +31,5 @@ def test_the_page_lists_every_pattern_with_an_example_of_it():
         assert re.search(PATTERNS[name], example, re.IGNORECASE), name
 
 
-def test_readme_and_pages_have_no_banned_pattern():
+def test_readme_docs_and_experiments_have_no_banned_pattern():
     assert banned_in_pages(ROOT) == []
