@@ -22,8 +22,8 @@ ARTICLE = r"(?:(?:the|an?|its|their|each|all|this) )?"
 PATTERNS = {  # names as docs/style.md has them, which says how to write instead
     "continue": r"\b(?:go|goes|going|went|gone) on\b",
     "tell": r"\b(?:is|are|was|were|be|been|being|gets?) (?:told|said)\b",
-    "what": r"\bwhat (?!.*\?)(?:is|are|was|were|has|had|have|it|they|comes?|came|goes|went|waits?|runs?|ran|stands?"
-    r"|lies|lay|lives?|died|dies|remains|belongs|needs?|can|may|must|will|would)\b",
+    "what": r"\bwhat (?!.*\?)(?:is|are|was|were|has|had|have|it|they|comes?|came|goes|went|waits?|runs?|ran"
+    r"|stands?|lies|lay|lives?|died|dies|remains|belongs|needs?|can|may|must|will|would)\b",
     "whoever": r"\bwho(?:so)?ever\b|\b(?:and|by|to|of|for) who (?:has|had|is|was|asks|reads|goes|takes|gets)\b",
     "whatever": r"\bwhatever (?:is|are|was|it|they|comes|came|has|had|ends|takes)\b",
     "those": r"\bthose (?:that|which|who|of|whose)\b",
