@@ -1,10 +1,12 @@
-"""Writes the generated part of docs/map.md: `python docs/generate_map.py`. A test keeps it up to date.
+"""Writes the generated parts of docs/map.md and docs/rooms: `python docs/generate_map.py`. A test compares them.
 
 The picture has the imports between rooms, read from the syntax trees. It leaves out an arrow that follows from two
 others, arrows to `records` and `config`, which every room may import, and arrows from `cli`, which may import all.
+The page of a room lists its modules with the first sentence of each docstring.
 """
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -77,6 +79,27 @@ def generate() -> str:
     return "\n".join(lines)
 
 
+def modules_of(room: str) -> dict[str, Path]:
+    """Modules of a room by their path below the package, e.g. `control/book.py`; without `__init__.py`."""
+    package = ROOT / "laminar_py"
+    found = sorted((package / room).rglob("*.py"))
+    return {str(path.relative_to(package)): path for path in found if not path.name.startswith("__")}
+
+
+def files_of(room: str) -> str:
+    """The table of a room's modules, as markdown."""
+    lines = ["| File | Contents |", "|---|---|"]
+    for name, path in modules_of(room).items():
+        lines.append(f"| `{name}` | {first_sentence(path)} |")
+    return "\n".join(lines)
+
+
+def first_sentence(module: Path) -> str:
+    """The first sentence of a module's docstring, on one line and without its period."""
+    text = " ".join((ast.get_docstring(ast.parse(module.read_text())) or "").split("\n\n")[0].split())
+    return re.split(r"\.(?= |$)", text)[0].replace("|", "\\|")
+
+
 def replaced(text: str, part: str) -> str:
     """The page with another generated part."""
     before, _, rest = text.partition(BEGIN)
@@ -85,3 +108,6 @@ def replaced(text: str, part: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(replaced(PAGE.read_text(), generate()))
+    for room in ROOMS:
+        page = ROOT / "docs" / "rooms" / f"{room}.md"
+        page.write_text(replaced(page.read_text(), files_of(room)))

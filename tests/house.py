@@ -139,7 +139,7 @@ def banned(code: Checkout) -> list[str]:
 def banned_in_pages(root: Path) -> list[str]:
     """Lines of README, docs and experiments with a banned pattern, as `docs/data.md:7 what came: the line`.
 
-    Fenced blocks, code in backticks and questions do not count. `config.md` is generated from
+    Blocks, generated parts, code in backticks and questions do not count. `config.md` is generated from
     docstrings, `style.md` is made of examples.
     """
     found = []
@@ -147,10 +147,10 @@ def banned_in_pages(root: Path) -> list[str]:
     for path in (root / "README.md", *sorted(page for folder in folders for page in folder.rglob("*.md"))):
         if path.name in ("config.md", "style.md") or not path.is_file():
             continue
-        fenced = False
+        skipped = False
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            fenced ^= line.startswith("```")
-            if not fenced:
+            skipped ^= line.startswith(("```", "<!-- generated", "<!-- end"))
+            if not skipped:
                 hits = BANNED.findall(re.sub("`[^`]*`", "`", line))
                 found += [f"{path.relative_to(root)}:{number} {hit}: {line.strip()}" for hit in hits]
     return found
