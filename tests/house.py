@@ -132,7 +132,7 @@ def banned(code: Checkout) -> list[str]:
         }
         for number, line in enumerate(text.splitlines(), 1):
             prose = line if number in docstrings else line.partition("# ")[2]
-            found += [f"{path}:{number} {line.strip()}"] * len(BANNED.findall(prose))
+            found += [f"{path}:{number} {hit}: {line.strip()}" for hit in BANNED.findall(prose)]
     return found
 
 
@@ -351,7 +351,9 @@ def main() -> None:
     for row in tables[-1]:
         print(*(f"{table[row]:>9,}" for table in tables), "", row)  # noqa: T201
     if options.places:
-        for row, found in places(Checkout(options.roots[-1])).items():
+        root = options.roots[-1]
+        words = {"banned words": [*banned(Checkout(root)), *banned_in_pages(root)]}
+        for row, found in (places(Checkout(root)) | words).items():
             if row != "settings":
                 print(f"\n{row}", *found, sep="\n  ")  # noqa: T201
 
