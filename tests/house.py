@@ -33,7 +33,7 @@ PATTERNS = {  # names as docs/style.md has them, which says how to write instead
     r"(?:is|are|was|were|has|had|it|they)\b",
     "start": r"(?:(?<=[.:;] )|(?<=\"\"\")|^)(?-i:What|Those|Whoever)\b(?!.*\?)",
     "chain": rf"(?<!instead )(?<!out )(?<!because )\bof {ARTICLE}"
-    rf"(?!(?:one|each|some|any|all|most|many|out)\b)[a-z]+ of {ARTICLE}[a-z]+",
+    rf"(?!(?:one|each|some|any|all|most|many|out)\b)[a-z]+ of {ARTICLE}(?!(?:which|what|whom|another)\b)[a-z]+",
     "is to be": r"\b(?:is|are|was|were) to (?:be|have)\b",
     "anew": r"\banew\b",
     "hears of": r"\bhears? of\b|\bheard of\b",
