@@ -32,6 +32,13 @@ ROOMS = {  # in the order in which a run meets them: one line each, and the file
     "observe": ("report, dashboard, samples, trackers", "observe/report.py"),
     "runtime": ("the controller and its processes", "runtime/orchestrator/controller.py"),
 }
+PLANES = {  # how the picture groups the rooms; records, config and cli stand apart
+    "processes": ("runtime",),
+    "control plane": ("control", "repack"),
+    "data plane": ("data", "rollout", "engines", "environment", "reward", "sandbox", "learner"),
+    "parameter plane": ("relay",),
+    "record": ("ledger", "observe"),
+}
 
 
 def rooms_of(package: Path) -> list[str]:
@@ -71,6 +78,12 @@ def generate() -> str:
     """The picture and the table of rooms, as markdown."""
     imports = imports_between(ROOT / "laminar_py")
     lines = ["```mermaid", "flowchart LR"]
+    for plane, rooms in PLANES.items():
+        lines += [
+            f'    subgraph {plane.partition(" ")[0]}_plane["{plane}"]',
+            *(f"        {room}" for room in rooms),
+            "    end",
+        ]
     lines += [f"    {room} --> {other}" for room, other in arrows(imports)]
     lines += ["```", "", "| Room | Owns | Read first | Imports |", "|---|---|---|---|"]
     for room, (owns, first) in ROOMS.items():

@@ -67,6 +67,8 @@ def test_the_map_is_that_of_the_code():
     module = generated_map()
     page = module.PAGE.read_text()
     assert set(module.ROOMS) == set(module.rooms_of(ROOT / "laminar_py"))
+    grouped = [room for rooms in module.PLANES.values() for room in rooms]
+    assert sorted([*grouped, *module.COMMON, module.TOP]) == sorted(module.ROOMS)
     assert all((ROOT / "laminar_py" / first).is_file() for _, first in module.ROOMS.values())
     assert page == module.replaced(page, module.generate()), "run python docs/generate_map.py"
 
