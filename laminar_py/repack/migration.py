@@ -164,7 +164,7 @@ class Migration:
     async def carry_out(self, version: int, planned: Sequence[Move], recording: asyncio.TaskGroup) -> None:
         """Carry a plan out among replicas of a version, an interval long at most; the record follows its end."""
         moves = self._scheduler.moves
-        planned = [move for move in planned if not moves.is_under_way(move.trajectory_id)]
+        planned = [move for move in planned if not moves.is_open(move.trajectory_id)]
         if not planned:
             return
         began = self._clock.now()
