@@ -71,12 +71,12 @@ class Reports:
         waiting: WaitingQueue,
         evaluations: Evaluations,
         closing: Closing,
-        lost_tokens: LostTokens,
+        lost: LostTokens,
         failing: Failing,
     ) -> None:
         self._book = book
         self._failing = failing
-        self._lost_tokens = lost_tokens
+        self._lost = lost
         self._waiting = waiting
         self._evaluations = evaluations
         self._closing = closing
@@ -161,7 +161,7 @@ class Reports:
             await self._on_failure(replica, trajectory, progress.failure, progress.detail)
         elif progress.lost:
             self._book.views.returned(replica, trajectory.id)
-            await self._lost_tokens.drop_and_reissue(trajectory, DropReason.HOST_LOST, progress.detail)
+            await self._lost.drop_and_reissue(trajectory, DropReason.HOST_LOST, progress.detail)
         elif progress.finish_reason is not None:
             self._on_end(replica, trajectory, progress)
 
@@ -233,6 +233,6 @@ class Reports:
             self._requeue(trajectory, "version_lost", self._waiting.append)
             self._evaluations.give_up(trajectory)
             return
-        await self._lost_tokens.drop_and_reissue(
+        await self._lost.drop_and_reissue(
             trajectory, DropReason.VERSION_LOST, f"version {self._waiting.pin(trajectory)}"
         )

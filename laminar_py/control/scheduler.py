@@ -127,12 +127,7 @@ class TrajectoryScheduler:
         step = settings.admission.batch * settings.group_size
         failing = Failing(step=step, in_flight=lambda: len(book.live), clock=clock, end=on_failing)
         self.reports = Reports(
-            book,
-            waiting=waiting,
-            evaluations=evaluations,
-            closing=closing,
-            lost_tokens=lost_tokens,
-            failing=failing,
+            book, waiting=waiting, evaluations=evaluations, closing=closing, lost=lost_tokens, failing=failing
         )
         self.deadlines = Deadlines(book, waiting=waiting, closing=closing, clock=clock)
         self.dispatcher = Dispatcher(

@@ -26,7 +26,7 @@ def test_a_run_in_which_all_fail_ends_with_the_last_fault():
     (fault,) = told.faults
     assert fault == (
         f"{FEWEST} trajectories in a row failed (environment_failed), the last: no such file; fix the cause and"
-        " with --resume"
+        " --resume"
     )
 
 

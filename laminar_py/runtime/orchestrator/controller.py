@@ -295,7 +295,7 @@ class Controller:
             show=self._stepped,
         )
         migration = Migration(
-            MigrationSettings.of(incarnation.config),
+            MigrationSettings.from_config(incarnation.config),
             scheduler=scheduler,
             fleet=replicas,
             published=versions.recorded_after,
