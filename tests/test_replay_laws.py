@@ -91,11 +91,11 @@ class Road:
         running.prefix = (await self.store.read(self.assignment)).ids
         self.streams += 1
         async for delta in engine.generate(running.request()):
-            running.take(delta, 0.0)
+            running.append_delta(delta, 0.0)
             self.begun.set()
-        piece = running.piece(0.0)
+        piece = running.unreported(0.0)
         kept = () if piece is None else (self.store.keep(piece),)
-        told = running.progress(kept[0] if kept else None, delta.finish_reason, 0.0)
+        told = running.pop_progress(kept[0] if kept else None, delta.finish_reason, 0.0)
         self.spans = replace_spans(self.spans, told.spans)
         item = self.assignment
         self.assignment = replace(item, epoch=item.epoch + 1, tokens=(*item.tokens, *kept))

@@ -128,7 +128,7 @@ class SimulatedFleet:
         speed, _ = await self._lives[0].replica.measure_speed(
             vocab=VOCAB, max_len=rollout.max_len, sampling=sampling
         )
-        return speed.keeping_to(self._config.repack.roofline_batch)
+        return speed.with_roofline(self._config.repack.roofline_batch)
 
     @property
     def generated_tokens(self) -> int:
@@ -226,7 +226,7 @@ class SimulatedFleet:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(life.replica.run(), name="run")
             while True:
-                report = await life.replica.collect(math.inf)
+                report = await life.replica.next_report(math.inf)
                 self._reports.send(partial(self._take_in, life, report))
 
     async def _until_failure(self, life: ReplicaLife, draw: random.Random) -> None:
@@ -238,7 +238,7 @@ class SimulatedFleet:
         await asyncio.sleep(noted_s)
         life.engine.deliver()
         await asyncio.sleep(0)  # what the engine has just delivered is taken first
-        life.replica.note()
+        life.replica.journal_partials()
         await asyncio.sleep(lives_s - noted_s)
 
     async def _take_over(self, index: int, life: ReplicaLife) -> None:
@@ -278,7 +278,7 @@ class SimulatedFleet:
             self._order(life, partial(self._begin, partial(life.replica.abort, list(names))))
         for index, assignments in scheduler.dispatcher.dispatch().items():
             life = self._lives[index]
-            self._order(life, partial(life.replica.submit, assignments))
+            self._order(life, partial(life.replica.start_assignments, assignments))
         for index, names in scheduler.moves.take_called_off().items():
             life = self._lives[index]
             self._order(life, partial(life.replica.call_off, list(names)))

@@ -85,7 +85,7 @@ class SimulatedLearner:
             batch = await self._next_batch(limit_s)
             if batch is None:
                 return
-            self._refill.see(batch, consumption.refill_stopped(batch, self.step + 1))
+            self._refill.observe_batch(batch, consumption.refill_stopped(batch, self.step + 1))
             metrics = await self._learn(batch) if batch.trajectories else None
             if batch.groups:
                 await self._commit(batch, metrics)

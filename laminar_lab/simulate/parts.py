@@ -65,7 +65,7 @@ class CountedTokens:
         """A reference to as many tokens, which lie nowhere."""
         return TokensRef(piece.start, piece.end, COUNTED)
 
-    def note(self, pieces: Sequence[Piece]) -> None:
+    def journal(self, pieces: Sequence[Piece]) -> None:
         """Keep for salvage what running trajectories have got."""
         for piece in pieces:
             self._journal.setdefault(piece.trajectory_id, []).append(piece)

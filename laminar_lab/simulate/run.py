@@ -170,7 +170,7 @@ class _Simulation:
 
     def _make_migration(self, clock: LoopClock) -> Migration:
         return Migration(
-            MigrationSettings.of(self._config),
+            MigrationSettings.from_config(self._config),
             scheduler=self._scheduler,
             fleet=self._fleet,
             published=self._weights.root.wait_newer,

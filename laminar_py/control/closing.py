@@ -1,7 +1,7 @@
-"""Closing of groups: finished responses go to scoring and the reference model, groups with all they need go on.
+"""Closing sends finished responses to scoring and the reference model, and closes a group when all have answered.
 
-`Closing` is owned by `control.scheduler`; `control.consumption` hands closed groups to the learner. No group waits
-for another.
+`control.scheduler` owns `Closing`; `control.consumption` hands closed groups to the learner. No group waits for
+another.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,29 +25,27 @@ from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Stages that a finished response goes through; results come back as `on_score` and `on_reference`."""
+    """Queues for finished responses; results come back by `Closing.on_score` and `Closing.on_reference`."""
 
     submit_score: Callable[[FinishedTrajectory, Prompt], None]
-    submit_reference: Callable[[FinishedTrajectory], None] | None = (
-        None  # None: there is no stage for the reference model
-    )
+    submit_reference: Callable[[FinishedTrajectory], None] | None = None  # None: the run has no reference model
 
     def score(self, trajectory: LiveTrajectory) -> None:
-        """Have a response scored."""
+        """Queue a response for scoring."""
         self.submit_score(trajectory.as_finished(), trajectory.prompt)
 
     def refer(self, trajectory: LiveTrajectory) -> None:
-        """Have the reference model's log-probabilities computed, where a training response needs them."""
+        """Queue a training response for the reference model's log-probabilities, if the run has that model."""
         if self.submit_reference is not None and trajectory.trains:
             self.submit_reference(trajectory.as_finished())
 
     def awaits_reference(self, members: Iterable[LiveTrajectory]) -> bool:
-        """True where the reference model still has to answer for one of them."""
+        """Whether the reference model still owes an answer for one of these members."""
         return self.submit_reference is not None and any(REFERENCE_LOGPROBS not in m.columns for m in members)
 
 
 class Closing:
-    """Scores and reference log-probabilities in, groups with advantages out."""
+    """Takes scores and reference log-probabilities, and gives closed groups their advantages."""
 
     def __init__(
         self,
@@ -58,7 +56,7 @@ class Closing:
         stages: Stages,
         credit: Credit,
         clock: Clock,
-        tell: Callable[[GroupRewards], None],
+        on_rewards: Callable[[GroupRewards], None],
     ) -> None:
         self._book = book
         self._consumption = consumption
@@ -66,10 +64,10 @@ class Closing:
         self._stages = stages
         self._credit = credit
         self._clock = clock
-        self._tell = tell
+        self._on_rewards = on_rewards
 
     def finished(self, trajectory: LiveTrajectory) -> None:
-        """Send a finished response on; the first of a group starts the clock of the group's deadline."""
+        """Queue a finished response for scoring; a group's first finished response starts its deadline."""
         group = self._book.groups.get(trajectory.group_id)
         if group is not None and trajectory.trains:
             group.finished_lengths.append(trajectory.length)
@@ -79,7 +77,7 @@ class Closing:
         self._stages.refer(trajectory)
 
     async def on_score(self, score: Score) -> None:
-        """Take in a score; it may complete its group."""
+        """Record a score, or drop the response if its reward failed; the last score closes the group."""
         trajectory = self._book.live.get(score.trajectory_id)
         if trajectory is None or trajectory.status is not Status.FINISHED:
             return
@@ -92,7 +90,7 @@ class Closing:
         await self.settled(trajectory)
 
     async def on_reference(self, trajectory_id: str, logprobs: ColumnRef) -> None:
-        """Take in where the reference's log-probabilities of a response lie; its group may have waited for it."""
+        """Note where a response's reference log-probabilities lie; the last answer closes the group."""
         trajectory = self._book.live.get(trajectory_id)
         if trajectory is None:
             return
@@ -104,7 +102,7 @@ class Closing:
             await self.close(group)
 
     async def settled(self, trajectory: LiveTrajectory) -> None:
-        """Close the group, or the evaluation, of a trajectory that was scored or dropped, if it was the last."""
+        """Close the group or evaluation of a scored or dropped trajectory, if no other member is pending."""
         if trajectory.kind is Kind.EVAL:
             self._evaluations.settle(trajectory)
         elif trajectory.trains:
@@ -113,13 +111,17 @@ class Closing:
                 await self.close(group)
 
     async def close(self, group: Group) -> None:
-        """Give a group its advantages, or drop it; where it teaches something it waits for the reference model."""
+        """Give a group its advantages and hand it to the learner, or drop it.
+
+        A group with too few survivors is dropped, as is one without signal unless `rollout.without_signal=train`.
+        A group that trains first waits for the reference model.
+        """
         survivors, settings = group.survivors, self._book.settings
         if len(survivors) < settings.min_group_survivors:
             self._book.num_generating -= 1
             self._book.drop(survivors, DropReason.GROUP_LOST, f"{len(survivors)} survivors")
             del self._book.groups[group.id]
-            await self._consumption.buffer.wake()  # perhaps it was the last that a step waits for
+            await self._consumption.buffer.wake()  # a step may wait for this group as its last
             return
         self._note_rewards(survivors)
         is_taught = settings.without_signal is WithoutSignal.TRAIN or teaches(survivors)
@@ -127,11 +129,11 @@ class Closing:
             return
         self._book.num_generating -= 1
         rewards = tuple(member.reward or 0.0 for member in survivors)
-        self._tell(GroupRewards(group.prompt.index, group.prompt.id, rewards))
+        self._on_rewards(GroupRewards(group.prompt.index, group.prompt.id, rewards))
         if not is_taught:
             await self._close_without_signal(group, survivors, f"reward {survivors[0].reward:g}")
             return
-        for member, credit in zip(survivors, self._credit.of(survivors), strict=True):
+        for member, credit in zip(survivors, self._credit.assign(survivors), strict=True):
             self._book.record(Ready(member.id, credit.advantage, credit.scale, credit.roles))
         await self._consumption.put(group)
 
@@ -145,15 +147,16 @@ class Closing:
             await self._consumption.buffer.wake()
 
     def _note_rewards(self, survivors: Sequence[LiveTrajectory]) -> None:
-        """Keep the worst and the best reward of the run."""
+        """Update the worst and the best reward of the run."""
         worst, best = self._book.rewards
         rewards = [member.reward or 0.0 for member in survivors]
         self._book.rewards = min(worst, *rewards), max(best, *rewards)
 
     async def lose_ready(self, trajectory: LiveTrajectory, detail: str) -> None:
-        """Drop a ready member for which the reference model was to answer; its group does not wait for that.
+        """Drop a ready member whose tokens are lost and for which the reference model still owes an answer.
 
-        One that the learner has in hand stays, since it was read.
+        Its group goes to the learner without it. A member in the learner's current step stays: its tokens were
+        read.
         """
         if self._stages.awaits_reference([trajectory]):
             group = self._book.groups[trajectory.group_id]
@@ -162,7 +165,7 @@ class Closing:
             await self._put(group)
 
     async def restore(self, group: Group) -> None:
-        """Take up a group that a dead controller left, and close it if nothing of it is pending."""
+        """Continue a group of a dead controller, and close it if no member is pending."""
         if group.is_ready:
             await self._put(group)
             return
@@ -174,12 +177,12 @@ class Closing:
             await self.close(group)
 
     def restore_member(self, trajectory: LiveTrajectory) -> None:
-        """Ask the stages again for what the dead controller did not come to record."""
+        """Queue a restored response again for the score and reference answer that were never recorded."""
         if trajectory.status is Status.FINISHED:
             self._stages.score(trajectory)
-        self._stages.refer(trajectory)  # no record has the reference's answers
+        self._stages.refer(trajectory)  # the ledger has no reference answers
 
     async def _put(self, group: Group) -> None:
-        """Hand over a group whose members are ready, once the reference model has answered for all."""
+        """Hand a group of ready members to the learner, once the reference model has answered for all."""
         if not self._stages.awaits_reference(group.members.values()):
             await self._consumption.put(group)

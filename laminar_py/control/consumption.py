@@ -1,8 +1,8 @@
-"""Batches out of the buffer for the learner, their commits, and undoing them. Owned by `control.scheduler`.
+"""Consumption takes batches out of the buffer for the learner, commits them, and undoes them after a crash.
 
-Invariant: a trajectory is consumed when its step is committed, not when it is handed out; until a checkpoint
-holds that step the consumption can be undone. What is too old, or too long for a microbatch, is dropped with an
-event.
+`control.scheduler` owns it. A trajectory is consumed when its step is committed, not when the learner gets it; the
+consumption can be undone until a checkpoint holds the step (law 1). A trajectory that is too old, or too long for
+a microbatch, is dropped with an event (law 6).
 """
 
 import asyncio
@@ -25,41 +25,39 @@ from laminar_py.records.spans import num_sampled, versions_of
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
 from laminar_py.records.tree import packed_tokens
 
-COMMITTED_AT_ONCE = 64  # trajectories, after which the event loop goes on with other work
+COMMITTED_AT_ONCE = 64  # trajectories, before the event loop gets to other work
 
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """Groups for one learner step, taken from the buffer, and their trajectories with weights."""
+    """Groups of one learner step, taken from the buffer, and their trajectories with loss weights."""
 
-    version: int  # the learner's when the batch was taken
+    version: int  # of the learner when it took the batch
     groups: list[ReadyGroup] = field(default_factory=list)
     trajectories: list[FinishedTrajectory] = field(default_factory=list)
-    bins: list[Bin[FinishedTrajectory]] = field(
-        default_factory=list
-    )  # of all trajectories, where batches are packed
+    bins: list[Bin[FinishedTrajectory]] = field(default_factory=list)  # of all trajectories, if batches are packed
     wanted: int = 0  # groups
-    refilled: tuple[float, ...] = ()  # rewards of groups without signal, in whose places others were issued
-    ages: dict[int, int] = field(default_factory=dict)  # of all versions in them, see `records.ages`
+    refilled: tuple[float, ...] = ()  # one reward of each group without signal that `refill` replaced
+    ages: dict[int, int] = field(default_factory=dict)  # staleness of each version in it, see `records.ages`
 
     @property
     def staleness(self) -> list[int]:
-        """Age of the oldest weights in each trajectory."""
+        """[N] staleness of the oldest weights in each trajectory, in learner steps."""
         return [self.ages[trajectory.oldest_version] for trajectory in self.trajectories]
 
     @property
     def silent_tokens(self) -> list[int]:
-        """Trained tokens of each response of groups without signal, had they been trained on."""
+        """Tokens of each response without signal that would be trained if its group had signal."""
         return [tokens for group in self.groups for tokens in group.silent_tokens]
 
     @property
     def reweighted(self) -> dict[str, FinishedTrajectory]:
-        """Trajectories whose loss has a factor, by id."""
+        """Trajectories whose loss weight is not 1, by id."""
         return {trajectory.id: trajectory for trajectory in self.trajectories if trajectory.weight != 1.0}
 
 
 class Consumption:
-    """The buffer of ready groups and what was taken out of it since the last checkpoint."""
+    """The buffer of ready groups, and the consumptions since the last checkpoint."""
 
     def __init__(self, book: Book, bound: StalenessBound) -> None:
         self.buffer = Buffer()
@@ -67,29 +65,27 @@ class Consumption:
         self._bound = bound
         self._packing: Packing | None = None
         self._stage: StagedGroups | None = None
-        self._undoable: list[
-            tuple[int, LiveTrajectory]
-        ] = []  # (step, trajectory); bounded by the checkpoint interval
+        self._undoable: list[tuple[int, LiveTrajectory]] = []  # (step, trajectory) since the last checkpoint
 
     def pack(self, packing: Packing) -> None:
-        """Have batches packed; to be called before any group is ready."""
+        """Pack batches while their groups become ready; call it before any group is ready."""
         assert not len(self.buffer), f"{len(self.buffer)} groups were not checked against packer.max_tokens"
         self._packing = packing
         self._stage = StagedGroups(self.buffer, packing)
 
     async def put(self, group: Group) -> None:
-        """Give the learner a group that has its advantages."""
+        """Put a group with advantages in the buffer; drop members too long for a microbatch."""
         ready = [member for member in group.members.values() if member.status is Status.READY]
         members = [self._masked(m.as_finished()) for m in ready if not self._too_long(m)]
         if not members:
             del self._book.groups[group.id]
-            await self.buffer.wake()  # perhaps it was the last that a step waits for
+            await self.buffer.wake()  # a step may wait for this group as its last
             return
         oldest = min(member.oldest_version for member in members)
         self._staged(await self.buffer.put(group.id, members, oldest_version=oldest))
 
     async def put_silent(self, group_id: str, survivors: Sequence[LiveTrajectory]) -> None:
-        """Fill the place of a group without signal in a step, where its responses count untrained."""
+        """Put a group without signal in the buffer: it takes a place in the step, but trains nothing."""
         oldest = min(member.age_version for member in survivors)
         tokens = tuple(0 if self._is_masked(m.finish_reason) else num_sampled(m.token_spans) for m in survivors)
         self._staged(await self.buffer.put(group_id, [], oldest_version=oldest, silent_tokens=tokens))
@@ -97,11 +93,11 @@ class Consumption:
     async def next_batch(
         self, *, groups: int, version: int, last_call: Callable[[], Awaitable[None]] | None = None
     ) -> StepBatch:
-        """The next `groups` groups for a learner at `version`, the staleness bound enforced.
+        """Wait for `groups` groups and return them for a learner at `version`, within the staleness bound.
 
-        Nothing leaves the buffer before all of them are there, so a wait that is cancelled loses none. Where too
-        many had no signal (`rollout.max_refill`) fewer come, down to none. When there are enough, `last_call` may
-        make further ones ready.
+        Groups leave the buffer only together, so a cancelled wait loses none. If too many groups had no signal
+        (`rollout.max_refill`), the batch has fewer groups, or none. When the buffer has enough, `last_call` may
+        make further groups ready.
         """
         while True:
             await self.buffer.until(lambda: len(self.buffer) >= groups or self._ends_refill)
@@ -117,16 +113,17 @@ class Consumption:
                 return batch
 
     async def put_back(self, batch: StepBatch) -> None:
-        """Make the groups of a batch that was not trained on ready again."""
+        """Return the groups of an untrained batch to the buffer."""
         self._in_hand((), missing=0)
         self._book.refilled[:0] = batch.refilled
         for group in batch.groups:
             self._staged(await self.buffer.put_back(group))
 
     async def commit(self, batch: StepBatch, step: int) -> None:
-        """Take in that a step is done: its trajectories are consumed, its groups no longer live.
+        """Record that a step consumed its trajectories, and close its groups.
 
-        Others go on meanwhile; whoever records holds the ledger together (`Ledger.together`).
+        The event loop gets to other work meanwhile; the caller keeps the events in one ledger transaction
+        (`Ledger.together`).
         """
         pairs = zip(batch.trajectories, batch.staleness, strict=True)
         for place, (trajectory, staleness) in enumerate(pairs, 1):
@@ -144,7 +141,7 @@ class Consumption:
         self._book.ages.stepped(learned=bool(batch.trajectories))
 
     def refill_stopped(self, batch: StepBatch, step: int) -> RefillStopped | None:
-        """The event of a step that was given too few groups, None where it has all."""
+        """Return the event of a batch with too few groups, None if it is full."""
         if len(batch.groups) == batch.wanted or not batch.refilled:
             return None
         worst, best = self._book.rewards
@@ -160,11 +157,11 @@ class Consumption:
         )
 
     def checkpointed(self, step: int) -> None:
-        """Take in that steps up to `step` are on disk and cannot be undone any more."""
+        """Note that a checkpoint holds steps up to `step`, which cannot be undone any more."""
         self._undoable = [entry for entry in self._undoable if entry[0] > step]
 
     async def roll_back(self, step: int) -> int:
-        """Undo every consumption since the last checkpoint, of `step`; how many trajectories are ready again."""
+        """Undo every consumption since the checkpoint of `step`; return how many trajectories are ready again."""
         self._book.ages.rolled_back(step)
         undone, self._undoable = self._undoable, []
         groups: dict[str, Group] = {}
@@ -181,17 +178,17 @@ class Consumption:
 
     @property
     def _ends_refill(self) -> bool:
-        """True where the step is to go on with what there is.
+        """Whether the step takes the groups there are, because `refill` reached its limit.
 
-        A schedule that issues for one step at a time waits for what is under way, which is this step's. `async`
-        has work for later steps in flight too, for whose slowest response nobody waits.
+        A schedule that issues for one step at a time waits for the groups that still generate, since they belong
+        to this step. Under `async` they may belong to later steps, so the step does not wait.
         """
         book = self._book
         comes = len(book.groups) - len(self.buffer) - book.num_in_step
         return book.at_ceiling and not (comes and book.settings.admission.by_batch)
 
     def _in_hand(self, groups: Sequence[ReadyGroup], *, missing: int) -> None:
-        """Note what the learner has taken for a step."""
+        """Note the groups in the learner's current step, and how many it lacks."""
         self._book.num_in_step, self._book.num_missing = len(groups), missing
 
     @property
@@ -226,11 +223,11 @@ class Consumption:
         )
 
     def _is_due(self, group: ReadyGroup, max_passes: int) -> bool:
-        """True where a group was passed over often enough, or would be too old for the next step."""
+        """Whether a group was passed over too often, or would be too old for the next step."""
         return group.passes >= max_passes or self._exceeds(group, steps=1)
 
     def _weighted(self, group: ReadyGroup) -> list[FinishedTrajectory]:
-        """Members of a group with the factor on their loss."""
+        """Members of a group with the loss weight of their staleness."""
         if not self._exceeds(group):
             return group.members
         weights = self._weights(group)
@@ -241,10 +238,10 @@ class Consumption:
         if self._stage:
             self._stage.arrived(place)
 
-    # ---- what the learner never gets, or not to train on
+    # ---- dropped and masked trajectories
 
     def _masked(self, trajectory: FinishedTrajectory) -> FinishedTrajectory:
-        """The trajectory, out of the loss if a cap has cut it and such ones are masked."""
+        """Return the trajectory, without loss if a cap cut it and `algorithm.truncated=mask`."""
         if not self._is_masked(trajectory.finish_reason):
             return trajectory
         return msgspec.structs.replace(trajectory, num_trained=0, weight=0.0)
@@ -253,7 +250,7 @@ class Consumption:
         return self._book.settings.masks_truncated and reason is FinishReason.LENGTH
 
     def _too_long(self, member: LiveTrajectory) -> bool:
-        """True where it fits no microbatch, and so was dropped: the last guard behind the check of the config."""
+        """Whether a member fits no microbatch and was dropped; the config check prevents nearly all such cases."""
         packing, num_tokens = self._packing, packed_tokens(len(member.prompt.ids), member.token_spans)
         if packing is None or num_tokens <= packing.max_tokens:
             return False
@@ -262,7 +259,7 @@ class Consumption:
         return True
 
     def _drop_stale(self, count: int) -> None:
-        """Make sure that the first `count` groups, or all there are, may be consumed now."""
+        """Drop stale members until the first `count` groups, or all there are, may be consumed."""
         place = 0
         while place < min(count, len(self.buffer)):
             group = self.buffer[place]
@@ -270,7 +267,7 @@ class Consumption:
                 place += 1
 
     def _drop_stale_members(self, place: int, group: ReadyGroup) -> bool:
-        """Drop what is too old of a group; True where something is left of it."""
+        """Drop the members of a group that are too old; return whether any is left."""
         weights = self._weights(group)
         stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
         for trajectory in stale:
@@ -279,7 +276,7 @@ class Consumption:
         return self._shrink(place, group, without=stale)
 
     def drop_lost(self, lost: Mapping[str, str]) -> None:
-        """Drop ready trajectories whose tokens are gone: what is lost of each, by id."""
+        """Drop ready trajectories whose stored tokens are lost; `lost` says for each id which part."""
         place = 0
         while place < len(self.buffer):
             group = self.buffer[place]
@@ -290,7 +287,7 @@ class Consumption:
                 place += 1
 
     def _shrink(self, place: int, group: ReadyGroup, *, without: Sequence[FinishedTrajectory]) -> bool:
-        """Take members out of a group, of which the last takes the group along; True where something is left."""
+        """Take members out of a group, and the group out of the buffer if none is left; return whether any is."""
         gone = {member.id for member in without}
         group.members = [member for member in group.members if member.id not in gone]
         if self._stage:
@@ -301,10 +298,10 @@ class Consumption:
         return bool(group.members)
 
     def _weights(self, group: ReadyGroup) -> list[float | None]:
-        """Loss weight that the bound gives each member; None: it is dropped."""
+        """Loss weight that the staleness bound gives each member; None drops it."""
         return [self._bound.weight(self._book.ages.of(member.oldest_version)) for member in group.members]
 
     def _exceeds(self, group: ReadyGroup, *, steps: int = 0) -> bool:
-        """True where the bound does something to a member, so many steps from now."""
+        """Whether some member exceeds the staleness bound `steps` steps from now."""
         bound, ages = self._bound.max_staleness, self._book.ages
         return bound is not None and any(ages.of(t.oldest_version) + steps > bound for t in group.members)

@@ -1,7 +1,7 @@
-"""Assignments on their way out: evaluations, then waiting trajectories, then new groups. Owned by `scheduler`.
+"""The dispatcher assigns evaluations, then waiting trajectories, then new groups to replicas.
 
-Invariant: a trajectory goes out only as an `Assigned` event, under a new epoch, to a replica whose view counts it.
-`Tick` says when: an act that begins at most `every_s` after a `wake` sees the state of the time of that call.
+`control.scheduler` owns it. Each hand-over is an `Assigned` event under a new epoch, and the replica's view counts
+it. `Tick` limits how often the controller dispatches.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.replica import Assignment, Move
 from laminar_py.records.trajectory import Kind, Prompt, Status
 
-MOST_NEW = 128  # new trajectories at a time, after which the event loop goes on with other work
+MOST_NEW = 128  # new trajectories per call, so that the event loop also gets to other work
 
 
 class Dispatcher:
@@ -40,10 +40,10 @@ class Dispatcher:
         self._prompt_at = prompt_at
 
     def dispatch(self) -> dict[int, list[Assignment]]:
-        """Assignments of this moment, by replica."""
+        """Assign everything that has a place now, and return the assignments by replica."""
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
-        for trajectory, replica, pin in self._waiting.leave():
+        for trajectory, replica, pin in self._waiting.pop_placed():
             self._assign(trajectory, replica, pin, out)
         for _ in range(min(self._router.num_admitted, self._most_groups)):
             view = self._router.for_new(self._book.settings.group_size)
@@ -56,12 +56,12 @@ class Dispatcher:
 
     @property
     def has_more(self) -> bool:
-        """True where further groups may be issued, which `dispatch` has left for later."""
+        """Whether `dispatch` left groups for its next call, because it issues a limited number at a time."""
         return self._router.num_admitted > 0 and self._router.for_new(self._book.settings.group_size) is not None
 
     @property
     def _most_groups(self) -> int:
-        """Groups that are issued at a time; where a step waits for whole batches, they go out together."""
+        """Most groups per call; a schedule that waits for whole batches issues a whole batch together."""
         settings = self._book.settings
         return (
             max(settings.admission.batch, 1)
@@ -70,23 +70,23 @@ class Dispatcher:
         )
 
     def for_starting(self, replica: int) -> list[Assignment]:
-        """Assignments for a replica that starts: trajectories whose versions nobody else serves, oldest first.
+        """Assign a starting replica trajectories whose versions no other replica serves, oldest version first.
 
-        One in doubt gets none: each attempt to start would take them from those that can do them.
+        A replica that failed to start gets none, because each attempt would take them from replicas that work.
         """
         if self._book.views.by_index[replica].in_doubt:
             return []
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
-        for trajectory, pin in self._waiting.leave_for_starting():
+        for trajectory, pin in self._waiting.pop_for_starting():
             self._assign(trajectory, replica, pin, out)
         self._expect_more(out)
         return sorted(out.get(replica, []), key=lambda assignment: assignment.version or 0)
 
     def move(self, version: int, planned: Sequence[Move]) -> Round:
-        """Begin the moves of a plan that still hold; destinations of the others are told.
+        """Begin the moves of a repack plan that are still possible, and return them as a round.
 
-        The destinations have promised to keep `version` for all of it.
+        Destinations promised to keep `version`; for each move that became impossible the promise is called off.
         """
         moving = Round(version=version, open={})
         for move in planned:
@@ -94,7 +94,7 @@ class Dispatcher:
                 moving.open[move.trajectory_id] = move.destination
                 moving.planned[move.trajectory_id] = move.prefill
                 moving.asked.setdefault(move.source, []).append(move.trajectory_id)
-            elif not self._book.moves.is_under_way(move.trajectory_id, to=move.destination):
+            elif not self._book.moves.is_open(move.trajectory_id, to=move.destination):
                 self._book.moves.refuse(move.destination, move.trajectory_id)
         self._book.moves.begin(moving)
         return moving
@@ -122,8 +122,8 @@ class Dispatcher:
         out.setdefault(replica, []).append(trajectory.assignment(sampling, pin, with_problem=has_environment))
 
     def _expect_more(self, out: dict[int, list[Assignment]]) -> None:
-        """Have replicas keep their version for passes beside training as long as more of them waits."""
-        self._book.moves.expect_while(self._waiting.has_of)
+        """Mark assignments of a pass `more_to_come` while members wait, so that replicas keep its version."""
+        self._book.moves.release_passes(self._waiting.has_of)
         for replica, assignments in out.items():
             for place, item in enumerate(assignments):
                 if self._more_to_come(item):
@@ -135,37 +135,39 @@ class Dispatcher:
         return more and self._evaluations.pass_of(item).replica is not None
 
 
-DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a replica lets its news gather
+DISPATCH_S = (
+    0.02  # reports within it are answered together; a fifth of the time a replica gathers news for a report
+)
 
 
 class Tick:
-    """Does `act` when it is due, e.g. `Tick(dispatch, every_s=0.02)`; `run` is its loop."""
+    """Calls `act` at most once per `every_s` seconds, e.g. `Tick(dispatch, every_s=0.02)`; `run` is its loop."""
 
     def __init__(self, act: Callable[[], None], *, every_s: float) -> None:
         self._act = act
         self._every_s = every_s
         self._due = asyncio.Event()
-        self._last_s = -math.inf  # when the last act began, on the loop's clock
+        self._last_s = -math.inf  # start of the last call, on the loop's clock
 
     def wake(self) -> None:
-        """Have it done, together with what others ask for meanwhile."""
+        """Request a call; requests until it happens share it."""
         self._due.set()
 
     def at_once(self) -> None:
-        """Do it now, for all who have called `wake` as well."""
+        """Call `act` now, which also answers earlier requests."""
         self._due.clear()
         self._last_s = asyncio.get_running_loop().time()
         self._act()
 
     async def run(self) -> None:
-        """Act until cancelled."""
+        """Serve requests until cancelled."""
         while True:
             await self._due.wait()
-            await asyncio.sleep(self._rest_s)  # others may ask meanwhile, or have it done at once
+            await asyncio.sleep(self._rest_s)  # further requests share the call; `at_once` may make it needless
             if self._due.is_set() and not self._rest_s:
                 self.at_once()
 
     @property
     def _rest_s(self) -> float:
-        """Seconds until the next act may begin."""
+        """Seconds until the next call may begin."""
         return max(0.0, self._last_s + self._every_s - asyncio.get_running_loop().time())

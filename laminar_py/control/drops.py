@@ -1,8 +1,8 @@
-"""Trajectories that end early: stragglers past a deadline, and those whose tokens are lost. Owned by `scheduler`.
+"""Early ends of trajectories: stragglers past their deadline, and trajectories whose stored tokens are lost.
 
-A trajectory of which a stored part cannot be read any more is dropped (`host_lost`), with its other parts, and its
-prompt is issued anew where its group is still open. Invariant: a trajectory without tokens on record has lost
-nothing, and waits for another replica as after any death.
+`control.scheduler` owns both classes. A trajectory with a stored part that nobody can read any more is dropped
+(`host_lost`), and its prompt is issued again if its group is still open. A trajectory without tokens on record
+lost nothing; it waits for another replica.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,8 +17,8 @@ from laminar_py.records.protocols import Clock
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
 
-class Losses:
-    """Takes out of all parts what cannot be trained on, scored or gone on with any more."""
+class LostTokens:
+    """Drops trajectories whose stored tokens are gone, from the waiting queue, the buffer and open groups."""
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class Losses:
         self._consumption = consumption
         self._closing = closing
 
-    async def of_segments(self, segments: Collection[str], reason: str) -> None:
-        """Drop every live trajectory of which something is in one of these segments, which are gone."""
+    async def drop_segments(self, segments: Collection[str], reason: str) -> None:
+        """Drop every live trajectory with tokens or columns in one of these lost segments."""
         holders = self._book.live.values()
-        await self.of({one.id: reason for one in holders if not one.segments.isdisjoint(segments)})
+        await self.drop_trajectories({one.id: reason for one in holders if not one.segments.isdisjoint(segments)})
 
-    async def of(self, lost: Mapping[str, str]) -> None:
-        """Drop these trajectories, those that are live: what is lost of each, by id."""
+    async def drop_trajectories(self, lost: Mapping[str, str]) -> None:
+        """Drop the live ones of these trajectories; `lost` says for each id which part is lost."""
         self._waiting.remove(lost)
         self._consumption.drop_lost(lost)
         for trajectory_id, detail in lost.items():
@@ -53,10 +53,10 @@ class Losses:
             else:
                 self._book.moves.ends(trajectory.id)
                 self._book.abort(trajectory)
-                await self.begin_anew(trajectory, DropReason.HOST_LOST, detail)
+                await self.drop_and_reissue(trajectory, DropReason.HOST_LOST, detail)
 
-    async def begin_anew(self, trajectory: LiveTrajectory, reason: DropReason, detail: str) -> None:
-        """Drop a trajectory that nobody can go on with, and issue its prompt anew."""
+    async def drop_and_reissue(self, trajectory: LiveTrajectory, reason: DropReason, detail: str) -> None:
+        """Drop a trajectory that no replica can continue, and issue its prompt again; an evaluation fails."""
         self._book.drop([trajectory], reason, detail)
         if trajectory.kind is Kind.EVAL:
             self._evaluations.lose(trajectory)
@@ -65,11 +65,11 @@ class Losses:
         await self._closing.settled(trajectory)
 
 
-HOUSEKEEPING_S = 0.5  # between looks at deadlines, which no report and no score brings about
+HOUSEKEEPING_S = 0.5  # between checks of deadlines, since no report or score triggers them
 
 
 class Deadlines:
-    """Drops stragglers."""
+    """Drops stragglers whose group waits too long, or whose score comes too late for the next step."""
 
     def __init__(self, book: Book, *, waiting: WaitingQueue, closing: Closing, clock: Clock) -> None:
         self._book = book
@@ -78,7 +78,7 @@ class Deadlines:
         self._clock = clock
 
     async def enforce(self) -> None:
-        """Close groups whose stragglers are past the deadline."""
+        """Drop stragglers of groups past `rollout.group_deadline_s`, and close these groups without them."""
         now, deadline_s = self._clock.now(), self._book.settings.group_deadline_s
         if deadline_s is None:
             return
@@ -92,10 +92,11 @@ class Deadlines:
                 await self._closing.close(group)
 
     async def drop_unscored(self) -> None:
-        """Close groups that wait for nothing but scores, and would be too old for the next step when those come.
+        """Close groups that wait only for scores and would be too old for the step after the next.
 
-        Called when a batch can be taken, so that a late score costs its own response and not its group. A group of
-        which something still generates waits: without its long responses it would favour short ones.
+        The scheduler calls it when a batch is full, so that a late score costs one response instead of its group.
+        A group with a response still generating waits: closed without its long responses it would favour short
+        ones.
         """
         for group in list(self._book.groups.values()):
             late, survivors = group.pending, group.survivors
@@ -106,10 +107,10 @@ class Deadlines:
                 await self._closing.close(group)
 
     def _is_late(self, member: LiveTrajectory) -> bool:
-        """True where only a score is missing, and no step could use it."""
+        """Whether only the score is missing and would come too late for any step."""
         return member.status is Status.FINISHED and self._ages_out(member)
 
     def _ages_out(self, member: LiveTrajectory) -> bool:
-        """True where the next step is one too many for a finished response."""
+        """Whether a finished response would exceed the staleness bound after the next step."""
         settings, ages = self._book.settings, self._book.ages
         return settings.bound.weight(1 + ages.of(member.age_version)) is None

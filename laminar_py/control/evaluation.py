@@ -1,8 +1,8 @@
-"""Passes over held-out problems, each under one version. Owned by `control.scheduler`.
+"""Evaluations: passes over held-out problems, each under one version. `control.scheduler` owns `Evaluations`.
 
-Evaluations travel like training trajectories, as a kind of their own: they are accounted for apart, have no group
-and end as consumed by no step. Ids are those of `records.evaluations`, so a pass that is asked for again after a
-crash has the same trajectories, which draw the same tokens: what is answered stays, and what has begun goes on.
+Evaluation trajectories run on the same replicas as training, but have a kind of their own: they are counted apart,
+have no group, and are consumed by no step. `records.evaluations` makes their ids. A pass that a resumed run
+requests again has the same ids and seeds, so its answers stay and its begun trajectories continue.
 """
 
 import asyncio
@@ -21,29 +21,29 @@ NO_STEP = -1
 
 
 class EvaluationLostError(Exception):
-    """The version under evaluation is on no relay any more."""
+    """No relay has the version under evaluation any more."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """Problems of one pass, the version once known, and the answers so far, e.g. pass "e4-aime"."""
+    """One pass, e.g. "e4-aime": its problems, its version once known, and its answers so far."""
 
     id: str
     prompts: list[Prompt]
-    samples: int  # of each
+    samples: int  # of each problem
     version: int | None
-    replica: int | None = None  # begins it, where the version was left to that
-    holders: set[int] = field(default_factory=set)  # replicas that were given members
+    replica: int | None = None  # whose version the pass takes, if none was requested
+    holders: set[int] = field(default_factory=set)  # replicas that got members
     started: bool = False
     lost: bool = False  # a member's version was lost
-    versions: set[int] = field(default_factory=set)  # of its answers
+    versions: set[int] = field(default_factory=set)  # of the answers
     pending: set[str] = field(default_factory=set)
     answers: dict[str, EvalAnswer] = field(default_factory=dict)  # by trajectory
     done: "asyncio.Future[Evaluation]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def members(self) -> list[tuple[str, int, int]]:
-        """Id, problem and sample of each trajectory, answered or not."""
+        """(id, problem, sample) of each trajectory, answered or not."""
         return [
             (answer_id(self.id, problem, sample, samples=self.samples), problem, sample)
             for problem in range(len(self.prompts))
@@ -52,11 +52,11 @@ class Evaluation:
 
     @property
     def num_members(self) -> int:
-        """Trajectories in all."""
+        """Number of trajectories, answered or not."""
         return len(self.prompts) * self.samples
 
     def finish(self) -> None:
-        """Give the waiter its result, if it still waits."""
+        """Set the result of `done`, or `EvaluationLostError` if answers are missing or have several versions."""
         if self.done.done():
             return
         if self.lost or len(self.versions) > 1:
@@ -67,7 +67,7 @@ class Evaluation:
 
 
 class Evaluations:
-    """Evaluations under way; `next_index` numbers them."""
+    """The open passes; `next_index` numbers the next."""
 
     def __init__(self, book: Book) -> None:
         self.next_index = 0
@@ -84,10 +84,10 @@ class Evaluations:
         samples: int = 1,
         answers: Mapping[str, EvalAnswer] | None = None,
     ) -> "asyncio.Future[Evaluation]":
-        """Answer `prompts` under `version`; None takes the newest that a replica serves when it begins.
+        """Open a pass over `prompts` under `version`; None takes the newest version that a replica serves.
 
-        A pass that was asked for before has its `index` again, a new one the next. The future's result has the
-        answers, among them those that are known; it fails with `EvaluationLostError` if the version is lost.
+        A resumed run gives a pass its earlier `index` and its known `answers`. The future returns the pass with
+        all answers, or raises `EvaluationLostError` if its version is lost.
         """
         number = self.next_index if index is None else index
         evaluation = Evaluation(
@@ -102,9 +102,9 @@ class Evaluations:
         return evaluation.done
 
     def start(self) -> list[LiveTrajectory]:
-        """New trajectories of evaluations that begin now: their version is known, or a replica runs.
+        """Issue the trajectories of each pass that can begin: its version is known, or a replica serves one.
 
-        Passes that begin at once do so on different replicas, those with the newest weights and the least work.
+        Passes that begin together choose different replicas: those with the newest weights and the least work.
         """
         if self._book.phase.gives_nothing:
             return []
@@ -122,13 +122,13 @@ class Evaluations:
 
     @property
     def progress(self) -> str:
-        """Words on what is under way, e.g. "aime: 128 of 960 answers"."""
+        """Open passes as text, e.g. "aime: 128 of 960 answers"."""
         return ", ".join(
             f"{set_of(one.id)}: {len(one.answers)} of {one.num_members} answers" for one in self._by_id.values()
         )
 
     def take_up(self, trajectory: LiveTrajectory) -> bool:
-        """Go on with a member that a dead controller left; False if its pass was not asked for again."""
+        """Continue a member of a dead controller's pass; return False if no such pass was requested again."""
         evaluation = self._by_id.get(trajectory.group_id)
         if evaluation is None:
             return False
@@ -136,15 +136,15 @@ class Evaluations:
         return True
 
     def version_of(self, trajectory: LiveTrajectory) -> int | None:
-        """The only version a member may run under, if that is settled."""
+        """Return the version that a member must run under, None if its pass has none yet."""
         return self._by_id[trajectory.group_id].version
 
     def pass_of(self, member: LiveTrajectory | Assignment) -> Evaluation:
-        """The pass of a member."""
+        """Return the pass of a member."""
         return self._by_id[member.group_id]
 
     def settle(self, trajectory: LiveTrajectory) -> None:
-        """Take in that a member is scored or dropped; the last one completes the evaluation."""
+        """Record the answer of a scored or dropped member; the last member completes the pass."""
         evaluation = self._by_id[trajectory.group_id]
         evaluation.pending.discard(trajectory.id)
         evaluation.answers[trajectory.id] = EvalAnswer.of(
@@ -164,27 +164,27 @@ class Evaluations:
         self._finish_if_done(evaluation)
 
     def runs_under(self, trajectory: LiveTrajectory, version: int) -> None:
-        """Settle the version of an evaluation that was left to a replica, by its first tokens."""
+        """Set the version of a pass that had none, from a member's first tokens."""
         evaluation = self._by_id[trajectory.group_id]
         if evaluation.version is None:
             evaluation.version = version
 
     def lose(self, trajectory: LiveTrajectory) -> None:
-        """Fail an evaluation of which a member's version is lost."""
+        """Mark a member's pass as lost, because no replica will serve its version again."""
         self._by_id[trajectory.group_id].lost = True
 
     def give_up(self, trajectory: LiveTrajectory) -> None:
-        """Fail an evaluation at once, of which a member waits for its version to return."""
+        """Fail a member's pass now; the member stays queued for a resumed run."""
         evaluation = self._by_id[trajectory.group_id]
         evaluation.lost = True
         evaluation.finish()
 
     def abandon(self, trajectory: LiveTrajectory) -> None:
-        """Drop a member that an earlier incarnation left behind."""
+        """Drop a member of a pass that the resumed run did not request."""
         self._book.drop([trajectory], DropReason.RUN_ENDED)
 
     def _newest_replica(self, chosen: Collection[int | None]) -> int | None:
-        """The replica for a pass whose version is open; None where none runs."""
+        """Return the replica whose version a new pass takes, None if no replica serves."""
         there = self._book.views.by_index.values()
         views = [view for view in there if view.has_place and view.version >= 0 and not view.leaving]
         best = min(
@@ -193,14 +193,14 @@ class Evaluations:
         return None if best is None else best.index
 
     def _has_replica(self, evaluation: Evaluation) -> bool:
-        """True where its replica runs, or comes back; one that leaves ends what it has of it."""
+        """Whether the pass's replica is up or will restart; a leaving replica counts while it has members."""
         if evaluation.replica is None:
             return False
         view = self._book.views.by_index[evaluation.replica]
         return view.has_place and not (view.leaving and view.in_flight.isdisjoint(evaluation.pending))
 
     def _issue_missing(self, evaluation: Evaluation) -> list[LiveTrajectory]:
-        """New trajectories of a pass, but for those that are answered or under way."""
+        """Issue the trajectories of a pass that are neither answered nor live."""
         issued = []
         for id, problem, sample in evaluation.members:
             if id not in evaluation.answers and id not in evaluation.pending:

@@ -1,9 +1,8 @@
-"""Groups of samples of one prompt: membership, completion, stragglers, advantages. Pure; shared in `control`.
+"""Groups of samples of one prompt: membership, completion, deadline, advantages. Pure; shared in `control`.
 
-No group waits for another. A group is complete when its last member is scored or dropped; a deadline, where
-one is set, counts from the first member that finished. Advantages are of its rewards or, in episodes of several
-roles, of those of each role. Invariant: a response, or a role of it, is compared with the same of others of its
-group alone; a reward that only one member has teaches nothing. (`batch_std` compares in the whole step.)
+A group is complete when its last member is scored or dropped. Its deadline, if set, counts from its first finished
+member. Advantages compare the rewards of its members, and role by role in episodes of several roles
+(`tests/control/test_credit.py`). `batch_std` alone compares across the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,16 +27,16 @@ class Group:
     members: dict[str, LiveTrajectory] = field(default_factory=dict)
     next_sample: int = 0
     first_finished_s: float | None = None
-    finished_lengths: list[int] = field(default_factory=list)  # tokens; kept, since each repack round asks for all
+    finished_lengths: list[int] = field(default_factory=list)  # tokens; each repack round reads them
 
     @property
     def is_pending(self) -> bool:
-        """True while a member is neither scored, nor further since all were, nor dropped."""
+        """Whether some member is still queued, running, interrupted or unscored."""
         return any(member.status not in SETTLED for member in self.members.values())
 
     @property
     def pending(self) -> list[LiveTrajectory]:
-        """Members for which `is_pending` waits."""
+        """Members that are still queued, running, interrupted or unscored."""
         return [member for member in self.members.values() if member.status not in SETTLED]
 
     @property
@@ -47,11 +46,11 @@ class Group:
 
     @property
     def is_ready(self) -> bool:
-        """True where every member is READY, as in a group that a resumed run takes up."""
+        """Whether every member is READY, as in a group that a resumed run restores."""
         return all(member.status is Status.READY for member in self.members.values())
 
     def overdue(self, now: float, deadline_s: float) -> bool:
-        """True where its deadline has passed with members still pending."""
+        """Whether members are pending more than `deadline_s` after the first member finished."""
         if self.first_finished_s is None:
             return False
         return now - self.first_finished_s > deadline_s and self.is_pending
@@ -62,7 +61,7 @@ SETTLED = frozenset({Status.SCORED, Status.READY, Status.CONSUMED, Status.DROPPE
 
 @dataclass(frozen=True, slots=True)
 class MemberCredit:
-    """Advantage of a response, what a unit of reward is in it, and the credit of its roles, if it has several."""
+    """Advantage of a response, advantage of one unit of reward, and credit of each of its roles."""
 
     advantage: float
     scale: float
@@ -71,16 +70,17 @@ class MemberCredit:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Advantages of a group's returns; `advantages(returns)` gives their scale too: what a unit of reward is.
+    """Rule for the advantages of a group.
 
-    `length_cost` is taken from the reward of a response of such a length.
+    `advantages(returns)` gives [K] advantages and their scale, the advantage of one unit of reward. `length_cost`
+    of a response's length is subtracted from its reward.
     """
 
     advantages: Callable[[Sequence[Returns]], tuple[FloatArray, float]]
     length_cost: Callable[[int], float] = lambda length: 0.0
 
-    def of(self, members: Sequence[LiveTrajectory]) -> list[MemberCredit]:
-        """Credit of scored members, in their order."""
+    def assign(self, members: Sequence[LiveTrajectory]) -> list[MemberCredit]:
+        """Return the credit of scored members, in their order."""
         returns = [member.returns_by_role() for member in members]
         found: list[dict[str, MemberCredit]] = [{} for _ in members]
         for role in {role: None for one in returns for role in one}:
@@ -97,7 +97,7 @@ class Credit:
 
 
 def teaches(members: Sequence[LiveTrajectory]) -> bool:
-    """True where tokens of these responses have different returns, role by role."""
+    """Whether these responses have different returns in some role, so that advantages are not all 0."""
     returns = [member.returns_by_role() for member in members]
     roles = {role for one in returns for role in one}
     return any(differ([one[role] for one in returns if role in one]) for role in roles)

@@ -1,13 +1,13 @@
-"""Reports of replicas on their way in: progress, interruptions, ends, losses. Owned by `control.scheduler`.
+"""Reports of replicas become events: progress, interruptions, ends, failures. `control.scheduler` owns `Reports`.
 
-Every change of a trajectory is an event. Where only failures come in, the run ends (`Failing`).
+If all trajectories fail, `Failing` ends the run.
 """
 
 from collections.abc import Callable, Iterable
 
 from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
-from laminar_py.control.drops import Losses
+from laminar_py.control.drops import LostTokens
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.segments.salvage import Known, Salvaged
@@ -18,14 +18,15 @@ from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.spans import clip_spans, num_turns, replace_spans
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Status
 
-FEWEST = 32  # trajectories from which anything is concluded
-OUTAGE_S = 600.0  # that a service which environments need may be down
+FEWEST = 32  # failures in a row that end a run, at least
+OUTAGE_S = 600.0  # for an outage of a service that environments need
 
 
 class Failing:
-    """Failures since the last trajectory that finished; `end` is told why the run has to end.
+    """Counts failures since the last finished trajectory; calls `end` with a message when the run has to end.
 
-    `step` trajectories make a learner step, and as many as `in_flight` says may still finish.
+    The run ends when more trajectories fail in a row than a step has (`step`) and than are live (`in_flight`). If
+    some finished before, it also waits `OUTAGE_S`.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class Failing:
         self._any_finished = False
 
     def finished(self) -> None:
-        """Begin to count anew."""
+        """Note a finished trajectory, which resets the count."""
         self._count, self._any_finished = 0, True
 
     def failed(self, reason: DropReason, detail: str) -> None:
-        """Count one; ends the run where there are too many."""
+        """Count a failure; end the run if there are too many in a row."""
         now_s = self._clock.now()
         if not self._count:
             self._since_s = now_s
@@ -52,8 +53,8 @@ class Failing:
         waits = self._any_finished and now_s - self._since_s < OUTAGE_S
         if self._count >= max(self._most, self._in_flight()) and not waits:
             self._end(
-                f"{self._count} trajectories in a row failed ({reason}), the last: {detail}; mend it and go on"
-                " with --resume"
+                f"{self._count} trajectories in a row failed ({reason}), the last: {detail}; fix the cause and"
+                " --resume"
             )
 
 
@@ -61,7 +62,7 @@ REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interrupt
 
 
 class Reports:
-    """Takes in what replicas did; whatever goes on elsewhere is queued, whatever finished goes on to its group."""
+    """Turns reports into events; queues interrupted trajectories again, and sends finished ones to their group."""
 
     def __init__(
         self,
@@ -70,18 +71,18 @@ class Reports:
         waiting: WaitingQueue,
         evaluations: Evaluations,
         closing: Closing,
-        losses: Losses,
+        lost: LostTokens,
         failing: Failing,
     ) -> None:
         self._book = book
         self._failing = failing
-        self._losses = losses
+        self._lost = lost
         self._waiting = waiting
         self._evaluations = evaluations
         self._closing = closing
 
     async def on_report(self, report: ReplicaReport) -> None:
-        """Take in what a replica did."""
+        """Record a replica's loaded versions, its trajectories' progress, and its free places."""
         for load in report.loads:
             self._book.record(
                 VersionLoaded(
@@ -110,7 +111,7 @@ class Reports:
         )
 
     def running_on(self, replica: int) -> dict[str, Known]:
-        """Live trajectories that a replica has, and how much of each is on record."""
+        """Return epoch and recorded length of each live trajectory that a replica runs, by id."""
         names = sorted(self._book.views.by_index[replica].in_flight)
         followed = ((name, self._book.live.get(name)) for name in names)
         return {
@@ -120,9 +121,9 @@ class Reports:
         }
 
     async def on_replica_lost(self, replica: int, salvaged: Iterable[Salvaged] = (), *, reason: str) -> None:
-        """Interrupt all that a dead replica had, with what was `salvaged`; each waits for another replica.
+        """Interrupt all trajectories of a dead replica, after appending `salvaged` tokens; each is queued again.
 
-        `reason` is `replica_died`, or `host_lost` where nothing can be salvaged.
+        `reason` is `replica_died`, or `host_lost` if its disk is lost too.
         """
         self._book.moves.forget(replica)
         more = {one.trajectory_id: one for one in salvaged}
@@ -133,7 +134,7 @@ class Reports:
                 self._requeue(trajectory, reason, self._waiting.append_displaced)
 
     def take_over(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:
-        """Append what a dead replica had stored of a trajectory and not told, if anything."""
+        """Append tokens that a dead replica had stored but not reported, if there are any."""
         if salvaged is not None and salvaged.tokens.start == trajectory.length:
             self._grow(
                 trajectory,
@@ -148,7 +149,7 @@ class Reports:
             )
 
     async def drop_unreachable(self) -> None:
-        """Drop waiting trajectories that can go on nowhere any more."""
+        """Drop waiting trajectories whose version no replica will serve again."""
         for trajectory in self._waiting.take_unreachable():
             await self._lose_version(trajectory)
 
@@ -160,12 +161,12 @@ class Reports:
             await self._on_failure(replica, trajectory, progress.failure, progress.detail)
         elif progress.lost:
             self._book.views.returned(replica, trajectory.id)
-            await self._losses.begin_anew(trajectory, DropReason.HOST_LOST, progress.detail)
+            await self._lost.drop_and_reissue(trajectory, DropReason.HOST_LOST, progress.detail)
         elif progress.finish_reason is not None:
             self._on_end(replica, trajectory, progress)
 
     def _grow(self, trajectory: LiveTrajectory, progress: Progress) -> None:
-        """Append new tokens; where the engine corrected the spans of earlier ones, that is an event."""
+        """Append new tokens; record `Restamped` if the engine corrected the versions of earlier tokens."""
         trajectory.here_s = progress.generate_s - progress.queue_s
         trajectory.environment_s += progress.environment_s
         if progress.tokens is not None:
@@ -181,7 +182,7 @@ class Reports:
             self._evaluations.runs_under(trajectory, begun)
 
     def _on_break(self, replica: int, trajectory: LiveTrajectory, broken: Break) -> None:
-        """Note that a stream broke off, or was interrupted for new weights and goes on where it is."""
+        """Record that a stream was cut off, or paused for new weights and resumed on the same replica."""
         if broken is Break.CUT:
             self._book.record(trajectory.cut_off())
         else:
@@ -189,7 +190,7 @@ class Reports:
             self._book.record(trajectory.resumed(replica))
 
     async def _on_failure(self, replica: int, trajectory: LiveTrajectory, reason: DropReason, detail: str) -> None:
-        """Drop a trajectory whose request the engine never takes, or whose environment failed."""
+        """Drop a trajectory whose request the engine refuses, or whose environment failed."""
         self._book.views.returned(replica, trajectory.id)
         self._book.moves.ends(trajectory.id)
         self._book.drop([trajectory], reason, detail)
@@ -197,7 +198,7 @@ class Reports:
         await self._closing.settled(trajectory)
 
     def _on_end(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
-        """Take in that a stream is over: the trajectory is finished, or handed back."""
+        """Finish a trajectory whose stream ended, or queue it again if the replica handed it back."""
         self._book.views.returned(replica, trajectory.id)
         if progress.finish_reason is FinishReason.ABORT:
             moving = self._book.moves.destination(trajectory.id) is not None
@@ -207,7 +208,7 @@ class Reports:
             self._finish(trajectory, progress)
 
     def _requeue(self, trajectory: LiveTrajectory, reason: str, queue: Callable[[LiveTrajectory], None]) -> None:
-        """Interrupt a trajectory for another replica to take up."""
+        """Record an interruption, and queue the trajectory for another replica."""
         self._book.record(trajectory.interrupted(reason))
         queue(trajectory)
 
@@ -224,14 +225,14 @@ class Reports:
         self._closing.finished(trajectory)
 
     async def _lose_version(self, trajectory: LiveTrajectory) -> None:
-        """Drop a trajectory that can go on under no version it knows, and issue its prompt anew.
+        """Drop a trajectory whose version no replica will serve again, and issue its prompt again.
 
-        Where versions return it is kept for whoever resumes, and its evaluation ends here.
+        If a resumed run publishes the version again, an evaluation's member stays queued, but its pass fails now.
         """
         if self._book.settings.versions_return and trajectory.kind is Kind.EVAL:
             self._requeue(trajectory, "version_lost", self._waiting.append)
             self._evaluations.give_up(trajectory)
             return
-        await self._losses.begin_anew(
+        await self._lost.drop_and_reissue(
             trajectory, DropReason.VERSION_LOST, f"version {self._waiting.pin(trajectory)}"
         )

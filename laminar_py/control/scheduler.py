@@ -5,10 +5,10 @@
                   v  | lost versions  | replacements
     scores --> Closing ----> Consumption -> batches for the learner
                   ^
-          Deadlines, Losses
+          Deadlines, LostTokens
 
-All parts share one `Book`. `TrajectoryScheduler` is owned by the controller (or a simulator), which brings reports
-and scores in and carries assignments out.
+All parts share one `Book`. The controller (or a simulator) owns the `TrajectoryScheduler`, passes reports and
+scores to it, and sends its assignments to replicas.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from laminar_py.control.book import Book, Phase, Recorder
 from laminar_py.control.closing import Closing, Stages
 from laminar_py.control.consumption import Consumption, StepBatch
 from laminar_py.control.dispatcher import Dispatcher
-from laminar_py.control.drops import Deadlines, Losses
+from laminar_py.control.drops import Deadlines, LostTokens
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.groups import Credit, Group
 from laminar_py.control.reports import Failing, Reports
@@ -56,9 +56,9 @@ async def restore(
     reports: Reports,
     salvaged: Iterable[Salvaged],
 ) -> None:
-    """Fill an empty book with what was live, and with what was `salvaged` of what ran.
+    """Fill an empty book with the trajectories that were live, and append tokens `salvaged` from their replicas.
 
-    Evaluations that were not asked for again are dropped.
+    An evaluation that the resumed run does not request again is dropped.
     """
     more = {one.trajectory_id: one for one in salvaged}
     book.next_prompt, book.ages = recovered.next_prompt, recovered.ages
@@ -88,15 +88,19 @@ async def restore(
 
 
 class TrajectoryScheduler:
-    """Every trajectory's way from issue to consumption; callers use the part whose business theirs is."""
+    """Moves every trajectory from issue to consumption.
+
+    Callers use its parts directly: `reports` for a replica's report, `closing` for a score, `dispatcher` for
+    assignments, `consumption` for batches, `evaluations` for passes over held-out problems.
+    """
 
     def __init__(
         self,
         settings: ControlSettings,
         *,
         prompt_at: Callable[[int], Prompt],
-        tell: Callable[[GroupRewards], None] = lambda group: None,
-        fail: Callable[[str], None] = lambda fault: None,
+        on_rewards: Callable[[GroupRewards], None] = lambda rewards: None,
+        on_failing: Callable[[str], None] = lambda message: None,
         recorder: Recorder,
         stages: Stages,
         credit: Credit,
@@ -115,15 +119,15 @@ class TrajectoryScheduler:
             stages=stages,
             credit=credit,
             clock=clock,
-            tell=tell,
+            on_rewards=on_rewards,
         )
-        self.losses = losses = Losses(
+        self.lost_tokens = lost_tokens = LostTokens(
             book, waiting=waiting, evaluations=evaluations, consumption=self.consumption, closing=closing
         )
         step = settings.admission.batch * settings.group_size
-        failing = Failing(step=step, in_flight=lambda: len(book.live), clock=clock, end=fail)
+        failing = Failing(step=step, in_flight=lambda: len(book.live), clock=clock, end=on_failing)
         self.reports = Reports(
-            book, waiting=waiting, evaluations=evaluations, closing=closing, losses=losses, failing=failing
+            book, waiting=waiting, evaluations=evaluations, closing=closing, lost=lost_tokens, failing=failing
         )
         self.deadlines = Deadlines(book, waiting=waiting, closing=closing, clock=clock)
         self.dispatcher = Dispatcher(
@@ -133,29 +137,35 @@ class TrajectoryScheduler:
     # ---- phases
 
     def admit(self) -> None:
-        """Hand out training, and issue new groups."""
+        """Let replicas get training work, new groups included."""
         self.book.phase = Phase.ADMITTING
 
     def continue_live(self) -> None:
-        """Hand out what is live, and issue nothing new."""
+        """Let replicas get live trajectories, but issue no new group."""
         self.book.phase = Phase.CONTINUING
 
     def pause(self) -> None:
-        """Hand out nothing of training, and end all moves."""
+        """Give replicas no training work, and end all moves."""
         self.book.phase = Phase.PAUSED
         self.moves.end_all()
 
     def end(self) -> None:
-        """Hand out nothing more, and end all moves: the run stops, and whoever resumes it goes on with passes."""
+        """Give replicas no more work, and end all moves, because the run stops.
+
+        A resumed run finishes its passes.
+        """
         self.book.phase = Phase.ENDING
         self.moves.end_all()
 
     def await_restore(self) -> None:
-        """Hand out nothing until `restore` has: whatever is asked for again may be under way."""
+        """Give replicas nothing until `restore`: a trajectory that is requested again may already be live."""
         self.book.phase = Phase.RESTORING
 
     async def restore(self, recovered: Recovered, *, salvaged: Iterable[Salvaged] = ()) -> None:
-        """Take up what a dead controller left, and what was `salvaged` of what ran, then hand out evaluations."""
+        """Continue the trajectories of a dead controller, with tokens `salvaged` from replicas.
+
+        Allow evaluations.
+        """
         await restore(
             recovered,
             self.book,
@@ -171,16 +181,16 @@ class TrajectoryScheduler:
     # ---- the fleet
 
     def join(self, replica: int) -> None:
-        """Take a new replica in, or one back that was to leave."""
+        """Add a new replica, or keep a replica that was about to leave."""
         self.views.join(replica)
 
     def leave(self, replica: int) -> None:
-        """Give a replica nothing new; what others were to hand it stays with them, or goes elsewhere."""
+        """Give a replica no new work; trajectories that were to move there stay, or move elsewhere."""
         self.views.leave(replica)
         self.moves.leave(replica)
 
     def resize(self, *, capacity: int) -> None:
-        """Admit as many live groups as a fleet of another size has room for."""
+        """Set the number of live groups to the capacity of a fleet that grew or shrank."""
         settings = self.book.settings
         admission = replace(settings.admission, capacity=capacity)
         self.book.settings = replace(settings, admission=admission)
@@ -188,20 +198,23 @@ class TrajectoryScheduler:
     # ---- between the parts
 
     async def next_batch(self, *, groups: int, version: int) -> StepBatch:
-        """The next batch for a learner at `version`; a late score costs its own response and not its group."""
+        """Return the next batch for a learner at `version`.
+
+        A response whose score is late is dropped, so that its group still makes the step.
+        """
         last_call = self.deadlines.drop_unscored
         return await self.consumption.next_batch(groups=groups, version=version, last_call=last_call)
 
     def published(self, version: int) -> None:
-        """Take in that the learner published `version`."""
+        """Note that the learner published `version`."""
         self.book.newest_version = version
         self.book.ages.published(version)
 
     async def enforce_deadlines(self) -> None:
-        """Drop what can never go on, and close groups whose stragglers are past the deadline."""
+        """Drop trajectories that no replica can continue; close groups whose stragglers are past the deadline."""
         await self.reports.drop_unreachable()
         await self.deadlines.enforce()
 
     def is_live(self, trajectory_id: str) -> bool:
-        """True for a trajectory that is neither consumed nor dropped."""
+        """Return whether a trajectory is neither consumed nor dropped."""
         return trajectory_id in self.book.live

@@ -1,8 +1,8 @@
-"""Settings of the scheduler: admission of new groups, the bound on staleness, and all of them from a config. Pure.
+"""Settings of the scheduler, made from a config: admission of new groups, bound on staleness. Pure.
 
-A group is live from its issue until the learner step that consumes it is committed (or it is dropped). At
-most `limit` groups are live; since a step consumes `batch` groups, a group that is admitted as one of
-`(1 + n) * batch` live ones is consumed about n steps later. `records.ages` says what staleness is.
+A group is live from its issue until the step that consumes it is committed, or until it is dropped. At most
+`limit` groups are live. A step consumes `batch` groups, so a group admitted as one of `(1 + n) * batch` live
+groups is consumed about n steps later. `records.ages` defines staleness.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,15 @@ from laminar_py.records.engine import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Limits on issuing new groups. `batch` groups make a learner step, `capacity` groups may be live."""
+    """Limits on issuing new groups: `batch` groups make a learner step, at most `capacity` groups are live."""
 
     schedule: Schedule
     batch: int
     capacity: int
     max_staleness: int | None = None
     wait: bool = True
-    publish_every: int = 1  # steps; the newest version is up to one less behind the learner
-    drops_silent: bool = True  # groups without signal are live no more, so live ones do not tell what was issued
+    publish_every: int = 1  # steps; the newest version is up to publish_every - 1 steps old
+    drops_silent: bool = True  # groups without signal leave at once, so live groups do not count a batch
 
     @property
     def limit(self) -> int:
@@ -43,30 +43,30 @@ class Admission:
 
     @property
     def by_batch(self) -> bool:
-        """True where groups are issued for one step at a time; `async` goes on whatever becomes of a step."""
+        """Whether groups are issued for one step at a time; `async` issues independently of steps."""
         return self.schedule is not Schedule.ASYNC
 
     def oldest(self, newest: int, ages: WeightAges) -> int | None:
-        """The oldest version that new groups may begin under: the newest, but for `async`; None: any.
+        """Return the oldest version that new groups may begin under, None for any.
 
-        Under `async` and `wait`, data that is as old as the bound when it begins would exceed it when it ends.
+        It is the newest version, except under `async`. There a policy of `wait` bounds it, since a response that
+        begins at the staleness bound exceeds it when it ends.
         """
         if self.by_batch:
             return newest
-        bounds = self.wait and newest >= 0  # before the first version everything is as a dead controller left it
+        bounds = self.wait and newest >= 0  # before the first version only restored work runs
         return ages.oldest_within(self.max_staleness) if bounds and self.max_staleness is not None else None
 
     def share(self, replicas: int) -> int | None:
-        """Groups of a batch that one of the replicas takes at most; None where no batch is waited for."""
+        """Return the most groups of a batch for one replica; None if steps do not wait for a batch."""
         return -(-self.batch // replicas) if self.by_batch else None
 
     def allowed(self, *, live: int, generating: int) -> int:
-        """Groups that may be issued now, with `live` groups of which `generating` are not ready yet.
+        """Return how many groups may be issued now, with `live` groups of which `generating` are not ready.
 
-        `one_step` opens a batch only when the one before is generated, e.g. batch 32: `allowed(live=32,
-        generating=0)` is 32 (the others are in the learner), `allowed(live=32, generating=4)` is 0. One that some
-        replicas came too late for is completed meanwhile, where live groups tell how much of it was issued:
-        `allowed(live=40, generating=8)` is 24.
+        `one_step` begins a batch when the previous batch is generated, e.g. for batch 32: `allowed(live=32,
+        generating=0)` is 32 (the learner has the others), `allowed(live=32, generating=4)` is 0. A batch that was
+        begun when some replicas were not up yet is completed: `allowed(live=40, generating=8)` is 24.
         """
         room = max(0, self.limit - live)
         if self.schedule is Schedule.ONE_STEP:
@@ -77,13 +77,13 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """Treatment of a trajectory that is older than `max_staleness` learner steps when it is to be consumed."""
+    """Treatment of a trajectory that is older than `max_staleness` learner steps at its consumption."""
 
     max_staleness: int | None
     policies: tuple[StalePolicy, ...] = ()
 
     def weight(self, staleness: int) -> float | None:
-        """Factor on its loss, or None if it must be dropped.
+        """Return the loss weight of a trajectory, None to drop it.
 
         With a bound of 3 and `reweight`, staleness 3 gives 1, 7 gives 0.5; with `drop`, 7 gives None.
         """
@@ -98,7 +98,7 @@ class StalenessBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlSettings:
-    """Settings that decide a trajectory's way; meanings as in `config.rollout.RolloutConfig`."""
+    """Settings of the scheduler, with the meanings of `config.rollout.RolloutConfig`."""
 
     seed: int
     replicas: int
@@ -109,18 +109,18 @@ class ControlSettings:
     without_signal: WithoutSignal
     max_refill: float = 4.0
     masks_truncated: bool = False
-    one_version: bool  # drain: a trajectory continues only under its own version
+    one_version: bool  # `drain`: a trajectory continues only under its own version
     admission: Admission
     bound: StalenessBound
     group_deadline_s: float | None = None
     min_group_survivors: int = 2
     max_seconds: float | None = None
-    has_environment: bool = False  # which answers the turns of each trajectory
-    versions_return: bool = False  # a lost one is published again by whoever resumes, so its work is kept
+    has_environment: bool = False  # an environment answers the turns of each trajectory
+    versions_return: bool = False  # a resumed run publishes a lost version again, so its work is kept
 
 
 def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> ControlSettings:
-    """Settings of the scheduler."""
+    """Return the scheduler's settings from a run's config."""
     rollout, staleness = config.rollout, config.staleness
     sampling = rollout.sampling.params(stop_ids=stop_ids)
     return ControlSettings(
@@ -151,7 +151,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
 
 
 def packing(config: RunConfig) -> Packing:
-    """How the batches of steps are packed."""
+    """Return how batches are packed, from a run's config."""
     packer = config.packer
     return Packing(
         groups=config.rollout.prompts_per_step,
@@ -163,5 +163,5 @@ def packing(config: RunConfig) -> Packing:
 
 
 def max_groups(config: RunConfig) -> int:
-    """Live groups at most."""
+    """Return the most live groups of a run."""
     return config.capacity // config.rollout.group_size

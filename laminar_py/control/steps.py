@@ -1,7 +1,7 @@
-"""A step of the learner: its microbatches, its events, and steps that dynamic sampling could not fill.
+"""A learner step's microbatches and events, and the watch over steps that `refill` could not fill.
 
-Called by the trainer. A run that finds nothing to learn from ends. A single step without any group says little:
-where one group in a hundred has signal, and a step of 32 may generate 128, more than one in four is like that.
+The trainer calls it. A run whose groups have no signal ends. One empty step is no proof: if one group in a hundred
+has signal and a step of 32 may generate 128, then 28 % of the steps are empty.
 """
 
 import logging
@@ -20,7 +20,7 @@ from laminar_py.records.metrics import StepRow
 def pack_step(
     config: RunConfig, batch: StepBatch, *, stand_ins: Mapping[str, FinishedTrajectory], attention_share: float
 ) -> Packed[FinishedTrajectory]:
-    """Microbatches of each rank; a trajectory that has a stand-in is trained on as that says."""
+    """Return the microbatches of each rank; `stand_ins` replace trajectories by id."""
     algorithm = config.algorithm
     terms = step_terms(
         batch.bins,
@@ -42,7 +42,7 @@ def pack_step(
 
 
 def step_events(row: StepRow, batch: StepBatch, *, incarnation: int, skipped: int) -> list[AnyEvent]:
-    """Events of a step, of whose updates so many were `skipped`."""
+    """Return the events of a step in which `skipped` updates had no finite gradient."""
     stepped = Stepped(
         step=row.step,
         incarnation=incarnation,
@@ -63,12 +63,12 @@ def step_events(row: StepRow, batch: StepBatch, *, incarnation: int, skipped: in
 
 log = logging.getLogger(__name__)
 
-MIN_CEILINGS = 3  # in a row, each without a group, and
-MIN_GROUPS = 1000  # in a row without signal; where one in a hundred has some, one row of 23,000 is as long
+MIN_CEILINGS = 3  # empty steps in a row that end a run, with
+MIN_GROUPS = 1000  # groups in a row without signal; by chance once in 23,000 if one in a hundred has signal
 
 
 class RefillWatch:
-    """Ceilings of refill; after too many in a row that gave no group, `end` is called with a line."""
+    """Counts steps that stay empty at `rollout.max_refill`; calls `end` with a message after too many in a row."""
 
     def __init__(
         self,
@@ -81,16 +81,16 @@ class RefillWatch:
         self._setting = f"rollout.max_refill={max_refill:g}"
         self._record = record
         self._end, self._remedy = end, remedy
-        self._hollow: list[RefillStopped] = []  # ceilings in a row without a group
+        self._hollow: list[RefillStopped] = []  # empty steps in a row
 
-    def see(self, batch: StepBatch, stopped: RefillStopped | None) -> None:
-        """Take in a batch, and the event of too few groups in it, if there are too few."""
+    def observe_batch(self, batch: StepBatch, stopped: RefillStopped | None) -> None:
+        """Count a batch; `stopped` is the event of a batch with too few groups, and is recorded."""
         if batch.groups:
             self._hollow.clear()
         if stopped is None:
             return
         self._record(stopped)
-        if not self._hollow:  # of many in a row, the first
+        if not self._hollow:  # once per row of empty steps
             log.warning("step %d, at %s: %s", stopped.step, self._setting, stopped.tell())
         if batch.groups:
             return

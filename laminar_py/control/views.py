@@ -1,9 +1,8 @@
-"""Knowledge of the controller about each replica. Pure: no clock, no socket; shared by the parts of `control`.
+"""The controller's view of each replica, and rankings of replicas by version and load. Pure; shared in `control`.
 
-Invariant: a view is a replica's last report, less what was sent since; a question has the answer that a look at
-all views would give. They change by the methods here alone, each of which notes its replica; before the next
-question those that have changed are put where they belong in the rankings, once each, so that what a report or an
-assignment asks costs no look at all of them.
+A view is a replica's last report, less the assignments sent since. Each change notes its replica; the next query
+first re-ranks the noted replicas, so that a report or an assignment never looks at all replicas. A query answers
+as if it looked at all views (`tests/control/test_views.py`).
 """
 
 from bisect import bisect_left, insort
@@ -17,14 +16,17 @@ Entry: TypeAlias = tuple[int, int]  # load and index of a replica
 
 
 class Ranking:
-    """Replicas of each version, the least loaded first, then the lowest index, e.g. `{7: [(0, 12), (3, 4)]}`."""
+    """Replicas by version, least loaded first, then lowest index, e.g. `{7.
+
+    [(0, 12), (3, 4)]}` as (load, index).
+    """
 
     def __init__(self) -> None:
-        self._by_version: dict[int, list[Entry]] = {}  # none is empty
-        self._places: dict[int, tuple[int, Entry]] = {}  # version and entry of each that is in it
+        self._by_version: dict[int, list[Entry]] = {}  # without empty lists
+        self._places: dict[int, tuple[int, Entry]] = {}  # version and entry of each replica
 
     def put(self, index: int, version: int | None, *, load: int = 0) -> None:
-        """Put a replica under a version, wherever it was before; None takes it out."""
+        """Move a replica to a version and load; version None removes it."""
         place = None if version is None else (version, (load, index))
         known = self._places.get(index)
         if place == known:
@@ -39,81 +41,81 @@ class Ranking:
             insort(self._by_version.setdefault(place[0], []), place[1])
             self._places[index] = place
 
-    def of(self, version: int) -> Sequence[Entry]:
-        """Replicas of a version."""
+    def at_version(self, version: int) -> Sequence[Entry]:
+        """Return the replicas of a version."""
         return self._by_version.get(version, ())
 
     def below(self, version: int) -> Iterator[Entry]:
-        """Replicas of all older versions, in order."""
+        """Iterate over the replicas of all older versions, least loaded first."""
         return merge(*(entries for known, entries in self._by_version.items() if known < version))
 
     @property
     def by_version(self) -> Mapping[int, Sequence[Entry]]:
-        """Replicas of each version that has any."""
+        """Replicas of each version that has some."""
         return self._by_version
 
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaView:
-    """State of one replica as far as the controller knows: the last report, less what was sent since."""
+    """One replica as the controller knows it: its last report, less the assignments sent since."""
 
     index: int
-    has_place: bool = True  # False where its node has gone and no other has room: it does not come back
-    in_doubt: bool = False  # it has joined, and its start failed: nothing waits for it until it reports
-    leaving: bool = False  # it ends what it has, unless others take that over, and is given nothing new
+    has_place: bool = True  # False: its node is gone and no other has room, so it cannot restart
+    in_doubt: bool = False  # it joined and failed to start: nothing waits for it until it reports
+    leaving: bool = False  # it gets no new work; its trajectories finish or move
     version: int = -1
     admissible: int = 0
     in_flight: set[str] = field(default_factory=set)
-    sent: int = 0  # new trajectories in its life
-    loading: int | None = None  # version that pinned work made it load, until it reports it
+    sent: int = 0  # new trajectories since it started
+    loading: int | None = None  # version that pinned work makes it load, until it reports the version
 
     @property
     def idle(self) -> bool:
-        """True where it serves some version and has nothing to do."""
+        """Whether it serves some version and runs nothing."""
         return not self.in_flight and self.version >= 0
 
     @property
     def serving(self) -> int:
-        """The version its next assignment runs under."""
+        """The version under which its next assignment runs."""
         return self.version if self.loading is None else self.loading
 
     @property
     def counts(self) -> bool:
-        """True where it runs or is sure to: it has a place, and is not in doubt."""
+        """Whether it is up, or sure to start: it has a place and did not fail to start."""
         return self.has_place and not self.in_doubt
 
     @property
     def starts(self) -> bool:
-        """True where it counts, has served no version since it (re)started, and was given nothing."""
+        """Whether it is starting: sure to start, without a served version or work since its (re)start."""
         return self.counts and not self.leaving and self.version < 0 and not self.in_flight
 
 
 class ReplicaViews:
-    """Views of all replicas, `by_index`; `sizes` are the numbers of trajectories that are handed out together."""
+    """Views of all replicas, `by_index`; `sizes` are the numbers of trajectories assigned together."""
 
     def __init__(self, replicas: int, *, sizes: Collection[int]) -> None:
         self.by_index = {index: ReplicaView(index=index) for index in range(replicas)}
         self.in_flight = 0  # trajectories at replicas
         self._num_placed = replicas
         self._starting: set[int] = set()
-        self._serving = Ranking()  # that have reported, by the version their next assignment runs under
-        self._with_room = {size: Ranking() for size in sizes}  # that admit as many, and load nothing
+        self._serving = Ranking()  # reported replicas, by the version of their next assignment
+        self._with_room = {size: Ranking() for size in sizes}  # replicas that admit `size` more and load nothing
         self._idle = Ranking()
-        self._placed = Ranking()  # by the oldest version that each may still serve
-        self._leaving = Ranking()  # about to leave, in no other ranking but `_placed`, by the version they serve
-        self._changed = set(self.by_index)  # since they were ranked
+        self._placed = Ranking()  # replicas that count, by the oldest version that each may still serve
+        self._leaving = Ranking()  # leaving replicas, by served version; else only in `_placed`
+        self._changed = set(self.by_index)  # since the last ranking
 
     # ---- who is there
 
     def join(self, replica: int) -> None:
-        """Take a new replica in, which has no place yet, or one back that was to leave."""
+        """Add a new replica, which has no place yet, or keep one that was about to leave."""
         view = self.by_index.setdefault(replica, ReplicaView(index=replica, has_place=False))
         self._num_placed += view.leaving and view.counts
         view.leaving = False
         self._changed.add(view.index)
 
     def leave(self, replica: int) -> None:
-        """Give a replica nothing new: it is about to leave, and counts for no share."""
+        """Mark a replica as leaving: it gets no new work and no share of a batch."""
         view = self.by_index[replica]
         self._num_placed -= view.counts and not view.leaving
         view.leaving = True
@@ -122,7 +124,7 @@ class ReplicaViews:
     # ---- what happens to a replica
 
     def reported(self, replica: int, *, version: int, admissible: int, received: int) -> None:
-        """Take over a replica's own word on its state; what is still on its way to it counts as taken."""
+        """Note a replica's report; assignments that it had not `received` reduce its `admissible` number."""
         view = self.by_index[replica]
         self._num_placed += view.in_doubt and view.has_place and not view.leaving
         view.in_doubt = False
@@ -132,7 +134,7 @@ class ReplicaViews:
         self._changed.add(view.index)
 
     def send(self, replica: int, trajectory_id: str, *, pin: int | None = None) -> None:
-        """Note what is handed over; `pin` is the only version it may run under."""
+        """Note an assignment; `pin` is the only version under which it may run."""
         view = self.by_index[replica]
         self.in_flight += trajectory_id not in view.in_flight
         view.in_flight.add(trajectory_id)
@@ -144,20 +146,20 @@ class ReplicaViews:
         self._changed.add(view.index)
 
     def returned(self, replica: int, trajectory_id: str) -> None:
-        """Note that a trajectory finished, was interrupted or dropped there."""
+        """Note that a trajectory finished, was interrupted or was dropped at a replica."""
         view = self.by_index[replica]
         self.in_flight -= trajectory_id in view.in_flight
         view.in_flight.discard(trajectory_id)
         self._changed.add(view.index)
 
     def retire(self, replica: int) -> None:
-        """Give nothing more to a replica that is about to be replaced."""
+        """Stop assigning work to a replica that is about to be replaced."""
         view = self.by_index[replica]
         view.version, view.admissible = -1, 0
         self._changed.add(view.index)
 
     def forget(self, replica: int) -> set[str]:
-        """Start anew with a replica that died; the trajectories it had."""
+        """Reset the view of a dead replica; return the ids of its trajectories."""
         before = self.by_index[replica]
         view = ReplicaView(
             index=replica, has_place=before.has_place, in_doubt=before.in_doubt, leaving=before.leaving
@@ -168,16 +170,16 @@ class ReplicaViews:
         return before.in_flight
 
     def doubt(self, replica: int) -> None:
-        """Have one that joined and failed to start count as without a place until it reports."""
+        """Mark a replica that joined and failed to start: it does not count until it reports."""
         view = self.by_index[replica]
         self._num_placed -= view.counts and not view.leaving
         view.in_doubt = True
         self._changed.add(view.index)
 
     def planned(self, has_place: Iterable[bool]) -> None:
-        """Note for which replicas, in order, the cluster has room; where there is none, nothing waits for one.
+        """Note for which replicas, by index, the cluster has room; trajectories wait for no replica without.
 
-        A replica that has just joined may be in no plan yet.
+        A plan may not yet have a replica that has just joined.
         """
         planned = dict(enumerate(has_place))
         for index, view in self.by_index.items():
@@ -188,7 +190,7 @@ class ReplicaViews:
                 self._changed.add(view.index)
 
     def _settle(self) -> None:
-        """Put all that have changed where they belong."""
+        """Re-rank all changed replicas."""
         for index in self._changed:
             self._rank(self.by_index[index])
         self._changed.clear()
@@ -208,10 +210,10 @@ class ReplicaViews:
         else:
             self._starting.discard(index)
 
-    # ---- choices; of equals the first by index
+    # ---- choices; among equals the lowest index
 
     def with_room(self, size: int, *, oldest: int | None) -> ReplicaView | None:
-        """The least loaded replica that admits `size` more, then the newest; of version `oldest` at least."""
+        """Return the least loaded replica (then the newest) that admits `size` more, at `oldest` or newer."""
         self._settle()
         firsts = [
             (entries[0][0], -version, entries[0][1])
@@ -221,24 +223,24 @@ class ReplicaViews:
         return self.by_index[min(firsts)[-1]] if firsts else None
 
     def least_loaded(self, *, oldest: int) -> ReplicaView | None:
-        """The least loaded replica that loads nothing, of version `oldest` at least."""
+        """Return the least loaded replica that loads nothing, of version `oldest` or newer."""
         self._settle()
         lists = (entries for version, entries in self._serving.by_version.items() if version >= oldest)
         firsts = [entry for entries in lists for entry in islice(filter(self._keeps, entries), 1)]
         return self.by_index[min(firsts)[1]] if firsts else None
 
     def that_serve(self, version: int) -> Iterator[ReplicaView]:
-        """Replicas whose next assignment runs under `version`, the least loaded first."""
+        """Iterate over replicas whose next assignment runs under `version`, least loaded first."""
         self._settle()
-        return (self.by_index[index] for _, index in self._serving.of(version))
+        return (self.by_index[index] for _, index in self._serving.at_version(version))
 
     def leaving_that_serve(self, version: int) -> Iterator[ReplicaView]:
-        """Replicas that are about to leave and serve `version`, for what nobody else can go on with."""
+        """Iterate over leaving replicas that serve `version`, for work that no other replica can continue."""
         self._settle()
-        return (self.by_index[index] for _, index in self._leaving.of(version))
+        return (self.by_index[index] for _, index in self._leaving.at_version(version))
 
     def idle_below(self, version: int, *, expecting: Callable[[int], bool]) -> ReplicaView | None:
-        """An idle replica of an older version, which is not `expecting` anything under that."""
+        """Return an idle replica of an older version for which `expecting(index)` is false."""
         self._settle()
         return next((self.by_index[i] for _, i in self._idle.below(version) if not expecting(i)), None)
 
@@ -249,30 +251,30 @@ class ReplicaViews:
 
     @property
     def num_placed(self) -> int:
-        """Number of replicas that run or will, and stay; one at least."""
+        """Number of replicas that are up or sure to start, and stay; at least 1."""
         return max(1, self._num_placed)
 
     def serves(self, replica: int, version: int) -> bool:
-        """True where it can take up work of `version` at once."""
+        """Whether a replica can run work of `version` at once."""
         view = self.by_index[replica]
         return view.version == version and view.loading is None and not view.leaving
 
     def is_unreachable(self, version: int) -> bool:
-        """True where no replica will ever serve `version` again: all are beyond it, and none is starting.
+        """Whether no replica will serve `version` again: all serve newer versions, and none is starting.
 
-        One in doubt counts for none of them. Where none has a place the run ends, and nothing is given up that a
-        resumed one can go on with. One that leaves still serves its version to what nobody else can go on with.
+        A replica in doubt does not count; a leaving replica does. If no replica has a place the answer is False:
+        the run ends, and its resumed run can continue the trajectories.
         """
         self._settle()
         return min(self._placed.by_version, default=version) > version
 
     def num_starting(self) -> int:
-        """Number of replicas that have served no version since they (re)started and were given nothing."""
+        """Return the number of starting replicas."""
         self._settle()
         return len(self._starting)
 
     def by_version(self) -> dict[int, list[ReplicaView]]:
-        """Replicas that have work and stay, by the version that they serve; a look at all, once a repack round."""
+        """Return replicas that have work and stay, by served version; looks at all, once per repack round."""
         out: dict[int, list[ReplicaView]] = {}
         for view in self.by_index.values():
             if view.in_flight and view.version >= 0 and view.loading is None and not view.leaving:
@@ -280,6 +282,6 @@ class ReplicaViews:
         return out
 
     def running(self, replica: int | None) -> ReplicaView | None:
-        """View of a replica that has reported since it started, else None."""
+        """Return the view of a replica that has reported since its start, else None."""
         view = None if replica is None else self.by_index[replica]
         return view if view is not None and view.version >= 0 else None

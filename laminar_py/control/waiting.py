@@ -1,14 +1,14 @@
-"""Trajectories that wait for a replica: interrupted ones, replacements, evaluations. Owned by `control.scheduler`.
+"""The waiting queue: interrupted trajectories, replacements and evaluations that need a replica.
 
-The queue decides which goes where and when; the dispatcher hands them over. They wait in lanes, by what they need
-of a replica. Where the first of a lane finds no place nobody behind it does, so a look costs as much as there are
-lanes, however many wait. Invariant: a trajectory leaves the queue once, either to a replica or, where no replica
-will ever serve its version again, as unreachable.
+`control.scheduler` owns the queue and its `Router`; the dispatcher hands trajectories over. Trajectories wait in
+lanes, one per need (a version, a pass, a move). If the first of a lane finds no place, neither does any behind it,
+so a dispatch costs one look per lane. A trajectory leaves the queue once: to a replica, or as unreachable if no
+replica will serve its version again (`tests/control/test_waiting.py`).
 
-`Router` chooses the replica, within what admission and moves allow. Invariant: a replica is never given more new
-samples than it said it admits; a trajectory pinned to a version goes only to a replica that serves it, or that is
-idle and can load it, since an engine's versions never go back; and a group's new samples go to one replica, which
-prefills their prompt once.
+The `Router` chooses the replica. It gives a replica no more new samples than the replica admits. A trajectory
+pinned to a version goes only to a replica that serves it, or to an idle replica that can load it, since an
+engine's versions never go back (law 2). New samples of a group go to one replica, which prefills their prompt
+once.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ from laminar_py.records.trajectory import Kind
 
 
 class Router:
-    """Rules by which a replica is chosen of those there are at the moment; changes nothing."""
+    """Chooses a replica for new, displaced, pinned and evaluation trajectories; changes nothing."""
 
     def __init__(self, book: Book) -> None:
         self._book = book
@@ -34,11 +34,11 @@ class Router:
 
     @property
     def _admission(self) -> Admission:
-        return self._book.settings.admission  # whose capacity follows the number of replicas
+        return self._book.settings.admission  # read each time, since its capacity follows the number of replicas
 
     @property
     def num_admitted(self) -> int:
-        """Groups that may be issued now; a step with too few counts as a full one, so what follows is no older."""
+        """Groups that may be issued now; a step that lacks groups counts as full, so later data grow no older."""
         book = self._book
         if book.phase is not Phase.ADMITTING or (self._admission.by_batch and book.at_ceiling):
             return 0
@@ -46,14 +46,14 @@ class Router:
 
     @property
     def _oldest(self) -> int | None:
-        """Version that a trajectory without tokens must have at least."""
+        """The oldest version that a trajectory without tokens may begin under, None for any."""
         return self._admission.oldest(self._book.newest_version, self._book.ages)
 
     def for_new(self, size: int) -> ReplicaView | None:
-        """The least loaded replica that admits `size` more under a version that is new enough.
+        """Return the least loaded replica that admits `size` more trajectories under a version new enough.
 
-        Where whole batches are waited for, each replica has a share, so that one that reports early does not
-        take a whole batch before the others have the weights for it.
+        If steps wait for whole batches, each replica gets at most its share, so that the first replica with new
+        weights does not take the whole batch.
         """
         groups = self._admission.share(self._views.num_placed)
         view = self._views.with_room(size, oldest=self._oldest)
@@ -62,14 +62,14 @@ class Router:
         return view if len(view.in_flight) + size <= groups * self._book.settings.group_size else None
 
     def for_displaced(self) -> ReplicaView | None:
-        """A replica for one trajectory of a replica that died: if none admits more, the least loaded."""
+        """Return a replica for one trajectory of a dead replica: one that admits more, else the least loaded."""
         return self.for_new(1) or self._views.least_loaded(oldest=max(0, self._oldest or 0))
 
     def for_pinned(self, version: int, *, limit: int | None = None) -> ReplicaView | None:
-        """A replica that can continue work of `version`: one that serves it, else an idle one that is older.
+        """Return a replica that can continue work of `version`: one that serves it, else an older idle one.
 
-        A replica that expects moves does not leave the version that it serves; one that has `limit` trajectories,
-        where there is one, gets no more. One that leaves takes what nobody else can.
+        A replica that expects moves keeps its version, and one with `limit` trajectories gets no more. A leaving
+        replica gets the work only if no other replica can take it.
         """
         first = next(self._views.that_serve(version), None)
         if first is not None and (limit is None or len(first.in_flight) < limit):
@@ -77,10 +77,10 @@ class Router:
         return self._idle_below(version) or next(self._views.leaving_that_serve(version), None)
 
     def for_pass(self, version: int, *, holders: Collection[int], most: int, num_out: int) -> ReplicaView | None:
-        """A replica for a member of an evaluation of `version`, of which `num_out` are at the `holders`.
+        """Return a replica for a member of a pass of `version`, of which `num_out` are at the `holders`.
 
-        One that has none yet, while the holders that still serve it are fewer than `most`; else the least loaded
-        of these, unless they have a batch each. Replicas that leave are for what nobody else can take.
+        While fewer than `most` holders serve the version, it is a replica without members; afterwards the least
+        loaded holder, unless each has a batch. A leaving replica gets the member only if no other can take it.
         """
         serving = [view for view in map(self._views.by_index.__getitem__, holders) if _serves(view, version)]
         holding = [view for view in serving if not view.leaving] or serving
@@ -95,7 +95,7 @@ class Router:
         return None if is_full else least
 
     def _idle_below(self, version: int) -> ReplicaView | None:
-        """A replica that can load it, and expects no moves under the version that it serves."""
+        """Return an idle replica of an older version that expects no moves."""
         return self._views.idle_below(version, expecting=self._book.moves.expected)
 
 
@@ -103,28 +103,28 @@ def _serves(view: ReplicaView, version: int) -> bool:
     return view.version >= 0 and view.serving == version
 
 
-Need: TypeAlias = str | int | None  # a version; the place of an evaluation or of a move, by its id; any place
+Need: TypeAlias = str | int | None  # a version; the id of a pass or of a moving trajectory; None: any replica
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Trajectories of one need, first come first served, e.g. those that go on under version 7.
+    """Trajectories with one need, first come first served, e.g. all that continue under version 7.
 
-    Where replicas that start divide them among themselves, no replica is given more than its share.
+    `share` bounds what each of several starting replicas gets, so that they divide the lane.
     """
 
-    entries: list[tuple[int, LiveTrajectory]] = field(default_factory=list)  # a heap, by when they came
-    share: int | None = None  # trajectories in flight; None: the lane is not divided
+    entries: list[tuple[int, LiveTrajectory]] = field(default_factory=list)  # a heap, by order of arrival
+    share: int | None = None  # most trajectories in flight per replica; None: undivided
 
 
 class WaitingQueue:
-    """First come first served, but for those displaced by a replica's death, which go before all others."""
+    """Trajectories that wait, first come first served; those of a dead replica go before all others."""
 
     def __init__(self, book: Book, *, router: Router, evaluations: Evaluations) -> None:
         self._book = book
         self._router = router
         self._evaluations = evaluations
-        self._lanes: dict[Need, Lane] = {}  # none is empty; in all of them at most all live
+        self._lanes: dict[Need, Lane] = {}  # without empty lanes
         self._arrivals = count()
         self._displaced: list[LiveTrajectory] = []
         self._unreachable: list[LiveTrajectory] = []
@@ -134,7 +134,7 @@ class WaitingQueue:
         self._insert(next(self._arrivals), trajectory)
 
     def append_displaced(self, trajectory: LiveTrajectory) -> None:
-        """Queue a trajectory whose replica died; for it a replica need not admit more."""
+        """Queue a trajectory whose replica died; a full replica may take it."""
         self._displaced.append(trajectory)
 
     def extend(self, trajectories: Iterable[LiveTrajectory]) -> None:
@@ -158,28 +158,28 @@ class WaitingQueue:
                 heapify(kept)
 
     def remove(self, trajectory_ids: Container[str]) -> None:
-        """Remove these, wherever they wait."""
+        """Remove these trajectories from all lanes."""
         self._keep(lambda trajectory: trajectory.id not in trajectory_ids)
 
     def has_of(self, pass_id: str) -> bool:
-        """True while members of that pass wait."""
+        """Whether members of a pass wait."""
         return pass_id in self._lanes
 
     def take_unreachable(self) -> list[LiveTrajectory]:
-        """Trajectories whose version no replica will serve again; each is told once."""
+        """Return the trajectories whose version no replica will serve again, and remove them."""
         unreachable, self._unreachable = self._unreachable, []
         return unreachable
 
     def pin(self, trajectory: LiveTrajectory) -> int | None:
-        """The only version that a trajectory may go on under, if there is one."""
+        """Return the only version under which a trajectory may continue, None for any."""
         if trajectory.kind is Kind.EVAL:
             return self._evaluations.version_of(trajectory)
         return trajectory.last_version if self._book.settings.one_version else None
 
-    def leave(self) -> Iterator[tuple[LiveTrajectory, int, int | None]]:
-        """Trajectories that go to a replica now: each with the replica and the version it must have there, if any.
+    def pop_placed(self) -> Iterator[tuple[LiveTrajectory, int, int | None]]:
+        """Remove and yield (trajectory, replica, pinned version or None) for each with a place now.
 
-        Every one is to be sent before the next is asked for.
+        The caller assigns each before it takes the next, since an assignment changes the replica's load.
         """
         displaced, self._displaced = self._displaced, []
         for trajectory in displaced:
@@ -196,21 +196,21 @@ class WaitingQueue:
             trajectory = lane.entries[0][1]
             view, pin = self._place(trajectory, lane) if self._book.may_run(trajectory) else (None, None)
             if view is not None:
-                self._take(need)
+                self._pop(need)
                 if need in self._lanes:
                     heappush(heads, (lane.entries[0][0], need))
                 yield trajectory, view.index, pin
             elif pin is not None and self._book.views.is_unreachable(pin):
                 self._unreachable += [trajectory for _, trajectory in sorted(self._lanes.pop(need).entries)]
-            elif self._need(trajectory) != need:  # its move is off
-                self._take(need)
+            elif self._need(trajectory) != need:  # its move was called off
+                self._pop(need)
                 self._insert(arrival, trajectory)
 
-    def leave_for_starting(self) -> Iterator[tuple[LiveTrajectory, int]]:
-        """Trajectories that go, and under which version, to a replica that starts: those that nobody else serves.
+    def pop_for_starting(self) -> Iterator[tuple[LiveTrajectory, int]]:
+        """Remove and yield (trajectory, version) for a starting replica: versions that no other replica serves.
 
-        Replicas that start together share the versions: of 3, 4, 5 the first of two gets 3 and 5; where they are
-        more than the versions, each gets its share of one.
+        Replicas that start together share the versions: of 3, 4, 5 the first of two gets 3 and 5. If there are
+        more replicas than versions, several divide the trajectories of a version.
         """
         self.extend(self._displaced)
         self._displaced = []
@@ -221,25 +221,28 @@ class WaitingQueue:
                 pinned.setdefault(pin, []).append(need)
         num_starting = max(1, self._book.views.num_starting())
         unserved = {version: pinned[version] for version in sorted(pinned) if self._is_unserved(version, pinned)}
-        leaving: list[tuple[int, LiveTrajectory]] = []
+        popped: list[tuple[int, LiveTrajectory]] = []
         room = self._book.settings.batch_per_replica
         for version in list(unserved)[::num_starting]:
             replicas = self._replicas_for(version, unserved, num_starting)
             for need in unserved[version]:
-                num_leaving = self._divide(self._lanes[need], replicas)
+                count = self._divide(self._lanes[need], replicas)
                 if not self._passes_once(self._lanes[need], version):
-                    num_leaving = min(room, num_leaving)
-                    room -= num_leaving
-                leaving += [self._take(need) for _ in range(num_leaving)]
-        for _, trajectory in sorted(leaving):
+                    count = min(room, count)
+                    room -= count
+                popped += [self._pop(need) for _ in range(count)]
+        for _, trajectory in sorted(popped):
             pin = self.pin(trajectory)
-            assert pin is not None, f"{trajectory.id} goes on under any version"
+            assert pin is not None, f"{trajectory.id} may continue under any version"
             yield trajectory, pin
 
     # ---- dividing a version among replicas that start
 
     def _replicas_for(self, version: int, unserved: Mapping[int, list[Need]], num_starting: int) -> int:
-        """How many of the replicas that start a version gets: by how many wait for it, one at least."""
+        """Return how many starting replicas take a version, by its share of the waiting trajectories.
+
+        At least 1.
+        """
         waiting = {
             other: sum(len(self._lanes[need].entries) for need in needs if need in self._lanes)
             for other, needs in unserved.items()
@@ -248,9 +251,9 @@ class WaitingQueue:
         return max(1, min(replicas, num_starting - len(unserved) + 1))
 
     def _divide(self, lane: Lane, replicas: int) -> int:
-        """Trajectories of a lane for one of so many replicas; from here on each has no more of them.
+        """Divide a lane among `replicas`, and return how many trajectories the next replica gets.
 
-        A share is no smaller than a group, whose prompt is prefilled once.
+        A share is at least a group, whose prompt a replica prefills once. `lane.share` bounds later replicas too.
         """
         settings, version = self._book.settings, self.pin(lane.entries[0][1])
         lane.share = max(settings.group_size, -(-len(lane.entries) // replicas))
@@ -259,16 +262,19 @@ class WaitingQueue:
         return min(lane.share, len(lane.entries))
 
     def _passes_once(self, lane: Lane, version: int | None) -> bool:
-        """True for deferred evaluations, and those that a resumed run takes up before its learner has published.
+        """Whether a lane's evaluations need a version older than the newest, which a replica serves only once.
 
-        Replicas pass through their versions in order, and never come back. So they are given all of them when they
-        start; more than a batch waits in their engines.
+        Such are evaluations of a resumed run before its learner publishes. Replicas load versions in ascending
+        order, so a starting replica gets all of the lane, and its engine queues more than a batch.
         """
         evaluated, newest = lane.entries[0][1].kind is Kind.EVAL, self._book.newest_version
         return evaluated and version is not None and (version < newest or newest < 0)
 
     def _limit(self, lane: Lane) -> int | None:
-        """Trajectories in flight with which a replica gets no more of a lane; the rest waits for others."""
+        """Return the number of in-flight trajectories at which a replica gets no more of a lane; None.
+
+        No limit.
+        """
         if lane.share is None:
             return None
         return lane.share if self._book.views.num_starting() else self._book.settings.batch_per_replica
@@ -288,20 +294,20 @@ class WaitingQueue:
         lane = self._lanes.setdefault(self._need(trajectory), Lane())
         heappush(lane.entries, (arrival, trajectory))
 
-    def _take(self, need: Need) -> tuple[int, LiveTrajectory]:
-        """The first of a lane, which leaves it."""
+    def _pop(self, need: Need) -> tuple[int, LiveTrajectory]:
+        """Remove and return the first of a lane, with its arrival."""
         entries = self._lanes[need].entries
         if len(entries) == 1:
             del self._lanes[need]
         return heappop(entries)
 
     def _is_free(self, trajectory: LiveTrajectory) -> bool:
-        """True where any replica will do."""
+        """Whether any replica may run a training trajectory now."""
         bound = self.pin(trajectory) is not None or self._book.moves.destination(trajectory.id) is not None
         return trajectory.kind is Kind.TRAIN and not bound and self._book.may_run(trajectory)
 
     def _place(self, trajectory: LiveTrajectory, lane: Lane) -> tuple[ReplicaView | None, int | None]:
-        """The replica for a trajectory, if there is a place now; and its version, if only one will do."""
+        """Return the replica for a trajectory if one has a place, and its version if it is pinned."""
         move, pin = self._book.moves.destination(trajectory.id), self.pin(trajectory)
         if move is not None:
             if self._book.views.serves(*move):
@@ -314,9 +320,10 @@ class WaitingQueue:
         return self._router.for_new(1), None
 
     def _place_beside_training(self, evaluation: Evaluation, lane: Lane) -> ReplicaView | None:
-        """A replica for a member of a pass, which keeps its replicas from newer weights while it lasts.
+        """Return a replica for a member of a pass that runs beside training.
 
-        So it has as few as can hold it with a batch each; until its first token tells the version, one.
+        The pass holds its replicas back from newer weights, so it uses the fewest that hold it with a batch each,
+        and only one until its first token fixes the version.
         """
         batch = self._book.settings.batch_per_replica
         num_out = len(evaluation.pending) - len(lane.entries)

@@ -81,7 +81,7 @@ class InferenceEngine(Protocol):
 
 
 @runtime_checkable
-class TellingEngine(InferenceEngine, Protocol):
+class PushEngine(InferenceEngine, Protocol):
     """Engine of this event loop that tells of a stream, so that nobody needs a task to read it."""
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:

@@ -1,7 +1,8 @@
-"""Plan for replicas that leave: what they have moves to others that have room for it. Pure.
+"""Plan for leaving replicas: their trajectories move to replicas with room. Pure.
 
-Called by the owner of the fleet, again and again until they have nothing. Invariant: no destination is given more
-than it has room for, by all that leave together, so what finds no room stays where it runs, and ends there.
+The owner of the fleet calls it until the leaving replicas have no trajectories. All leaving replicas together give
+a destination no more than its room; a trajectory without a destination finishes where it runs
+(`tests/repack/test_leaving.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,10 @@ from laminar_py.records.replica import Move, Survey
 def plan_leaving(
     surveys: Sequence[Survey], *, room: Mapping[int, int], is_moving: Callable[[str], bool]
 ) -> list[Move]:
-    """Moves of the trajectories of leaving replicas to others, each of which has `room` for so many more.
+    """Return moves from the leaving replicas in `surveys` to replicas that have `room[replica]` free places.
 
-    What is moving already is left alone. What has not begun goes first, then what costs the least prefill; each
-    goes where the most room is.
+    Trajectories that `is_moving` stay out. Waiting trajectories move first, then those with the shortest prefill;
+    each goes to the replica with the most room.
     """
     most = [(-free, replica) for replica, free in room.items() if free > 0]
     heapify(most)

@@ -1,11 +1,16 @@
-"""Rounds of repacking: look at the replicas, plan, and carry the plan out. Owned by the controller.
+"""Repack rounds: survey the replicas, plan moves, and carry the plan out. The controller owns `Migration`.
 
-A round, for each version that several replicas serve: CHOOSE (of many the emptiest, the fullest, and the others in
-turn, by what the controller knows) -> SURVEY (each says what it has at this moment) -> PLAN (pure)
--> PROMISE (destinations keep their version for what is to come) -> GIVE UP (sources end what still is as it was
-planned, and report it) -> HANDED OVER (the scheduler assigns each to its destination when the report comes in).
-Whatever happens to a replica in between, `control` knows where each trajectory is. The next round waits for an
-interval at most: what a slow source still holds goes on beside it. A round is on record when its moves have ended.
+A round, for each version that several replicas serve:
+
+    CHOOSE       of a large fleet: the emptiest, the fullest, and others in turn
+    SURVEY       each chosen replica reports its trajectories and its KV use
+    PLAN         pure
+    PROMISE      destinations keep their version until the moves arrive
+    GIVE UP      sources abort the planned trajectories and report their tokens
+    HANDED OVER  the scheduler assigns each trajectory to its destination when the report arrives
+
+`control.moves` knows where each trajectory is, so a replica may die at any point. The next round starts after one
+interval even if a slow source still holds trajectories. A round is recorded when its moves have ended.
 """
 
 import asyncio
@@ -29,34 +34,34 @@ from laminar_py.records.trajectory import FinishReason
 from laminar_py.repack.planner import Planner, PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 
-MARGIN = 1.6  # on what responses were seen to add between survey and hand-over
-FORGET = 0.95  # what is left of that with each round in which they added less
+MARGIN = 1.6  # on the tokens that responses added between survey and hand-over
+FORGET = 0.95  # decay per round of that estimate
 ASKED_AT_ONCE = 32  # replicas
-MOST_SURVEYED = 256  # replicas in a round, whose cost does not grow with the fleet beyond that
+MOST_SURVEYED = 256  # replicas in a round, so that its cost stays bounded in a larger fleet
 
 
 class ReplicaFleet(Protocol):
-    """The replicas, as a round needs them."""
+    """Calls to replicas that a round makes."""
 
     async def survey(self, replica: int) -> Survey | None:
-        """Everything that a replica has at this moment; None if it is dying, or silent."""
+        """Return a replica's trajectories and KV use; None if it is dying or does not answer."""
         ...
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """Ask a replica to keep `version` until these trajectories have come; True if it promises to.
+        """Ask a replica to keep `version` until these trajectories arrive; return whether it promises.
 
-        One that does not answer in time keeps nothing.
+        A replica that does not answer in time promises nothing.
         """
         ...
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
-        """Have a replica end these trajectories and report what they have."""
+        """Tell a replica to abort these trajectories and report their tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationSettings:
-    """Settings of `config.repack.RepackConfig`, the cap on responses, and how long a version is held."""
+    """Settings of `config.repack.RepackConfig`, with the cap on responses and the hold time of a version."""
 
     planner: str  # a name in `config.repack.PLANNERS`
     interval_s: float
@@ -65,8 +70,8 @@ class MigrationSettings:
     hold_s: float = math.inf
 
     @staticmethod
-    def of(config: RunConfig) -> "MigrationSettings":
-        """Settings of a run."""
+    def from_config(config: RunConfig) -> "MigrationSettings":
+        """Return the settings from a run's config."""
         return MigrationSettings(
             planner=config.repack.planner or DEFAULT_PLANNER,
             interval_s=config.repack.interval_s,
@@ -77,7 +82,7 @@ class MigrationSettings:
 
 
 class Migration:
-    """Rounds every `interval_s`, and whenever `published(version)` returns a newer one."""
+    """Runs a round every `interval_s`, and when `published(version)` returns a newer version."""
 
     def __init__(
         self,
@@ -94,18 +99,18 @@ class Migration:
         self._clock = clock
         self._published = published
         self._remaining = RemainingTokens(settings.max_new_tokens)
-        self._newest = -1  # version on record when the last round began
-        self._growth: float | None = None  # tokens that responses added on their way, lately at most
-        self._previous_kv: dict[int, int] = {}  # tokens of each replica when it was last asked
+        self._newest = -1  # published version at the start of the last round
+        self._growth: float | None = None  # tokens that a response adds between survey and hand-over
+        self._previous_kv: dict[int, int] = {}  # tokens of each replica at its last survey
         self._turn = 0  # number of the next round
 
     def finished(self, trajectory: FinishedTrajectory) -> None:
-        """Take in the length of a response that ended."""
+        """Note the length of a finished response, for the forecast."""
         capped = trajectory.finish_reason is FinishReason.LENGTH
         self._remaining.finished(trajectory.length, capped=capped)
 
     async def run(self, speed: EngineSpeed) -> None:
-        """Rounds until cancelled."""
+        """Run rounds until cancelled."""
         planner = PLANNERS.get(self._settings.planner)
         async with asyncio.TaskGroup() as recording:
             while True:
@@ -134,7 +139,7 @@ class Migration:
         self._previous_kv |= {survey.replica: survey.kv_used for survey in surveys}
 
     async def _surveys(self, replicas: Sequence[int]) -> list[Survey]:
-        """Surveys of the replicas that answer, asked a few at a time: the event loop has others to serve."""
+        """Survey replicas, a few at a time so that the event loop serves others; return the answers."""
         async with asyncio.TaskGroup() as asking:
             asked: list[asyncio.Task[Survey | None]] = []
             for first in range(0, len(replicas), ASKED_AT_ONCE):
@@ -147,8 +152,8 @@ class Migration:
         return await self._fleet.survey(replica)
 
     def _context(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> PlanningContext:
-        self._remaining.look([held.length for survey in surveys for held in survey.running])
-        if self._growth is None:  # before any has moved: what one adds in an interval
+        self._remaining.update([held.length for survey in surveys for held in survey.running])
+        if self._growth is None:  # before the first move: the tokens of one interval
             self._growth = self._settings.interval_s * speed.rate(sequences=1, kv_tokens=0.0)
         return PlanningContext(
             speed=speed,
@@ -162,9 +167,9 @@ class Migration:
         )
 
     async def carry_out(self, version: int, planned: Sequence[Move], recording: asyncio.TaskGroup) -> None:
-        """Carry a plan out among replicas of a version, an interval long at most; the record follows its end."""
+        """Carry out the planned moves of a version, and wait one interval at most; a task records their end."""
         moves = self._scheduler.moves
-        planned = [move for move in planned if not moves.is_under_way(move.trajectory_id)]
+        planned = [move for move in planned if not moves.is_open(move.trajectory_id)]
         if not planned:
             return
         began = self._clock.now()
@@ -200,10 +205,10 @@ class Migration:
 
 
 def choose(by_version: Mapping[int, Sequence[ReplicaView]], *, most: int, turn: int) -> list[int]:
-    """About `most` replicas to survey, of each version that several serve in proportion.
+    """Choose about `most` replicas to survey, in proportion from each version that several serve.
 
-    A quarter has the least work, so that it is emptied first; a quarter the most, some of which may wait; the
-    others, where there is room for what moves, come in turn from round to round.
+    A quarter has the least work, to be emptied first. A quarter has the most work, some of it waiting. The others
+    may have room, and take turns from round to round.
     """
     groups = [group for group in by_version.values() if len(group) > 1]
     total = sum(map(len, groups))

@@ -1,4 +1,4 @@
-"""The planner of the paper (Laminar, algorithm of the dynamic repack): consolidation by Best-Fit."""
+"""The planner of the Laminar paper (its dynamic repack algorithm): Best-Fit consolidation."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,19 @@ from laminar_py.repack.signals import RampDown
 
 
 class PaperPlanner:
-    """Best-Fit consolidation.
+    """Best-Fit consolidation of replicas that ramp down.
 
-    Idle candidates, the emptiest first, go whole to the candidate that becomes most densely packed within its KV
-    capacity and the roofline batch; one that received is no source.
+    The planner empties candidates, the emptiest first. All trajectories of a candidate go to the candidate with
+    the highest KV use that still has room by KV capacity and roofline batch. A candidate that received is no
+    source.
     """
 
     def __init__(self, context: PlanningContext) -> None:
         self._ramp_down = RampDown(context.previous_kv, context.speed.roofline_batch)
 
     def plan(self, group: Sequence[Survey]) -> list[Move]:
-        """Moves among replicas that serve the same version."""
-        candidates = [s for s in group if s.settled and s.running and self._ramp_down.shows(s)]
+        """Return moves among replicas that serve the same version."""
+        candidates = [s for s in group if s.settled and s.running and self._ramp_down.is_idle(s)]
         candidates.sort(key=lambda survey: (survey.kv_used, survey.replica))
         used = {survey.replica: survey.kv_used for survey in candidates}
         count = {survey.replica: len(survey.running) for survey in candidates}

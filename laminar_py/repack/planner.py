@@ -1,8 +1,8 @@
-"""Planners: which trajectories in flight move where, for replicas that serve the same weight version.
+"""The interface of planners, which decide where in-flight trajectories of one weight version move.
 
-A planner is built for one round of `repack.migration` and asked for a plan for each version that several replicas
-serve. It goes by the `PlanningContext` and the surveys alone. A plan never fills a replica beyond its KV cache or
-its slots, and moves each trajectory at most once.
+`repack.migration` builds a planner for each round and asks it for one plan per version that several replicas
+serve. A planner uses only its `PlanningContext` and the surveys. A plan fills no replica beyond its KV cache or
+slots, and moves each trajectory at most once (`tests/repack/test_planner.py`).
 """
 
 import math
@@ -15,35 +15,38 @@ from laminar_py.repack.signals import EngineSpeed, Numbers
 
 
 class Forecast(Protocol):
-    """A prediction of what is to come, e.g. `signals.GroupForecast`."""
+    """A prediction of remaining response tokens, e.g. `signals.GroupForecast`."""
 
     def __call__(self, held: Sequence[Held], /) -> Numbers:
-        """[n] tokens to come of their responses."""
+        """Return [n] expected remaining tokens of each response."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningContext:
-    """State of a run that a planner may go by in one round."""
+    """State of a run that a planner uses in one round."""
 
     speed: EngineSpeed
     forecast: Forecast
-    max_stall_s: float  # the longest that a destination may stand still for the prefill of what it receives
+    max_stall_s: float  # longest prefill of received trajectories, for which a destination stops decoding
     max_new_tokens: int  # cap on responses
-    hold_s: float = math.inf  # the longest that a version is kept where environments alone work
-    growth: int = 64  # tokens that a response adds between the survey and its hand-over
-    has_demand: bool = True  # a replica that becomes free gets new prompts
-    previous_kv: Mapping[int, int] = field(default_factory=dict)  # KV tokens of each replica when last asked
+    hold_s: float = math.inf  # longest time to keep a version while all trajectories wait for environments
+    growth: int = 64  # tokens that a response adds between survey and hand-over
+    has_demand: bool = True  # an emptied replica gets new prompts
+    previous_kv: Mapping[int, int] = field(default_factory=dict)  # KV tokens of each replica at its last survey
 
 
 class Planner(Protocol):
-    """A planner of one round, e.g. `PredictivePlanner(context)`; `config.repack.PLANNERS` has their classes."""
+    """A planner of one round, e.g. `PredictivePlanner(context)`.
+
+    `config.rollout.PLANNERS` registers the classes.
+    """
 
     def plan(self, group: Sequence[Survey]) -> list[Move]:
-        """Moves among replicas that serve the same version."""
+        """Return moves among replicas that serve the same version."""
         ...
 
 
 def move_of(held: Held, source: Survey, destination: int) -> Move:
-    """The move of a trajectory with all that it has."""
+    """Return the move of a running trajectory, which costs a prefill of its context."""
     return Move(held.trajectory_id, source.replica, destination, held.context)

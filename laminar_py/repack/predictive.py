@@ -1,4 +1,4 @@
-"""The predictive planner: waiting trajectories are shared, and replicas are emptied where that gains time."""
+"""The predictive planner: it shares waiting trajectories, and empties replicas if that gains time."""
 
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
@@ -14,17 +14,17 @@ CACHE_READS = 2.5  # most time of a destination's step for reading caches, over 
 
 
 class PredictivePlanner:
-    """Shares what waits, then empties sources and spreads what they have where that gains.
+    """Shares waiting trajectories, then empties replicas if that gains time.
 
-    1. Where one replica of a version has trajectories that wait and another has room, waiting ones move: they have
-       no KV cache to lose.
-    2. Where nothing waits any more, as many sources are emptied, the emptiest first, as the others have room for
-       in this round, and what they have is spread evenly over these. Room is what is free until reading caches
-       takes `CACHE_READS` times as long as reading the weights: more would gain little and slow down all that is
-       there. A source is emptied if that gains more time than it costs: it is freed for as long as its longest
-       response is expected to go on; destinations stand still for prefill and are slower afterwards. Not where a
-       freed replica would get nothing (`has_demand` is False). A replica that has kept its version for longer than
-       `hold_s` where environments alone work is emptied whatever the others cost: it makes nothing.
+    1. If a replica has waiting trajectories and another of its version has room, waiting trajectories move; they
+       have no KV cache to lose.
+    2. If no trajectory waits, the planner empties as many replicas as the others have room for in this round, the
+       emptiest first, and spreads their trajectories evenly. A destination has room until reading KV caches takes
+       `CACHE_READS` times as long as reading weights; more would slow down its batch for little gain. Emptying a
+       replica gains the time until its longest response would end. It costs prefill and slower steps at the
+       destinations. The planner empties a replica if the gain exceeds the cost and there are prompts for it
+       (`has_demand`). It always empties a replica that has kept its version longer than `hold_s` while all its
+       trajectories wait for environments.
     """
 
     def __init__(self, context: PlanningContext) -> None:
@@ -36,7 +36,7 @@ class PredictivePlanner:
         self._has_demand = context.has_demand
 
     def plan(self, group: Sequence[Survey]) -> list[Move]:
-        """Moves among replicas that serve the same version."""
+        """Return moves among replicas that serve the same version."""
         settled = [survey for survey in group if survey.settled]
         donors = {survey.replica: _fresh(survey) for survey in settled if survey.waiting}
         takers = [survey for survey in settled if survey.running and not survey.waiting]
@@ -44,14 +44,14 @@ class PredictivePlanner:
         tail = [survey for survey in takers if survey.replica not in filled]
         return shared + (self._consolidate(tail) if self._has_demand else [])
 
-    # ---- what waits
+    # ---- waiting trajectories
 
     def _share(self, donors: dict[int, list[Held]], takers: Sequence[Survey]) -> tuple[list[Move], set[int]]:
-        """Moves of waiting trajectories, from the longest queue first, to replicas with room; and who got any."""
+        """Return moves of waiting trajectories, longest queue first, and the replicas that receive any."""
         moves: list[Move] = []
         filled: set[int] = set()
         growth = 0.0
-        if donors:  # what a new one has on average over its life
+        if donors:  # half of the expected response, its mean KV use over time
             growth = float(self._to_come([queue[-1] for queue in donors.values() if queue][:1]).sum()) / 2
         for taker in sorted(takers, key=lambda survey: survey.kv_used):
             slots, room = taker.slots - len(taker.running), taker.kv_capacity - taker.kv_used
@@ -71,7 +71,7 @@ class PredictivePlanner:
                 slots, room = slots - count, room - int(count * footprint)
         return moves, filled
 
-    # ---- what runs
+    # ---- running trajectories
 
     def _consolidate(self, tail: Sequence[Survey]) -> list[Move]:
         ordered = sorted(tail, key=lambda survey: (survey.kv_used, survey.replica))
@@ -79,7 +79,7 @@ class PredictivePlanner:
             return []
         gains = self._gains(ordered)
         first = next((place for place, gain in enumerate(gains) if gain > 0), len(ordered))
-        ordered, gains = ordered[first:], gains[first:]  # those before are about to end by themselves
+        ordered, gains = ordered[first:], gains[first:]  # the earlier ones end soon by themselves
         free = {survey.replica: self._free(survey) for survey in ordered}
         sources = self._sources(ordered, gains, free)
         emptied = {survey.replica for survey in sources}
@@ -90,13 +90,13 @@ class PredictivePlanner:
             before = rooms.copy()
             given = self._spread(source, rooms)
             if given is None:
-                rooms = before  # it stays whole, and the next one has the room
+                rooms = before  # a source moves whole or not at all
             else:
                 moves += given
         return moves
 
     def _free(self, survey: Survey) -> int:
-        """KV tokens that a destination has room for."""
+        """KV tokens for which a destination has room."""
         speed = self._speed
         limit = float(survey.kv_capacity)
         if speed.step_s_per_token > 0:
@@ -104,9 +104,9 @@ class PredictivePlanner:
         return max(0, int(limit) - survey.kv_used)
 
     def _sources(self, ordered: Sequence[Survey], gains: Sequence[float], free: Mapping[int, int]) -> list[Survey]:
-        """The emptiest, each of which gains, as many as all others together have room for in this round.
+        """Return the emptiest replicas that gain, as many as the others have room for in this round.
 
-        One whose longest response nobody else can take is none: without the others it would go on just as long.
+        A replica whose longest response fits nowhere else is skipped, since it would run just as long.
         """
         room = {replica: min(tokens, self._stall_tokens) for replica, tokens in free.items()}
         widest = sorted(room.values())[-2:]
@@ -125,7 +125,7 @@ class PredictivePlanner:
         return sources
 
     def _spread(self, source: Survey, rooms: "_Rooms") -> list[Move] | None:
-        """Moves of all that a source has, the longest first, or None where not all of it finds a place."""
+        """Return moves of all trajectories of a source, longest first; None if one of them fits nowhere."""
         moves: list[Move] = []
         for held in sorted(source.running, key=lambda held: -held.context):
             destination = rooms.place(held.context + self._growth)
@@ -135,10 +135,10 @@ class PredictivePlanner:
         return moves
 
     def _gains(self, tail: Sequence[Survey]) -> list[float]:
-        """Seconds of a full replica that emptying each would gain.
+        """Return [n] replica seconds that emptying each replica would gain.
 
-        Alone it would stand there until its longest response ends. Elsewhere its tokens take the time that a full
-        replica takes for as many, the prefill, and what they slow down the others in their batches by.
+        The gain is the time until its longest response would end. The cost is the time that a full replica takes
+        for the same tokens, their prefill, and the slowdown of the batches that they join.
         """
         counts = np.array([len(survey.running) for survey in tail])
         running = [held for survey in tail for held in survey.running]
@@ -150,7 +150,7 @@ class PredictivePlanner:
         best = speed.rate(sequences=full, kv_tokens=full * mean_context)
         slower_s = speed.step_s_per_sequence + speed.step_s_per_token * contexts
         costs_s = np.add.reduceat(to_come * (1 / best + slower_s) + speed.prefill_s(1) * contexts, starts)
-        # n with equal hazards end one after another: the k-th last one after mean / k steps of k
+        # n responses of equal hazard end one by one: k of them run together for mean / k steps
         steps_s = (
             speed.step_s * _harmonic(counts)
             + speed.step_s_per_sequence * counts
@@ -163,10 +163,10 @@ class PredictivePlanner:
 
 
 class _Rooms:
-    """Destinations by the KV tokens that each may still take in this round, the most first."""
+    """Destinations, ordered by the KV tokens that each may still receive in this round, most first."""
 
     def __init__(self, surveys: Sequence[Survey], free: Sequence[int], stall_tokens: int) -> None:
-        # (minus KV tokens that it may still take, minus those free, replica, slots free)
+        # (minus KV tokens it may still receive, minus free KV tokens, replica, free slots): a heap of the most
         self._entries = [
             (-min(tokens, stall_tokens), -tokens, survey.replica, survey.slots - len(survey.running))
             for survey, tokens in zip(surveys, free, strict=True)
@@ -175,13 +175,13 @@ class _Rooms:
         heapify(self._entries)
 
     def copy(self) -> "_Rooms":
-        """Copy that changes by itself."""
+        """Return an independent copy."""
         other = _Rooms((), (), 0)
         other._entries = self._entries.copy()
         return other
 
     def place(self, context: int) -> int | None:
-        """The destination that may take the most, None where that is less than `context`."""
+        """Take `context` KV tokens at the destination with the most room, and return it; None if none has room."""
         if not self._entries or context > -self._entries[0][0]:
             return None
         left, free, replica, slots = self._entries[0]
@@ -199,5 +199,5 @@ def _harmonic(counts: npt.NDArray[np.int64]) -> Numbers:
 
 
 def _fresh(survey: Survey) -> list[Held]:
-    """Waiting trajectories that have not begun anywhere."""
+    """Waiting trajectories without response tokens."""
     return [held for held in survey.waiting if not held.length]

@@ -1,4 +1,4 @@
-"""A replica around an engine."""
+"""A replica: the trajectories that run in one engine, and the weights that the engine serves."""
 
 from typing import TYPE_CHECKING
 

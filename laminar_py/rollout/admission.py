@@ -1,11 +1,11 @@
-"""Admission of trajectories to a replica under the version that it serves. Owned by `replica`; no I/O.
+"""Admission of trajectories to a replica under the version that it serves. `rollout.replica` owns it; no I/O.
 
-CLOSED -> OPEN                  the newest weights are loaded and nothing older runs
+CLOSED -> OPEN                  the newest weights are loaded, and nothing older runs
 OPEN -> CLOSED                  an older version was loaded, for trajectories that must continue under it
-CLOSED, OPEN -> STOPPED         no training any more; evaluations still run
-CLOSED, OPEN, STOPPED -> LOST   the engine is gone: one last report, and nothing more
+CLOSED, OPEN -> STOPPED         the replica takes no more training; evaluations still run
+CLOSED, OPEN, STOPPED -> LOST   the engine is gone; one last report follows
 
-Invariant: under `drain` a version gets at most one batch of new trajectories.
+Under `drain` a version gets at most one batch of new trajectories (law 2).
 """
 
 from enum import Enum
@@ -17,20 +17,20 @@ from laminar_py.records.trajectory import Kind
 
 
 class ReplicaState(Enum):
-    """Stages in the life of a replica; `ReplicaAdmission` makes the transitions."""
+    """States of a replica; `ReplicaAdmission` makes the transitions."""
 
-    CLOSED = "closed"  # finishes what it has
+    CLOSED = "closed"  # finishes its trajectories
     OPEN = "open"  # begins new trajectories, until its batch is full
     STOPPED = "stopped"
     LOST = "lost"
 
 
 class ReplicaAdmission:
-    """State of a replica, and what it has admitted so far."""
+    """The state of a replica, and the number of trajectories that it admitted."""
 
     def __init__(self, policy: OnNewWeights, *, batch: int, max_batch: int) -> None:
         self.state = ReplicaState.CLOSED
-        self.received = 0  # new training trajectories, in the life of the replica
+        self.received = 0  # new training trajectories, since the replica started
         self.loss: EngineLostError | None = None  # set once LOST
         self._admitted = 0  # training trajectories, under the version in use
         self._policy = policy
@@ -39,43 +39,43 @@ class ReplicaAdmission:
 
     @property
     def trains(self) -> bool:
-        """True while training is taken up at all."""
+        """Whether the replica takes training trajectories."""
         return self.state in (ReplicaState.CLOSED, ReplicaState.OPEN)
 
     def begin_batch(self, *, admitted: int) -> None:
-        """Open for the newest version, to which `admitted` trajectories that came meanwhile belong already."""
+        """Open for the newest version; `admitted` trajectories that arrived during its load count already."""
         self._admitted = admitted
         if self.trains:
             self.state = ReplicaState.OPEN
 
     def continue_batch(self, *, newest: bool) -> None:
-        """Serve a version for those pinned to it; new ones may join only if no newer is known."""
+        """Serve a version for trajectories pinned to it; admit new ones only if it is the `newest`."""
         if self.trains:
             self.state = ReplicaState.OPEN if newest else ReplicaState.CLOSED
 
     def stop(self) -> None:
-        """Take up no training from here on."""
+        """Take no more training."""
         if self.trains:
             self.state = ReplicaState.STOPPED
 
     def lose(self, error: EngineLostError) -> None:
-        """Note that the engine is gone; the first error counts."""
+        """Note that the engine is gone, and keep the first error."""
         self.loss = self.loss or error
         self.state = ReplicaState.LOST
 
     def count(self, assignment: Assignment) -> None:
-        """Note one that starts, whichever version admitted it."""
+        """Count a trajectory that starts now, if it is new."""
         self._admitted += is_new(assignment)
 
     def count_pinned(self, assignment: Assignment) -> None:
-        """Note one for whose sake the version in use was loaded."""
+        """Count a training trajectory for which the current version was loaded."""
         self._admitted += assignment.kind is Kind.TRAIN
 
     def admissible(self, *, num_running: int, num_away: int = 0) -> int:
-        """Training trajectories that may begin now.
+        """Return how many training trajectories may begin now.
 
-        But under `drain`, where a version gets one batch, others take the places of `num_away` that hold no slot,
-        one batch of them at most.
+        Under `drain` it is the rest of the version's one batch. Otherwise further trajectories take the places of
+        `num_away` trajectories that wait for their environment and hold no slot, one batch at most.
         """
         if self.state is not ReplicaState.OPEN:
             return 0
@@ -85,5 +85,5 @@ class ReplicaAdmission:
 
 
 def is_new(assignment: Assignment) -> bool:
-    """True for training that begins under the version in use; a pinned trajectory was admitted elsewhere."""
+    """Whether an assignment is new training; another replica admitted a pinned trajectory before."""
     return assignment.kind is Kind.TRAIN and assignment.version is None

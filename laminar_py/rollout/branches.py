@@ -1,7 +1,7 @@
-"""Requests of a response that is a tree: an engine gets the context of its end alone. Called by `rollout.running`.
+"""Requests for a response that is a tree: the engine gets only the context of its last branch.
 
-Invariant: a branch draws numbers of its own, so one that goes on from where another did is not the same again, and
-it draws the same wherever it is asked for once more.
+`rollout.running` calls it. A branch has its own seed, so two branches from one place differ, and a repeated
+request draws the same tokens (`tests/environment/test_truth.py`).
 """
 
 import msgspec
@@ -10,19 +10,19 @@ from laminar_py.records.engine import GenerateRequest
 from laminar_py.records.spans import Span
 from laminar_py.records.tree import context_of
 
-_ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: it spreads small numbers over all bits
+_ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, which spreads small numbers over all bits
 
 
 def in_context(request: GenerateRequest, spans: tuple[Span, ...]) -> GenerateRequest:
-    """A request that goes on with the whole response, which is a tree, as one with its context alone.
+    """Turn a request that continues a whole tree into a request with the context of its last branch alone.
 
-    E.g. of a response of 60 tokens whose last 15 follow its first 41: these 56 behind the prompt.
+    E.g. if the last 15 of 60 response tokens follow the first 41, the engine gets these 56 behind the prompt.
     """
     context, sampling = context_of(spans), request.sampling
     root, branch = context.parts[0][0], context.parts[-1][0]
     ids = request.prefix_ids[context.places]
     prompt, group = request.prompt_ids, request.group_id
-    if not context.has_prompt:  # the words that it begins with are its prompt, which no other shares
+    if not context.has_prompt:  # the branch begins with a prompt of its own, which no other shares
         count = next(span.end - span.start for span in spans if span.start == root)
         prompt, ids, group = ids[:count], ids[count:], f"{request.rid}/{root}"
     room = sampling.max_new_tokens - len(request.prefix_ids)

@@ -1,7 +1,7 @@
-"""Speed of an engine: a few batches on one that has weights and nothing else to do. Called by `replica`.
+"""Measurement of an engine's speed, by a few batches on an idle engine with weights. `rollout.replica` calls it.
 
-A step is what a batch of longer responses takes over one of shorter ones, divided by the difference, so that
-prefill and scheduling cancel out.
+The time of a step is the difference between a batch of long and a batch of short responses, divided by the
+difference in tokens, so that prefill and scheduling cancel out.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ SHORT, LONG = 16, 48  # response tokens of the two batches
 PROMPT, LONG_PROMPT = 8, 4096
 FEW = 8  # sequences with long prompts
 REPEATS = 3
-MARGIN = 0.25  # by so much longer than that of a single sequence, a step is of too large a batch
+MARGIN = 0.25  # the roofline batch lengthens a step by this share over a single sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBounds:
-    """Bounds that the requests must keep, as in `RolloutConfig`."""
+    """Bounds on the requests, as in `RolloutConfig`."""
 
     vocab: int
     slots: int
     max_len: int
     kv_capacity: int
-    sampling: SamplingParams  # what is drawn from, and recorded of it, costs time too
+    sampling: SamplingParams  # top-p and recording cost time too
 
     @property
     def few(self) -> int:
@@ -41,14 +41,14 @@ class EngineBounds:
 
     @property
     def long_prompt(self) -> int:
-        """Tokens of a prompt that is long, but with which a few fit."""
+        """Tokens of a long prompt of which a few fit."""
         return max(PROMPT + 1, min(LONG_PROMPT, self.max_len, self.kv_capacity // self.few) - LONG - 1)
 
 
 async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Clock) -> EngineSpeed:
-    """Speed of an engine; takes about 800 decode steps and the prefill of 200,000 tokens at most."""
+    """Measure the speed of an idle engine, by about 800 decode steps and at most 200,000 prefill tokens."""
     requests, few, prompt = TimedRequests(engine, bounds, clock), bounds.few, bounds.long_prompt
-    await requests.batch(1, PROMPT, SHORT)  # kernels are compiled, memory is touched
+    await requests.batch(1, PROMPT, SHORT)  # warm-up: compiles kernels, touches memory
     alone = await requests.step_s(1, PROMPT)
     per_sequence = max(0.0, await requests.step_s(bounds.slots, PROMPT) - alone) / max(1, bounds.slots - 1)
     short, long = await requests.step_s(few, PROMPT), await requests.step_s(few, prompt)
@@ -65,7 +65,7 @@ async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Cl
 
 
 class TimedRequests:
-    """Requests of any size to an engine that has nothing else to do, and what they take."""
+    """Sends requests of chosen sizes to an idle engine and times them."""
 
     def __init__(self, engine: InferenceEngine, bounds: EngineBounds, clock: Clock) -> None:
         self._engine = engine
@@ -75,7 +75,7 @@ class TimedRequests:
         self._num_requests = 0
 
     async def step_s(self, sequences: int, prompt: int) -> float:
-        """Seconds of one decode step; the median of a few."""
+        """Return seconds of one decode step, the median of `REPEATS`."""
         steps = []
         for _ in range(REPEATS):
             short = await self.batch(sequences, prompt, SHORT)
@@ -84,9 +84,9 @@ class TimedRequests:
         return max(1e-6, median(steps))
 
     async def batch(self, sequences: int, prompt: int, tokens: int, *, groups: int | None = None) -> float:
-        """Seconds of so many requests together, whose prompts no cache knows.
+        """Return seconds of `sequences` requests together, with prompts that no prefix cache has.
 
-        Those of a group share theirs; without `groups` each has its own.
+        With `groups`, requests share that many prompts; without, each has its own.
         """
         prompts = [self._prompt(prompt) for _ in range(groups or sequences)]
         first = self._num_requests

@@ -1,4 +1,4 @@
-"""Callbacks of the event loop that belong to a replica: a mistake in one ends it, as in a task of it."""
+"""Callbacks of the event loop that belong to a replica: an exception in one ends the replica's task group."""
 
 import asyncio
 import logging
@@ -9,32 +9,32 @@ log = logging.getLogger(__name__)
 
 
 class Callbacks:
-    """Callbacks of an engine, or of the event loop, for a group of tasks, from `open` until that ends."""
+    """Guards callbacks of an engine or the event loop: a task of a task group raises their first exception."""
 
     def __init__(self) -> None:
         self._mistake: asyncio.Future[None] | None = None
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
-        """Have a task of these raise the first mistake."""
+        """Start the task that raises the first exception."""
         self._mistake = asyncio.get_running_loop().create_future()
         tasks.create_task(_raise(self._mistake), name="callbacks")
 
     def close(self) -> None:
-        """Be of no use any more."""
+        """Cancel the task."""
         if self._mistake is not None:
             self._mistake.cancel()
 
     @property
     def ended(self) -> bool:
-        """True once the tasks end, and take in no other."""
+        """Whether the task group is ending, so that callbacks do nothing more."""
         return self._mistake is not None and self._mistake.done()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around a callback, which raises nothing then."""
+        """Run a callback's body; log its exception and pass it to the task."""
         try:
             yield
-        except Exception as error:  # whatever it is, the task raises it
+        except Exception as error:  # the task raises it
             log.exception("a callback failed")
             if self._mistake is not None and not self._mistake.done():
                 self._mistake.set_exception(error)

@@ -1,6 +1,7 @@
-"""Environments that are told the turns of the model as they are sampled. Owned by `streams`.
+"""Streaming of sampled tokens to environments that listen to a turn. `rollout.streams` owns it.
 
-Invariant: what is told is in the journal, so that a death of the replica changes nothing of it.
+Tokens are in the journal before an environment gets them, so a dead replica's successor cannot sample others in
+their place (law 9).
 """
 
 import asyncio
@@ -8,12 +9,12 @@ from collections.abc import Callable
 
 from laminar_py.records.protocols import Clock, EngineLostError, Environments
 from laminar_py.rollout.callbacks import Callbacks
-from laminar_py.rollout.running import Running, StreamState
+from laminar_py.rollout.running import RunningTrajectory, StreamState
 from laminar_py.rollout.storing import ResponseStore
 
 
 class Listeners:
-    """Turns to which environments listen; `lost()` if what is sampled cannot be stored."""
+    """Streams turns to listening environments; calls `lost(error)` if tokens cannot be stored."""
 
     def __init__(
         self,
@@ -29,28 +30,28 @@ class Listeners:
         self._clock = clock
         self._callbacks = callbacks
         self._lost = lost
-        self._heard: dict[str, Running] = {}  # that have got more since they were told
+        self._heard: dict[str, RunningTrajectory] = {}  # with tokens not sent yet
 
-    def heard(self, running: Running) -> None:
-        """Tell the environment of a trajectory what has been sampled, together with others, in a moment."""
+    def sampled(self, running: RunningTrajectory) -> None:
+        """Schedule the sending of a trajectory's new tokens, together with those of others."""
         if self._environments is None:
             return
         if not self._heard:
-            asyncio.get_running_loop().call_soon(self._tell, self._environments)
+            asyncio.get_running_loop().call_soon(self._send, self._environments)
         self._heard[running.assignment.trajectory_id] = running
 
-    def _tell(self, environments: Environments) -> None:
+    def _send(self, environments: Environments) -> None:
         heard, self._heard = self._heard, {}
         if self._callbacks.ended:
             return
         inside = [running for running in heard.values() if running.state is StreamState.IN_ENGINE]
         with self._callbacks.guarded():
-            pieces = [running.note(self._clock.now()) for running in inside]
+            pieces = [running.pop_unjournaled(self._clock.now()) for running in inside]
             try:
-                self._store.note([piece for piece in pieces if piece is not None])
+                self._store.journal([piece for piece in pieces if piece is not None])
             except EngineLostError as error:
                 self._lost(error)
                 return
-            parts = [part for running in inside if (part := running.part()) is not None]
+            parts = [part for running in inside if (part := running.pop_part()) is not None]
             if parts:
                 environments.hear(parts)

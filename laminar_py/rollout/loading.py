@@ -1,6 +1,7 @@
-"""New weights for a replica's engine: pulled from the relay, loaded, verified, reported. Owned by `replica`.
+"""Loading of new weights into a replica's engine: pull from the relay, load, verify, report.
 
-Invariant: nothing enters the engine between the first byte of a load and its last, and each load is reported once.
+`rollout.replica` owns the `WeightLoader`. No request enters the engine during a load, and each load is in one
+report (`tests/rollout/test_replica.py`).
 """
 
 import logging
@@ -20,7 +21,7 @@ PAUSES = {OnNewWeights.RETRACT: PauseMode.RETRACT, OnNewWeights.IN_PLACE: PauseM
 
 
 class WeightLoader:
-    """Loads versions from `weights` into `engine`; one version in `verify_every` is hashed there, 0 for none."""
+    """Loads versions from `weights` into `engine`, and hashes every `verify_every`-th there (0: none)."""
 
     def __init__(
         self, engine: InferenceEngine, weights: WeightSource, streams: Streams, out: Outbox, *, verify_every: int
@@ -31,10 +32,10 @@ class WeightLoader:
         self._streams = streams
         self._out = out
         self._verify_every = verify_every
-        self._next_verified = 0  # the first version from here on is
+        self._next_verified = 0  # the first version from here on is hashed
 
     async def load(self, version: int | None) -> None:
-        """Pull and load that version, or the newest, while nothing runs. Raises `VersionLostError`."""
+        """Pull and load a version, or the newest for None, while nothing runs. Raises `VersionLostError`."""
         began = self._out.clock.now()
         self._streams.serving.clear()
         try:
@@ -46,21 +47,21 @@ class WeightLoader:
         await self._install(pulled, began)
 
     async def swap(self, policy: OnNewWeights, *, may_swap: Callable[[], bool]) -> None:
-        """Load the newest version under running trajectories, which generate until it is here and go on under it.
+        """Pull the newest version while trajectories generate, then load it and let them continue under it.
 
-        Nothing happens unless `may_swap` still holds then.
+        After the pull it loads nothing if `may_swap()` is false.
         """
         began = self._out.clock.now()
         pulled = await self._weights.pull()
         if not may_swap():
-            return  # what came meanwhile must end first
+            return  # a trajectory that arrived during the pull must end first
         self._streams.serving.clear()
         interrupted = await self._streams.interrupt() if policy is OnNewWeights.RESUME else []
         if policy is not OnNewWeights.RESUME:
             await self._engine.pause(PAUSES[policy])
         await self._install(pulled, began)
         await self._engine.resume()
-        self._streams.resubmit(interrupted)
+        self._streams.resume_interrupted(interrupted)
         self._out.urgent.set()
 
     async def _install(self, pulled: PulledVersion, began: float) -> None:

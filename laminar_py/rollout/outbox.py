@@ -1,6 +1,6 @@
-"""Reports of a replica: news gathers here until the controller collects it. Owned by `replica`.
+"""The outbox gathers a replica's news into reports for the controller. `rollout.replica` owns it.
 
-Invariant: what was put in is in exactly one report, in the order in which it came.
+Each news is in exactly one report, in order (`tests/rollout/test_replica.py`).
 """
 
 import asyncio
@@ -16,27 +16,28 @@ GATHER_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class Outbox:
-    """News of a replica, e.g. `Outbox(index=0, clock=clock)`; bounded by what it runs between two reports."""
+    """News since the last report, e.g. `Outbox(index=0, clock=clock)`; bounded by what the replica runs."""
 
     index: int
     clock: Clock
-    gather_s: float = GATHER_S  # in which news gathers for a report
+    gather_s: float = GATHER_S  # for which news gathers
     progress: list[Progress] = field(default_factory=list)
     loads: list[WeightLoad] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)  # trajectories whose version is nowhere any more
+    lost: list[str] = field(default_factory=list)  # trajectories whose version no relay has
     generated: int = 0  # training tokens
-    urgent: asyncio.Event = field(default_factory=asyncio.Event)  # something is to be told
-    _awaited: asyncio.Event = field(default_factory=asyncio.Event)  # and somebody stands still until it is told
+    urgent: asyncio.Event = field(default_factory=asyncio.Event)  # there is news to report
+    _awaited: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for the report
     _last_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin the first interval."""
+        """Start the first interval."""
         self._last_s = self.clock.now()
 
     async def wait(self, timeout_s: float) -> None:
-        """Return when something is urgent, else after `timeout_s`.
+        """Return when news is urgent, else after `timeout_s`.
 
-        Never so soon that short trajectories do not share one, unless it is awaited.
+        Unless somebody waits for it, urgent news waits `gather_s` since the last report, so that short
+        trajectories share a report.
         """
         if not self.urgent.is_set():
             await _set_within(self.urgent, timeout_s)
@@ -45,20 +46,20 @@ class Outbox:
         self.urgent.clear()
         self._awaited.clear()
 
-    def begin(self, item: Assignment, version: int) -> None:
-        """Tell the version of a trajectory's first token."""
+    def report_first_token(self, item: Assignment, version: int) -> None:
+        """Add the version of a trajectory's first token."""
         self.progress.append(
             Progress(trajectory_id=item.trajectory_id, epoch=item.epoch, start=item.length, begun=version)
         )
         self.urgent.set()
 
     def at_once(self) -> None:
-        """Let the next report go out without waiting for others to share it."""
+        """Let the next report leave without gathering."""
         self.urgent.set()
         self._awaited.set()
 
-    def take(self, status: EngineStatus, *, admissible: int, received: int) -> ReplicaReport:
-        """The report of everything so far."""
+    def pop_report(self, status: EngineStatus, *, admissible: int, received: int) -> ReplicaReport:
+        """Return a report of all news so far, and empty the outbox."""
         self._last_s = self.clock.now()
         report = ReplicaReport(
             replica=self.index,
@@ -75,7 +76,7 @@ class Outbox:
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Return once an event is set, which the end of so many seconds does itself; at once where there are none."""
+    """Wait for an event, and set it after `seconds`; return at once if they are not positive."""
     if seconds <= 0:
         return
     if seconds == math.inf:

@@ -1,10 +1,12 @@
-"""A rollout replica: the trajectories that it runs, and when its engine takes new weights.
+"""A rollout replica: it runs trajectories in its engine, and decides when the engine takes new weights.
 
-Wired by the replica's actor. The controller calls `submit`, `abort`, `collect`, and for repacking `survey`,
-`expect`, `give_up`; weights come from the local relay. `admission` has the state. Under `drain` a replica admits
-a batch under a version, finishes it, loads the newest weights and admits the next. Invariants: it admits nothing
-before it has weights; under `drain` it leaves a version only when nothing of that runs here or is on its way here.
-When the engine is lost, one last report has all that the engine gave; the next `collect` raises.
+The replica process wires it. The controller calls `start_assignments`, `abort`, `next_report`, and for repacking
+`survey`, `expect`, `give_up`. Weights come from the local relay. `rollout.admission` has the state.
+
+Under `drain` a replica admits a batch under a version, finishes it, loads the newest weights and admits the next
+batch. It admits nothing before it has weights. Under `drain` it leaves a version only when no trajectory of that
+version runs here or is on its way here (law 2). If the engine is lost, one last report has all delivered tokens,
+and the next `next_report` raises.
 """
 
 import asyncio
@@ -30,7 +32,7 @@ from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed
 from laminar_py.rollout.loading import WeightLoader
 from laminar_py.rollout.outbox import GATHER_S, Outbox
-from laminar_py.rollout.running import Running
+from laminar_py.rollout.running import RunningTrajectory
 from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
 
@@ -52,7 +54,7 @@ class Replica:
         batch: int,
         max_batch: int,
         partial_interval_s: float,
-        tells_partials: bool = False,
+        reports_partials: bool = False,
         max_seconds: float | None = None,
         verify_every: int = 0,
         initial: Sequence[Assignment] = (),
@@ -66,16 +68,16 @@ class Replica:
         self._policy = on_new_weights
         self._max_batch = max_batch
         self._store = store
-        self._partial_interval_s, self._tells_partials = partial_interval_s, tells_partials
+        self._partial_interval_s, self._reports_partials = partial_interval_s, reports_partials
         self._max_seconds = max_seconds
         self._initial = initial
-        self._pinned: deque[Assignment] = deque()  # wait for their version; bounded by what the controller sends
-        self._expected: set[str] = set()  # on their way here from other replicas, under the version in use
-        self._expected_passes: set[str] = set()  # of which more is to come, under the version of what came
-        self._newest = -1  # the newest version that the relay has announced
+        self._pinned: deque[Assignment] = deque()  # wait for their version; the controller bounds them
+        self._expected: set[str] = set()  # trajectories on their way here, under the current version
+        self._expected_passes: set[str] = set()  # passes with further members to come, under the current version
+        self._newest = -1  # newest version that the relay announced
         self._weights_wanted = asyncio.Event()  # set when new weights may be due
-        self._weights_kept = asyncio.Lock()  # held while weights change, or must not
-        self._told = asyncio.Event()  # set once the loss of the engine was raised
+        self._weights_kept = asyncio.Lock()  # held while weights change, and while they must not
+        self._loss_raised = asyncio.Event()  # set when `next_report` has raised the engine's loss
         self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
         self._out = Outbox(index=index, clock=clock, gather_s=gather_s)
         self._streams = Streams(engine, self._out, store, environments, ended=self._one_left, lost=self._lose)
@@ -83,8 +85,8 @@ class Replica:
 
     # ---- called by the controller
 
-    def submit(self, assignments: Sequence[Assignment]) -> None:
-        """Start these; those pinned to a version that is not loaded wait until it is, oldest version first."""
+    def start_assignments(self, assignments: Sequence[Assignment]) -> None:
+        """Start assignments; those pinned to another version wait until it is loaded, oldest version first."""
         self._admission.received += sum(assignment.version is None for assignment in assignments)
         self._expected.difference_update(assignment.trajectory_id for assignment in assignments)
         self._expected_passes.update(item.group_id for item in assignments if item.more_to_come)
@@ -101,37 +103,37 @@ class Replica:
             self._weights_wanted.set()
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
-        """End these wherever they are; what they have is reported with finish reason ABORT."""
+        """Abort trajectories; the next report has their tokens, with finish reason ABORT."""
         self._hand_back_pinned(trajectory_ids)
         with self._watching_for_loss():
             await self._streams.abort(trajectory_ids)
 
     async def stop(self, *, evaluations: bool) -> None:
-        """Admit nothing more and interrupt all training, and evaluations too; partial responses are reported."""
+        """Admit nothing more and abort all training, and `evaluations` too; reports have the partial responses."""
         self._admission.stop()
         self._expected.clear()
         assignments = [*self._pinned, *(running.assignment for running in self._running.values())]
         await self.abort([item.trajectory_id for item in assignments if evaluations or item.kind is Kind.TRAIN])
 
-    async def collect(self, timeout_s: float) -> ReplicaReport:
-        """The next report: soon after something finished or changed, else after `timeout_s`.
+    async def next_report(self, timeout_s: float) -> ReplicaReport:
+        """Wait for news, at most `timeout_s`, and return the next report.
 
         Raises `EngineLostError` after the last report of a lost engine.
         """
         if self._admission.loss is not None and not self._out.urgent.is_set():
-            self._told.set()
+            self._loss_raised.set()
             raise self._admission.loss
         await self._out.wait(timeout_s)
         status = self._look()
         admissible = 0 if self._pinned else self._admissible(status)
-        return self._out.take(status, admissible=admissible, received=self._admission.received)
+        return self._out.pop_report(status, admissible=admissible, received=self._admission.received)
 
     async def measure_speed(
         self, *, vocab: int, max_len: int, sampling: SamplingParams
     ) -> tuple[EngineSpeed, bool]:
-        """Speed of the engine, once that has weights, and True if it had nothing else to do. New weights wait.
+        """Measure the engine's speed once it has weights; return it, and whether the engine was idle.
 
-        Raises `EngineLostError`, after the last report.
+        New weights wait meanwhile. Raises `EngineLostError`, after the last report.
         """
         await self._streams.serving.wait()
         try:
@@ -147,31 +149,31 @@ class Replica:
                 return await measure_speed(self._engine, bounds, self._clock), idle
         except EngineLostError as error:
             self._lose(error)
-            await self._told.wait()
+            await self._loss_raised.wait()
             raise
 
     def report_soon(self) -> None:
-        """Have the next report go out without waiting for more to share it."""
+        """Let the next report leave without gathering more news."""
         self._out.at_once()
 
-    def note(self) -> None:
-        """Have the journal hold what running trajectories have got, as it does every `partial_interval_s`."""
-        self._streams.note_partials(tells=False)
+    def journal_partials(self) -> None:
+        """Write new tokens of running trajectories to the journal, as every `partial_interval_s`."""
+        self._streams.save_partials(report=False)
 
     @property
     def away(self) -> frozenset[str]:
-        """Trajectories whose environment works on a turn."""
+        """Ids of trajectories whose environment answers a turn now."""
         return self._streams.away
 
     # ---- called for repacking
 
     async def survey(self, lengths: Callable[[], Mapping[str, int]] = dict) -> Survey:
-        """Everything it has now; nothing, if its engine is lost, so that its last report comes first.
+        """Return its training trajectories and KV use; no trajectories if the engine is lost.
 
-        `lengths` has the responses of which the engine has more than it has delivered.
+        `lengths()` gives response lengths by id, where the engine has more tokens than it delivered.
         """
         status = self._look()
-        await asyncio.sleep(0)  # what the engine has just delivered is taken first
+        await asyncio.sleep(0)  # first handle what the engine has just delivered
         training = [] if self._admission.state is ReplicaState.LOST else self._streams.training
         grown = lengths()
         return Survey(
@@ -191,25 +193,28 @@ class Replica:
         )
 
     def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """Promise to keep `version` until all of these have come or are called off; False if it cannot."""
+        """Promise to keep `version` until these trajectories arrive or are called off.
+
+        Return False if it cannot.
+        """
         if version != self._loader.version or not self._keeps_version:
             return False
         self._expected.update(trajectory_ids)
         return True
 
     def call_off(self, names: Sequence[str]) -> None:
-        """Expect these trajectories, and more of these passes, no more."""
+        """Stop expecting trajectories or further members of passes, by their ids."""
         self._expected.difference_update(names)
         self._expected_passes.difference_update(names)
         self._weights_wanted.set()
 
     @property
     def expected(self) -> frozenset[str]:
-        """Trajectories that it keeps its version for."""
+        """Ids of trajectories for which it keeps its version."""
         return frozenset(self._expected)
 
     async def give_up(self, trajectory_ids: Sequence[str]) -> None:
-        """`abort` for those that go on elsewhere: the report is awaited, so it goes out with their last words."""
+        """Abort trajectories that move elsewhere, wait for the ends of their streams, and report at once."""
         self._hand_back_pinned(trajectory_ids)
         with self._watching_for_loss():
             await self._streams.give_up(trajectory_ids)
@@ -218,11 +223,11 @@ class Replica:
     # ---- loops of the process
 
     async def run(self) -> None:
-        """Take up what it was started for, then follow the relay until cancelled."""
+        """Start the initial assignments, then serve until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._streams.open(tasks)
-                self.submit(self._initial)
+                self.start_assignments(self._initial)
                 tasks.create_task(self._watch_engine(), name="watch-engine")
                 tasks.create_task(self._follow_relay(), name="follow-relay")
                 tasks.create_task(self._refresh_weights(), name="refresh-weights")
@@ -253,7 +258,7 @@ class Replica:
             if not self._pinned and self._may_swap():
                 await self._loader.swap(self._policy, may_swap=self._may_swap)
         elif self._expected or self._expected_passes - {item.group_id for item in self._pinned}:
-            return  # it has promised to keep its version
+            return  # it promised to keep its version
         elif self._pinned:
             await self._load_pinned()
         else:
@@ -266,8 +271,8 @@ class Replica:
                 with self._watching_for_loss():
                     await self._streams.cut_overdue(self._max_seconds)
             with self._watching_for_loss():
-                self._streams.note_partials(tells=self._tells_partials)
-                if self._tells_partials:
+                self._streams.save_partials(report=self._reports_partials)
+                if self._reports_partials:
                     self._out.urgent.set()
 
     async def _keep_synced(self) -> None:
@@ -275,7 +280,7 @@ class Replica:
             await self._store.keep_synced()
 
     def _one_left(self) -> None:
-        """A trajectory has left, and weights may be due; a replica that has nothing to do says so at once."""
+        """After a trajectory left: wake the loading of weights if it is due; report at once if idle."""
         if not self._running:
             self._weights_wanted.set()
             self._out.at_once()
@@ -285,17 +290,17 @@ class Replica:
     # ---- weights
 
     async def _begin_batch(self) -> None:
-        """Take the newest weights and, unless it stops or there are none yet, admit a batch."""
+        """Load the newest weights and admit a batch, unless there are none yet or the replica stops."""
         if self._newest > self._loader.version:
             await self._loader.load(None)
         if self._loader.version < 0:
-            return  # what ran now would keep it from loading the first ones
-        # what came while the weights were loaded begins under them
+            return  # a trajectory that ran now would delay the first weights
+        # trajectories that arrived during the load begin under the new weights
         self._admission.begin_batch(admitted=sum(is_new(item.assignment) for item in self._running.values()))
         self._out.at_once()
 
     async def _load_pinned(self) -> None:
-        """Load the version that waiting trajectories must continue under; new ones may join the newest alone."""
+        """Load the version of the first pinned trajectories; admit new ones only if it is the newest."""
         version = self._pinned[0].version
         assert version is not None, "only pinned trajectories wait"
         try:
@@ -313,7 +318,7 @@ class Replica:
         self._out.urgent.set()
 
     def _start_pinned(self) -> None:
-        """Start what waited for the version in use; what is older is handed back, for no engine goes back."""
+        """Start trajectories pinned to the current version; hand back those of older versions (law 2)."""
         waiting, self._pinned = self._pinned, deque()
         for assignment in waiting:
             if assignment.version == self._loader.version:
@@ -328,7 +333,7 @@ class Replica:
             self._weights_wanted.set()
 
     def _may_swap(self) -> bool:
-        """True where weights are newer, unless it drains, stops, or evaluates, for which it keeps its version."""
+        """Whether it may load newer weights under running trajectories: never under `drain` or during a pass."""
         if self._newest <= self._loader.version:
             return False
         if self._policy is OnNewWeights.DRAIN or not self._admission.trains or self._expected_passes:
@@ -348,10 +353,10 @@ class Replica:
         if self._admission.state is not ReplicaState.LOST:
             log.error("replica %d lost its engine: %s", self.index, error)
         self._admission.lose(error)
-        self._streams.tell_all()
+        self._streams.report_all()
 
     def _look(self) -> EngineStatus:
-        """Status of the engine; a lost one holds nothing."""
+        """Return the engine's status; a lost engine holds nothing."""
         if self._admission.state is not ReplicaState.LOST:
             try:
                 return self._engine.status()
@@ -359,25 +364,28 @@ class Replica:
                 self._lose(error)
         return EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=self._loader.version)
 
-    # ---- what it has
+    # ---- its state
 
     def _admissible(self, status: EngineStatus) -> int:
-        """Training trajectories that may begin; none in the place of those away where slots or cache are full."""
+        """Training trajectories that may begin.
+
+        `away` ones free no place while the engine's queue is not empty.
+        """
         num_away = 0 if status.waiting else len(self.away)
         return self._admission.admissible(num_running=len(self._running), num_away=num_away)
 
     @property
-    def _running(self) -> Mapping[str, Running]:
+    def _running(self) -> Mapping[str, RunningTrajectory]:
         return self._streams.running
 
     @property
     def _serves(self) -> bool:
-        """True unless weights are being loaded."""
+        """Whether no weights are being loaded."""
         return self._streams.serving.is_set()
 
     @property
     def _keeps_version(self) -> bool:
-        """True if it serves a version and is not about to leave it."""
+        """Whether it serves a version and is not about to load another."""
         return self._serves and self._admission.trains and bool(self._running)
 
     def _hand_back_pinned(self, trajectory_ids: Sequence[str]) -> None:

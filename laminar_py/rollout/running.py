@@ -1,7 +1,7 @@
-"""A trajectory on a replica: the tokens from there, and how much of them was told. Owned by `replica`.
+"""A trajectory that runs on a replica: its tokens, and how many of them were reported. `rollout.streams` owns it.
 
-Invariant: every token is told once, in order, with the version that the engine stamped on it; so are its sampling
-mask and, stream by stream, the experts of every position, where they are recorded.
+Every token is reported once, in order, with the version that the engine stamped on it (law 2), with its sampling
+mask and, per stream, the experts of every position, if the run records them (`tests/rollout/test_replica.py`).
 """
 
 import asyncio
@@ -37,62 +37,64 @@ _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 class StreamState(Enum):
-    """Place of a trajectory on its replica; `Streams` makes the transitions."""
+    """States of a trajectory on its replica; `Streams` makes the transitions."""
 
-    OUTSIDE = "outside"  # waits until the engine serves
+    OUTSIDE = "outside"  # waits to enter the engine
     IN_ENGINE = "in engine"
-    AWAY = "away"  # its environment works on its last turn; it holds no slot of the engine
-    INTERRUPTED = "interrupted"  # by new weights, under which it goes on here
+    AWAY = "away"  # its environment answers its last turn; it holds no engine slot
+    INTERRUPTED = "interrupted"  # by new weights, under which it will continue here
     ENDED = "ended"
 
 
 @dataclass(slots=True, kw_only=True)
-class Running:
-    """An assignment as it runs, e.g. `begin(assignment, now)`; with a prefix if it was interrupted before."""
+class RunningTrajectory:
+    """An assignment that runs, e.g. `begin(assignment, now)`; it has a prefix if it was interrupted before."""
 
     assignment: Assignment
     submitted_s: float
     length: int  # response tokens so far
-    stream: int  # place in the response of the present stream's first token
+    stream: int  # place in the response of the current stream's first token
     routed: int  # leading positions whose experts are recorded
-    prefix: IntArray | None = None  # [length told], once it is read
-    told_spans: tuple[Span, ...] = ()  # of the prefix
-    told_logprobs: FloatArray = field(default_factory=lambda: _NO_LOGPROBS)  # of the prefix
-    ids: list[IntArray] = field(default_factory=list)  # not told yet
+    prefix: IntArray | None = None  # [reported] tokens; None until they are read from storage
+    prefix_spans: tuple[Span, ...] = ()
+    prefix_logprobs: FloatArray = field(default_factory=lambda: _NO_LOGPROBS)  # [reported]
+    ids: list[IntArray] = field(default_factory=list)  # unreported, an array for each delta
     logprobs: list[FloatArray] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)  # reach back where the engine corrected itself
+    spans: list[Span] = field(
+        default_factory=list
+    )  # unreported; reach back if the engine corrected earlier versions
     masks: list[SamplingMask | None] = field(default_factory=list)  # one for each of `ids`
     experts: list[RoutedExperts] = field(default_factory=list)
-    noted: int = 0  # of the deltas that were not told, those in the journal, the first of them
+    journaled: int = 0  # leading unreported deltas that are in the journal
     first_token_s: float | None = None
     state: StreamState = StreamState.OUTSIDE
-    is_abandoned: bool = False  # its stream was aborted: the end of a turn ends it here
+    is_aborted: bool = False  # it ends here even if its stream ends a turn
     cut: Cap | None = None
-    away_since_s: float = 0.0  # its environment works since then, while it is `AWAY`
-    environment_s: float = 0.0  # that its environment worked, not told yet
-    reward: float | None = None  # of its environment
-    roles: tuple[RoleCredit, ...] = ()  # that its environment gave rewards of their own
-    listens: bool = False  # its environment is told the turn in hand as it is sampled
-    listened_from: int = 0  # response tokens before that turn
-    heard: int = 0  # leading response tokens that it was told
-    task: "asyncio.Task[None] | None" = None  # that brings it into the engine, and may read its stream
-    is_open: bool = False  # a stream of the engine has not had its last word
-    over: "asyncio.Future[None] | None" = None  # while somebody waits for the end of that stream
+    away_since_s: float = 0.0  # start of its environment's work, while it is `AWAY`
+    environment_s: float = 0.0  # unreported time of its environment
+    reward: float | None = None  # from its environment
+    roles: tuple[RoleCredit, ...] = ()  # roles to which its environment gave rewards
+    listens: bool = False  # its environment gets the current turn token by token
+    listened_from: int = 0  # response tokens before the current turn
+    heard: int = 0  # leading response tokens that its environment got
+    task: "asyncio.Task[None] | None" = None  # brings it into the engine, and may read its stream
+    is_open: bool = False  # an engine stream has not ended
+    over: "asyncio.Future[None] | None" = None  # done at the end of that stream, if somebody waits
 
     def stream_end(self) -> "asyncio.Future[None]":
-        """The end of the stream that is open."""
+        """Return a future that is done when the open stream ends."""
         self.over = self.over or asyncio.get_running_loop().create_future()
         return self.over
 
     def close_stream(self) -> None:
-        """Let those go on who wait for the end of the stream."""
+        """Note that the stream ended, and wake its waiters."""
         self.is_open = False
         over, self.over = self.over, None
         if over is not None and not over.done():
             over.set_result(None)
 
     def request(self) -> GenerateRequest:
-        """Ask the engine, now or again: a new stream begins where the response stands."""
+        """Return an engine request for a new stream, which begins at the end of the response so far."""
         item, turn_end = self.assignment, self._turn_end
         sampling = item.sampling
         if turn_end is not None and turn_end < sampling.max_new_tokens:
@@ -111,7 +113,7 @@ class Running:
         return in_context(whole, self.all_spans) if self._is_tree else whole
 
     def held(self, length: int) -> Held:
-        """Entry of a survey, with so many tokens of response."""
+        """Return its entry in a survey, with `length` response tokens."""
         context = len(self.assignment.prompt_ids) + length
         if self._is_tree:
             context = context_tokens(len(self.assignment.prompt_ids), self.all_spans) + length - self.length
@@ -119,22 +121,22 @@ class Running:
 
     @property
     def queues(self) -> bool:
-        """True where it waits for its first token here, and not for its environment."""
+        """Whether it waits for its first token here, and not for its environment."""
         return self.first_token_s is None and self.state is not StreamState.AWAY
 
     @property
     def _is_tree(self) -> bool:
-        if self.assignment.problem is None:  # nobody but an environment begins a branch
+        if self.assignment.problem is None:  # only environments begin branches
             return False
-        return is_tree(self.told_spans) or is_tree(self.spans)
+        return is_tree(self.prefix_spans) or is_tree(self.spans)
 
     def used_s(self, now: float) -> float:
-        """Seconds of generation, those on earlier replicas included."""
+        """Return seconds of generation, on earlier replicas too."""
         here = 0.0 if self.first_token_s is None else now - self.first_token_s
         return self.assignment.used_s + here
 
-    def take(self, delta: Delta, now: float) -> None:
-        """Append what the engine delivered."""
+    def append_delta(self, delta: Delta, now: float) -> None:
+        """Append tokens that the engine delivered."""
         if len(delta.ids):
             if self.first_token_s is None:
                 self.first_token_s = now
@@ -145,24 +147,27 @@ class Running:
             self.masks.append(delta.sampling_mask)
             self.length = end
         if delta.finish_reason is not None:
-            self._take_last(delta)
+            self._end_stream(delta)
 
-    def _take_last(self, delta: Delta) -> None:
-        """The engine's last word on the present stream."""
+    def _end_stream(self, delta: Delta) -> None:
+        """Take corrected versions and experts from the last delta of the current stream."""
         name, experts = self.assignment.trajectory_id, delta.routed_experts
         if delta.spans:
-            sure = shift_spans(delta.spans, self.stream)
-            assert covers(sure, self.stream, self.length), f"{name}: {sure} for [{self.stream}, {self.length})"
-            self.spans = list(replace_spans(self.spans, sure))
+            corrected = shift_spans(delta.spans, self.stream)
+            whole = covers(corrected, self.stream, self.length)
+            assert whole, f"{name}: {corrected} for [{self.stream}, {self.length})"
+            self.spans = list(replace_spans(self.spans, corrected))
         if experts is not None and experts.positions:
             assert experts.start == self.routed, f"{name}: experts from {experts.start}, not from {self.routed}"
             self.experts.append(experts)
             self.routed += experts.positions
 
-    def observe(self, ids: IntArray, *, follows: int | None = None, max_tokens: int | None = None) -> None:
-        """Append what the environment wrote, as it is, if it wrote anything.
+    def append_observation(
+        self, ids: IntArray, *, follows: int | None = None, max_tokens: int | None = None
+    ) -> None:
+        """Append [n] tokens of the environment, unchanged; `max_tokens` limits the next turn.
 
-        See `Span` for what it `follows`; `max_tokens` limits the turn behind it.
+        `Span` explains `follows`.
         """
         if not len(ids):
             return
@@ -174,23 +179,23 @@ class Running:
 
     @property
     def response_ids(self) -> IntArray:
-        """[L] Response so far, once the prefix is read."""
-        assert self.prefix is not None, f"{self.assignment.trajectory_id} goes on before what it has was read"
+        """[L] tokens of the response so far; needs the prefix."""
+        assert self.prefix is not None, f"{self.assignment.trajectory_id} continues before its prefix was read"
         return np.concatenate([self.prefix, *self.ids])
 
     @property
     def room(self) -> int:
-        """Tokens that it may still get by the cap on a response."""
+        """Tokens left until the cap on a response."""
         return self.assignment.sampling.max_new_tokens - self.length
 
     @property
     def all_spans(self) -> tuple[Span, ...]:
         """Spans of the response so far."""
-        return replace_spans(self.told_spans, tuple(self.spans))
+        return replace_spans(self.prefix_spans, tuple(self.spans))
 
     @property
     def awaits_environment(self) -> bool:
-        """True where an environment has the next word: before the first turn of the model, and after each."""
+        """Whether its environment acts next: before the first turn of the model, and after each."""
         if self.assignment.problem is None:
             return False
         if not self.length:
@@ -200,27 +205,27 @@ class Running:
         return self._is_full or int(self.response_ids[-1]) in self.assignment.sampling.stop_ids
 
     def turn_ended(self, reason: FinishReason) -> bool:
-        """True where the engine's last word ends a turn, which its environment answers, and not the response."""
+        """Whether the end of a stream ends a turn that its environment answers, not the response."""
         if self.assignment.problem is None:
             return False
         return reason is FinishReason.STOP or (reason is FinishReason.LENGTH and self._is_full)
 
     @property
     def _is_full(self) -> bool:
-        """True where the turn in hand has all tokens that its environment lets it have, and others may follow."""
+        """Whether the current turn has reached its environment's limit, with room for further turns."""
         end = self._turn_end
         return end is not None and self.length >= end and self.room > 0
 
     @property
     def _turn_end(self) -> int | None:
-        """Response tokens at which the environment's limit cuts the turn in hand; None without a limit."""
+        """Response length at which the environment's limit cuts the current turn; None without a limit."""
         if self.assignment.problem is None:
             return None
         last = next((span for span in reversed(self.all_spans) if span.version is None), None)
         return None if last is None or last.turn_limit is None else last.end + last.turn_limit
 
-    def turn(self) -> ModelTurn:
-        """Ask of its environment."""
+    def model_turn(self) -> ModelTurn:
+        """Return the request to its environment."""
         problem = self.assignment.problem
         assert problem is not None, f"{self.assignment.trajectory_id} has no environment"
         return ModelTurn(
@@ -228,15 +233,15 @@ class Running:
             problem=problem,
             response_ids=self.response_ids,
             spans=self.all_spans,
-            logprobs=_last(self.logprobs, self.length - self._turn_start, self.told_logprobs),
+            logprobs=_last(self.logprobs, self.length - self._turn_start, self.prefix_logprobs),
         )
 
     def begin_turn(self, *, listens: bool) -> None:
-        """Have `part` give what is sampled from here on, to an environment that `listens`."""
+        """Begin a turn; if its environment `listens`, `pop_part` returns its tokens as they are sampled."""
         self.listens, self.listened_from, self.heard = listens, self.length, self.length
 
-    def part(self) -> TurnPart | None:
-        """Tokens of the turn in hand that its environment was not told yet; None if there are none."""
+    def pop_part(self) -> TurnPart | None:
+        """Return tokens of the current turn that its environment has not got, None if there are none."""
         count = self.length - self.heard
         if not count:
             return None
@@ -247,7 +252,7 @@ class Running:
             turn_start=self.listened_from,
             place=place,
             ids=_last(self.ids, count, prefix),
-            logprobs=_last(self.logprobs, count, self.told_logprobs),
+            logprobs=_last(self.logprobs, count, self.prefix_logprobs),
         )
 
     @property
@@ -256,26 +261,26 @@ class Running:
         return next((span.end for span in reversed(self.all_spans) if span.version is None), 0)
 
     @property
-    def told(self) -> int:
-        """Response tokens that were told."""
+    def reported(self) -> int:
+        """Response tokens that were reported."""
         return self.length - sum(map(len, self.ids))
 
-    def note(self, now: float) -> Piece | None:
-        """Tokens that the journal has not got yet, which count as noted from here on; None if there are none."""
-        if self.noted == len(self.ids):
+    def pop_unjournaled(self, now: float) -> Piece | None:
+        """Return tokens that the journal has not got, None if there are none; they count as journaled."""
+        if self.journaled == len(self.ids):
             return None
-        piece = self._piece(self.noted, now)
-        self.noted = len(self.ids)
+        piece = self._piece(self.journaled, now)
+        self.journaled = len(self.ids)
         return piece
 
-    def piece(self, now: float) -> Piece | None:
-        """Everything that was not told yet, None if that is nothing; it counts as told with its `progress`."""
+    def unreported(self, now: float) -> Piece | None:
+        """Return all unreported tokens, None if there are none; `pop_progress` makes them count as reported."""
         if not self.ids and not self.experts and self.reward is None:
             return None
         return self._piece(0, now, experts=pack_experts(join_experts(self.experts)) if self.experts else None)
 
     def _piece(self, first: int, now: float, *, experts: bytes | None = None) -> Piece:
-        """Tokens of the deltas that were not told, without the first few."""
+        """Return the unreported tokens without the `first` deltas."""
         name, ids, mask = self.assignment.trajectory_id, self.ids[first:], _joined(self.masks[first:])
         count = sum(map(len, ids))
         rows = count if mask is None else len(mask.counts)
@@ -295,7 +300,7 @@ class Running:
             roles=self.roles,
         )
 
-    def progress(
+    def pop_progress(
         self,
         tokens: TokensRef | None,
         reason: FinishReason | None,
@@ -305,15 +310,15 @@ class Running:
         failure: DropReason | None = None,
         detail: str = "",
     ) -> Progress:
-        """News of it, with the `tokens` of its `piece`, which was stored."""
-        start = self.told
+        """Return its news, with the stored `tokens` of its `unreported` piece, which count as reported now."""
+        start = self.reported
         if tokens is not None:
-            if reason is None:  # else nobody asks the engine to go on from it
+            if reason is None:  # else the engine never continues it
                 self.prefix = np.concatenate([_NO_IDS if self.prefix is None else self.prefix, *self.ids])
-                self.told_spans = self.all_spans
+                self.prefix_spans = self.all_spans
                 if self.assignment.problem is not None:
-                    self.told_logprobs = np.concatenate([self.told_logprobs, *self.logprobs])
-            self.ids, self.logprobs, self.masks, self.experts, self.noted = [], [], [], [], 0
+                    self.prefix_logprobs = np.concatenate([self.prefix_logprobs, *self.logprobs])
+            self.ids, self.logprobs, self.masks, self.experts, self.journaled = [], [], [], [], 0
         spans, self.spans = tuple(self.spans), []
         environment_s, self.environment_s = self.environment_s, 0.0
         first = now if self.first_token_s is None else self.first_token_s
@@ -334,10 +339,10 @@ class Running:
         )
 
 
-def begin(assignment: Assignment, now: float) -> Running:
-    """An assignment as it is taken up; what it has of a response is read before it enters the engine."""
+def begin(assignment: Assignment, now: float) -> RunningTrajectory:
+    """Return an assignment as it starts; its response so far is read before it enters the engine."""
     length = assignment.length
-    return Running(
+    return RunningTrajectory(
         assignment=assignment,
         submitted_s=now,
         prefix=None if length else _NO_IDS,
@@ -348,7 +353,7 @@ def begin(assignment: Assignment, now: float) -> Running:
 
 
 def handed_back(assignment: Assignment, *, lost: str = "") -> Progress:
-    """News of one that never started here, with what is `lost` of it if that is why."""
+    """Return the news of an assignment that never started; `lost` says which stored part is lost, if any."""
     return Progress(
         trajectory_id=assignment.trajectory_id,
         epoch=assignment.epoch,
@@ -360,16 +365,16 @@ def handed_back(assignment: Assignment, *, lost: str = "") -> Progress:
 
 
 def _joined(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
-    """Mask of all these tokens, None where the whole vocabulary was open to each, or none are recorded."""
+    """Join masks; None if the whole vocabulary was open to each token, or none are recorded."""
     recorded = [mask for mask in masks if mask is not None]
     return join_masks(recorded) if any(mask.counts.any() for mask in recorded) else None
 
 
-def _last(arrays: Sequence[AnyArray], count: int, told: AnyArray) -> AnyArray:
-    """[count] The last values of what was `told` and of the arrays since then."""
+def _last(arrays: Sequence[AnyArray], count: int, prefix: AnyArray) -> AnyArray:
+    """Return the last [count] values of `prefix` followed by the arrays."""
     found, place = 0, len(arrays)
     while found < count and place:
         place -= 1
         found += len(arrays[place])
-    joined = np.concatenate(arrays[place:] if 0 < count <= found else [told, *arrays])
+    joined = np.concatenate(arrays[place:] if 0 < count <= found else [prefix, *arrays])
     return joined[len(joined) - count :]

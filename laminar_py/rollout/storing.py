@@ -1,7 +1,8 @@
-"""Storage of a replica's responses: what it has of them goes to segment and journal, what it goes on with is read.
+"""Storage of a replica's responses: reported tokens in its segment, running ones in its journal.
 
-Owned by `replica`; used by `streams`. Invariant: what is told of a response lies in a segment already, and what is
-not told is in the journal an interval later, so that a death of the process costs no more than that.
+`rollout.replica` owns the store; `rollout.streams` uses it. Tokens are in a segment before a report names them,
+and unreported tokens are in the journal within an interval, so a crash loses at most that interval
+(`tests/runs/test_payload_run.py`).
 """
 
 import asyncio
@@ -19,37 +20,37 @@ from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
 from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment
 
-SYNC_S = 5.0  # after so long what was written is on disk, for what a loss of power must not take
+SYNC_S = 5.0  # between syncs to disk, against a loss of power
 
 
 class ResponseStore(Protocol):
-    """Storage of responses, as a replica needs it; `SegmentStore` is that of a run."""
+    """Storage of responses as a replica needs it; a run uses `SegmentStore`."""
 
     def keep(self, piece: Piece) -> TokensRef:
-        """Keep a piece that is to be told."""
+        """Store a piece that will be reported, and return its place."""
         ...
 
-    def note(self, pieces: Sequence[Piece]) -> None:
-        """Keep for salvage what running trajectories have got and nobody is told yet."""
+    def journal(self, pieces: Sequence[Piece]) -> None:
+        """Store unreported tokens of running trajectories, to be salvaged after a crash."""
         ...
 
     def forget(self, trajectory_id: str) -> None:
-        """Note that a trajectory has left, and all of it was told."""
+        """Drop the journal of a trajectory that left, since all of it was reported."""
         ...
 
     async def read(self, assignment: Assignment) -> Payload:
-        """The response that an assignment goes on from. Raises `PayloadLostError`."""
+        """Read the response that an assignment continues. Raises `PayloadLostError`."""
         ...
 
     async def keep_synced(self) -> None:
-        """Bring what was kept to where it lasts, until cancelled."""
+        """Sync stored pieces to disk regularly, until cancelled."""
         ...
 
 
 class SegmentStore:
-    """Segment and journal of one replica in `folder`, and a reader for the responses that it goes on with.
+    """Segment and journal of one replica in `folder`, and a reader for the responses that it continues.
 
-    Raises `StoreFullError` where nothing can be written, also when it is made.
+    The constructor and every write raise `StoreFullError` if the disk is full or cannot be written.
     """
 
     def __init__(self, folder: Path, part: str, reader: PayloadReader) -> None:
@@ -64,25 +65,25 @@ class SegmentStore:
             raise StoreFullError(f"segments={folder}: {free / 2**20:.0f} MiB are free there; make room")
 
     def keep(self, piece: Piece) -> TokensRef:
-        """Write a piece that is to be told."""
+        """Write a piece that will be reported, and return its place."""
         with self._writing():
             return tokens_ref(piece, self._segment.write(piece))
 
-    def note(self, pieces: Sequence[Piece]) -> None:
-        """Write what running trajectories have got and nobody is told yet."""
+    def journal(self, pieces: Sequence[Piece]) -> None:
+        """Write unreported tokens of running trajectories, to be salvaged after a crash."""
         with self._writing():
             self._journal.write(pieces)
 
     def forget(self, trajectory_id: str) -> None:
-        """Note that a trajectory has left, and all of it was told."""
+        """Drop the journal of a trajectory that left, since all of it was reported."""
         self._journal.forget(trajectory_id)
 
     async def read(self, assignment: Assignment) -> Payload:
-        """The response that an assignment goes on from. Raises `PayloadLostError`."""
+        """Read the response that an assignment continues. Raises `PayloadLostError`."""
         return await asyncio.to_thread(self._read, assignment)
 
     async def keep_synced(self) -> None:
-        """Bring what was written to the disk now and then, until cancelled."""
+        """Sync written pieces to disk every `SYNC_S`, until cancelled."""
         while True:
             await asyncio.sleep(SYNC_S)
             with self._writing():

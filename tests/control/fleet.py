@@ -154,7 +154,7 @@ class Fleet:
                 **options,
             ),
             prompt_at=make_prompt,
-            tell=self.told.append,
+            on_rewards=self.told.append,
             recorder=self.log,
             stages=Stages(
                 submit_score=lambda trajectory, prompt: self.unscored.append(trajectory),

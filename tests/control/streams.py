@@ -72,7 +72,7 @@ class Streams:
             if place - start + 1 == report_after:
                 await self._report(None)
             if place - start + 1 == note_after:
-                self._journal.write([piece for piece in [self._running.note(0.0)] if piece is not None])
+                self._journal.write([piece for piece in [self._running.pop_unjournaled(0.0)] if piece is not None])
         if end == "killed":
             kept = [after for after in (report_after, note_after) if after in range(1, len(said) + 1)]
             said = said[: max(kept, default=0)]
@@ -89,13 +89,13 @@ class Streams:
         delta = Delta(
             rid=ID, ids=ids, logprobs=logprobs, version=version, kv_version=kv_version, sampling_mask=mask
         )
-        self._running.take(delta, 0.0)
+        self._running.append_delta(delta, 0.0)
 
     def _take_last(self, request, length, sure, end, recorded):
         reason = FinishReason.STOP if end == "stop" else FinishReason.ABORT
         experts = make_experts(request.routed, PROMPT + length - 1) if recorded else None
         spans = None if sure is None else spans_of(sure)
-        self._running.take(
+        self._running.append_delta(
             Delta(
                 rid=ID,
                 ids=NO_IDS,
@@ -111,9 +111,9 @@ class Streams:
     async def _report(self, end):
         reasons = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
         breaks = {"new_weights": Break.NEW_WEIGHTS, "cut": Break.CUT}
-        piece = self._running.piece(0.0)
+        piece = self._running.unreported(0.0)
         tokens = None if piece is None else tokens_ref(piece, self._segment.write(piece))
-        progress = self._running.progress(tokens, reasons.get(end), 0.0, broken=breaks.get(end))
+        progress = self._running.pop_progress(tokens, reasons.get(end), 0.0, broken=breaks.get(end))
         received = self.fleet.received[0]
         status = EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=0)
         report = ReplicaReport(replica=0, status=status, admissible=0, received=received, progress=(progress,))

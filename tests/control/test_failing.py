@@ -25,8 +25,8 @@ def test_a_run_in_which_all_fail_ends_with_the_last_fault():
     told.fail(1)
     (fault,) = told.faults
     assert fault == (
-        f"{FEWEST} trajectories in a row failed (environment_failed), the last: no such file; mend it and go on"
-        " with --resume"
+        f"{FEWEST} trajectories in a row failed (environment_failed), the last: no such file; fix the cause and"
+        " --resume"
     )
 
 

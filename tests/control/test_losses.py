@@ -40,7 +40,7 @@ async def lose_host_of(fleet, replica):
     await fleet.scheduler.reports.on_replica_lost(replica, reason="host_lost")
     fleet.running[replica].clear()
     fleet.received[replica] = 0
-    await fleet.scheduler.losses.of_segments({segment_of(replica)}, HOST)
+    await fleet.scheduler.lost_tokens.drop_segments({segment_of(replica)}, HOST)
 
 
 async def one_group(**settings):
@@ -132,7 +132,7 @@ async def test_a_column_that_is_lost_takes_its_response_along():
     await fleet.finish_all(0, admissible=0)
     await fleet.score_all()
     await fleet.refer_all()
-    await fleet.scheduler.losses.of_segments({REFERENCE}, HOST)
+    await fleet.scheduler.lost_tokens.drop_segments({REFERENCE}, HOST)
     assert dropped(fleet) == dict.fromkeys([f"g0.{index}" for index in range(4)], DropReason.HOST_LOST)
 
 
@@ -143,7 +143,9 @@ async def test_a_restored_group_waits_for_no_reference_of_what_cannot_be_read():
         fleet.unreferred = [one for one in fleet.unreferred if one.id not in lost]
         await fleet.refer_all()
         assert len(fleet.scheduler.consumption.buffer) == 0
-        await fleet.scheduler.losses.of(dict.fromkeys(lost, "its segment is gone"))  # as the reference model says
+        await fleet.scheduler.lost_tokens.drop_trajectories(
+            dict.fromkeys(lost, "its segment is gone")
+        )  # as the reference model says
         assert [m.id for g in fleet.scheduler.consumption.buffer.first(1) for m in g.members] == members
         assert dropped(fleet) == dict.fromkeys(lost, DropReason.HOST_LOST)
         assert ("g1" in fleet.scheduler.book.groups) == bool(members)
@@ -166,7 +168,7 @@ async def test_an_evaluation_of_which_an_answer_is_lost_fails():
     done = fleet.scheduler.evaluations.request([make_prompt(0), make_prompt(1)], 0)
     await fleet.report(0)
     await fleet.finish(0, "e0.0")
-    await fleet.scheduler.losses.of({"e0.0": HOST})
+    await fleet.scheduler.lost_tokens.drop_trajectories({"e0.0": HOST})
     assert dropped(fleet) == {"e0.0": DropReason.HOST_LOST}
     await fleet.finish(0, "e0.1")
     await fleet.score_all(lambda index: 1.0)
@@ -185,7 +187,7 @@ async def test_what_was_unreachable_and_is_lost_besides_is_dropped_once():
     await fleet.lose_replica(0)
     fleet.scheduler.views.planned([False, True])
     fleet.hand_out()  # finds that nobody serves version 0 any more
-    await fleet.scheduler.losses.of_segments({segment_of(0)}, HOST)
+    await fleet.scheduler.lost_tokens.drop_segments({segment_of(0)}, HOST)
     await fleet.scheduler.enforce_deadlines()
     assert dropped(fleet) == dict.fromkeys(["g0.0", "g0.1"], DropReason.HOST_LOST)
 

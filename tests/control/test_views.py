@@ -164,7 +164,7 @@ def test_a_replica_expects_what_was_promised_to_it_and_has_neither_come_nor_been
             moves.forget(index)
             passes = {keeper for keeper in passes if keeper[1] != index}
         elif act == "done":
-            moves.expect_while(lambda pass_id, gone=name: pass_id != gone)
+            moves.release_passes(lambda pass_id, gone=name: pass_id != gone)
             passes = {keeper for keeper in passes if keeper[0] != name}
     promised = {*under_way.values(), *(index for _, index in passes)}
     assert [moves.expected(index) for index in range(REPLICAS)] == [i in promised for i in range(REPLICAS)]

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from laminar_py.records.engine import Delta, GenerateRequest, PauseMode, SamplingParams
-from laminar_py.records.protocols import EngineLostError, InferenceEngine, TellingEngine
+from laminar_py.records.protocols import EngineLostError, InferenceEngine, PushEngine
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
 
@@ -296,7 +296,7 @@ async def a_stream_whose_task_is_cancelled_is_aborted(make: Factory) -> None:
 
 def follow(engine: InferenceEngine, request: GenerateRequest) -> list[Delta | EngineLostError]:
     """All that is told of a request from now on."""
-    if not isinstance(engine, TellingEngine):
+    if not isinstance(engine, PushEngine):
         pytest.skip("its streams are read")
     told: list[Delta | EngineLostError] = []
     engine.follow(request, told.append)
@@ -500,7 +500,7 @@ async def a_dead_engine_says_so_in_every_method(make: Factory, kill: Callable[[I
     async with make() as rig:
         engine = rig.engine
         request = await caught(engine, make_request(length=1900))
-        told = follow(engine, make_request("told", length=1900)) if isinstance(engine, TellingEngine) else None
+        told = follow(engine, make_request("told", length=1900)) if isinstance(engine, PushEngine) else None
         watching = asyncio.create_task(engine.watch())
         kill(engine)
         for ended in (request.response(), watching):

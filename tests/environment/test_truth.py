@@ -111,11 +111,11 @@ class Story:
     told: dict = field(default_factory=lambda: defaultdict(Told))
 
     async def lead(self, names, *, turns, length, publishes):
-        while not (await self.replica.collect(0.2)).admissible:
+        while not (await self.replica.next_report(0.2)).admissible:
             pass
-        self.replica.submit([assignment(name, turns=turns, length=length) for name in names])
+        self.replica.start_assignments([assignment(name, turns=turns, length=length) for name in names])
         while not all(self.told[name].end for name in names):
-            report = await self.replica.collect(0.2)
+            report = await self.replica.next_report(0.2)
             for progress in report.progress:
                 assert progress.failure is None, progress.detail
                 self.told[progress.trajectory_id].take(progress)
@@ -197,7 +197,7 @@ async def lead(folders, folder, *, policy, trajectories, turns, length=400, publ
         batch=trajectories,
         max_batch=64,
         partial_interval_s=0.05,
-        tells_partials=True,
+        reports_partials=True,
         environments=environments,
     )
     story = Story(replica, segments, log, weights, environments)

@@ -36,7 +36,7 @@ class Commands:
         self.end = None  # what it raises once all is told
         self.version = 0
 
-    def submit(self, assignments):
+    def start_assignments(self, assignments):
         self.did.append(("submit", assignments[0].trajectory_id))
 
     async def abort(self, trajectory_ids):
@@ -61,7 +61,7 @@ class Commands:
     def report_soon(self):
         self.reports.put_nowait(make_report())
 
-    async def collect(self, timeout_s):
+    async def next_report(self, timeout_s):
         if self.end is not None and self.reports.empty():
             raise self.end
         try:

@@ -234,7 +234,7 @@ class House:
         self.append(PartStarted(f"replica-{index}", 7))
         try:
             while True:
-                report = await replica.collect(1.0)
+                report = await replica.next_report(1.0)
                 await self.scheduler.reports.on_report(report)
                 self._hand_out()
         finally:
@@ -253,7 +253,7 @@ class House:
 
     def _hand_out(self):
         for index, assignments in self.scheduler.dispatcher.dispatch().items():
-            self.replicas[index].submit(assignments)
+            self.replicas[index].start_assignments(assignments)
         for index, names in self.scheduler.moves.take_called_off().items():
             if index in self.replicas:
                 self.replicas[index].call_off(names)

@@ -19,7 +19,7 @@ def trained(lengths, *, running=()):
     model = RemainingTokens(CAP, keep=1.0)
     for length in lengths:
         model.finished(int(length), capped=length >= CAP)
-    model.look(running)
+    model.update(running)
     return model
 
 
@@ -53,8 +53,8 @@ def test_responses_are_taken_in_together_as_they_would_be_one_after_another():
     for length in drawn(250):
         for model in (looked_at_each, together):
             model.finished(int(length), capped=length >= 9000)
-        looked_at_each.look(())
-    together.look(())
+        looked_at_each.update(())
+    together.update(())
     at = np.array([0.0, 500.0, 2000.0, 6000.0])
     assert together.expected(at) == pytest.approx(looked_at_each.expected(at), rel=1e-9)
 
@@ -87,17 +87,17 @@ def test_a_policy_that_learns_to_be_short_is_followed():
     model = RemainingTokens(CAP)
     for length in [8000] * 500 + [200] * 5000:
         model.finished(length, capped=False)
-    model.look(())
+    model.update(())
     assert model.expected(np.array([0.0]))[0] < 400
 
 
 def test_ramp_down_is_seen_when_the_cache_has_emptied_and_nothing_waits():
     sign = RampDown({0: 50_000}, roofline_batch=48)
-    assert sign.shows(make_survey(0, [4000] * 10))
-    assert not sign.shows(make_survey(0, [4000] * 12)), "its cache has grown"
-    assert not sign.shows(make_survey(1, [4000] * 10)), "nobody knows what it had before"
-    assert not sign.shows(make_survey(0, [4000] * 10, waiting=1))
-    assert not sign.shows(make_survey(0, [100] * 48)), "a full batch"
+    assert sign.is_idle(make_survey(0, [4000] * 10))
+    assert not sign.is_idle(make_survey(0, [4000] * 12)), "its cache has grown"
+    assert not sign.is_idle(make_survey(1, [4000] * 10)), "nobody knows what it had before"
+    assert not sign.is_idle(make_survey(0, [4000] * 10, waiting=1))
+    assert not sign.is_idle(make_survey(0, [100] * 48)), "a full batch"
 
 
 def test_a_decode_step_takes_what_it_reads():

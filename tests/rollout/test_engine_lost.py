@@ -21,7 +21,7 @@ KEYS = RelayKeys.generate()
 async def dies_with(story, *names):
     """A replica whose engine fails at a step while all of these run; what it had reported by then."""
     await story.until(lambda s: s.admissible > 0)
-    story.replica.submit([assignment(name, length=1500, temperature=0.0) for name in names])
+    story.replica.start_assignments([assignment(name, length=1500, temperature=0.0) for name in names])
     await story.until(lambda s: all(s.ids[name] for name in names))
     given = {name: running.length for name, running in story.replica._streams.running.items()}
     story.replica._engine._scheduler.step = lambda: 1 / 0
@@ -83,7 +83,7 @@ async def hub_of(take):
 async def test_a_trajectory_of_a_dead_engine_goes_on_elsewhere_as_if_nothing_had_happened(folders):  # noqa: F811
     async with serving(folders) as (whole, _):
         await whole.until(lambda s: s.admissible > 0)
-        whole.replica.submit([assignment("a", length=1500, temperature=0.0)])
+        whole.replica.start_assignments([assignment("a", length=1500, temperature=0.0)])
         await whole.until(lambda s: "a" in s.ended)
     async with serving(folders) as (story, _):
         await dies_with(story, "a")
@@ -95,7 +95,7 @@ async def test_a_trajectory_of_a_dead_engine_goes_on_elsewhere_as_if_nothing_had
         await other.until(lambda s: s.admissible > 0)
         rest = assignment("a", length=1500, tokens=story.tokens["a"], temperature=0.0)
         other.ids["a"] += partial
-        other.replica.submit([rest])
+        other.replica.start_assignments([rest])
         await other.until(lambda s: "a" in s.ended)
         assert other.ids["a"] == whole.ids["a"]
 

@@ -21,7 +21,7 @@ from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
 from laminar_py.rollout.replica import Replica
-from laminar_py.rollout.running import Running
+from laminar_py.rollout.running import RunningTrajectory
 from laminar_py.rollout.storing import SegmentStore
 from tests.learner.builders import make_model_folder
 from tests.rollout.folders import Folders
@@ -49,7 +49,7 @@ class Story:
         self.admissible = self.generated = 0
 
     async def take(self):
-        report = await self.replica.collect(0.2)
+        report = await self.replica.next_report(0.2)
         for item in report.progress:
             assert item.start == len(self.ids[item.trajectory_id]), "every token once, in order"
             if item.tokens is not None:
@@ -122,7 +122,7 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
     await engine.start()
     weights = Folders(folders)
     segments, label = folders[0].parent / "segments", f"replica-0-1-{next(STARTS)}"
-    options = {"tells_partials": True, "partial_interval_s": 0.05, **options}
+    options = {"reports_partials": True, "partial_interval_s": 0.05, **options}
     replica = Replica(
         0,
         engine=Read(engine) if is_read else engine,
@@ -161,7 +161,7 @@ def assignment(name, *, length=30, version=None, tokens=(), kind=Kind.TRAIN, tem
 async def test_drain_admits_a_batch_under_a_version_and_then_takes_the_newest(folders):
     async with serving(folders, batch=2) as (story, weights):
         await story.until(lambda s: s.admissible == 2)
-        story.replica.submit([assignment("a", length=2000), assignment("b")])
+        story.replica.start_assignments([assignment("a", length=2000), assignment("b")])
         await story.until(lambda s: "b" in s.ended)
         await weights.publish(1)
         await story.take()
@@ -174,7 +174,7 @@ async def test_drain_admits_a_batch_under_a_version_and_then_takes_the_newest(fo
 async def test_resume_loads_at_once_and_continues_under_the_new_version(folders):
     async with serving(folders, policy=OnNewWeights.RESUME) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("a", length=1500)])
+        story.replica.start_assignments([assignment("a", length=1500)])
         await story.until(lambda s: len(s.ids["a"]) > 0)
         await weights.publish(1)
         await story.until(lambda s: "a" in s.ended)
@@ -187,7 +187,7 @@ async def test_resume_loads_at_once_and_continues_under_the_new_version(folders)
 async def test_weights_that_come_under_a_running_trajectory_do_not_interrupt_it(folders, policy):
     async with serving(folders, policy=policy) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("a", length=1500)])
+        story.replica.start_assignments([assignment("a", length=1500)])
         await story.until(lambda s: len(s.ids["a"]) > 0)
         await weights.publish(1)
         await story.until(lambda s: "a" in s.ended)
@@ -213,10 +213,10 @@ async def test_the_first_load_and_one_in_n_versions_are_verified_whichever_it_sk
 async def test_a_lost_engine_reports_what_it_gave_and_then_raises(folders, is_read):
     async with serving(folders, is_read=is_read) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("a", length=4000), assignment("b", length=4000)])
+        story.replica.start_assignments([assignment("a", length=4000), assignment("b", length=4000)])
         await story.until(lambda s: len(s.ids["a"]) > 0)
         lose(story.replica._engine)
-        story.replica.submit([assignment("c", length=4000)])
+        story.replica.start_assignments([assignment("c", length=4000)])
         with pytest.raises(EngineLostError):
             await story.until(lambda s: False)
         assert story.broken == {Break.CUT: ["c"]}
@@ -228,7 +228,7 @@ async def test_a_lost_engine_reports_what_it_gave_and_then_raises(folders, is_re
 async def test_whichever_call_finds_the_engine_lost_one_last_report_has_what_it_gave(folders, method):
     async with serving(folders, policy=OnNewWeights.IN_PLACE, max_seconds=3600) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("a", length=4000)])
+        story.replica.start_assignments([assignment("a", length=4000)])
         await story.until(lambda s: len(s.ids["a"]) > 0)
         for call in ("abort", "pause", "load_weights", "checksum"):
             setattr(story.replica._engine, call, gone)
@@ -255,7 +255,7 @@ async def test_a_mistake_of_our_own_in_an_engine_ends_the_replica_and_is_no_refu
     async with serving(folders, is_read=is_read) as (story, _):
         await story.until(lambda s: s.admissible > 0)
         setattr(story.replica._engine, "generate" if is_read else "follow", mistaken)
-        story.replica.submit([assignment("a")])
+        story.replica.start_assignments([assignment("a")])
         with pytest.raises(ExceptionGroup) as raised:
             await asyncio.wait_for(story.task, PATIENCE_S)
         assert raised.group_contains(TypeError)
@@ -266,8 +266,8 @@ async def test_a_mistake_of_our_own_in_an_engine_ends_the_replica_and_is_no_refu
 async def test_a_mistake_with_what_an_engine_gave_ends_the_replica(folders, monkeypatch, is_read):
     async with serving(folders, is_read=is_read) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        monkeypatch.setattr(Running, "take", mistaken)
-        story.replica.submit([assignment("a"), assignment("b")])
+        monkeypatch.setattr(RunningTrajectory, "append_delta", mistaken)
+        story.replica.start_assignments([assignment("a"), assignment("b")])
         with pytest.raises(ExceptionGroup) as raised:
             await asyncio.wait_for(story.task, PATIENCE_S)
         assert raised.group_contains(TypeError)
@@ -279,7 +279,7 @@ async def test_what_the_engine_refuses_is_reported_with_its_words_and_costs_nobo
     async with serving(folders, max_len=64, is_read=is_read) as (story, _):
         await story.until(lambda s: s.admissible > 0)
         begun = story.begun("long", range(2, 66))
-        story.replica.submit([assignment("long", tokens=begun), assignment("a")])
+        story.replica.start_assignments([assignment("long", tokens=begun), assignment("a")])
         await story.until(lambda s: "a" in s.ended and s.refused)
         assert "rollout.max_len=64" in story.refused["long"]
         assert "long" not in story.ended
@@ -325,7 +325,7 @@ def lose(engine):
 async def test_a_pinned_trajectory_makes_an_idle_replica_load_its_version(folders):
     async with serving(folders) as (story, weights):
         await story.until(lambda s: s.loads == [0])
-        story.replica.submit([assignment("mine", version=4, tokens=story.begun("mine", (7, 8, 9)))])
+        story.replica.start_assignments([assignment("mine", version=4, tokens=story.begun("mine", (7, 8, 9)))])
         await story.until(lambda s: "mine" in s.ended)
         assert story.versions("mine") == {4}
         await weights.publish(5)
@@ -336,7 +336,7 @@ async def test_an_engine_never_goes_back_to_an_older_version(folders):
     async with serving(folders) as (story, weights):
         await weights.publish(5)
         await story.until(lambda s: s.loads and s.loads[-1] == 5)
-        story.replica.submit([assignment("old", version=4)])
+        story.replica.start_assignments([assignment("old", version=4)])
         await story.until(lambda s: "old" in s.ended)
         assert story.ended["old"].finish_reason is FinishReason.ABORT, "handed back, not lost"
         assert (story.lost, story.loads[-1]) == ([], 5)
@@ -346,7 +346,7 @@ async def test_a_pinned_trajectory_whose_version_is_gone_is_reported_lost(folder
     async with serving(folders) as (story, weights):
         await story.until(lambda s: s.loads == [0])
         weights.lost.add(9)
-        story.replica.submit([assignment("gone", version=9)])
+        story.replica.start_assignments([assignment("gone", version=9)])
         await story.until(lambda s: s.lost == ["gone"])
         await story.until(lambda s: s.admissible == 4)
 
@@ -378,7 +378,7 @@ async def test_no_more_is_expected_of_a_pass_whose_version_is_lost(folders):
     async with serving(folders, initial=[part]) as (story, weights):
         weights.lost |= {3, 5}
         await story.until(lambda s: s.lost == ["e"] and s.loads == [0] and s.admissible == 4)
-        story.replica.submit([msgspec.structs.replace(part, trajectory_id="e2", version=5)])
+        story.replica.start_assignments([msgspec.structs.replace(part, trajectory_id="e2", version=5)])
         await story.until(lambda s: s.lost == ["e", "e2"])
         await weights.publish(6)
         await story.until(lambda s: s.loads == [0, 6] and s.admissible == 4)
@@ -412,7 +412,7 @@ async def test_a_speed_is_not_measured_before_the_first_weights(folders):
 async def test_stop_returns_everything_with_its_partial_and_admits_nothing(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("a", length=4000), assignment("b", length=4000, version=7)])
+        story.replica.start_assignments([assignment("a", length=4000), assignment("b", length=4000, version=7)])
         await story.until(lambda s: len(s.ids["a"]) > 0)
         await story.replica.stop(evaluations=False)
         await story.until(lambda s: {"a", "b"} <= set(s.ended))
@@ -423,7 +423,7 @@ async def test_stop_returns_everything_with_its_partial_and_admits_nothing(folde
 async def test_stop_returns_an_evaluation_too_where_the_run_ends(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("e", length=4000, version=0, kind=Kind.EVAL)])
+        story.replica.start_assignments([assignment("e", length=4000, version=0, kind=Kind.EVAL)])
         await story.until(lambda s: len(s.ids["e"]) > 0)
         await story.replica.stop(evaluations=True)
         await story.until(lambda s: "e" in s.ended)
@@ -434,7 +434,7 @@ async def test_stop_returns_an_evaluation_too_where_the_run_ends(folders):
 async def test_the_cap_on_wall_time_cuts_a_trajectory_and_keeps_what_it_has(folders):
     async with serving(folders, max_seconds=0.05) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("slow", length=4000)])
+        story.replica.start_assignments([assignment("slow", length=4000)])
         await story.until(lambda s: "slow" in s.ended)
         assert story.ended["slow"].cut is Cap.SECONDS
         assert story.ended["slow"].finish_reason is FinishReason.LENGTH
@@ -444,7 +444,7 @@ async def test_the_cap_on_wall_time_cuts_a_trajectory_and_keeps_what_it_has(fold
 async def test_running_trajectories_report_what_they_have_at_intervals_where_somebody_looks_ahead(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("a", length=3000)])
+        story.replica.start_assignments([assignment("a", length=3000)])
         await story.until(lambda s: len(s.ids["a"]) > 0)
         assert "a" not in story.ended
 
@@ -452,7 +452,7 @@ async def test_running_trajectories_report_what_they_have_at_intervals_where_som
 async def test_an_evaluation_does_not_count_towards_the_batch_and_is_not_interrupted(folders):
     async with serving(folders, policy=OnNewWeights.RESUME) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("e", length=1500, version=0, kind=Kind.EVAL)])
+        story.replica.start_assignments([assignment("e", length=1500, version=0, kind=Kind.EVAL)])
         await story.until(lambda s: len(s.ids["e"]) > 0)
         await weights.publish(1)
         await story.until(lambda s: "e" in s.ended)
@@ -465,7 +465,7 @@ async def test_weights_that_waited_for_an_evaluation_are_taken_while_training_go
     async with serving(folders, policy=policy) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
         evaluation = assignment("e", length=300, version=0, kind=Kind.EVAL)
-        story.replica.submit([assignment("a", length=3000), evaluation])
+        story.replica.start_assignments([assignment("a", length=3000), evaluation])
         await story.until(lambda s: len(s.ids["e"]) > 0)
         await weights.publish(1)
         await story.until(lambda s: s.loads == [0, 1])
@@ -476,7 +476,7 @@ async def test_weights_that_waited_for_an_evaluation_are_taken_while_training_go
 async def test_an_empty_replica_begins_a_new_batch_though_the_last_was_not_full(folders):
     async with serving(folders, batch=4) as (story, _):
         await story.until(lambda s: s.admissible == 4)
-        story.replica.submit([assignment("a"), assignment("b"), assignment("c")])
+        story.replica.start_assignments([assignment("a"), assignment("b"), assignment("c")])
         await story.until(lambda s: len(s.ended) == 3 and s.admissible == 4)
 
 
@@ -484,7 +484,7 @@ async def test_what_arrives_while_weights_load_counts_towards_their_batch(folder
     async with serving(folders, batch=4) as (story, weights):
         await story.until(lambda s: s.admissible == 4)
         await weights.publish(1)
-        story.replica.submit([assignment("a", length=3000)])
+        story.replica.start_assignments([assignment("a", length=3000)])
         await story.until(lambda s: len(s.ids["a"]) > 0)
         await story.take()
         assert story.admissible == 3
@@ -494,7 +494,7 @@ async def test_after_stop_training_work_is_handed_back_and_an_evaluation_still_r
     async with serving(folders) as (story, _):
         await story.until(lambda s: s.admissible > 0)
         await story.replica.stop(evaluations=False)
-        story.replica.submit([assignment("late"), assignment("e", version=0, kind=Kind.EVAL)])
+        story.replica.start_assignments([assignment("late"), assignment("e", version=0, kind=Kind.EVAL)])
         await story.until(lambda s: {"late", "e"} <= set(s.ended))
         assert story.ended["late"].finish_reason is FinishReason.ABORT
         assert story.ended["e"].finish_reason is FinishReason.LENGTH
@@ -504,7 +504,7 @@ async def test_stop_hands_back_what_waits_for_weights(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda s: s.admissible > 0)
         story.replica._streams.serving.clear()  # as while weights are loaded
-        story.replica.submit([assignment("a")])
+        story.replica.start_assignments([assignment("a")])
         await story.replica.stop(evaluations=False)
         await story.until(lambda s: "a" in s.ended)
         assert story.ended["a"].finish_reason is FinishReason.ABORT
@@ -514,7 +514,7 @@ async def test_new_weights_may_come_before_anything_has_entered_the_engine(folde
     async with serving(folders, policy=OnNewWeights.RESUME) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
         weights.newest = story.replica._newest = 1  # as if announced in the same turn of the loop
-        story.replica.submit([assignment("a")])
+        story.replica.start_assignments([assignment("a")])
         await story.replica._refresh()
         await story.until(lambda s: "a" in s.ended)
         assert story.versions("a") == {1}
@@ -525,8 +525,8 @@ async def test_what_is_given_up_is_reported_at_once_and_goes_on_elsewhere_with_t
     async with serving(folders) as (source, _), serving(folders) as (other, _):
         await source.until(lambda s: s.admissible > 0)
         await other.until(lambda s: s.admissible > 0)
-        other.replica.submit([assignment("b", length=2000), assignment("whole", **greedy)])
-        source.replica.submit([assignment("a", **greedy)])
+        other.replica.start_assignments([assignment("b", length=2000), assignment("whole", **greedy)])
+        source.replica.start_assignments([assignment("a", **greedy)])
         await source.until(lambda s: len(s.ids["a"]) > 0)
         assert other.replica.expect(0, ["a"])
         await source.replica.give_up(["a"])
@@ -534,7 +534,7 @@ async def test_what_is_given_up_is_reported_at_once_and_goes_on_elsewhere_with_t
         assert source.ended["a"].finish_reason is FinishReason.ABORT
         prefix = source.ids["a"]
         other.ids["a"] = list(prefix)
-        other.replica.submit([assignment("a", tokens=source.tokens["a"], version=0, **greedy)])
+        other.replica.start_assignments([assignment("a", tokens=source.tokens["a"], version=0, **greedy)])
         await other.until(lambda s: {"a", "whole"} <= s.ended.keys())
         assert len(prefix) < 900
         assert other.ids["a"] == other.ids["whole"]
@@ -546,7 +546,7 @@ async def test_a_survey_says_what_runs_and_what_has_not_begun(folders):
         assert not (await story.replica.survey()).settled, (
             "it has nothing to do and may leave its version at any time"
         )
-        story.replica.submit([assignment(f"a{i}", length=3000) for i in range(10)])
+        story.replica.start_assignments([assignment(f"a{i}", length=3000) for i in range(10)])
         await story.until(lambda s: sum(map(bool, s.ids.values())) == 8)
         survey = await story.replica.survey()
         assert (survey.settled, survey.version, survey.slots) == (True, 0, 8)
@@ -558,16 +558,16 @@ async def test_a_survey_says_what_runs_and_what_has_not_begun(folders):
 async def test_a_promise_keeps_the_version_until_all_have_come_or_are_called_off(folders):
     async with serving(folders) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("a")])
+        story.replica.start_assignments([assignment("a")])
         assert story.replica.expect(0, ["b", "c"])
         assert not story.replica.expect(1, ["d"]), "it does not serve that version"
         await weights.publish(1)
         await story.until(lambda s: "a" in s.ended)
-        story.replica.submit([assignment("b", version=0)])
+        story.replica.start_assignments([assignment("b", version=0)])
         await story.until(lambda s: "b" in s.ended)
         assert story.loads == [0]
         assert story.versions("b") == {0}
-        story.replica.submit([assignment("e", version=1)])
+        story.replica.start_assignments([assignment("e", version=1)])
         assert story.replica.expected == {"c"}, "others that come are not those"
         story.replica.call_off(["c"])
         await story.until(lambda s: s.loads == [0, 1])
@@ -578,12 +578,12 @@ async def test_a_version_is_kept_between_two_parts_of_a_pass(folders, policy):
     async with serving(folders, policy=policy) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
         first = assignment("first", kind=Kind.EVAL)
-        story.replica.submit([msgspec.structs.replace(first, more_to_come=True)])
+        story.replica.start_assignments([msgspec.structs.replace(first, more_to_come=True)])
         await story.until(lambda s: "first" in s.ended)
-        story.replica.submit([assignment("beside")])
+        story.replica.start_assignments([assignment("beside")])
         await weights.publish(1)
         await story.until(lambda s: "beside" in s.ended)
-        story.replica.submit([assignment("second", version=0, kind=Kind.EVAL)])
+        story.replica.start_assignments([assignment("second", version=0, kind=Kind.EVAL)])
         await story.until(lambda s: "second" in s.ended)
         assert story.loads == [0]
         assert story.versions("second") == {0}
@@ -596,10 +596,10 @@ async def test_a_part_of_a_pass_makes_an_idle_replica_load_its_version_though_mo
     async with serving(folders, policy=policy) as (story, weights):
         await story.until(lambda s: s.loads == [0])
         part = assignment("part", version=4, kind=Kind.EVAL)
-        story.replica.submit([msgspec.structs.replace(part, more_to_come=True)])
+        story.replica.start_assignments([msgspec.structs.replace(part, more_to_come=True)])
         await story.until(lambda s: "part" in s.ended)
         await weights.publish(5)
-        story.replica.submit([assignment("rest", version=4, kind=Kind.EVAL)])
+        story.replica.start_assignments([assignment("rest", version=4, kind=Kind.EVAL)])
         await story.until(lambda s: "rest" in s.ended)
         assert story.versions("part") == story.versions("rest") == {4}
         story.replica.call_off([part.group_id])
@@ -610,7 +610,7 @@ async def test_no_more_is_expected_of_a_pass_whose_version_an_engine_has_left(fo
     async with serving(folders) as (story, weights):
         await weights.publish(5)
         await story.until(lambda s: s.loads and s.loads[-1] == 5)
-        story.replica.submit([msgspec.structs.replace(assignment("e", version=4), more_to_come=True)])
+        story.replica.start_assignments([msgspec.structs.replace(assignment("e", version=4), more_to_come=True)])
         await story.until(lambda s: "e" in s.ended)
         await weights.publish(6)
         await story.until(lambda s: s.loads[-1] == 6)
@@ -619,11 +619,11 @@ async def test_no_more_is_expected_of_a_pass_whose_version_an_engine_has_left(fo
 async def test_one_that_stops_keeps_no_promise(folders):
     async with serving(folders) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("a", length=3000)])
+        story.replica.start_assignments([assignment("a", length=3000)])
         assert story.replica.expect(0, ["b"])
         await story.replica.stop(evaluations=False)
         await weights.publish(1)
-        story.replica.submit([assignment("eval", version=1, kind=Kind.EVAL)])
+        story.replica.start_assignments([assignment("eval", version=1, kind=Kind.EVAL)])
         await story.until(lambda s: "eval" in s.ended)
         assert story.versions("eval") == {1}
 
@@ -631,7 +631,9 @@ async def test_one_that_stops_keeps_no_promise(folders):
 async def test_what_comes_from_elsewhere_takes_nothing_from_the_batch_of_a_version(folders):
     async with serving(folders, batch=4) as (story, _):
         await story.until(lambda s: s.admissible == 4)
-        story.replica.submit([assignment("a", length=2000), assignment("moved", length=2000, version=0)])
+        story.replica.start_assignments(
+            [assignment("a", length=2000), assignment("moved", length=2000, version=0)]
+        )
         report = await story.take()
         assert (report.admissible, report.received) == (3, 1)
 
@@ -654,9 +656,9 @@ async def test_the_speed_of_an_engine_is_measured_while_new_weights_wait(folders
 async def test_a_trajectory_that_is_ended_twice_at_a_time_is_reported_once(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda story: story.loads)
-        story.replica.submit([assignment("inside", length=2000), assignment("other", length=2000)])
+        story.replica.start_assignments([assignment("inside", length=2000), assignment("other", length=2000)])
         await story.until(lambda story: story.ids["inside"])
-        story.replica.submit([assignment("outside", length=2000, version=9)])
+        story.replica.start_assignments([assignment("outside", length=2000, version=9)])
         names = ["inside", "outside"]
         await asyncio.gather(story.replica.abort(names), story.replica.give_up(names), story.replica.abort(names))
         await story.until(lambda story: {"inside", "outside"} <= set(story.ended))
@@ -666,7 +668,7 @@ async def test_a_trajectory_that_is_ended_twice_at_a_time_is_reported_once(folde
 async def test_what_ends_by_itself_while_it_is_aborted_is_reported_once(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda story: story.loads)
-        story.replica.submit([assignment("a", length=2000)])
+        story.replica.start_assignments([assignment("a", length=2000)])
         await story.until(lambda story: story.ids["a"])
         streams = story.replica._streams
         aborting = asyncio.create_task(streams.abort(["a"]))

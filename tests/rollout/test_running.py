@@ -45,16 +45,16 @@ def test_the_engine_is_told_whether_more_turns_may_follow(problem):
 
 def tell(item, reason=None):
     """The piece that is stored of what was not told yet, and the report of it."""
-    piece = item.piece(2.0)
+    piece = item.unreported(2.0)
     tokens = None if piece is None else TokensRef(piece.start, piece.end, make_ref())
-    return piece, item.progress(tokens, reason, 2.0)
+    return piece, item.pop_progress(tokens, reason, 2.0)
 
 
 def take(item, *versions, **last):
     """One token under each version or (version, KV version), and then the engine's last word, if there is one."""
     for version in versions:
         said, kv_version = version if isinstance(version, tuple) else (version, None)
-        item.take(
+        item.append_delta(
             Delta(
                 rid="a",
                 ids=np.array([7], np.int32),
@@ -65,7 +65,7 @@ def take(item, *versions, **last):
             1.0,
         )
     if last:
-        item.take(
+        item.append_delta(
             Delta(rid="a", ids=NO_IDS, logprobs=NO_LOGPROBS, version=0, finish_reason=FinishReason.ABORT, **last),
             1.0,
         )
@@ -101,7 +101,7 @@ def test_each_stream_asks_for_experts_from_where_the_one_before_ended():
     assert unpack_experts(piece.experts) == make_experts(3, 6)
     request = item.request()
     assert (request.routed, len(request.prefix_ids)) == (6, 4)
-    assert item.piece(2.0) is None, "stored once"
+    assert item.unreported(2.0) is None, "stored once"
 
 
 def test_a_stream_that_goes_on_before_a_report_continues_from_every_token():
@@ -121,29 +121,29 @@ def test_what_does_not_fit_the_stream_is_refused_by_name():
     item = running()
     take(item, 4)
     ids = np.array([7, 8], np.int32)
-    item.take(
+    item.append_delta(
         Delta(rid="a", ids=ids, logprobs=np.zeros(2, np.float32), version=4, sampling_mask=make_mask(ids)), 1.0
     )
     with pytest.raises(AssertionError, match="a: 3 tokens with 2 sampling masks"):
-        item.piece(2.0)
+        item.unreported(2.0)
 
 
 def test_what_is_noted_and_what_is_told_are_all_that_the_engine_gave_each_once():
     item = running(prefix=2)
     take(item, 4, 4)
-    first = item.note(1.0)
+    first = item.pop_unjournaled(1.0)
     take(item, 5)
-    second = item.note(1.0)
+    second = item.pop_unjournaled(1.0)
     assert [(piece.start, piece.end) for piece in (first, second)] == [(2, 4), (4, 5)]
     assert (first.spans, second.spans) == ((Span(4, 2, 4),), (Span(5, 4, 5),))
-    assert item.note(1.0) is None, "noted once"
+    assert item.pop_unjournaled(1.0) is None, "noted once"
     take(item, 5)
     piece, progress = tell(item)
     assert (piece.start, piece.end) == (2, 6), "to be told it need not have been noted, nor not"
     assert progress.spans == (Span(4, 2, 4), Span(5, 4, 6))
-    assert item.note(1.0) is None, "what was told need not be noted"
+    assert item.pop_unjournaled(1.0) is None, "what was told need not be noted"
     take(item, 6)
-    assert (item.note(1.0).start, item.told) == (6, 6)
+    assert (item.pop_unjournaled(1.0).start, item.reported) == (6, 6)
 
 
 WORDS = np.array([5, 6], np.int32)
@@ -154,7 +154,7 @@ def limited(*, length=30, most=4):
     item = running()
     sampling = SamplingParams(max_new_tokens=length, stop_ids=(1,))
     item.assignment = msgspec.structs.replace(item.assignment, problem=Problem(prompt="?"), sampling=sampling)
-    item.observe(WORDS, max_tokens=most)
+    item.append_observation(WORDS, max_tokens=most)
     return item
 
 
@@ -169,7 +169,7 @@ def test_a_limited_turn_ends_where_its_environment_says_however_often_it_is_inte
     assert item.awaits_environment
     assert item.turn_ended(FinishReason.LENGTH)
     assert item.all_spans[0] == Span(None, 0, 2, turn_limit=4)
-    item.observe(WORDS)
+    item.append_observation(WORDS)
     assert item.request().sampling.max_new_tokens == 30, "the next turn has no limit"
     assert not item.turn_ended(FinishReason.LENGTH)
 
@@ -178,10 +178,10 @@ def test_one_that_comes_from_elsewhere_has_the_limit_that_its_spans_have():
     there = limited()
     take(there, 4, 4, 4, 4)
     here = begin(msgspec.structs.replace(there.assignment, tokens=(TokensRef(0, 6, make_ref()),)), 0.0)
-    here.prefix, here.told_spans = there.response_ids, there.all_spans
+    here.prefix, here.prefix_spans = there.response_ids, there.all_spans
     assert here.awaits_environment
     here = begin(msgspec.structs.replace(there.assignment, tokens=(TokensRef(0, 5, make_ref()),)), 0.0)
-    here.prefix, here.told_spans = there.response_ids[:5], clip_spans(there.all_spans, 0, 5)
+    here.prefix, here.prefix_spans = there.response_ids[:5], clip_spans(there.all_spans, 0, 5)
     assert not here.awaits_environment
     assert here.request().sampling.max_new_tokens == 6
 
@@ -198,7 +198,7 @@ def test_a_limit_that_the_response_has_no_room_for_is_none(most):
 def test_a_limited_turn_of_a_branch_has_its_limit_behind_its_own_context():
     item = limited()
     take(item, 4, 4)
-    item.observe(WORDS, follows=2, max_tokens=3)
+    item.append_observation(WORDS, follows=2, max_tokens=3)
     request = item.request()
     assert len(request.prefix_ids) == 4, "what the branch follows, and its words"
     assert request.sampling.max_new_tokens == 4 + 3

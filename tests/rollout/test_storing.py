@@ -32,7 +32,7 @@ def salvaged(story, **running):
 
 async def noted(story, name):
     """Until the journal has something of it."""
-    await story.until(lambda s: s.replica._streams.running[name].noted)
+    await story.until(lambda s: s.replica._streams.running[name].journaled)
 
 
 @pytest.mark.parametrize("end", [3, 5], ids=["its segment is gone", "a piece is missing"])
@@ -42,7 +42,7 @@ async def test_a_response_that_cannot_be_read_is_handed_back_as_lost_and_costs_n
         (begun,) = story.begun("gone", (7, 8, 9))
         at = make_ref("replica-9.gone") if end == 3 else begun.at
         story.ids["gone"] = [7] * end
-        story.replica.submit([assignment("gone", tokens=[TokensRef(0, end, at)]), assignment("a")])
+        story.replica.start_assignments([assignment("gone", tokens=[TokensRef(0, end, at)]), assignment("a")])
         await story.until(lambda s: "a" in s.ended and "gone" in s.missing)
         assert ("replica-9.gone" if end == 3 else "3 tokens of 5") in story.missing["gone"]
         assert "gone" not in story.ended
@@ -50,9 +50,9 @@ async def test_a_response_that_cannot_be_read_is_handed_back_as_lost_and_costs_n
 
 
 async def test_what_runs_is_told_to_nobody_and_is_in_the_journal_until_it_leaves(folders):  # noqa: F811
-    async with serving(folders, tells_partials=False) as (story, _):
+    async with serving(folders, reports_partials=False) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit([assignment("a", length=2500), assignment("b", length=4000)])
+        story.replica.start_assignments([assignment("a", length=2500), assignment("b", length=4000)])
         await noted(story, "a")
         assert not story.ids
         assert story.generated > 0
@@ -66,11 +66,11 @@ async def test_what_runs_is_told_to_nobody_and_is_in_the_journal_until_it_leaves
 
 
 async def test_a_replica_that_cannot_write_any_more_is_lost_and_another_takes_what_it_had(folders):  # noqa: F811
-    async with serving(folders, tells_partials=False) as (story, _), serving(folders) as (other, _):
+    async with serving(folders, reports_partials=False) as (story, _), serving(folders) as (other, _):
         await story.until(lambda s: s.admissible > 0)
         await other.until(lambda s: s.admissible > 0)
-        other.replica.submit([assignment("b", length=1500)])
-        story.replica.submit([assignment("a", length=2500, temperature=0.0)])
+        other.replica.start_assignments([assignment("b", length=1500)])
+        story.replica.start_assignments([assignment("a", length=2500, temperature=0.0)])
         await noted(story, "a")
         kept = salvaged(story, a=0)["a"].tokens
         story.replica._store._segment.write_all = full
@@ -81,16 +81,16 @@ async def test_a_replica_that_cannot_write_any_more_is_lost_and_another_takes_wh
         assert "a" not in story.ended
         assert not story.task.done()
         other.ids["a"] = other.ids_of(kept)
-        other.replica.submit([assignment("a", length=2500, tokens=[kept], temperature=0.0)])
+        other.replica.start_assignments([assignment("a", length=2500, tokens=[kept], temperature=0.0)])
         await other.until(lambda s: {"a", "b"} <= s.ended.keys())
         assert other.ended["a"].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 async def test_a_journal_that_cannot_be_written_loses_the_replica_as_well(folders):  # noqa: F811
-    async with serving(folders, tells_partials=False) as (story, _):
+    async with serving(folders, reports_partials=False) as (story, _):
         await story.until(lambda s: s.admissible > 0)
         story.replica._store._journal.write = full
-        story.replica.submit([assignment("a", length=4000)])
+        story.replica.start_assignments([assignment("a", length=4000)])
         with pytest.raises(EngineLostError, match="make room"):
             await story.until(lambda s: False)
         assert story.ids["a"], "its last report has what it gave"

@@ -32,7 +32,7 @@ class Kept:
         self.pieces.append(piece)
         return TokensRef(piece.start, piece.end, COUNTED)
 
-    def note(self, pieces):
+    def journal(self, pieces):
         self.pieces += pieces
 
     def forget(self, trajectory_id):
@@ -79,9 +79,9 @@ async def serving(*names, policy=OnNewWeights.DRAIN):
         partial_interval_s=1e9,
     )
     running = asyncio.create_task(replica.run())
-    while not (await replica.collect(1e9)).admissible:
+    while not (await replica.next_report(1e9)).admissible:
         pass
-    replica.submit([assignment(name) for name in names])
+    replica.start_assignments([assignment(name) for name in names])
     await asyncio.sleep(1.0)
     yield replica, running, store, relay, engine
     running.cancel()
@@ -91,7 +91,7 @@ async def ends(replica, count):
     """Ends of so many trajectories, by name."""
     found = {}
     while len(found) < count:
-        report = await replica.collect(1e9)
+        report = await replica.next_report(1e9)
         found |= {one.trajectory_id: one for one in report.progress if one.finish_reason or one.failure}
     return found
 
@@ -100,7 +100,7 @@ def test_streams_need_no_task_and_every_token_is_told_once():
     async def lead():
         async with serving() as (replica, _, store, _, _):
             before = len(asyncio.all_tasks())
-            replica.submit([assignment(f"t{index}") for index in range(8)])
+            replica.start_assignments([assignment(f"t{index}") for index in range(8)])
             await asyncio.sleep(1.0)
             assert len(asyncio.all_tasks()) == before
             ended = await ends(replica, 8)
@@ -138,7 +138,7 @@ def test_new_weights_interrupt_a_stream_and_it_goes_on():
 def test_what_the_engine_refuses_costs_nobody_else():
     async def lead():
         async with serving("a") as (replica, _, _, _, _):
-            replica.submit([assignment("long", prompt=MAX_LEN + 1)])
+            replica.start_assignments([assignment("long", prompt=MAX_LEN + 1)])
             ended = await ends(replica, 2)
             assert ended["long"].failure is DropReason.REFUSED
             assert f"rollout.max_len={MAX_LEN}" in ended["long"].detail

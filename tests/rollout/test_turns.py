@@ -84,7 +84,7 @@ async def begun(folders, environments, *items, **options):
     """A replica that has taken these up."""
     async with serving(folders, environments=environments, **options) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
-        story.replica.submit(items)
+        story.replica.start_assignments(items)
         yield story, weights
 
 
@@ -136,7 +136,9 @@ async def test_a_reward_lies_with_the_tokens(folders):
 
 async def test_who_waits_for_an_environment_holds_no_slot_and_the_turn_is_in_the_journal(folders):
     environments = Scripted(ends_after(1), holds_at=1)
-    async with begun(folders, environments, with_problem("a"), tells_partials=False, partial_interval_s=60.0) as (
+    async with begun(
+        folders, environments, with_problem("a"), reports_partials=False, partial_interval_s=60.0
+    ) as (
         story,
         _,
     ):
@@ -158,7 +160,7 @@ async def test_one_that_waits_is_ended_at_once_and_goes_on_elsewhere_with_the_sa
         assert not environments.forgotten, "it goes on"
         asked = environments.asked[-1]
         environments.go.set()
-        story.replica.submit([with_problem("a", tokens=story.tokens["a"])])
+        story.replica.start_assignments([with_problem("a", tokens=story.tokens["a"])])
         await story.until(lambda s: story.ended["a"].finish_reason is FinishReason.STOP)
         assert environments.asked[2] == asked
 
@@ -236,7 +238,7 @@ async def test_one_that_moves_when_its_turn_is_cut_is_answered_there_and_samples
         await story.replica.abort(["a"])
         await story.until(lambda s: "a" in s.ended)
         environments.go.set()
-        story.replica.submit([with_problem("a", stop_ids=(), tokens=story.tokens["a"])])
+        story.replica.start_assignments([with_problem("a", stop_ids=(), tokens=story.tokens["a"])])
         await story.until(lambda s: story.ended["a"].finish_reason is FinishReason.STOP)
         assert environments.asked == [("a", 0, 0), ("a", 1, 7), ("a", 1, 7), ("a", 2, 14)]
 
@@ -249,7 +251,7 @@ async def test_a_failure_is_told_with_its_reason(folders):
     async with begun(folders, environments, with_problem("a")) as (story, _):
         told = []
         while not told:
-            report = await story.replica.collect(0.2)
+            report = await story.replica.next_report(0.2)
             told = [one for one in report.progress if one.failure is not None]
         assert (told[0].failure, told[0].detail) == (DropReason.ENVIRONMENT_LOST, "gone")
 
@@ -273,7 +275,7 @@ async def test_first_words_that_leave_no_room_for_a_turn_drop_it(folders):
     async with begun(folders, Scripted(script), with_problem("a", length=30)) as (story, _):
         told = []
         while not told:
-            report = await story.replica.collect(0.2)
+            report = await story.replica.next_report(0.2)
             told = [one for one in report.progress if one.failure is not None]
         assert told[0].failure is DropReason.ENVIRONMENT_FAILED
         assert "max_new_tokens=30" in told[0].detail
@@ -342,7 +344,7 @@ class NoStore:
     def keep(self, piece):
         return TokensRef(piece.start, piece.end, make_ref())
 
-    def note(self, pieces):
+    def journal(self, pieces):
         pass
 
     def forget(self, trajectory_id):
@@ -368,7 +370,7 @@ async def test_a_turn_that_ends_as_new_weights_come_does_not_hold_them_up():
     async with at_the_end_of_a_turn() as (streams, environments, _):
         streams.serving.clear()
         interrupted = await streams.interrupt()
-        streams.resubmit(interrupted)
+        streams.resume_interrupted(interrupted)
         await environments.held.wait()
         environments.go.set()
         await asyncio.sleep(0.05)
@@ -379,7 +381,7 @@ async def test_a_turn_that_ends_as_new_weights_come_does_not_hold_them_up():
 async def test_a_limited_turn_that_new_weights_interrupt_goes_on_to_its_limit_and_no_further():
     engine = BreaksOff()
     async with at_the_end_of_a_turn(engine=engine, script=limits(5)) as (streams, environments, _):
-        streams.resubmit(await streams.interrupt())
+        streams.resume_interrupted(await streams.interrupt())
         await environments.held.wait()
         assert [request.sampling.max_new_tokens for request in engine.requests] == [8, 8]
         assert environments.asked == [("a", 0, 0), ("a", 1, len(SAYS) + 5)]
@@ -398,7 +400,7 @@ async def test_a_turn_that_ends_as_it_is_aborted_is_not_gone_on_with_here(how):
 
 
 async def test_time_in_environments_is_told(folders):
-    async with begun(folders, Scripted(ends_after(3)), with_problem("a"), tells_partials=False) as (story, _):
+    async with begun(folders, Scripted(ends_after(3)), with_problem("a"), reports_partials=False) as (story, _):
         await story.until(lambda s: "a" in s.ended)
         assert story.ended["a"].environment_s == pytest.approx(1.5)  # before the first turn, and after two
 

@@ -53,8 +53,8 @@ def test_a_journal_gives_back_what_was_not_told_and_nothing_of_another_epoch():
         )
 
     store = CountedTokens(Responses(8, max_len=64, median=16, sigma=0.0))
-    store.note([piece("a", 0, 5), piece("b", 0, 4), piece("c", 0, 4, epoch=2), piece("d", 0, 4)])
-    store.note([piece("a", 5, 9)])
+    store.journal([piece("a", 0, 5), piece("b", 0, 4), piece("c", 0, 4, epoch=2), piece("d", 0, 4)])
+    store.journal([piece("a", 5, 9)])
     store.forget("d")
     found = store.salvage({"a": Known(1, 0), "b": Known(1, 2), "c": Known(1, 0), "d": Known(1, 0)})
     assert [(one.trajectory_id, one.tokens.start, one.tokens.end) for one in found] == [("a", 0, 9)]

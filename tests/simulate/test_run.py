@@ -106,7 +106,7 @@ def test_compressed_time_gives_the_same_figures_but_for_what_the_link_takes(repa
 
 def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
     said, heard = {}, {}
-    collect, take = Replica.collect, Stats.on_report
+    collect, take = Replica.next_report, Stats.on_report
 
     async def noting(replica, timeout_s):
         report = await collect(replica, timeout_s)
@@ -117,7 +117,7 @@ def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
         heard.setdefault(report.replica, []).append(report)
         take(stats, report)
 
-    monkeypatch.setattr(Replica, "collect", noting)
+    monkeypatch.setattr(Replica, "next_report", noting)
     monkeypatch.setattr(Stats, "on_report", noted)
     run()
     for replica, reports in heard.items():

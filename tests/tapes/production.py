@@ -1004,7 +1004,7 @@ class Repacker:
         prefill_per_s: float = SPEED.prefill_tokens_per_s,
     ) -> list[Move]:
         """Moves of one planner."""
-        self._remaining.look([length for look in looks for _, _, length in look.running])
+        self._remaining.update([length for look in looks for _, _, length in look.running])
         context = PlanningContext(
             speed=EngineSpeed(
                 step_s=SPEED.step_s,

@@ -52,7 +52,7 @@ class Hosts:
 
     async def lose_host_of(self, label, scheduler):
         gone = {segment for segment in scheduler.book.segments() if part_of(segment) == label}
-        await scheduler.losses.of_segments(gone, f"host of {label} is gone")
+        await scheduler.lost_tokens.drop_segments(gone, f"host of {label} is gone")
 
     async def archive(self, step, scheduler):
         return 0

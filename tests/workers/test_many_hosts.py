@@ -163,7 +163,7 @@ class Incarnation:
             batch = await self._next_batch()
             while lost := self._fetch(batch):
                 await self.fleet.scheduler.consumption.put_back(batch)
-                await self.fleet.scheduler.losses.of(lost)
+                await self.fleet.scheduler.lost_tokens.drop_trajectories(lost)
                 batch = await self._next_batch()
             await self.fleet.scheduler.consumption.commit(batch, step)
             done = consume(step, batch.version, *(one.id for one in batch.trajectories))

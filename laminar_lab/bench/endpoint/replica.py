@@ -74,7 +74,7 @@ class FixedTurnEngine(LocalEngine):
         self.asked: dict[str, list[GenerateRequest]] = {name: [] for name in names}
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
-        """See `TellingEngine.follow`."""
+        """See `PushEngine.follow`."""
         asked = self.asked[request.rid]
         asked.append(request)
         self.turn(request, self._lengths[request.rid][len(asked) - 1], hear)

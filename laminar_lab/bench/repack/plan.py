@@ -40,7 +40,7 @@ def _think(group: Sequence[Survey]) -> tuple[float, int]:
     running = [held for survey in group for held in survey.running]
     with_siblings = {held.trajectory_id for held in running[::2]}
     began = time.perf_counter()
-    remaining.look([held.length for held in running])
+    remaining.update([held.length for held in running])
     forecast = GroupForecast(remaining, lambda name: (1000, 2000, 3000) if name in with_siblings else ())
     context = PlanningContext(
         speed=SPEED, forecast=forecast, max_stall_s=MAX_STALL_S, max_new_tokens=MAX_NEW_TOKENS

@@ -86,7 +86,7 @@ class ClockedEngine(LocalEngine):
         self.first_s: list[float] = []  # when the first token of each was here
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
-        """See `TellingEngine.follow`."""
+        """See `PushEngine.follow`."""
         request = msgspec.structs.replace(request, has_turns=request.has_turns and self._keeps)
         self.requests.append(request)
         number = len(self.requests)
@@ -182,16 +182,16 @@ class BenchReplicaActor(PartActor):
             environments=RemoteEnvironments(spec.environments, wire, spec.label),
         )
         self._task = asyncio.create_task(self._replica.run(), name="replica")
-        while not (await self._replica.collect(QUIET_S)).admissible:
+        while not (await self._replica.next_report(QUIET_S)).admissible:
             pass
         return config, engine
 
     async def run_all(self, assignments: Sequence[Assignment]) -> None:
         """Run trajectories at a time, to the end that their environments give them."""
         left = {assignment.trajectory_id for assignment in assignments}
-        self._replica.submit(list(assignments))
+        self._replica.start_assignments(list(assignments))
         while left:
-            for progress in (await self._replica.collect(QUIET_S)).progress:
+            for progress in (await self._replica.next_report(QUIET_S)).progress:
                 name, reason = progress.trajectory_id, progress.finish_reason
                 assert progress.failure is None, f"{name}: {progress.detail}"
                 if reason is not None:

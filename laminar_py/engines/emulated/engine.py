@@ -117,7 +117,7 @@ class EmulatedEngine:
                 self._deliver()
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
-        """See `TellingEngine.follow`. `RefusedError` names what cannot be served."""
+        """See `PushEngine.follow`. `RefusedError` names what cannot be served."""
         self._open(request, ToldStream(self._loop, hear))
 
     async def abort(self, rid: str) -> None:

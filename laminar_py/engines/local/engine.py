@@ -1,4 +1,4 @@
-"""The embedded inference engine: `TellingEngine` on one thread of this process, for laptops and tests.
+"""The embedded inference engine: `PushEngine` on one thread of this process, for laptops and tests.
 
 Called by a replica on its event loop. The loop's side owns the streams; the engine's thread owns the scheduler
 and everything below it. Commands cross in one direction, batches of deltas in the other, both in order.
@@ -114,7 +114,7 @@ class LocalEngine:
                 self._post(partial(self._scheduler.abort, ticket))
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
-        """See `TellingEngine.follow`. `RefusedError` names what cannot be served."""
+        """See `PushEngine.follow`. `RefusedError` names what cannot be served."""
         self._open(request, hear)
 
     async def abort(self, rid: str) -> None:

@@ -37,7 +37,7 @@ ACKNOWLEDGE_S = 0.5  # in which a report may say that orders were heard, before 
 class Commanded(Protocol):
     """A replica, as the link needs it (`rollout.replica.Replica`)."""
 
-    def submit(self, assignments: Sequence[Assignment]) -> None:
+    def start_assignments(self, assignments: Sequence[Assignment]) -> None:
         """Start these."""
         ...
 
@@ -69,7 +69,7 @@ class Commanded(Protocol):
         """Have the next report go out at once."""
         ...
 
-    async def collect(self, timeout_s: float) -> ReplicaReport:
+    async def next_report(self, timeout_s: float) -> ReplicaReport:
         """The next report."""
         ...
 
@@ -113,7 +113,7 @@ class ReplicaLink:
     async def _tell(self) -> None:
         await self._greet()
         while True:
-            report = await self._replica.collect(self._quiet_s)
+            report = await self._replica.next_report(self._quiet_s)
             answers, self._answers = self._answers, []
             self._number += 1
             await self._tell_one(report, tuple(answers))
@@ -172,7 +172,7 @@ class ReplicaLink:
         replica = self._replica
         match order:
             case Submit(assignments):
-                replica.submit(assignments)
+                replica.start_assignments(assignments)
             case CallOff(names):
                 replica.call_off(names)
             case Follow(relay):

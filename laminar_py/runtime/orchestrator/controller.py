@@ -159,7 +159,7 @@ async def score(
         of_responses = scoring.without_trials(several)
         lost = {one.trajectory_id: one.detail for one in of_responses if one.failure is DropReason.HOST_LOST}
         if lost:
-            await scheduler.losses.of(lost)
+            await scheduler.lost_tokens.drop_trajectories(lost)
         for place, one in enumerate(of_responses, 1):
             if place % SCORES_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -178,7 +178,7 @@ async def refer(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) ->
         answer = await reference.next_answer(wanted=scheduler.is_live)
         for trajectory_id, logprobs in answer.logprobs.items():
             await scheduler.closing.on_reference(trajectory_id, logprobs)
-        await scheduler.losses.of(answer.lost)
+        await scheduler.lost_tokens.drop_trajectories(answer.lost)
 
 
 async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
@@ -201,7 +201,7 @@ async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
         except BatchLostError as error:
             assert batch is not None, "tokens are of a batch"
             await scheduler.consumption.put_back(batch)
-            await scheduler.losses.of(error.lost)
+            await scheduler.lost_tokens.drop_trajectories(error.lost)
             continue
         trainer.pause_if_last(batch)
         if batch.groups:  # else others are generated
@@ -295,7 +295,7 @@ class Controller:
             show=self._stepped,
         )
         migration = Migration(
-            MigrationSettings.of(incarnation.config),
+            MigrationSettings.from_config(incarnation.config),
             scheduler=scheduler,
             fleet=replicas,
             published=versions.recorded_after,

@@ -275,7 +275,7 @@ class ElasticFleet:
         """Empty replicas of one version, or of any, into what room there is."""
         asked = await asyncio.gather(*(self._replicas.survey(index) for index in leaving))
         surveys = [survey for survey in asked if survey is not None and version in (None, survey.version)]
-        moves = plan_leaving(surveys, room=room, is_moving=self._scheduler.moves.is_under_way)
+        moves = plan_leaving(surveys, room=room, is_moving=self._scheduler.moves.is_open)
         if version is not None:
             await self._migration.carry_out(version, moves, moving)
             return

@@ -87,8 +87,8 @@ def make_scheduler(
     scheduler = TrajectoryScheduler(
         replace(settings, versions_return=versions_return),
         prompt_at=inputs.stream.prompt,
-        tell=inputs.stream.tell,
-        fail=fail,
+        on_rewards=inputs.stream.tell,
+        on_failing=fail,
         recorder=incarnation.ledger,
         stages=Stages(submit_score=submit_score, submit_reference=None if reference is None else reference.submit),
         credit=Credit(

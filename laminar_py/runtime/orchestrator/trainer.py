@@ -212,7 +212,7 @@ class Trainer:
 
         A batch that `rollout.max_refill` left short is put on record, and ends a run that gets no signal at all.
         """
-        self._refill.see(batch, self._scheduler.consumption.refill_stopped(batch, self.step + 1))
+        self._refill.observe_batch(batch, self._scheduler.consumption.refill_stopped(batch, self.step + 1))
         if self._stop.asked.is_set() or self.step + bool(batch.groups) == self._config.steps:
             self._scheduler.pause()
 

@@ -245,7 +245,7 @@ class PayloadHosts:
         """Put on record that these segments are gone, and drop what is live of them."""
         if segments:
             log.error("%s, %d in all", reason, len(segments))
-            await scheduler.losses.of_segments(segments, reason)
+            await scheduler.lost_tokens.drop_segments(segments, reason)
             await self._ledger.lose(await self._ledger.holders(segments), reason)
 
     # ---- on hosts
@@ -339,7 +339,7 @@ async def take_up(recovered: Recovered, payload: PayloadHosts, scheduler: Trajec
     """Have the scheduler go on with what a dead controller left, but for what is gone meanwhile."""
     gone = await payload.find(recovered)
     await scheduler.restore(recovered, salvaged=await payload.salvage_all(recovered.live))
-    await scheduler.losses.of(gone)
+    await scheduler.lost_tokens.drop_trajectories(gone)
 
 
 def _missing(entry: LiveTrajectory, there: Mapping[str, int]) -> str:

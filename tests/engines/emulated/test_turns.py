@@ -208,7 +208,7 @@ class Told:
 
     async def hear(self, replica):
         while True:
-            report = await replica.collect(0.5)
+            report = await replica.next_report(0.5)
             self.admissible = report.admissible
             for item in report.progress:
                 self.spans[item.trajectory_id] += item.spans
@@ -268,7 +268,7 @@ async def undisturbed(compression=1.0):
     work = environments(compression=compression)
     async with replica(store, told, work, weights, compression=compression) as one:
         began = asyncio.get_running_loop().time()
-        one.submit([assignment(name, seed) for name, seed in NAMES.items()])
+        one.start_assignments([assignment(name, seed) for name, seed in NAMES.items()])
         await told.until(lambda: len(told.ended) == len(NAMES))
         return dict(store.ids), dict(told.ended), asyncio.get_running_loop().time() - began
 
@@ -277,7 +277,7 @@ def test_a_trajectory_is_as_many_turns_as_are_asked_for_and_waiting_ones_hold_no
     async def scenario():
         store, told, weights = KeptTokens(), Told(), Folders(["/nowhere"])
         async with replica(store, told, environments(), weights) as one:
-            one.submit([assignment("t0", 0)])
+            one.start_assignments([assignment("t0", 0)])
             await told.until(lambda: one.away)
             assert one.away == {"t0"}
             assert one._engine.status().running == one._engine.status().kv_used == 0
@@ -298,7 +298,7 @@ def test_moves_between_replicas_change_no_token_wherever_they_come(every_s):
             replica(store, told, work, weights) as one,
             replica(store, told, work, weights) as other,
         ):
-            one.submit([assignment(name, seed) for name, seed in NAMES.items()])
+            one.start_assignments([assignment(name, seed) for name, seed in NAMES.items()])
             while len(told.ended) < len(NAMES):
                 await asyncio.sleep(every_s)
                 epochs += 1
@@ -310,7 +310,7 @@ def test_moves_between_replicas_change_no_token_wherever_they_come(every_s):
                     if n in told.left
                 ]
                 told.left.clear()
-                other.submit([msgspec.structs.replace(item, version=0) for item in moved])
+                other.start_assignments([msgspec.structs.replace(item, version=0) for item in moved])
                 held = {item.trajectory_id: NAMES[item.trajectory_id] for item in moved}
                 one, other = other, one
         return dict(store.ids), dict(told.ended), epochs
@@ -324,7 +324,7 @@ def test_new_weights_under_running_turns_change_no_token():
     async def scenario():
         store, told, weights = KeptTokens(), Told(), Folders(["/nowhere"])
         async with replica(store, told, environments(), weights, policy=OnNewWeights.RESUME) as one:
-            one.submit([assignment(name, seed) for name, seed in NAMES.items()])
+            one.start_assignments([assignment(name, seed) for name, seed in NAMES.items()])
             while len(told.ended) < len(NAMES):
                 await asyncio.sleep(1.7)
                 await weights.publish(weights.newest + 1)
@@ -341,7 +341,7 @@ def test_others_are_admitted_in_the_place_of_those_away_unless_a_version_gets_on
     async def scenario():
         store, told, weights = KeptTokens(), Told(), Folders(["/nowhere"])
         async with replica(store, told, environments(), weights, policy=policy) as one:
-            one.submit([assignment(name, seed) for name, seed in NAMES.items()])
+            one.start_assignments([assignment(name, seed) for name, seed in NAMES.items()])
             await told.until(lambda: len(one.away) > 2)
             one.report_soon()
             await asyncio.sleep(0.1)
