@@ -42,7 +42,7 @@ def scale(
     if not folder.is_led:
         raise ConfigError(gone)
     requests = ScaleRequests(run)
-    request = requests.ask(replicas=replicas, urls=urls)
+    request = requests.send(replicas=replicas, urls=urls)
     try:
         answer = _await_answer(requests, request, folder)
     finally:

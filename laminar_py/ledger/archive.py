@@ -1,9 +1,9 @@
-"""Payload that no rollback can need, in Parquet: `archive/*.parquet`, a file for each host and call.
+"""The archive holds stored tokens that no rollback needs, as Parquet: `archive/*.parquet`.
 
-Written on the hosts that have the pieces, by `archive_pieces`, after a checkpoint, for what is older than all that
-are kept; the ledger forgets its references only when the files are on record. A crash in between leaves some
-pieces in both places, equal byte for byte. Invariant: a file that is not the recorded one is never opened for a
-response. pyarrow is imported by the functions that need it: a process that archives nothing is spared its memory.
+After a checkpoint each host writes a file of the pieces in its segments that are older than all kept checkpoints
+(`archive_pieces`). The ledger deletes its references when the files are on record; a crash before that leaves
+equal copies in both places. Readers open an archive file only if it is the recorded one (law 11). Functions import
+pyarrow themselves, which spares the memory of processes that archive nothing.
 """
 
 import os
@@ -33,15 +33,15 @@ from laminar_py.records.pieces import ColumnPiece
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_ROW_GROUP_BYTES = 4 * 2**20  # whoever looks for one trajectory reads so much
+_ROW_GROUP_BYTES = 4 * 2**20  # a reader of one trajectory reads a whole row group
 _BINARY = ("mask", "experts", "values", "digest")
-# the rest is random bits, as good as
+# the other columns hardly compress
 _COMPRESSION = dict.fromkeys(("trajectory", "name", "start", "description", "ids.list.element", "mask"), "zstd")
 SETTLED = "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step <= ?)"
 
 
 class ArchiveRequest(msgspec.Struct, frozen=True):
-    """References to pieces of one host, by trajectory, and the name of the file that they go to."""
+    """References to pieces of one host, by trajectory, and the name of the file to write."""
 
     run: str
     name: str
@@ -49,14 +49,17 @@ class ArchiveRequest(msgspec.Struct, frozen=True):
 
 
 class ArchiveAnswer(msgspec.Struct, frozen=True):
-    """A new file; numbers of trajectories that are left out, as pieces could not be read, with what was wrong."""
+    """A new file, and the trajectories left out because a piece could not be read, with the reason."""
 
     event: Archived
     unreadable: dict[int, str]
 
 
 def archive_pieces(request: bytes) -> bytes:
-    """`ArchiveAnswer` to an `ArchiveRequest`, on the host whose segments have the pieces. Raises `OSError`."""
+    """Write an archive file on the host whose segments have the pieces: `ArchiveRequest` in, `ArchiveAnswer` out.
+
+    Raises `OSError`.
+    """
     wanted = decode(ArchiveRequest, request)
     run, unreadable = Path(wanted.run), dict[int, str]()
     folder = run / ARCHIVE_NAME
@@ -85,17 +88,17 @@ def archive_pieces(request: bytes) -> bytes:
 
 
 def archive_files(run: Path) -> list[Path]:
-    """Files of the archive, in the order in which they were written."""
+    """Return the files of the archive, in order of writing."""
     return sorted((run / ARCHIVE_NAME).glob("*.parquet"))
 
 
 def file_name(seq: int, part: int) -> str:
-    """By event number: a later file never takes the name of an earlier one."""
+    """Return a file name by event number, so that no later file takes the name of an earlier one."""
     return f"pieces-{seq:012d}-{part}.parquet"
 
 
 def file_pieces(path: Path, number: int | None = None) -> Iterator[StoredPiece]:
-    """Pieces in one file, by trajectory, as stored; of one trajectory, or of all. Raises `LedgerError`."""
+    """Iterate over the pieces in a file, of trajectory `number` or of all. Raises `LedgerError`."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -117,9 +120,9 @@ def file_pieces(path: Path, number: int | None = None) -> Iterator[StoredPiece]:
 
 
 def record_of(path: Path, connection: sqlite3.Connection) -> Archived | None:
-    """The record of a file of the archive; None for one that a crash kept off the record.
+    """Return the event of an archive file; None if a crash came before its event.
 
-    Those of one call follow the event that they are named by, and none of another lies between.
+    The name of a file has an event number; the events of all files of one call follow that event directly.
     """
     query = "SELECT CAST(body AS BLOB) FROM event WHERE seq > ? AND kind = 'archived' ORDER BY seq"
     seq = re.fullmatch(r"pieces-(\d{12})-\d+\.parquet", path.name)
@@ -134,12 +137,12 @@ def record_of(path: Path, connection: sqlite3.Connection) -> Archived | None:
 
 
 def was_changed(path: Path, event: Archived) -> bool:
-    """True where a file is not, byte for byte, what was recorded of it."""
+    """Whether a file differs from its recorded size or digest."""
     return path.stat().st_size != event.num_bytes or file_digest(path) != event.digest
 
 
 def is_recorded(path: Path, connection: sqlite3.Connection) -> bool:
-    """True for a file that is on record, and so has what SQLite lacks. Raises `LedgerError` if it was changed."""
+    """Whether a file is on record. Raises `LedgerError` if it was changed."""
     event = record_of(path, connection)
     if event is not None and was_changed(path, event):
         raise LedgerError(f"archive={path}: was changed since it was written; restore it")
@@ -178,13 +181,13 @@ class _Row(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its arrays."""
+        """Size of its arrays."""
         return sum(len(array or b"") for array in (self.ids, self.logprobs, self.mask, self.experts, self.values))
 
 
 def _row(stored: StoredPiece) -> _Row:
     piece = stored.piece
-    assert piece is not None, "what cannot be read is left out"
+    assert piece is not None, "unreadable pieces are left out"
     tokens = None if isinstance(piece, ColumnPiece) else piece
     return _Row(
         trajectory=stored.trajectory,
@@ -205,7 +208,7 @@ def _write_file(path: Path, pieces: Iterator[StoredPiece]) -> None:
 
     schema = _schema()
     with path.open("wb") as file:
-        # numbers repeat too seldom for a dictionary; statistics are for finding a trajectory
+        # numbers hardly repeat, so only names get a dictionary; readers find a trajectory by the statistics
         with pq.ParquetWriter(
             file, schema, compression=_COMPRESSION, use_dictionary=["name"], write_statistics=["trajectory"]
         ) as writer:
@@ -216,7 +219,7 @@ def _write_file(path: Path, pieces: Iterator[StoredPiece]) -> None:
 
 
 def _table(rows: list[_Row], schema: "pa.Schema") -> "pa.Table":
-    """From buffers: what takes objects of Python imports pandas, where it is installed, to ask about them."""
+    """Make a table from buffers, since pyarrow would import pandas, if installed, to look at Python objects."""
     import pyarrow as pa
 
     def numbers(values: npt.NDArray[Any], kind: "pa.DataType") -> "pa.Array":
@@ -245,7 +248,7 @@ def _table(rows: list[_Row], schema: "pa.Schema") -> "pa.Table":
 
 
 def _joined(blobs: list[bytes], size: int) -> tuple[npt.NDArray[np.int32], "pa.Buffer"]:
-    """Offsets of blobs in items of `size` bytes, [n + 1], and the blobs in a row."""
+    """Return [n + 1] offsets of blobs, in items of `size` bytes, and the joined blobs."""
     import pyarrow as pa
 
     offsets = np.zeros(len(blobs) + 1, np.int32)

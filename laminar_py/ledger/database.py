@@ -1,7 +1,7 @@
-"""Opens ledger files. Owns their place in a run folder, their schema and what is said about a bad one.
+"""Opening of ledger files: their place in a run's folder, their schema, and messages about bad files.
 
-Called by the ledger (its one writer) and by every reader. A file that cannot be used is a `LedgerError` of one
-line that names the file, what is wrong with it and what to do; so is one that another release laid out.
+The ledger, its only writer, and every reader call it. A file that cannot be used, or has the schema of another
+release, raises a `LedgerError` of one line with the file, the fault and the remedy.
 """
 
 import os
@@ -21,33 +21,33 @@ ARCHIVE_NAME = "archive"
 SEGMENTS_NAME = "segments"
 SEAL_NAME = "seal.json"
 
-_APPLICATION_ID = 0x6C616D69  # "lami", where SQLite files say whose they are
+_APPLICATION_ID = 0x6C616D69  # "lami", in the header of the SQLite file
 _SCHEMA = Path(__file__).with_name("schema.sql")
-_MODES = 18, b"\x01\x01"  # place in the file of its modes of writing and reading, and those of one without a log
-_BUSY_S = 30.0  # a reader waits so long for the writer's checkpoint, the writer for a dying predecessor
+_MODES = 18, b"\x01\x01"  # offset of the read and write modes in the file, and their bytes without a WAL
+_BUSY_S = 30.0  # for a reader, on the writer's checkpoint; for the writer, on a dying predecessor
 
 
 class LedgerError(ConfigError):
-    """A ledger that cannot be used; one line that says why and what to do."""
+    """A ledger cannot be used; the line says why and what to do."""
 
 
 def ledger_path(run: Path) -> Path:
-    """The ledger of a run folder; a path that is a file is taken for the ledger itself."""
+    """Return the ledger of a run's folder; a path to a file is the ledger itself."""
     return run if run.is_file() else run / LEDGER_NAME
 
 
 def segments_path(run: Path) -> Path:
-    """Folder of the segments of this host that are of a run."""
+    """Return the folder with a run's segments of this host."""
     return run / SEGMENTS_NAME
 
 
 def log_path(ledger: Path) -> Path:
-    """The log of SQLite, where it writes before it folds into the file."""
+    """Return SQLite's write-ahead log of a ledger."""
     return ledger.with_name(f"{ledger.name}-wal")
 
 
 def is_copy(ledger: Path) -> bool:
-    """True for a copy of a ledger that is written elsewhere: such a file is replaced, and never changes."""
+    """Whether a file is a copy of a ledger on another disk; a copy is replaced, never written to."""
     place, modes = _MODES
     with ledger.open("rb") as file:
         file.seek(place)
@@ -80,13 +80,13 @@ def open_writer(path: Path) -> sqlite3.Connection:
         _check(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        # 64 MiB of log between two checkpoints: each one syncs the whole file
+        # 64 MiB of log between two checkpoints, since each syncs the whole file
         connection.execute("PRAGMA wal_autocheckpoint = 16384")
     return connection
 
 
 def create(connection: sqlite3.Connection) -> None:
-    """Lay out an empty ledger, all or nothing."""
+    """Create the tables of an empty ledger, in one transaction."""
     script = _SCHEMA.read_text()
     connection.executescript(
         f"BEGIN; {script} INSERT INTO head VALUES (0, x'{CHAIN_START.hex()}');"
@@ -95,9 +95,9 @@ def create(connection: sqlite3.Connection) -> None:
 
 
 def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
-    """A read-only connection; every statement sees what is committed by then.
+    """Open a read-only connection; each statement sees everything committed before it.
 
-    With `immutable` nobody writes, so no locks are taken and no files made beside it.
+    With `immutable`, for a file without a writer, SQLite takes no locks and creates no files beside it.
     """
     if not path.is_file():
         raise LedgerError(f"ledger={path}: no such file; name the folder of a run")
@@ -110,7 +110,7 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
 
 @contextmanager
 def reading(run: Path) -> Iterator[sqlite3.Connection]:
-    """A read-only connection that sees one state of the ledger throughout, whatever is written meanwhile."""
+    """Open a read-only connection that sees one state of the ledger, whatever is written meanwhile."""
     path = ledger_path(run)
     with closing(open_reader(path, immutable=_is_fixed(path))) as connection, _complaints(path):
         connection.execute("BEGIN")
@@ -118,7 +118,7 @@ def reading(run: Path) -> Iterator[sqlite3.Connection]:
 
 
 def unlike_schema(connection: sqlite3.Connection) -> list[str]:
-    """Tables and indexes that are not laid out as the schema says; comments and spaces do not count."""
+    """Return names of tables and indexes that differ from the schema, apart from comments and spaces."""
     everything = "SELECT name, type, tbl_name, sql FROM main.sqlite_master"
     with closing(sqlite3.connect(":memory:")) as empty:
         empty.executescript(_SCHEMA.read_text())
@@ -134,7 +134,7 @@ def _plain(sql: str) -> str:
 
 
 def _is_fixed(ledger: Path) -> bool:
-    """True for a copy, and for what was sealed and nobody has written to since."""
+    """Whether nobody writes to a ledger: it is a copy, or sealed and unchanged since."""
     if not os.access(ledger, os.R_OK):
         return False
     log = log_path(ledger)

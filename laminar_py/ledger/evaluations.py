@@ -1,6 +1,6 @@
-"""Evaluations as the ledger has them: their figures, and the answers that these follow from.
+"""Evaluations in the ledger: their figures, and the answers from which the figures follow.
 
-Called by the summary, the report, the audit, and by a controller that goes on with evaluations.
+The summary, the report and the audit read them, and a controller that resumes open passes.
 """
 
 import sqlite3
@@ -22,18 +22,18 @@ UNSCORED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT, DropReason.REFU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPass:
-    """A pass that was under way when its controller ended, e.g. `e4-aime` under version 7, with 128 answers."""
+    """A pass that was open when its controller ended, e.g. `e4-aime` under version 7, with 128 answers."""
 
     id: str
-    version: int | None  # None: nothing was generated yet
-    step: int | None  # that its version came from
+    version: int | None  # None: it has no tokens yet
+    step: int | None  # the learner step of its version
     answers: Mapping[str, EvalAnswer]
 
 
 def open_passes(run: Path) -> list[OpenPass]:
-    """Passes to go on with, in the order in which they were begun, once what a resume undoes is on record.
+    """Return the passes that a resumed run continues, oldest first; call it after the rollback is on record.
 
-    Left out is what an earlier resume gave up, what is of two versions, and what is of weights that are undone.
+    It leaves out passes that an earlier resume gave up, passes with two versions, and passes of undone versions.
     Raises `ConfigError`.
     """
     with reading(run) as connection:
@@ -54,13 +54,13 @@ def open_passes(run: Path) -> list[OpenPass]:
 
 
 def read_evaluations(run: Path) -> list[Evaluated]:
-    """Every evaluation of a run, as `in_order` has them. Raises `ConfigError`."""
+    """Return every evaluation of a run, sorted by `in_order`. Raises `ConfigError`."""
     with reading(run) as connection:
         return evaluations_on_record(connection)
 
 
 def evaluations_on_record(connection: sqlite3.Connection) -> list[Evaluated]:
-    """Every evaluation of a ledger but those of weights that are undone, as `in_order` has them."""
+    """Return every evaluation of a ledger, without those of undone versions, sorted by `in_order`."""
     rows = connection.execute(
         "SELECT body FROM evaluation CROSS JOIN event USING (seq) LEFT JOIN version USING (version)"
         " WHERE NOT coalesce(undone, 0) ORDER BY evaluation.seq"
@@ -70,14 +70,14 @@ def evaluations_on_record(connection: sqlite3.Connection) -> list[Evaluated]:
 
 
 def in_order(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
-    """Evaluations by seconds of RL, then as they were begun, `settled`."""
+    """Sort evaluations by seconds of RL, then by start, and make their figures comparable (`settled`)."""
     return settled(sorted(evaluations, key=lambda one: (one.rl_s, pass_number(one.pass_id))))
 
 
 def settled(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
-    """Evaluations whose sets have an accuracy in all of their passes or in none, in the order given.
+    """Return evaluations in which each set has accuracies in all of its passes, or mean rewards in all.
 
-    A reward with a bonus may be 0 or 1 throughout a pass by chance, and no figure may change its name on the way.
+    A reward with a bonus may be 0 or 1 throughout one pass by chance; its figure must keep one name over the run.
     """
     known = list(evaluations)
     graded = {one.set_name for one in known if not one.figures.is_accuracy}
@@ -88,9 +88,9 @@ def settled(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
 
 
 def of_first_set(evaluations: Iterable[Evaluated], names: Iterable[str]) -> list[Evaluated]:
-    """Evaluations of the set that the config names first, of those `names` that have any.
+    """Return evaluations of the first of the config's set `names` that has any.
 
-    Passes do not tell: after a death the first one on record may be of another set.
+    The first pass on record may be of another set after a crash, so it cannot decide.
     """
     ordered = in_order(evaluations)
     known = {one.set_name for one in ordered}
@@ -99,7 +99,7 @@ def of_first_set(evaluations: Iterable[Evaluated], names: Iterable[str]) -> list
 
 
 def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, EvalAnswer]:
-    """Answers of a pass by trajectory: those that are scored, or that could not be."""
+    """Return the answers of a pass by trajectory: scored ones, and those whose scoring failed."""
     rows = [
         row for row in read_rows(connection, "kind = 'eval' AND group_id = ?", (group_id,)) if _is_answered(row)
     ]
@@ -113,7 +113,7 @@ def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, Eva
 
 
 def answer_of(row: TrajectoryRow, *, reward: float | None, said: str) -> EvalAnswer:
-    """The answer of a trajectory that has ended; `reward` is None where it has no score."""
+    """Return the answer of an ended trajectory; `reward` is None without a score."""
     return EvalAnswer.of(
         row.id,
         sample=row.sample_index,
@@ -129,7 +129,7 @@ def _is_answered(row: TrajectoryRow) -> bool:
 
 
 def _said(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> dict[str, str]:
-    """Answers in words, by trajectory: events have no index, so those of the pass are read at once."""
+    """Return answer texts by trajectory, by one scan over the pass's range of events, which have no index."""
     if not rows:
         return {}
     bodies = connection.execute(

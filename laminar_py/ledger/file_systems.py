@@ -1,7 +1,6 @@
-"""File systems that go over a network, on which SQLite's log does not work: its readers and writer share memory.
+"""Detection of network file systems, whose lack of shared memory breaks SQLite's write-ahead log.
 
-Asked before a run is made or taken up. What is not known to be of that kind counts as a disk of this host, and so
-does shared memory.
+The start of a run and of a resume calls it. An unknown file system counts as a disk of this host.
 """
 
 import os
@@ -23,7 +22,7 @@ _NETWORK = {
         "pvfs2",
         "panfs",
     ),
-    *("gfs", "gfs2", "ocfs2", "acfs"),  # of disks that several hosts share
+    *("gfs", "gfs2", "ocfs2", "acfs"),  # disks that several hosts share
 }
 _FUSE = "fuse."
 _LOCAL_FUSE = {
@@ -40,9 +39,9 @@ _LOCAL_FUSE = {
 
 
 def network_kind(folder: Path, mounts: str | None = None) -> str | None:
-    """Type of the file system of a folder that is there, or will be, e.g. "nfs4"; None for one of this host.
+    """Return the type of a folder's network file system, e.g. "nfs4"; None for a disk of this host.
 
-    `mounts` is what the kernel lists in `/proc/self/mountinfo`.
+    The folder need not exist. `mounts` replaces the kernel's `/proc/self/mountinfo`.
     """
     kind = _kind(folder, _MOUNTS.read_text() if mounts is None else mounts)
     is_remote = kind in _NETWORK or (kind.startswith(_FUSE) and kind.removeprefix(_FUSE) not in _LOCAL_FUSE)
@@ -50,7 +49,7 @@ def network_kind(folder: Path, mounts: str | None = None) -> str | None:
 
 
 def _kind(folder: Path, mounts: str) -> str:
-    """By the number of its device, which no later mount hides; "" where no line has that, as in Btrfs."""
+    """Find the type by device number, which no later mount hides; "" if no line has the number, as in Btrfs."""
     place = folder.resolve()
     device = next(path for path in (place, *place.parents) if path.exists()).stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"

@@ -1,9 +1,9 @@
-"""The record of a run: one SQLite file, written by the controller alone.
+"""The ledger: the record of a run in one SQLite file, which only the controller writes.
 
-Responses stand in it by reference. `append` and `store_*` only touch memory and never wait; `FLUSH_S` later what
-has gathered is written by a thread, in the order of the appends and in one transaction. A batch is cut between two
-turns of the event loop, so what is appended without an `await` in between, or `together`, is never split.
-Invariant (law 1): issued = consumed + dropped + live, in memory at every moment and on disk after every crash.
+It holds responses by reference. `append` and `store_*` only touch memory and never wait. After `FLUSH_S` a thread
+writes all that gathered, in order and in one transaction. A transaction never splits events that were appended
+without an `await` between them, or inside `together`. So issued = consumed + dropped + live, in memory at every
+moment and on disk after every crash (law 1).
 """
 
 import asyncio
@@ -41,14 +41,14 @@ from laminar_py.records.weights import Published
 
 FLUSH_S = 0.2
 ENDED = frozenset({Status.CONSUMED, Status.DROPPED})
-_FORGET = 4096  # trajectories whose references one transaction deletes
+_FORGET = 4096  # most trajectories whose references one transaction deletes
 
 
 class Ledger:
     """Records one run. Use it from one event loop: `start`, appends and commits, `close`.
 
-    What waits in memory is what one flush interval brings, and the controller commits at each learner step; a
-    disk that cannot keep up therefore shows as slow commits, not as memory.
+    Memory holds the events of about one flush interval, and the controller commits at each learner step. A slow
+    disk therefore shows as slow commits, not as growing memory.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Ledger:
         wall: Callable[[], float] | None = None,
     ) -> None:
         self._path = path
-        self._copy = copy  # in the run's folder, where the ledger itself lies elsewhere
+        self._copy = copy  # in the run's folder, if the ledger lies on another disk
         self._run = (copy or path).parent
         self._copying = threading.Lock()
         self._host = host
@@ -70,22 +70,22 @@ class Ledger:
         self.machine = Machine(recall=self._recall)
         self._batch = Unwritten()
         self._prompts: set[str] = set()  # ids in the batch
-        self._dirty: dict[str, LiveTrajectory] = {}  # rows that the batch will write
-        self._ends: dict[str, LiveTrajectory] = {}  # rows of which it will write the end alone
-        self._in_flight: dict[str, LiveTrajectory] = {}  # rows that are being written
-        self._waiters: list[asyncio.Future[None]] = []  # commits that the next cut satisfies
-        self._served: list[asyncio.Future[None]] = []  # those that the cut being written satisfies
+        self._dirty: dict[str, LiveTrajectory] = {}  # rows that the next batch writes
+        self._ends: dict[str, LiveTrajectory] = {}  # rows of which the next batch writes only the end
+        self._in_flight: dict[str, LiveTrajectory] = {}  # rows of the batch being written
+        self._waiters: list[asyncio.Future[None]] = []  # commits that wait for the next batch
+        self._served: list[asyncio.Future[None]] = []  # commits that wait for the batch being written
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
         self._closing = False
-        self._complete = asyncio.Event()  # cleared while what belongs together is being appended
+        self._complete = asyncio.Event()  # cleared inside `together`
         self._complete.set()
 
     async def start(self) -> None:
-        """Open the file, or lay it out; take up the trajectories that are live in it. Raises `ValueError`.
+        """Open or create the file, and load its live trajectories into `machine`. Raises `ValueError`.
 
-        A run that was sealed goes on: that is on record before its seal is gone.
+        If a sealed run continues, `SealBroken` is on record before its seal is deleted.
         """
         self._writer = Writer(await asyncio.to_thread(open_writer, self._path), host=self._host)
         self._reader = open_reader(self._path)
@@ -102,7 +102,10 @@ class Ledger:
             (self._run / SEAL_NAME).unlink()
 
     async def close(self) -> None:
-        """Write what is left, also into the run's folder, and close. Raises what ended the ledger early."""
+        """Write the last batch, copy the file to the run's folder, close.
+
+        Raises the error that ended the ledger early.
+        """
         self._closing = True
         self._wake.set()
         await asyncio.wait({self._task})
@@ -116,15 +119,15 @@ class Ledger:
 
     @property
     def newest_version(self) -> int:
-        """The highest weight version on record, whoever spoke of it, -1 before the first; the next is above it."""
+        """The highest version that any event names, -1 before the first; a learner publishes above it."""
         return self.machine.marks.seen_version
 
     @property
     def newest_published(self) -> int:
-        """The highest weight version that is on record as published, -1 before the first."""
+        """The highest version on record as published, -1 before the first."""
         return self.machine.marks.version
 
-    # ---- in
+    # ---- writing
 
     def append(self, event: AnyEvent) -> None:
         """Record an event. Raises `IllegalEventError`, an AssertionError, if it cannot happen now."""
@@ -139,11 +142,11 @@ class Ledger:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Have all that is appended meanwhile written in one transaction, also over turns of the event loop.
+        """Write everything appended inside the block in one transaction, even across `await`s.
 
-        What fails in between ends the ledger: nothing that waits is written.
+        An exception inside the block ends the ledger, which then writes nothing that waits.
         """
-        assert self._complete.is_set(), "one at a time"
+        assert self._complete.is_set(), "`together` does not nest"
         self._complete.clear()
         try:
             yield
@@ -155,9 +158,9 @@ class Ledger:
             self._complete.set()
 
     def append_all(self, events: Sequence[AnyEvent]) -> None:
-        """Record events that belong together: on disk there are all of them or none.
+        """Record events in one transaction, all or none.
 
-        If one is illegal the others must not stay, so the ledger ends: nothing that waits is written.
+        An illegal event ends the ledger, which then writes nothing that waits, so that no part of them stays.
         """
         try:
             for event in events:
@@ -168,7 +171,7 @@ class Ledger:
             raise
 
     def store_prompt(self, prompt: Prompt) -> None:
-        """Keep a prompt; it is stored once, however often it is given."""
+        """Store a prompt, once per id."""
         self._check_open()
         if prompt.id not in self._prompts:
             self._prompts.add(prompt.id)
@@ -176,9 +179,9 @@ class Ledger:
             self._schedule()
 
     def store_tokens(self, trajectory_id: str, tokens: TokensRef, spans: tuple[Span, ...]) -> None:
-        """Keep where response tokens [start, end) lie, which `spans` cover, and whatever was recorded with them.
+        """Store the place of response tokens [start, end), which `spans` cover, and of their recordings.
 
-        Raises `IllegalEventError` unless the trajectory runs and has `start` tokens so far.
+        Raises `IllegalEventError` unless the trajectory runs and has `start` tokens.
         """
         self._check_open()
         row = self.machine.store_tokens(trajectory_id, tokens, spans)
@@ -188,7 +191,7 @@ class Ledger:
         self._schedule()
 
     def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
-        """Keep where the columns lie that a finished response was scored with."""
+        """Store the places of the columns that scoring gave a finished response."""
         self._check_open()
         row = self.machine.store_columns(trajectory_id, columns)
         for name, column in columns.items():
@@ -197,7 +200,7 @@ class Ledger:
         self._schedule()
 
     async def commit(self) -> None:
-        """Return when everything appended so far is on disk. Raises what ended the ledger, if anything did."""
+        """Return when everything appended so far is on disk. Raises the error that ended the ledger."""
         self._check_open()
         waiter = self._loop.create_future()
         self._waiters.append(waiter)
@@ -205,25 +208,26 @@ class Ledger:
         await waiter
 
     async def copy(self) -> None:
-        """Have the run's folder hold what is on disk by now, for all who read it there and go on from it."""
+        """Copy the file to the run's folder if it lies on another disk, for readers and for a resume."""
         if self._copy is not None:
             await asyncio.to_thread(self._copy_now, self._copy)
 
-    # ---- out
+    # ---- reading
 
     def accounting(self) -> Accounting:
-        """Counts of trajectories by where they are now."""
+        """Return counts of issued, consumed, dropped and live trajectories."""
         return self.machine.accounting()
 
     def unpublished(self) -> list[Published]:
-        """Versions that relays or replicas have above all published ones, ascending.
+        """Return versions that relays or replicas have above the highest published version, ascending.
 
-        Their learner died before its own word was on record. Nobody knows the size of one that was only loaded: 0.
+        Their learner died before `VersionPublished` was on record. The size is 0 if only a replica named the
+        version.
         """
         return sorted(self.machine.marks.unpublished.values(), key=lambda one: one.version)
 
     async def settled_pieces(self, step: int) -> list[PieceRow]:
-        """References to all that nobody needs who goes back to `step` or a later one, by trajectory."""
+        """Return references that a resume from `step` or later does not need, ordered by trajectory."""
         await self.commit()
         return await asyncio.to_thread(_settled, self._path, step)
 
@@ -234,13 +238,13 @@ class Ledger:
         return seq
 
     async def archived(self, files: Sequence[Archived], numbers: Sequence[int]) -> None:
-        """Put files on record that have the pieces of trajectories, and forget where these were."""
+        """Record archive files with the pieces of trajectories, and delete the references to segments."""
         for event in files:
             self.append(event)
         await self._forget(numbers)
 
-    async def lose(self, numbers: Collection[int], reason: str) -> None:
-        """Put on record that pieces of these trajectories can be read no more."""
+    async def record_lost_pieces(self, numbers: Collection[int], reason: str) -> None:
+        """Record that stored pieces of trajectories can no longer be read."""
         if numbers:
             ids = await asyncio.to_thread(_ids_of, self._path, numbers)
             self.append(TokensLost(trajectory_ids=tuple(ids), reason=reason))
@@ -248,12 +252,12 @@ class Ledger:
             await self.commit()
 
     async def holders(self, segments: Collection[str]) -> list[int]:
-        """Numbers of trajectories of which something is in one of these segments."""
+        """Return numbers of trajectories with a piece in one of these segments."""
         await self.commit()
         return await asyncio.to_thread(_holders, self._path, segments)
 
     async def segments(self) -> set[str]:
-        """Segments that references lead to."""
+        """Return all segments that references name."""
         await self.commit()
         return await asyncio.to_thread(_segments, self._path)
 
@@ -262,7 +266,7 @@ class Ledger:
             self._batch.forgotten += numbers[first : first + _FORGET]
             await self.commit()
 
-    # ---- behind
+    # ---- the writing task
 
     def _schedule(self) -> None:
         if self._timer is None:
@@ -294,7 +298,7 @@ class Ledger:
                     waiter.set_result(None)
 
     def _copy_now(self, copy: Path) -> None:
-        with self._copying:  # one that was cancelled may still be at it
+        with self._copying:  # the thread of a cancelled copy may still run
             copy_ledger(self._path, copy)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
@@ -307,7 +311,7 @@ class Ledger:
                 waiter.set_exception(self._failure)
 
     def _note_changed(self, row: LiveTrajectory) -> None:
-        """The next batch writes it: all of it, or how it ended if nothing else of it is new."""
+        """Add a row to the next batch: whole, or only its end if nothing else of it changed."""
         ends = row.status in ENDED and row.id not in self._dirty
         (self._ends if ends else self._dirty)[row.id] = row
 
@@ -345,7 +349,7 @@ def _segments(ledger: Path) -> set[str]:
 
 
 def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
-    """Bring a fresh machine to the state on disk."""
+    """Load the state on disk into a fresh machine."""
     rows = live_rows(connection, "status NOT IN ('consumed', 'dropped')")
     machine.live.update({row.id: row for row in rows})
     accounting = read_accounting(connection)

@@ -1,9 +1,9 @@
-"""The state of a run's trajectories, and `apply`: the one function by which an event changes it.
+"""The state machine of trajectories: `Machine.apply` is the only code that changes a trajectory's status.
 
-The ledger applies each event before it stores it, and the control plane decides by the same `live` objects; the
-audit replays a whole log through the same function. Invariant: it holds live trajectories only, so its memory is
-bounded by what is in flight, however long the run; and an event that is illegal in the present state raises
-`IllegalEventError` with the ids and changes nothing. That is a bug, which ends the run.
+The ledger applies each event before it stores it. The control plane reads the same `live` objects, and the audit
+replays a whole log through the same function. The machine holds only live trajectories, so its memory is bounded
+by the work in flight. An event that is illegal in the current state raises `IllegalEventError` with the ids and
+changes nothing; that is a bug, and it ends the run (law 1).
 """
 
 from collections import Counter
@@ -68,12 +68,12 @@ TrajectoryEvent = (
 
 
 class IllegalEventError(AssertionError):
-    """An event that cannot happen in the state that the events before it led to."""
+    """An event is illegal in the state that the earlier events led to."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one kind; what is live is counted on its own, so that the law can be checked."""
+    """Counts of one kind of trajectory; live ones are counted separately, so that law 1 can be checked."""
 
     issued: int = 0
     consumed: int = 0
@@ -82,26 +82,28 @@ class Tally:
 
 @dataclass(slots=True, kw_only=True)
 class Marks:
-    """The highest numbers so far, which the next ones must exceed; `unpublished` are above `version`."""
+    """The highest numbers on record; later events must exceed them."""
 
     number: int = 0  # of a trajectory
     incarnation: int = 0
-    version: int = -1  # on record as published
-    unpublished: dict[int, Published] = field(default_factory=dict)  # versions that parts have spoken of
-    step: int = 0  # falls back with a rollback
+    version: int = -1  # the highest published
+    unpublished: dict[int, Published] = field(
+        default_factory=dict
+    )  # versions above it that relays or replicas have
+    step: int = 0  # a rollback lowers it
 
     @property
     def seen_version(self) -> int:
-        """The highest version on record at all: a learner may die before it says what it published."""
+        """The highest version that any event names; a learner may die before it reports its publish."""
         return max(self.unpublished, default=self.version)
 
     def published(self, version: int) -> None:
-        """Take in that the learner published a version."""
+        """Note that the learner published a version."""
         self.version = version
         self.unpublished = {number: one for number, one in self.unpublished.items() if number > version}
 
-    def spoken_of(self, version: int, digest: str, *, num_bytes: int) -> None:
-        """Take in that a part has a version, of a size that only relays know."""
+    def seen(self, version: int, digest: str, *, num_bytes: int) -> None:
+        """Note that a relay or replica has a version; replicas do not know its size."""
         known = self.unpublished.get(version)
         if version > self.version and (known is None or num_bytes > known.num_bytes):
             self.unpublished[version] = Published(version, digest, num_bytes, 0.0)
@@ -109,36 +111,38 @@ class Marks:
 
 @dataclass(slots=True)
 class RunClock:
-    """Time of events, in seconds since 1970, by the monotonic clock of their incarnation.
+    """Time of events, in seconds since 1970, by the monotonic clock of their controller.
 
-    It is set by the wall clock once, at the start of each: within one no time goes back, whatever that clock does.
+    The first event of each controller sets it by the wall clock, so that its time never goes back.
     """
 
-    wall: float | None = None  # of the event that it was set by, None before the first
+    wall: float | None = None  # of the event that set it, None before the first
     mono: float = 0.0
 
     def at(self, wall: float, mono: float, event: AnyEvent) -> float:
-        """The time of an event that was stamped so."""
+        """Return the time of an event with these two stamps."""
         if self.wall is None or type(event) is RunStarted:
             self.wall, self.mono = wall, mono
         return self.wall + (mono - self.mono)
 
 
 class Machine:
-    """Trajectories that are live, by id, and counts and marks of the others.
+    """Live trajectories by id, counts of the others, and the highest numbers on record.
 
-    `recall` reads a consumed trajectory from the record, for an undone step; one that somebody still holds is
-    taken as it is.
+    `recall(id)` reads a consumed trajectory from the record when its step is undone, unless an object of it is
+    still in memory.
     """
 
     def __init__(self, *, recall: Callable[[str], LiveTrajectory | None] = lambda _: None) -> None:
         self.live: dict[str, LiveTrajectory] = {}
-        self._ended: WeakValueDictionary[str, LiveTrajectory] = WeakValueDictionary()  # consumed, somewhere held
+        self._ended: WeakValueDictionary[str, LiveTrajectory] = (
+            WeakValueDictionary()
+        )  # consumed, still referenced somewhere
         self.train = Tally()
         self.eval = Tally()
         self.marks = Marks()
         self.clock = RunClock()
-        self._now = 0.0  # when the event that is being applied happened
+        self._now = 0.0  # time of the event being applied
         self._recall = recall
         self._handlers: dict[type[Event], Callable[..., LiveTrajectory | None]] = {
             Issued: self._issued,
@@ -163,7 +167,7 @@ class Machine:
         }
 
     def apply(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> LiveTrajectory | None:
-        """The trajectory that event number `seq`, stamped by the two clocks, changed, if it is about one.
+        """Apply event number `seq`, stamped by the wall and the monotonic clock; return its trajectory, if any.
 
         Raises `IllegalEventError`.
         """
@@ -193,20 +197,20 @@ class Machine:
         return row
 
     def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> LiveTrajectory:
-        """Note where columns of a response lie."""
+        """Note the places of a response's columns."""
         row = self.live.get(trajectory_id)
         assert row is not None, f"columns of {trajectory_id}, which is not live"
         row.columns = {**row.columns, **columns}
         return row
 
     def adopt(self, left: LiveTrajectory) -> None:
-        """Hold a trajectory as an earlier incarnation left it, in place of its mere row."""
+        """Replace the row of a live trajectory by a whole one that recovery built."""
         row = self.live.pop(left.id, left)
         left.last_seq = row.last_seq
         self.live[left.id] = left
 
     def accounting(self) -> Accounting:
-        """Counts of trajectories by where they are; costs one look at each live one."""
+        """Return counts of issued, consumed, dropped and live trajectories; looks at each live one."""
         live = Counter(row.kind for row in self.live.values())
         train, evaluation = (
             KindAccount(tally.issued, tally.consumed, dict(tally.dropped), live[kind])
@@ -349,7 +353,7 @@ class Machine:
 
     def _version_seen(self, event: VersionLoaded | Relayed) -> None:
         num_bytes = event.num_bytes if isinstance(event, Relayed) else 0
-        self.marks.spoken_of(event.version, event.digest, num_bytes=num_bytes)
+        self.marks.seen(event.version, event.digest, num_bytes=num_bytes)
 
     def _stepped(self, event: Stepped) -> None:
         if event.step <= self.marks.step:
@@ -365,7 +369,7 @@ class Machine:
     def _evaluated(self, event: Evaluated) -> None:
         _finite(event, event.figures.mean.value)
 
-    # ---- what they share
+    # ---- helpers
 
     def _find(self, event: TrajectoryEvent, *allowed: Status) -> LiveTrajectory:
         row = self.live.get(event.trajectory_id)
@@ -380,7 +384,7 @@ class Machine:
 
 
 def undo(row: LiveTrajectory) -> None:
-    """CONSUMED -> READY."""
+    """Set a trajectory back from CONSUMED to READY."""
     row.status = Status.READY
     row.step = row.version = row.staleness = row.weight = row.ended_s = None
 
@@ -400,20 +404,20 @@ def _same_length(event: AnyEvent, length: int, row: LiveTrajectory) -> None:
 
 
 def _finite(event: AnyEvent, *values: float) -> None:
-    # JSON has no word for them, so the log could not be read back
+    # JSON cannot express NaN and infinity, so the log could not be read back
     for value in values:
         if not isfinite(value):
             _refuse(event, "it holds a number that is not finite")
 
 
 def _note_versions(row: LiveTrajectory, spans: tuple[Span, ...]) -> None:
-    """Take the versions of a response from its spans."""
+    """Set the oldest and newest version of a response from all its spans."""
     versions = sampled_versions(spans)
     row.oldest_version, row.newest_version = min(versions, default=None), max(versions, default=None)
 
 
 def _widen_versions(row: LiveTrajectory, spans: tuple[Span, ...]) -> None:
-    """Add the versions of more spans to those of the response."""
+    """Widen the oldest and newest version of a response by further spans."""
     for version in sampled_versions(spans):
         if row.oldest_version is None or version < row.oldest_version:
             row.oldest_version = version

@@ -1,7 +1,7 @@
-"""Pieces of a run's trajectories wherever they are: references in SQLite, and the pieces that these lead to.
+"""References to stored pieces in SQLite, and the pieces that they name.
 
-Written by the ledger, read by recovery, archive and audit. SQLite has where a piece lies, the segments of this
-host have its bytes; what a checkpoint no longer needs is in the archive instead (`ledger.archive`).
+The ledger writes references; recovery, archive and audit read them. SQLite has the place of a piece, a segment its
+bytes. Pieces that no checkpoint needs are in the archive instead (`ledger.archive`).
 """
 
 import sqlite3
@@ -25,7 +25,7 @@ from laminar_py.records.pieces import (
 )
 from laminar_py.records.spans import Span, clip_spans, decode_spans, encode_spans, replace_spans
 
-AT_ONCE = 256  # pieces that are read together
+AT_ONCE = 256  # pieces per read
 NO_COLUMN = ""  # name of response tokens
 LOST = "on record as lost"
 ELSEWHERE = "on another host of the run"
@@ -33,7 +33,7 @@ NOT_GENERATED = "counted in a simulation, in which nothing was generated"
 
 
 class PieceRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A reference as the table `piece` has it; the fields are its columns, in order."""
+    """A row of the table `piece`: a reference to tokens or to a column of a trajectory."""
 
     trajectory: int
     name: str  # of a column; empty: response tokens
@@ -42,14 +42,14 @@ class PieceRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     end: int
     spans: str  # JSON
     routed: int  # leading positions whose experts are recorded with it
-    segment: str  # empty: it is on record as lost
+    segment: str  # empty: recorded as lost
     offset: int
     num_bytes: int
     digest: bytes
 
     @property
     def ref(self) -> PieceRef:
-        """Reference to the piece."""
+        """The place of the piece."""
         return PieceRef(self.segment, self.offset, self.num_bytes, self.digest)
 
 
@@ -58,9 +58,9 @@ INSERT = f"INSERT INTO piece VALUES ({', '.join('?' * len(COLUMNS))})"
 
 
 class StoredPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A piece of trajectory number `trajectory`, byte for byte as stored.
+    """A stored piece of trajectory number `trajectory`, unchanged.
 
-    `fault` says why it cannot be read, or in what its reference is wrong about it.
+    `fault` says why it cannot be read, or how it differs from its reference.
     """
 
     trajectory: int
@@ -69,28 +69,28 @@ class StoredPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     digest: bytes
     piece: AnyPiece | None
     fault: str = ""
-    counted: PieceRow | None = None  # the reference, to tokens of a simulation that are nowhere
+    counted: PieceRow | None = None  # the reference, if a simulation only counted its tokens
 
     @property
     def is_lost(self) -> bool:
-        """True where its loss is on record."""
+        """Whether it is recorded as lost."""
         return self.fault == LOST
 
     @property
     def is_elsewhere(self) -> bool:
-        """True where another host of a run that goes on, or was killed, may have it."""
+        """Whether another host of the run may have it."""
         return self.fault == ELSEWHERE
 
     @property
     def tokens(self) -> Piece:
-        """Response tokens. Raises `PayloadLostError` where they cannot be read."""
+        """The piece of response tokens. Raises `PayloadLostError` if it cannot be read."""
         if not isinstance(self.piece, Piece):
-            raise PayloadLostError(self.fault or "a column, where tokens were to be")
+            raise PayloadLostError(self.fault or "a column in the place of tokens")
         return self.piece
 
     @property
     def is_intact(self) -> bool:
-        """True if nobody changed it, nor its reference."""
+        """Whether it is unchanged, and so is its reference."""
         if self.piece is None or self.fault:
             return False
         return self.digest == frame_digest(describe(self.piece), arrays_of(self.piece))
@@ -99,7 +99,7 @@ class StoredPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 def rebuilt(
     trajectory: int, name: str, start: int, digest: bytes, description: Buffer, arrays: Buffer
 ) -> StoredPiece:
-    """A piece of its parts, whether or not these are as they were written."""
+    """Build a stored piece from its parts, which may have been changed."""
     piece: AnyPiece | None = None
     fault = ""
     try:
@@ -112,7 +112,7 @@ def rebuilt(
 def piece_rows(
     connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = ()
 ) -> Iterator[PieceRow]:
-    """References of trajectories that meet the SQL condition: by trajectory, its tokens in order, then columns."""
+    """Iterate over references of trajectories that meet an SQL condition: per trajectory tokens, then columns."""
     cursor = connection.execute(
         f"SELECT {', '.join(f'p.{column}' for column in COLUMNS)} FROM piece p JOIN trajectory ON number ="
         f" p.trajectory WHERE {where} ORDER BY p.trajectory, p.name, p.start, p.rowid",
@@ -122,7 +122,7 @@ def piece_rows(
 
 
 def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[StoredPiece]:
-    """The pieces of references, in their order, some at a time."""
+    """Read the pieces of references, in order, `AT_ONCE` at a time."""
     while block := list(islice(rows, AT_ONCE)):
         nowhere = {"": LOST, COUNTED.segment: NOT_GENERATED}
         loaded = reader.load(row.ref for row in block if row.segment not in nowhere)
@@ -132,7 +132,7 @@ def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[S
             if not fault:
                 try:
                     piece = loaded.piece(row.ref)
-                    fault = "" if _is_said(row, piece) else "not what its reference says"
+                    fault = "" if _matches(row, piece) else "differs from its reference"
                 except ElsewhereError:
                     fault = ELSEWHERE
                 except PayloadLostError as error:
@@ -148,18 +148,18 @@ def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[S
             )
 
 
-def _is_said(row: PieceRow, piece: AnyPiece) -> bool:
-    """True where a piece is as its reference says, down to its spans."""
-    said = row.name, row.dtype, row.start, row.end, row.spans, row.routed
+def _matches(row: PieceRow, piece: AnyPiece) -> bool:
+    """Whether a piece is what its reference says, spans included."""
+    expected = row.name, row.dtype, row.start, row.end, row.spans, row.routed
     if isinstance(piece, ColumnPiece):
-        return said == (piece.name, piece.values.dtype.value, 0, len(piece.values.array), "[]", 0)
+        return expected == (piece.name, piece.values.dtype.value, 0, len(piece.values.array), "[]", 0)
     tokens = tokens_ref(piece, row.ref)
     spans = encode_spans(clip_spans(piece.spans, piece.start))
-    return said == (NO_COLUMN, "", tokens.start, tokens.end, spans, tokens.routed)
+    return expected == (NO_COLUMN, "", tokens.start, tokens.end, spans, tokens.routed)
 
 
 def is_whole(tokens: Sequence[StoredPiece], length: int) -> bool:
-    """True where pieces can be read and make a response of `length` tokens."""
+    """Whether all pieces can be read and make a response of `length` tokens."""
     end = 0
     for one in tokens:
         if not isinstance(one.piece, Piece) or one.piece.start != end:
@@ -169,17 +169,17 @@ def is_whole(tokens: Sequence[StoredPiece], length: int) -> bool:
 
 
 def tokens_of(rows: Sequence[PieceRow]) -> tuple[TokensRef, ...]:
-    """References to the response of one trajectory, among all of it."""
+    """Return the references to response tokens among a trajectory's references."""
     return tuple(TokensRef(row.start, row.end, row.ref, row.routed) for row in rows if row.name == NO_COLUMN)
 
 
 def columns_of(rows: Sequence[PieceRow]) -> dict[str, ColumnRef]:
-    """References to the columns of one trajectory, by their names."""
+    """Return the references to columns among a trajectory's references, by name."""
     return {row.name: ColumnRef(Dtype(row.dtype), row.ref) for row in rows if row.name != NO_COLUMN}
 
 
 def spans_of(rows: Sequence[PieceRow]) -> tuple[Span, ...]:
-    """Spans with which the tokens of one trajectory were stored."""
+    """Return the stored spans of a trajectory's tokens."""
     spans: tuple[Span, ...] = ()
     for row in rows:
         if row.name == NO_COLUMN:
@@ -188,11 +188,11 @@ def spans_of(rows: Sequence[PieceRow]) -> tuple[Span, ...]:
 
 
 def split(pieces: Sequence[StoredPiece]) -> tuple[list[StoredPiece], list[StoredPiece]]:
-    """Response tokens of one trajectory, and its columns; what a crash left twice once."""
+    """Split a trajectory's pieces into tokens and columns, without duplicates that a crash left."""
     once = list({(piece.name, piece.start, piece.digest): piece for piece in pieces}.values())
     return [one for one in once if one.name == NO_COLUMN], [one for one in once if one.name != NO_COLUMN]
 
 
 def column_values(pieces: Sequence[StoredPiece]) -> dict[str, ColumnPiece]:
-    """Columns among pieces of one trajectory that can be read, by name."""
+    """Return the readable columns among a trajectory's pieces, by name."""
     return {one.name: one.piece for one in pieces if isinstance(one.piece, ColumnPiece)}

@@ -1,7 +1,7 @@
-"""State from which a controller goes on after its own death.
+"""Recovery reads from the ledger the state with which a new controller continues a run.
 
-Reads the ledger only; the caller appends the events returned here. Nothing is cut off: a partial response goes
-on exactly where its last stored token is.
+It only reads; the caller appends the events that it returns. A partial response continues behind its last stored
+token.
 """
 
 import math
@@ -27,23 +27,24 @@ from laminar_py.records.weights import Published
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """The state that a new incarnation of the controller starts from.
+    """The state with which a new controller starts.
 
-    `events` undo what was consumed after the checkpoint; append them, then `live` is true: the undone
-    trajectories stand in it as READY. RUNNING ones stopped with their controller and are to be interrupted.
+    The caller appends `events`, which undo consumptions after the checkpoint. `live` is the state after them:
+    undone trajectories are READY. RUNNING trajectories stopped with their controller, and the caller interrupts
+    them.
     """
 
-    incarnation: int  # of the controller that starts now
-    checkpoint: Checkpointed | None  # None: the run starts from its first weights
+    incarnation: int  # number of the controller that starts now
+    checkpoint: Checkpointed | None  # None: the run starts from its initial weights
     events: tuple[AnyEvent, ...]
-    live: tuple[LiveTrajectory, ...]  # in the order of issue
-    next_prompt: int  # place in the stream of the next prompt
-    next_evaluation: int  # evaluations that were begun
-    next_sample: dict[str, int]  # by group of `live`: 1 + the highest sample index ever issued
-    ages: WeightAges  # of all versions on record, once `events` are
-    refilled: tuple[float, ...] = ()  # rewards of the groups without signal that were dropped since the last step
-    rewards: tuple[float, float] = (math.inf, -math.inf)  # the worst and the best in training
-    eval_requests: dict[str, str] = field(default_factory=dict)  # of the last start, by set
+    live: tuple[LiveTrajectory, ...]  # in order of issue
+    next_prompt: int  # its place in the stream
+    next_evaluation: int  # number of evaluations begun
+    next_sample: dict[str, int]  # by group of `live`: 1 + the highest issued sample index
+    ages: WeightAges  # of all versions on record, after `events`
+    refilled: tuple[float, ...] = ()  # one reward of each group without signal dropped since the last step
+    rewards: tuple[float, float] = (math.inf, -math.inf)  # the worst and the best training reward
+    eval_requests: dict[str, str] = field(default_factory=dict)  # of the last start, by evaluation set
 
 
 def _wherever(checkpoint: Checkpointed) -> bool:
@@ -53,10 +54,10 @@ def _wherever(checkpoint: Checkpointed) -> bool:
 def recover(
     run: Path, *, ledger: Path | None = None, there: Callable[[Checkpointed], bool] = _wherever
 ) -> Recovered:
-    """Read the state of a run that ended or was killed, to go on from the newest checkpoint that is `there`.
+    """Read the state of a run that ended or was killed, at its newest checkpoint for which `there` is true.
 
-    Its `ledger` may lie elsewhere. Raises `ConfigError` if that cannot be read, if no checkpoint of those on
-    record is there, or if that one is older than what was archived.
+    `ledger` names the file if it lies outside the run's folder. Raises `ConfigError` if the file cannot be read,
+    if every recorded checkpoint is gone, or if the newest remaining one is older than the archive.
     """
     with reading(ledger or run) as connection:
         checkpoint = newest_there(checkpoints_on_record(connection), there)
@@ -84,26 +85,26 @@ def recover(
 
 
 def last_start(run: Path) -> RunStarted | None:
-    """The last start of a run on record. Raises `ConfigError`."""
+    """Return the event of a run's last start, None without one. Raises `ConfigError`."""
     with reading(run) as connection:
         return _last_start(connection)
 
 
 def known_prompts(run: Path, *, most: int) -> list[Prompt]:
-    """Prompts on record: `most` of them at most, spread evenly, and one of each task. Raises `ConfigError`."""
+    """Return at most `most` recorded prompts, spread evenly, with one of each task. Raises `ConfigError`."""
     with reading(run) as connection:
         return sample_prompts(connection, most=most)
 
 
 def is_finished(run: Path) -> bool:
-    """True where the last controller of a run says so; raises `ConfigError` without a ledger."""
+    """Return whether the last controller finished the run. Raises `ConfigError` without a ledger."""
     with reading(run) as connection:
         last = connection.execute("SELECT ended FROM incarnation ORDER BY incarnation DESC LIMIT 1").fetchone()
     return last is not None and last[0] == "finished"
 
 
 def closed_groups(run: Path) -> Iterator[GroupRewards]:
-    """Rewards of every group of training that closed, in the order of their places."""
+    """Iterate over the rewards of every closed training group, in order of their prompts."""
     with reading(run) as connection:
         rows = connection.execute(
             "SELECT prompt_index, prompt_id, reward FROM trajectory WHERE kind = ? AND reward IS NOT NULL"
@@ -123,7 +124,7 @@ def _last_start(connection: sqlite3.Connection) -> RunStarted | None:
 
 
 def _refilled(connection: sqlite3.Connection) -> tuple[float, ...]:
-    """Reward of each group that was dropped without signal since the last step, or the last that had no group."""
+    """Return one reward of each group dropped without signal since the last step, empty steps included."""
     (stepped,) = connection.execute("SELECT coalesce(max(seq), 0) FROM step").fetchone()
     rows = connection.execute(
         "SELECT reward, min(last_seq) FROM trajectory WHERE drop_reason = ? AND last_seq > coalesce("
@@ -141,7 +142,7 @@ def _rewards(connection: sqlite3.Connection) -> tuple[float, float]:
 
 
 def _ages(connection: sqlite3.Connection, events: Iterable[AnyEvent]) -> WeightAges:
-    """Ages of versions by the log, and by the events that follow it."""
+    """Return ages of versions from the log and the further `events`."""
     ages = WeightAges()
     rows = connection.execute(
         "SELECT body FROM event WHERE kind IN ('stepped', 'versionpublished', 'rolledback') ORDER BY seq"
@@ -152,9 +153,9 @@ def _ages(connection: sqlite3.Connection, events: Iterable[AnyEvent]) -> WeightA
 
 
 def rollback_events(connection: sqlite3.Connection, step: int, reason: str) -> list[AnyEvent]:
-    """Events to append, in one go, when the learner goes back to the checkpoint of `step` (0: the start).
+    """Return the events of a rollback to the checkpoint of `step` (0: the start), for one transaction.
 
-    One `RolledBack` and an `Undone` for each trajectory consumed since; nothing if no step lies after it.
+    These are a `RolledBack` and an `Undone` for each trajectory consumed since; none if no step follows `step`.
     """
     later = connection.execute("SELECT count(*) FROM step WHERE step > ? AND NOT undone", (step,)).fetchone()[0]
     undone = connection.execute(f"SELECT id, step FROM trajectory WHERE {_UNDONE}", (step,)).fetchall()
@@ -164,7 +165,7 @@ def rollback_events(connection: sqlite3.Connection, step: int, reason: str) -> l
 
 
 def unpublished(connection: sqlite3.Connection) -> list[Published]:
-    """Versions that were relayed or loaded and are above all published ones: `machine.Marks.unpublished`."""
+    """Return versions that relays or replicas have above the highest published one (`Marks.unpublished`)."""
     rows = connection.execute(
         "SELECT json_extract(body, '$.version') AS spoken, json_extract(body, '$.digest'),"
         " coalesce(max(json_extract(body, '$.num_bytes')), 0)"
@@ -178,7 +179,7 @@ _UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
 
 
 def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
-    """Checkpoints that can be gone back to, the newest first, whether or not their folders are there."""
+    """Return the checkpoints on record that were not rolled back, newest first; their folders may be gone."""
     rows = connection.execute(
         "SELECT body FROM checkpoint CROSS JOIN event USING (seq) WHERE NOT undone ORDER BY seq DESC"
     )
@@ -187,12 +188,15 @@ def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
 
 
 def newest_there(recorded: Sequence[Checkpointed], there: Callable[[Checkpointed], bool]) -> Checkpointed | None:
-    """The first that is `there`, None if none was ever made. Raises `ConfigError` if all are gone."""
+    """Return the first checkpoint for which `there` is true, None if none was made.
+
+    Raises `ConfigError` if all are gone.
+    """
     found = next(filter(there, recorded), None)
     if found is None and recorded:
         raise ConfigError(
-            f"checkpoint={recorded[0].path}: no such folder, nor is any older one there; restore it in the run's"
-            " folder, or start a new run"
+            f"checkpoint={recorded[0].path}: this folder and all older checkpoints are gone; restore it in the"
+            " run's folder, or start a new run"
         )
     return found
 
@@ -203,7 +207,7 @@ def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str,
 
 
 def _used_s(connection: sqlite3.Connection) -> dict[str, float]:
-    """Seconds of generation of each live trajectory that was interrupted, from the events since their issue."""
+    """Return seconds of generation of each live interrupted trajectory, from its events."""
     rows = connection.execute(
         "WITH live AS MATERIALIZED"
         " (SELECT id, first_seq FROM trajectory WHERE status IN ('running', 'interrupted'))"
@@ -224,8 +228,8 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
         own = pieces.get(row.number, [])
         if row.length and not own:
             raise LedgerError(
-                f"trajectory={row.id}: its {row.length} tokens are in the archive, as no checkpoint of its time"
-                " was kept; resume from a later one"
+                f"trajectory={row.id}: its {row.length} tokens are in the archive, since no checkpoint of its time"
+                " was kept; resume from a later checkpoint"
             )
         spans = spans_of(own) if row.spans is None else replace_spans(spans_of(own), decode_spans(row.spans))
         if (credit := credits.get(row.id)) is not None:
@@ -240,7 +244,7 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
 
 
 def _credits(connection: sqlite3.Connection, where: str, step: int) -> dict[str, Scored | Ready]:
-    """Last event with credit of its tokens or roles, of trajectories that meet the condition."""
+    """Return the last event with rewards of tokens or roles, by trajectory that meets the SQL condition."""
     rows = connection.execute(
         f"WITH wanted AS MATERIALIZED (SELECT id, first_seq FROM trajectory WHERE {where})"
         " SELECT CAST(body AS BLOB) FROM event"

@@ -1,7 +1,7 @@
-"""Responses of a run, wherever their pieces are: in segments of this host, or in the archive.
+"""Stored responses of a run, from segments of this host or from the archive.
 
-Called by the audit, by `laminar samples` and `export`. Each file of the archive is compared with its record before
-it is opened, once.
+The audit, `laminar samples` and `export` read them. A file of the archive is compared with its record before its
+first use.
 """
 
 import sqlite3
@@ -22,7 +22,7 @@ from laminar_py.records.spans import decode_spans, replace_spans
 
 
 class Numbered(Protocol):
-    """A trajectory as far as its pieces are found by it: columns of its row."""
+    """The columns of a trajectory's row by which its pieces are found."""
 
     number: int
     length: int
@@ -30,7 +30,7 @@ class Numbered(Protocol):
 
 
 class StoredResponses:
-    """Responses of the run in a folder, by the rows of their trajectories."""
+    """Reads responses of the run in a folder."""
 
     def __init__(self, run: Path, connection: sqlite3.Connection) -> None:
         self.run = run
@@ -38,21 +38,21 @@ class StoredResponses:
         self._reader = PayloadReader(segments_path(run))
         self._recorded: dict[Path, bool] = {}
 
-    def of(self, row: TrajectoryRow) -> Payload:
-        """The response of a trajectory, with the spans that hold. Raises `LedgerError` where it is lost."""
+    def response(self, row: TrajectoryRow) -> Payload:
+        """Read the response of a trajectory, with its final spans. Raises `LedgerError` if it is lost."""
         return joined(row, split(self.pieces(row))[0])
 
     def columns(self, row: TrajectoryRow) -> dict[str, TokenValues]:
-        """Columns that a response was scored with, by name; those that are lost are left out."""
+        """Read the columns that scoring gave a response, by name, without lost ones."""
         return {name: piece.values for name, piece in column_values(self.pieces(row)).items()}
 
     def pieces(self, row: Numbered) -> list[StoredPiece]:
-        """Pieces of a trajectory. Raises `LedgerError` where a file of the archive was changed."""
+        """Read the pieces of a trajectory. Raises `LedgerError` if a file of the archive was changed."""
         rows = piece_rows(self._connection, "number = ?", (row.number,))
         return list(stored_pieces(self._reader, rows)) or self._archived(row)
 
     def _archived(self, row: Numbered) -> list[StoredPiece]:
-        """Pieces of a trajectory in the archive, in files that were written after its last event."""
+        """Read the pieces of a trajectory from archive files written after its last event."""
         found: list[StoredPiece] = []
         for path in archive_files(self.run) if row.length else ():
             if path.name >= file_name(row.last_seq, 0) and self._is_recorded(path):
@@ -66,7 +66,7 @@ class StoredResponses:
 
 
 def joined(row: TrajectoryRow, tokens: Sequence[StoredPiece]) -> Payload:
-    """The response that pieces make, with the spans that hold. Raises `LedgerError` where one is missing."""
+    """Join pieces to a response, with its final spans. Raises `LedgerError` if one is missing."""
     try:
         response = join(piece.tokens for piece in tokens)
     except (ValueError, PayloadLostError) as error:

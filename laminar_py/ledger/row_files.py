@@ -1,8 +1,8 @@
-"""Files of rows beside the ledger: `metrics.jsonl`, a row a step, and `fleet.jsonl`, a row a second.
+"""Row files beside the ledger: `metrics.jsonl`, a row per step, and `fleet.jsonl`, a row per second.
 
-Written by the controller; read by the run that goes on from them, by reports and by benchmarks, also while they
-grow. Invariants: a line that a crash tore is no row, and costs none of those that a resumed run writes; a number
-that is not finite, for which JSON has no word, is null in the file and NaN for every reader.
+The controller writes them; a resumed run, reports and benchmarks read them, also while they grow. Readers skip a
+line that a crash tore. A number that is not finite is null in the file, since JSON cannot express it, and NaN for
+readers (`tests/ledger/test_row_files.py`).
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from laminar_py.config.section import ConfigError
 
 log = logging.getLogger(__name__)
 
-TAIL_BYTES = 1 << 18  # holds more than the longest row
+TAIL_BYTES = 1 << 18  # longer than any row
 
 Row = TypeVar("Row")
 
 
 def open_rows(path: Path) -> BinaryIO:
-    """Open a file of rows to append to, made if need be; what a crash tore off is left as a line of its own."""
+    """Open or create a row file for appending; end a line that a crash tore."""
     file = path.open("a+b")
     if file.tell():
         file.seek(-1, os.SEEK_END)
@@ -35,20 +35,20 @@ def open_rows(path: Path) -> BinaryIO:
 
 
 def append_row(file: BinaryIO, row: msgspec.Struct) -> None:
-    """Write the line of a row: its own fields before inherited ones, and none for what is not known."""
+    """Write a row as a line: its own fields before inherited ones, without fields that are None."""
     known, own = _without_none(msgspec.to_builtins(row)), type(row).__annotations__
     ordered = sorted(known, key=lambda name: name not in own)
     file.write(msgspec.json.encode({name: known[name] for name in ordered}) + b"\n")
 
 
 def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields that are known, also of records inside: null stands for a number that is not finite."""
+    """Remove fields that are None, in nested records too, since null stands for a number that is not finite."""
     known = {name: value for name, value in fields.items() if value is not None}
     return {name: _without_none(value) if isinstance(value, dict) else value for name, value in known.items()}
 
 
 def read_rows(path: Path, kind: type[Row]) -> Iterator[Row]:
-    """Rows of a file; none without it. Raises `ConfigError` with file and line for a row of another form."""
+    """Iterate over the rows of a file, none if it is missing. Raises `ConfigError` for a row of another type."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -62,7 +62,7 @@ def read_rows(path: Path, kind: type[Row]) -> Iterator[Row]:
 
 
 def read_last(path: Path, kind: type[Row]) -> Row | None:
-    """The newest row, without a look at the others; None without any. A line that is being written is no row."""
+    """Return the last complete row without reading the others; None without any."""
     for line in reversed(read_tail(path)):
         with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
             return msgspec.convert(_with_nan(msgspec.json.decode(line)), kind)
@@ -70,7 +70,7 @@ def read_last(path: Path, kind: type[Row]) -> Row | None:
 
 
 def read_tail(path: Path) -> list[bytes]:
-    """Whole lines at the end of a file, at most `TAIL_BYTES` of them; none without it."""
+    """Return the whole lines in the last `TAIL_BYTES` of a file, none if it is missing."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,6 +1,6 @@
-"""Typed rows of the ledger, as its readers get them; `ledger.trajectory` has a row that is live.
+"""Typed rows of the ledger for its readers; `ledger.trajectory` extends the row of a live trajectory.
 
-The fields of `TrajectoryRow` are the columns of the table `trajectory`, in order; `schema.sql` has the other half.
+The fields of `TrajectoryRow` are the columns of the table `trajectory` in `schema.sql`, in order.
 """
 
 import sqlite3
@@ -15,9 +15,9 @@ from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
 
 
 class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
-    """A trajectory as the ledger knows it, e.g. sample "g3.1" of prompt "p17"."""
+    """A row of the table `trajectory`, e.g. sample "g3.1" of prompt "p17"."""
 
-    number: int  # 1, 2, 3, ... in the order of issue
+    number: int  # 1, 2, 3, ... in order of issue
     id: str
     group_id: str
     prompt_id: str
@@ -25,17 +25,17 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     sample_index: int
     kind: Kind
     status: Status
-    first_seq: int  # its first and last event
-    last_seq: int
+    first_seq: int  # number of its first event
+    last_seq: int  # number of its last event
     epoch: int = 0
-    replica: int | None = None  # the last one that had it
+    replica: int | None = None  # the last one
     length: int = 0  # response tokens stored
     oldest_version: int | None = None
     newest_version: int | None = None
-    spans: str | None = None  # JSON of all spans, once finished; before, of the tokens that were restamped
-    restamped: int | None = None  # leading tokens whose spans hold in place of those they were stored with
+    spans: str | None = None  # JSON of all spans once finished; before that, of restamped tokens
+    restamped: int | None = None  # leading tokens for which `spans` replaces the stored spans
     finish_reason: FinishReason | None = None
-    digest: str | None = None  # of the finished response
+    digest: str | None = None  # hash of the finished response
     queue_s: float | None = None
     generate_s: float | None = None
     cap: str | None = None  # the cap that cut it: `tokens` or `seconds`
@@ -45,16 +45,16 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     drop_reason: DropReason | None = None
     drop_detail: str | None = None
     step: int | None = None  # the learner step that consumed it
-    version: int | None = None  # the learner's version then
+    version: int | None = None  # the learner's version in that step
     staleness: int | None = None
     weight: float | None = None
-    score_s: float | None = None  # that its reward took
-    scorer_s: float | None = None  # of a scorer's time, which scores several at once
-    issued_s: float | None = None  # this and what follows: when, by `machine.RunClock`
+    score_s: float | None = None  # duration of its scoring
+    scorer_s: float | None = None  # its share of a scorer's time, which scores several at once
+    issued_s: float | None = None  # this and the next: times by `machine.RunClock`
     started_s: float | None = None  # first handed to a replica
     finished_s: float | None = None
     scored_s: float | None = None
-    ready_s: float | None = None  # its group was complete
+    ready_s: float | None = None  # its group had its advantages
     ended_s: float | None = None  # consumed or dropped
 
 
@@ -68,19 +68,19 @@ class KindAccount(msgspec.Struct, frozen=True):
 
     @property
     def balanced(self) -> bool:
-        """issued = consumed + dropped + live."""
+        """Whether issued = consumed + dropped + live."""
         return self.issued == self.consumed + sum(self.dropped.values()) + self.live
 
 
 class Accounting(msgspec.Struct, frozen=True):
-    """Counts of trajectories by where they are; evaluations apart."""
+    """Counts of issued, consumed, dropped and live trajectories, for training and evaluations."""
 
     train: KindAccount
     eval: KindAccount
 
     @property
     def balanced(self) -> bool:
-        """Law 1 for both kinds."""
+        """Whether law 1 holds for both kinds."""
         return self.train.balanced and self.eval.balanced
 
 
@@ -88,25 +88,27 @@ COLUMNS = TrajectoryRow.__struct_fields__
 
 
 def column_values(row: TrajectoryRow) -> tuple[object, ...]:
-    """Values of `COLUMNS`; enums stay as they are."""
+    """Return the values of `COLUMNS`, enums as they are."""
     return msgspec.structs.astuple(row)[: len(COLUMNS)]
 
 
 PROMPT_COLUMNS = "id, idx, text, ids, answer, task, fields"
 
-KINDS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent))  # of events, as the log has them
+KINDS = frozenset(
+    str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)
+)  # names of event types in the log
 
 _events_decoder: msgspec.json.Decoder[list[AnyEvent]] = msgspec.json.Decoder(list[AnyEvent])
 _event_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 def decode_event(body: str | bytes) -> AnyEvent:
-    """The event in a body of the log; `msgspec.DecodeError` or `UnicodeDecodeError` if it is none."""
+    """Decode an event of the log. Raises `msgspec.DecodeError` or `UnicodeDecodeError`."""
     return _event_decoder.decode(body)
 
 
 def decode_events(bodies: Sequence[bytes]) -> list[AnyEvent]:
-    """The events in bodies of the log; `msgspec.DecodeError` or `UnicodeDecodeError` if one of them is none."""
+    """Decode several events of the log. Raises `msgspec.DecodeError` or `UnicodeDecodeError`."""
     events = _events_decoder.decode(b"[" + b",".join(bodies) + b"]")
     if len(events) != len(bodies):
         raise msgspec.DecodeError(f"{len(events)} events in {len(bodies)} bodies")
@@ -116,22 +118,22 @@ def decode_events(bodies: Sequence[bytes]) -> list[AnyEvent]:
 def read_rows(
     connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = (), *, limit: int | None = None
 ) -> Iterable[TrajectoryRow]:
-    """Rows for which the SQL condition `where` holds, in the order of issue; `values` fill its marks."""
+    """Iterate over rows that meet the SQL condition `where`, in order of issue; `values` fill its parameters."""
     query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number LIMIT ?"
     cursor = connection.execute(query, (*values, -1 if limit is None else limit))
     return (msgspec.convert(row, TrajectoryRow) for row in cursor)
 
 
 def read_prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt | None:
-    """The prompt of a trajectory, at the place of the stream that this was issued for; None where it is lost."""
+    """Return the prompt of a trajectory, with its place in the stream; None if it was not stored."""
     stored = connection.execute(f"SELECT {PROMPT_COLUMNS} FROM prompt WHERE id = ?", (row.prompt_id,)).fetchone()
     return None if stored is None else msgspec.structs.replace(_prompt(stored), index=row.prompt_index)
 
 
 def sample_prompts(connection: sqlite3.Connection, *, most: int) -> list[Prompt]:
-    """Stored prompts: at most so many, evenly from the first id to the last, and one of each task besides.
+    """Return about `most` stored prompts, evenly by id, and one of each task.
 
-    Each is at the place that it was first issued for.
+    Each has the place in the stream for which it was first issued.
     """
     ids = [id for (id,) in connection.execute("SELECT id FROM prompt ORDER BY id")]
     chosen = set(ids[:: max(-(-len(ids) // most), 1)])
@@ -154,7 +156,7 @@ def _prompt(stored: tuple[str, int, str, bytes, str, str, bytes]) -> Prompt:
 
 
 def read_accounting(connection: sqlite3.Connection) -> Accounting:
-    """Counted from the rows of all trajectories."""
+    """Count the rows of all trajectories."""
     counts = connection.execute(
         "SELECT kind, status, drop_reason, count(*) FROM trajectory GROUP BY kind, status, drop_reason"
     ).fetchall()

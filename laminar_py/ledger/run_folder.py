@@ -1,7 +1,7 @@
-"""The folder of one run: `runs/<name>-<n>/`. Owns its names, the lock and the list of processes.
+"""The folder of one run, `runs/<name>-<n>/`: its file names, its lock and its list of processes.
 
-A second controller on the same run is refused; processes that a killed controller left behind are ended by
-process id and start time, never by name.
+The lock refuses a second controller. `reap` kills processes that a killed controller left, by process id and start
+time.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from laminar_py.ledger.database import LEDGER_NAME, segments_path
 from laminar_py.records.disk import sync, write_file
 from laminar_py.records.events import Checkpointed
 
-_RUN = "run"  # file in the folder in shared memory
+_RUN = "run"  # file in a run's folder in shared memory, with the path of the run
 
 
 class HeldError(ConfigError):
-    """A run that another process has."""
+    """Another process holds the lock of a run."""
 
 
 class RunFolder:
@@ -37,18 +37,18 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
-        self.ledger = path / LEDGER_NAME  # which everybody reads
-        self.live_ledger = self.ledger  # which its owner reads and writes; see `live.settle`
+        self.ledger = path / LEDGER_NAME  # read by everybody
+        self.live_ledger = self.ledger  # written by its controller; see `live.settle`
         self.archive = path / "archive"
         self.segments = segments_path(path)  # of this host
-        self.went_back = False  # to a copy of its ledger, since the live one is not there; see `live.settle`
+        self.went_back = False  # to a copy, since the live ledger is gone; see `live.settle`
         self.metrics = path / "metrics.jsonl"
         self.fleet = path / "fleet.jsonl"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self.source = path / "source.json"  # of an evaluation: what it is of, there once its weights are
-        self.placed = path / "placed"  # written when all processes of a start have their GPUs
+        self.source = path / "source.json"  # of an evaluation: the evaluated weights; written once they are there
+        self.placed = path / "placed"  # written when all processes have their GPUs
         self._processes = path / "processes.json"
         self._lock: TextIO | None = None
         self._lock_file = path / "lock"
@@ -60,29 +60,29 @@ class RunFolder:
 
     @property
     def has_ledger(self) -> bool:
-        """True once a ledger is laid out: an empty file is one whose making was interrupted."""
+        """Whether it has a ledger; an empty file is one whose creation was interrupted."""
         return self.ledger.is_file() and self.ledger.stat().st_size > 0
 
     @property
     def is_unbegun(self) -> bool:
-        """True where nothing in it is worth keeping: no ledger, no step and no checkpoint."""
+        """Whether it has no ledger, no step and no checkpoint."""
         done = any(self.checkpoints.glob("*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
         return not (self.has_ledger or done)
 
     def has(self, checkpoint: Checkpointed) -> bool:
-        """True if the folder of that checkpoint is still there."""
+        """Whether the folder of a checkpoint exists."""
         return (self.path / checkpoint.path).is_dir()
 
     def shm(self, root: Path) -> Path:
-        """Folder of this run's weight versions, with one folder per relay node below it."""
+        """Return the folder of the run's weight versions, which has a folder for each relay node."""
         return root / f"laminar-{self._identity()}"
 
     def live_folder(self, disk: Path) -> Path:
-        """Folder of this run's live ledger on a disk of its controller's host."""
+        """Return the folder of the run's live ledger on a disk of its controller's host."""
         return disk / f"laminar-ledger-{self._identity()}"
 
     def local_segments(self, disk: Path) -> Path:
-        """Folder of this run's segments on a disk of each host, with a name that no other run ever had."""
+        """Return the folder of the run's segments on a disk of each host; its name is unique among all runs."""
         target = os.readlink(self.segments) if self.segments.is_symlink() else ""
         begin = f"laminar-segments-{self._identity()}-"
         if Path(target).parent == disk and Path(target).name.startswith(begin):
@@ -90,14 +90,17 @@ class RunFolder:
         return disk / f"{begin}{secrets.token_hex(4)}"
 
     def _identity(self) -> str:
-        """Name of the run that keeps it apart from runs of the same name in other folders."""
+        """Return a name that differs from runs of the same name in other folders."""
         from hashlib import blake2b
 
         place = self.path.resolve()
         return f"{place.parent.name}-{self.name}-{blake2b(str(place).encode(), digest_size=4).hexdigest()}"
 
     def lock(self) -> None:
-        """Own the run until this process ends. Raises HeldError if another does, ConfigError if nobody can."""
+        """Lock the run until this process ends.
+
+        Raises `HeldError` if another process holds it, `ConfigError` if the file system gives no lock.
+        """
         try:
             lock = self._lock_file.open("a+")
         except OSError as error:
@@ -112,19 +115,19 @@ class RunFolder:
                 f"run={self.path}: its file system gives no locks ({error.strerror}); name another with runs=..."
             ) from None
         self._lock = lock
-        with contextlib.suppress(OSError):  # a full disk, of which those hear who need it
+        with contextlib.suppress(OSError):  # on a full disk, the ledger's writes raise
             lock.truncate(0)
             lock.write(f"{socket.gethostname()} {os.getpid()}")
             lock.flush()
 
     @property
     def holder(self) -> tuple[str, int] | None:
-        """Host and id of the process that has the lock, or had it last; None where nobody wrote that down."""
-        told = self._lock_file.read_text().split() if self._lock_file.is_file() else []
-        return (told[0], int(told[1])) if len(told) == 2 and told[1].isdigit() else None
+        """Host and process id of the last holder of the lock; None if the lock file has none."""
+        words = self._lock_file.read_text().split() if self._lock_file.is_file() else []
+        return (words[0], int(words[1])) if len(words) == 2 and words[1].isdigit() else None
 
     def try_lock(self) -> bool:
-        """True if the run was nobody's, and is this process's now."""
+        """Lock the run if it is free; return whether that succeeded."""
         try:
             self.lock()
         except ConfigError:
@@ -133,7 +136,7 @@ class RunFolder:
 
     @property
     def is_led(self) -> bool:
-        """True while a controller owns it; False also for a folder that nobody can own."""
+        """Whether a process holds the lock; False also if the file system gives no locks."""
         try:
             self.lock()
         except HeldError:
@@ -144,18 +147,18 @@ class RunFolder:
         return False
 
     def unlock(self) -> None:
-        """Give up what `lock` took."""
+        """Release the lock."""
         assert self._lock is not None, f"{self.path} is not locked"
         self._lock.close()
         self._lock = None
 
     def note_shm(self, folder: Path) -> None:
-        """Put the run's path into its folder in shared memory, from which its name does not follow."""
-        with contextlib.suppress(OSError):  # no room, of which those hear who need it
+        """Write the run's path into its folder in shared memory, for `run_of`."""
+        with contextlib.suppress(OSError):  # without room, the publisher's writes raise
             (folder / _RUN).write_text(str(self.path.resolve()))
 
     def note_processes(self, pids: list[int]) -> None:
-        """Remember which processes belong to this run, for `reap`."""
+        """Write down the processes of this run, for `reap`."""
         rows = []
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -165,7 +168,7 @@ class RunFolder:
         partial.replace(self._processes)
 
     def reap(self) -> int:
-        """End what an earlier, killed controller of this run left behind; the number of processes."""
+        """Kill processes that an earlier controller of this run left; return their number."""
         if not self._processes.is_file():
             return 0
         reaped = []
@@ -181,7 +184,7 @@ class RunFolder:
 
 
 def run_of(folder: Path) -> RunFolder | None:
-    """The run that a folder in shared memory is of; None for a folder that is no run's, or another user's."""
+    """Return the run of a folder in shared memory; None if it has none, or belongs to another user."""
     with contextlib.suppress(OSError):
         if path := (folder / _RUN).read_text():
             return RunFolder(Path(path))
@@ -189,7 +192,7 @@ def run_of(folder: Path) -> RunFolder | None:
 
 
 def new_run(config: RunConfig) -> RunFolder:
-    """The next `runs/<name>-<n>`, its owner's alone, with the resolved config in it. Raises ConfigError."""
+    """Create the next `runs/<name>-<n>`, private to its user, with the resolved config. Raises `ConfigError`."""
     try:
         config.runs.mkdir(parents=True, exist_ok=True)
         while True:
@@ -205,13 +208,13 @@ def new_run(config: RunConfig) -> RunFolder:
             sync(folder)
     except OSError as error:
         raise ConfigError(
-            f"runs={config.runs}: no run can be made there ({error}); make room, or name another folder"
+            f"runs={config.runs}: cannot create a run there ({error}); make room, or name another folder"
         ) from None
     return run
 
 
 def newest_run(config: RunConfig) -> RunFolder:
-    """The run of this name that `--resume` continues. Raises ConfigError if there is none."""
+    """Return the newest run of a config's name, for `--resume`. Raises `ConfigError` if there is none."""
     runs = runs_of(config)
     if not runs:
         raise ConfigError(f"name={config.name}: no run in {config.runs} to resume; start one without --resume")
@@ -219,7 +222,7 @@ def newest_run(config: RunConfig) -> RunFolder:
 
 
 def run_at(path: Path) -> RunFolder:
-    """The run in a folder. Raises ConfigError if there is none."""
+    """Return the run in a folder. Raises `ConfigError` if there is none."""
     run = RunFolder(path)
     if not run.config.is_file():
         raise ConfigError(f"run={path}: no config.yaml in it; name a run's folder, e.g. runs/quickstart-1")
@@ -227,7 +230,7 @@ def run_at(path: Path) -> RunFolder:
 
 
 def runs_of(config: RunConfig) -> list[RunFolder]:
-    """Runs of this name, the newest first."""
+    """Return the runs of a config's name, newest first."""
     return [RunFolder(path) for _, path in sorted(_existing(config), reverse=True)]
 
 

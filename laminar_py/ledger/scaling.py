@@ -1,15 +1,14 @@
-"""Requests to a running controller for a fleet of another size, and its answers: files in the run's folder.
+"""Requests to a running controller for another fleet size, and its answers: files in the run's folder.
 
-The folder is its owner's alone, and may be on a network, so whoever can write there may ask, from any host. A
-request passes these states; each transition is a rename or a deletion, which one side alone can make:
+The folder is private to its user and may be on a network, so a user may send requests from any host. A request
+passes these states; each transition is a rename or deletion that only one side makes:
 
-    ASKED (`<id>.asked`)  -> WITHDRAWN   whoever asked deletes it: it got no answer in time
-    ASKED                 -> TAKEN (`<id>.taken`)     the controller has read it, and answers
-    TAKEN                 -> ANSWERED (`<id>.answer`) whoever asked reads and deletes it
+    ASKED (`<id>.asked`)  -> WITHDRAWN                the client deletes it, since no answer came in time
+    ASKED                 -> TAKEN (`<id>.taken`)     the controller reads it
+    TAKEN                 -> ANSWERED (`<id>.answer`) the client reads and deletes the answer
 
-Invariant: what a controller finds when it starts was asked of an earlier one, and is answered and not done. An
-answer that nobody fetched is deleted by the next controller. What was done is on record; a resumed run has it from
-there.
+A controller that starts refuses requests to an earlier one, and deletes answers that no client fetched. The fleet
+size is on record, so a resumed run reads it there (`tests/runs/test_elastic_run.py`).
 """
 
 import contextlib
@@ -34,15 +33,15 @@ Record = TypeVar("Record", "ScaleRequest", "ScaleAnswer")
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Wish for another fleet, e.g. `ScaleRequest(id="1763...-node1-4711", replicas=6)`."""
+    """A request for another fleet, e.g. `ScaleRequest(id="1763...-node1-4711", replicas=6)`."""
 
     id: str
     replicas: int | None = None
-    urls: tuple[str, ...] | None = None  # of all servers, where the run attaches to some
+    urls: tuple[str, ...] | None = None  # of all servers, if the run attaches to servers
 
 
 class ScaleAnswer(msgspec.Struct, frozen=True):
-    """Answer of a controller: what it does, or why not."""
+    """The controller's answer: what it does, or why it refuses."""
 
     done: bool
     line: str
@@ -54,10 +53,10 @@ class ScaleRequests:
     def __init__(self, run: Path) -> None:
         self._folder = run / FOLDER
 
-    # ---- of whoever asks
+    # ---- client
 
-    def ask(self, *, replicas: int | None, urls: tuple[str, ...] | None) -> ScaleRequest:
-        """Ask; the answer is to be fetched, or the request withdrawn."""
+    def send(self, *, replicas: int | None, urls: tuple[str, ...] | None) -> ScaleRequest:
+        """Write a request; the client then fetches the answer, or withdraws the request."""
         name = f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}"
         request = ScaleRequest(id=name, replicas=replicas, urls=urls)
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -65,7 +64,7 @@ class ScaleRequests:
         return request
 
     def fetch(self, request: ScaleRequest) -> ScaleAnswer | None:
-        """The answer, once it is there."""
+        """Return and delete the answer, None while there is none."""
         path = self._folder / f"{request.id}.answer"
         answer = _read(path, ScaleAnswer)
         if answer is not None:
@@ -73,17 +72,17 @@ class ScaleRequests:
         return answer
 
     def withdraw(self, request: ScaleRequest) -> bool:
-        """Take a request back; False where a controller has taken it already."""
+        """Delete a request; return False if the controller has taken it."""
         try:
             (self._folder / f"{request.id}.asked").unlink()
         except FileNotFoundError:
             return False
         return True
 
-    # ---- of the controller
+    # ---- controller
 
-    def take(self) -> list[ScaleRequest]:
-        """Requests that nobody took yet, in the order in which they were made."""
+    def take_requests(self) -> list[ScaleRequest]:
+        """Mark all open requests as taken, and return them in order."""
         taken = []
         for path in self._all("asked"):
             with contextlib.suppress(FileNotFoundError):  # withdrawn this moment
@@ -92,13 +91,13 @@ class ScaleRequests:
         return taken
 
     def answer(self, request: ScaleRequest, answer: ScaleAnswer) -> None:
-        """Answer a request that was taken."""
+        """Write the answer to a taken request."""
         self._write(f"{request.id}.answer", answer)
         (self._folder / f"{request.id}.taken").unlink(missing_ok=True)
 
     def refuse_all(self, line: str) -> None:
-        """Answer whatever is open, of this controller or an earlier one."""
-        self.take()
+        """Answer all open requests, also of an earlier controller, with a refusal."""
+        self.take_requests()
         for path in self._all("taken"):
             request = _read(path, ScaleRequest)
             if request is None:
@@ -107,7 +106,7 @@ class ScaleRequests:
                 self.answer(request, ScaleAnswer(False, line))
 
     def clear(self) -> None:
-        """Delete answers that nobody fetched."""
+        """Delete answers that no client fetched."""
         for path in self._all("answer"):
             path.unlink(missing_ok=True)
 
@@ -123,7 +122,7 @@ class ScaleRequests:
 
 
 def last_fleet(run: Path) -> Scaled | None:
-    """The fleet that a run was to have last; None where none is on record. Raises `ConfigError`."""
+    """Return the last fleet size on record, None without any. Raises `ConfigError`."""
     with reading(run) as connection:
         body = connection.execute(
             "SELECT body FROM event WHERE kind = 'scaled' ORDER BY seq DESC LIMIT 1"
@@ -133,7 +132,7 @@ def last_fleet(run: Path) -> Scaled | None:
 
 
 def fleet_on_record(run: RunFolder, changes: Sequence[str]) -> list[str]:
-    """Settings that give a run the fleet that it was to have last, unless `changes` say another one."""
+    """Return settings that restore the last recorded fleet, none if `changes` name a fleet."""
     own = any(change.startswith(FLEET_SETTINGS) for change in changes)
     fleet = last_fleet(run.path) if run.has_ledger and not own else None
     if fleet is None:
@@ -143,7 +142,7 @@ def fleet_on_record(run: RunFolder, changes: Sequence[str]) -> list[str]:
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
-    """Contents of a file; None where it is not there, or holds something else."""
+    """Read a record; None if the file is missing or holds something else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (FileNotFoundError, msgspec.DecodeError):

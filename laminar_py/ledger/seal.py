@@ -1,9 +1,9 @@
-"""The seal of a closed run: `seal.json` with size and digest of every file of its record.
+"""The seal of a finished run: `seal.json` with size and digest of every file of its record.
 
-Written by the controller when a run has ended, checked by `laminar audit RUN verify`, broken by the ledger when
-the run goes on. It has no key: it finds accidents and casual edits, down to a bit. Who rewrites the ledger with
-its chain, and then the seal with its digests, is found only by somebody who noted the seal's digest elsewhere.
-Invariant: a run that was killed, or that goes on, has no seal.
+The controller writes it when a run ends; `laminar audit RUN verify` checks it; the ledger deletes it when the run
+continues. A killed or continued run has no seal (law 11). The seal has no key. It finds accidents and casual
+edits, down to a bit. A forger can rewrite the ledger, its hash chain and the seal; only a digest of the seal noted
+elsewhere reveals that.
 """
 
 import time
@@ -40,19 +40,19 @@ class SealedFile(msgspec.Struct, frozen=True):
 
 
 class Seal(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a closed run; `files` by path in the run folder."""
+    """The files of a finished run, by path in its folder."""
 
     sealed: float  # seconds since 1970
-    seq: int  # of the last event, and its hash, in hex
-    head: str
+    seq: int  # of the last event
+    head: str  # hash of the last event, in hex
     files: dict[str, SealedFile]
-    digest: str = ""  # of all the rest
+    digest: str = ""  # of all other fields
 
 
 def seal_run(run: Path) -> Seal:
-    """Fold SQLite's log into the ledger of `run`, which nobody writes any more, and seal it.
+    """Fold SQLite's log into the ledger of a run that has ended, write its seal, and return it.
 
-    Raises `LedgerError` if a reader that does not end keeps the log from being folded.
+    Raises `LedgerError` if an open reader blocks the folding.
     """
     ledger = run / LEDGER_NAME
     if not is_copy(ledger):
@@ -73,11 +73,11 @@ def _fold(ledger: Path) -> None:
     with closing(open_writer(ledger)) as connection:
         busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
     if busy:
-        raise LedgerError(f"ledger={ledger}: a reader holds it, so the run stays unsealed; end that reader")
+        raise LedgerError(f"ledger={ledger}: an open reader blocks it, so the run stays unsealed; end that reader")
 
 
 def read_seal(run: Path) -> Seal | None:
-    """The seal of a run folder, None if there is none. Raises `LedgerError` if it was changed."""
+    """Return the seal of a run, None without one. Raises `LedgerError` if it was changed."""
     path = run / SEAL_NAME
     try:
         written = path.read_bytes()
@@ -92,21 +92,21 @@ def read_seal(run: Path) -> Seal | None:
 
 
 def seal_digest(run: Path) -> str | None:
-    """The digest of the seal that a run has, by which it is remembered once it is gone; None if it has none."""
+    """Return the digest of a run's seal, which the ledger records before it deletes the seal; None without one."""
     path = run / SEAL_NAME
     return file_digest(path) if path.is_file() else None
 
 
 def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
-    """Files of the record that are not as they were sealed, and in what way."""
+    """Iterate over (file, difference) for files of the record that differ from the seal."""
     found = set(_record(run))
     for name, sealed in sorted(seal.files.items()):
         if name not in found:
             yield name, "is missing"
         elif (size := (run / name).stat().st_size) != sealed.num_bytes:
-            yield name, f"was changed: it has {size} bytes, sealed were {sealed.num_bytes}"
+            yield name, f"was changed: it has {size} bytes, the seal says {sealed.num_bytes}"
         elif file_digest(run / name) != sealed.digest:
-            yield name, "was changed: its digest is not the one sealed"
+            yield name, "was changed: its digest differs from the seal"
     for name in sorted(found - seal.files.keys()):
         yield name, "was added after the run was sealed"
     log = log_path(run / LEDGER_NAME)
@@ -115,7 +115,7 @@ def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
 
 
 def _record(run: Path) -> list[str]:
-    """Names of the files of the record that are there."""
+    """Return the names of the record's files in a run's folder."""
     payload = sorted((run / ARCHIVE_NAME).glob("*.parquet")) + segments_in(segments_path(run))
     return [name for name in RECORD if (run / name).is_file()] + [str(path.relative_to(run)) for path in payload]
 

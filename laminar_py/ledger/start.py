@@ -1,7 +1,7 @@
-"""First events of a run's incarnation, and what the first of a record says of the run. Pure but for the reading.
+"""The first events that a controller records, and whether a record is of a simulation.
 
-Appended by the controller, and by a simulation that keeps a record; asked by the audit, by summaries, and before a
-run is gone on with.
+The controller appends them, and a simulation that keeps a record. The audit, summaries and resumes ask
+`is_simulated`.
 """
 
 import os
@@ -24,7 +24,7 @@ def first_events(
     resumed_step: int | None = None,
     simulated: bool = False,
 ) -> list[AnyEvent]:
-    """Start of an incarnation, and its fleet; `data` are digests of the rows of each source."""
+    """Return the events of a controller's start and of its fleet; `data` has a digest for each data source."""
     started = RunStarted(
         incarnation=incarnation,
         host=host,
@@ -42,7 +42,7 @@ def first_events(
 
 
 def is_simulated(connection: sqlite3.Connection) -> bool:
-    """True for the record of a simulation: none of its tokens was generated."""
+    """Whether a record is of a simulation, which generates no tokens."""
     kind = RunStarted.__struct_config__.tag
     first = connection.execute("SELECT body FROM event WHERE kind = ? LIMIT 1", (kind,)).fetchone()
     event = None if first is None else decode_event(first[0])

@@ -1,8 +1,8 @@
-"""A trajectory that is live: its row in the ledger, and references and figures that decisions need besides.
+"""A live trajectory: its row in the ledger, with references to its tokens and figures for the control plane.
 
-There is one object for each, which `ledger.machine` alone changes as events are applied. The control plane decides
-by it and makes the events; the ledger writes its columns; recovery builds it from the record. Invariant: nothing
-here changes a status.
+A run has one `LiveTrajectory` per live trajectory. The control plane reads it and makes events from it; only
+`ledger.machine` changes its status, by applying events (law 1). The ledger writes its columns, and recovery builds
+it from the record.
 """
 
 import sqlite3
@@ -27,7 +27,7 @@ from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 from laminar_py.records.tree import context_tokens
 
 NO_PROMPT = Prompt(id="", index=-1, text="", ids=np.empty(0, np.int32))
-"""Prompt of a trajectory in a replay, which knows prompts by their ids alone."""
+"""The prompt of a replayed trajectory; a replay knows prompts only by id."""
 
 
 class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=True):
@@ -35,27 +35,27 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
 
     prompt: Prompt = NO_PROMPT
     tokens: tuple[TokensRef, ...] = ()  # of the response, end to end
-    token_spans: tuple[Span, ...] = ()  # cover [0, length); `spans` of the row is JSON, of those that hold
+    token_spans: tuple[Span, ...] = ()  # cover [0, length); `spans` of the row is their JSON once final
     columns: dict[str, ColumnRef] = msgspec.field(
         default_factory=dict
-    )  # those of the reference model are on no record
-    earned: Earned | None = None  # where its tokens have rewards of their own
-    roles: tuple[RoleCredit, ...] = ()  # where these have rewards of their own
-    said: str = ""  # its answer, as the reward has it
+    )  # reference log-probabilities are in memory only
+    earned: Earned | None = None  # rewards of its tokens, if the reward gives any
+    roles: tuple[RoleCredit, ...] = ()  # rewards of its roles, if the environment gives any
+    said: str = ""  # its final answer, as the reward reads it
     used_s: float = 0.0  # seconds of generation on earlier replicas
-    here_s: float = 0.0  # and on this one, as it reported last
-    environment_s: float = 0.0  # that its environment worked, as far as reports tell
+    here_s: float = 0.0  # seconds of generation on this replica, by its last report
+    environment_s: float = 0.0  # seconds that its environment worked, by reports
 
-    # ---- questions
+    # ---- derived
 
     @property
     def trains(self) -> bool:
-        """True where the learner may get it."""
+        """Whether it is for training."""
         return self.kind is Kind.TRAIN
 
     @property
     def runs_on(self) -> int | None:
-        """The replica that it runs on; `replica` is the last one that had it."""
+        """The replica that runs it, None if none does; `replica` keeps the last one."""
         return self.replica if self.status is Status.RUNNING else None
 
     @property
@@ -68,27 +68,27 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
 
     @property
     def age_version(self) -> int:
-        """The lowest version in it, whose age is its staleness; it has sampled tokens."""
+        """The lowest version in it, whose age is its staleness; it needs a sampled token."""
         assert self.oldest_version is not None, f"{self.id} has no token that an engine sampled"
         return self.oldest_version
 
     @property
     def prefill(self) -> int:
-        """Tokens that the next replica computes anew; without a response the prompt is shared with the group."""
+        """Tokens that its next replica must prefill; 0 without a response, since its group shares the prompt."""
         return context_tokens(len(self.prompt.ids), self.token_spans) if self.length else 0
 
     @property
     def segments(self) -> set[str]:
-        """Segments that hold tokens or columns of it."""
+        """Names of the segments that hold its tokens or columns."""
         refs = (*(piece.at for piece in self.tokens), *(column.at for column in self.columns.values()))
         return {ref.segment for ref in refs}
 
     def accepts(self, progress: Progress) -> bool:
-        """False for a report of a replica that no longer owns it, or of tokens that are already here."""
+        """Whether a report is from its current epoch and begins at its recorded length."""
         return self.status is Status.RUNNING and progress.epoch == self.epoch and progress.start == self.length
 
     def returns_by_role(self) -> dict[str, Returns]:
-        """Returns of its tokens, once it is scored: by role that has turns, or all as of one without a name."""
+        """Return the returns of its tokens by role that has turns; under "" if it has no roles. It is scored."""
         if not self.roles:
             return {"": returns_of(self.reward or 0.0, self.earned)}
         return {credit.role: returns_of(credit.reward) for credit in self.roles if credit.turns}
@@ -96,9 +96,9 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
     # ---- views of it
 
     def assignment(self, sampling: SamplingParams, pin: int | None, *, with_problem: bool = False) -> Assignment:
-        """The message to its replica; `pin` is the only version it may go on under, if any.
+        """Return the message to its replica; `pin` is the only version under which it may continue, None for any.
 
-        It has the problem where an environment answers its turns.
+        `with_problem` adds the problem, for an environment that answers its turns.
         """
         return Assignment(
             trajectory_id=self.id,
@@ -114,7 +114,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
         )
 
     def as_finished(self) -> FinishedTrajectory:
-        """The finished response by reference, for scorers, the reference model and the learner."""
+        """Return the finished response, by reference, for scorers, the reference model and the learner."""
         assert self.finish_reason is not None, f"{self.id} is {self.status}, not finished"
         return FinishedTrajectory(
             id=self.id,
@@ -138,20 +138,20 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
     # ---- its next events; `ledger.machine` checks and applies them
 
     def assigned(self, replica: int) -> Assigned:
-        """A replica is to run it, under a new epoch."""
+        """Return the event that a replica gets it, under a new epoch."""
         return Assigned(self.id, replica, self.epoch + 1, self.length)
 
     def resumed(self, replica: int) -> Assigned:
-        """The replica that interrupted it for new weights, and still owns it, goes on."""
+        """Return the event that its replica continues it after new weights, under the same epoch."""
         return Assigned(self.id, replica, self.epoch, self.length)
 
     def cut_off(self) -> StreamCut:
-        """Its stream broke off."""
+        """Return the event that its stream broke off."""
         assert self.replica is not None, f"a stream of {self.id} broke off, which is {self.status}"
         return StreamCut(self.id, self.replica, self.length)
 
     def interrupted(self, reason: str) -> Interrupted:
-        """Its generation stopped; tokens stay."""
+        """Return the event that its generation stopped and its tokens stay."""
         return Interrupted(
             trajectory_id=self.id,
             epoch=self.epoch,
@@ -161,7 +161,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
         )
 
     def finished(self, progress: Progress) -> Finished:
-        """The engine ended it; its pieces are one response."""
+        """Return the event that its response is complete."""
         assert progress.finish_reason is not None, f"{self.id} finishes without a reason"
         return Finished(
             trajectory_id=self.id,
@@ -176,7 +176,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
         )
 
     def scored(self, score: Score) -> Scored:
-        """Its reward is known."""
+        """Return the event of its reward."""
         assert score.value is not None, f"{self.id}: a response without a value is dropped"
         return Scored(
             trajectory_id=self.id,
@@ -189,23 +189,23 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
         )
 
     def consumed(self, *, step: int, version: int, staleness: int, weight: float) -> Consumed:
-        """Learner step `step` trained on it, at learner version `version`."""
+        """Return the event that learner step `step` trained on it, at learner version `version`."""
         return Consumed(trajectory_id=self.id, step=step, version=version, staleness=staleness, weight=weight)
 
     def dropped(self, reason: DropReason, detail: str = "") -> Dropped:
-        """Nobody will train on it."""
+        """Return the event that it ends untrained."""
         return Dropped(self.id, reason, detail)
 
 
 def live_rows(
     connection: sqlite3.Connection, where: str, values: tuple[object, ...] = ()
 ) -> Iterator[LiveTrajectory]:
-    """Trajectories for which the SQL condition holds, as far as their rows tell."""
+    """Iterate over trajectories whose rows meet an SQL condition, without tokens and prompt."""
     return (LiveTrajectory(**msgspec.structs.asdict(row)) for row in read_rows(connection, where, values))
 
 
 def issued(prompt: Prompt, *, id: str, group_id: str, sample_index: int, kind: Kind) -> Issued:
-    """A new trajectory of a prompt."""
+    """Return the event that a trajectory of a prompt is issued."""
     return Issued(
         trajectory_id=id,
         group_id=group_id,
@@ -217,7 +217,7 @@ def issued(prompt: Prompt, *, id: str, group_id: str, sample_index: int, kind: K
 
 
 def _problem(prompt: Prompt, trajectory_id: str) -> Problem:
-    """A prompt as an environment gets it."""
+    """Return a prompt in the form that environments get."""
     return Problem(
         prompt=prompt.text,
         answer=prompt.answer,

@@ -1,7 +1,6 @@
-"""Turns of finished trajectories, and the time that their environments worked, from the record. Reads only.
+"""Turns and environment time of finished trajectories, read from the ledger.
 
-Called by analytics and summary for runs with an environment alone: events have no index, so this is one look at
-all of them.
+Reports call it only for runs with an environment, since it scans all events, which have no index.
 """
 
 import sqlite3
@@ -19,11 +18,14 @@ class FinishedTurns(NamedTuple):
     number: int
     kind: Kind
     turns: int  # of the model
-    environment_s: float  # that its environment worked, on whatever replica it was
+    environment_s: float  # work of its environment, over all replicas
 
 
 def read_turns(connection: sqlite3.Connection) -> Iterator[FinishedTurns]:
-    """Turns of all that finished, in no order; `msgspec.DecodeError` for spans that are none."""
+    """Iterate over the turns of all finished trajectories, unordered.
+
+    Raises `msgspec.DecodeError` for bad spans.
+    """
     rows = connection.execute(
         "SELECT number, trajectory.kind, spans, coalesce(json_extract(body, '$.environment_s'), 0.0) FROM event"
         " CROSS JOIN trajectory ON id = subject WHERE event.kind = ? AND spans IS NOT NULL",

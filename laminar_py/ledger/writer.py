@@ -1,8 +1,8 @@
-"""Puts what was appended on disk, a flush in one transaction. Called by the ledger, from one thread at a time.
+"""The writer puts a batch of events on disk in one transaction. The ledger calls it, from one thread at a time.
 
-Invariant: the events of a batch, the rows they led to and the references to pieces they speak of are all on disk
-or none of them is; and the hash of every event covers all events before it. A batch with one of `DURABLE` is there
-after a power cut, and so is all before it.
+The transaction has the events of a batch, the rows that they changed and the references that they name (law 1).
+The hash of every event covers all events before it (law 11). A batch with an event of `DURABLE` survives a power
+cut, with everything before it.
 """
 
 import sqlite3
@@ -55,7 +55,7 @@ _END = (  # columns that change when a trajectory is consumed or dropped
 )
 _UPDATE_END = f"UPDATE trajectory SET {', '.join(f'{column} = ?' for column in _END)} WHERE number = ?"
 
-# How the events that are not about a trajectory show in the other tables; fields of the event fill the names.
+# Statements by which events that are not about a trajectory change other tables; event fields are the parameters.
 _STATEMENTS: dict[type, tuple[str, ...]] = {
     RunStarted: (
         "INSERT INTO incarnation VALUES (:seq, :incarnation, :host, :pid, :config_digest, :drain,"
@@ -87,7 +87,7 @@ SIDE_TABLES = ("incarnation", "version", "step", "checkpoint", "evaluation")
 
 
 class Stamped(msgspec.Struct, frozen=True, gc=False):
-    """An event with its number and the two clocks at which it was appended."""
+    """An event with its number and the wall and monotonic time of its append."""
 
     seq: int
     wall: float
@@ -97,19 +97,19 @@ class Stamped(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, kw_only=True)
 class Unwritten:
-    """Everything appended between two flushes; plain values, so that the event loop may go on changing rows."""
+    """Everything appended between two flushes, as plain values, since rows may change meanwhile."""
 
     events: list[Stamped] = field(default_factory=list)
     rows: list[tuple[object, ...]] = field(default_factory=list)  # trajectory rows as columns
-    ends: list[tuple[object, ...]] = field(default_factory=list)  # of others, what `end_of` says
+    ends: list[tuple[object, ...]] = field(default_factory=list)  # `end_of` further rows
     prompts: list[Prompt] = field(default_factory=list)
     pieces: list[PieceRow] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)  # trajectories whose pieces can be read no more
-    forgotten: list[int] = field(default_factory=list)  # trajectories whose references are needed no more
+    lost: list[int] = field(default_factory=list)  # trajectories with unreadable pieces
+    forgotten: list[int] = field(default_factory=list)  # trajectories whose references are deleted
 
 
 class Writer:
-    """The one connection that writes; `seq` and `hash` are the end of the chain on disk."""
+    """The only connection that writes; `seq` and `hash` are the end of the hash chain on disk."""
 
     def __init__(self, connection: sqlite3.Connection, *, host: str) -> None:
         self._connection = connection
@@ -117,9 +117,10 @@ class Writer:
         self.seq, self.hash = connection.execute("SELECT seq, hash FROM head").fetchone()
 
     def write(self, batch: Unwritten) -> None:
-        """Put a batch on disk. Raises `sqlite3.Error`, or AssertionError on two prompts with one id.
+        """Write a batch in one transaction.
 
-        Then nothing of the batch is there.
+        Raises `sqlite3.Error`, or `AssertionError` if two prompts have one id; then nothing of the batch is
+        written.
         """
         connection = self._connection
         durable = any(isinstance(stamped.event, DURABLE) for stamped in batch.events)
@@ -144,7 +145,7 @@ class Writer:
         self.seq, self.hash = head
 
     def close(self) -> None:
-        """Close the connection; SQLite folds its log into the file."""
+        """Close the connection, which makes SQLite fold its log into the file."""
         self._connection.close()
 
     def _store_prompts(self, prompts: list[Prompt]) -> None:
@@ -174,7 +175,7 @@ class Writer:
 
 
 def end_of(row: TrajectoryRow) -> tuple[object, ...]:
-    """How a trajectory ended, and its number."""
+    """Return the columns `_END` of a row, and its number."""
     reason = None if row.drop_reason is None else row.drop_reason.value
     end = row.status.value, row.last_seq, reason, row.drop_detail
     return (*end, row.step, row.version, row.staleness, row.weight, row.ended_s, row.number)
@@ -185,13 +186,13 @@ _kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)}
 
 
 def apply_to_tables(connection: sqlite3.Connection, seq: int, event: AnyEvent) -> None:
-    """Show event number `seq` in `SIDE_TABLES`; most events do not."""
+    """Update `SIDE_TABLES` by event number `seq`; most events change none."""
     for statement in _STATEMENTS.get(type(event), ()):
         connection.execute(statement, {**_values(event), "seq": seq})
 
 
 def _values(event: AnyEvent) -> dict[str, object]:
-    """Fields of an event by name, and of an evaluation those of its figures that have a column."""
+    """Return the fields of an event by name, and of an evaluation the figures that have a column."""
     values = msgspec.structs.asdict(event)
     if isinstance(event, Evaluated):
         figures = event.figures

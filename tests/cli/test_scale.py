@@ -24,7 +24,7 @@ def asking(run: RunFolder, *fleet):
     command = [LAMINAR, "scale", str(run.path), *fleet]
     with subprocess.Popen(command, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
         requests = ScaleRequests(run.path)
-        while not (taken := requests.take()):
+        while not (taken := requests.take_requests()):
             assert asked.poll() is None, asked.stderr.read()
             time.sleep(0.05)
         yield asked, requests, taken[0]

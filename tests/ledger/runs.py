@@ -144,7 +144,7 @@ def read_response(run, id):
     """The response of a trajectory, wherever its pieces are; `LedgerError` where they are lost."""
     with reading(run) as connection:
         (row,) = read_rows(connection, "id = ?", (id,))
-        return StoredResponses(run, connection).of(row)
+        return StoredResponses(run, connection).response(row)
 
 
 def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0,), data=None):

@@ -253,7 +253,7 @@ async def test_each_file_of_the_archive_is_digested_once_by_an_audit_and_once_by
     digested.clear()
     with reading(tmp_path) as connection:
         responses = StoredResponses(tmp_path, connection)
-        assert [len(responses.of(row).ids) for row in read_rows(connection)] == [7, 7, 7, 4, 7]
+        assert [len(responses.response(row).ids) for row in read_rows(connection)] == [7, 7, 7, 4, 7]
     assert len(digested) == len(set(digested)) > 0
 
 
@@ -305,7 +305,7 @@ async def test_what_can_be_read_is_archived_though_other_pieces_cannot(tmp_path)
         flip(tmp_path, rows[0].offset + rows[0].num_bytes - 1)
         answer = await write_archive(ledger, 1)
         await ledger.archived([answer.event], [4])
-        await ledger.lose(answer.unreadable.keys(), answer.unreadable[1])
+        await ledger.record_lost_pieces(answer.unreadable.keys(), answer.unreadable[1])
         assert await ledger.settled_pieces(1) == []
     assert [piece.trajectory for piece in file_pieces(*archive_files(tmp_path))] == [4]
     assert read_response(tmp_path, "g3.0").ids.tolist() == tokens("g3.0", 0, 4)[0].tolist()

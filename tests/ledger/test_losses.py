@@ -76,7 +76,7 @@ async def test_the_ledger_knows_who_has_something_in_which_segment(tmp_path):
         assert await ledger.holders({second}) == [2, 3]
         assert await ledger.holders({first, second}) == [1, 2, 3]
         assert await ledger.holders({"replica-9-1-9.1.2"}) == []
-        await ledger.lose(await ledger.holders({second}), "host 10.0.0.7 is gone")
+        await ledger.record_lost_pieces(await ledger.holders({second}), "host 10.0.0.7 is gone")
         assert await ledger.holders({first, second}) == [1], "of what is lost nothing is needed any more"
         assert await ledger.segments() == {first}
 
@@ -94,7 +94,7 @@ async def test_lost_pieces_are_violations_and_none_once_their_loss_is_on_record(
             (Rule.SPANS, "g2.0"),
             (Rule.ROWS, "column token_rewards of g1.0"),
         }
-        await ledger.lose([2, 3], "host 10.0.0.7 is gone")
+        await ledger.record_lost_pieces([2, 3], "host 10.0.0.7 is gone")
         for id in ("g1.0", "g2.0"):
             ledger.append(Dropped(id, DropReason.HOST_LOST, "host 10.0.0.7 is gone"))
         await ledger.commit()
@@ -104,7 +104,7 @@ async def test_lost_pieces_are_violations_and_none_once_their_loss_is_on_record(
 async def test_a_mark_of_loss_takes_no_proof_of_what_was_finished_away(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         await run_on_two_hosts(ledger)
-        await ledger.lose([1], "host 10.0.0.7 is gone")
+        await ledger.record_lost_pieces([1], "host 10.0.0.7 is gone")
     connection = sqlite3.connect(tmp_path / "ledger.sqlite")
     with connection:
         connection.execute("UPDATE piece SET digest = zeroblob(16) WHERE trajectory = 1")
@@ -116,7 +116,7 @@ async def test_a_mark_of_loss_takes_no_proof_of_what_was_finished_away(tmp_path)
 async def test_a_lost_response_is_refused_told_in_its_story_and_empty_in_an_export(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         await run_on_two_hosts(ledger)
-        await ledger.lose([2], "host 10.0.0.7 is gone")
+        await ledger.record_lost_pieces([2], "host 10.0.0.7 is gone")
         assert await ledger.settled_pieces(9) == []
     with pytest.raises(LedgerError, match=r"trajectory=g1\.0: its tokens cannot be read \(on record as lost\)"):
         read_response(tmp_path, "g1.0")
@@ -129,7 +129,7 @@ async def test_a_lost_response_is_refused_told_in_its_story_and_empty_in_an_expo
 async def test_a_resume_gets_references_of_what_is_lost_and_none_leads_anywhere(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         await run_on_two_hosts(ledger)
-        await ledger.lose([2], "host 10.0.0.7 is gone")
+        await ledger.record_lost_pieces([2], "host 10.0.0.7 is gone")
     live = {one.id: one for one in recover(tmp_path).live}
     assert {ref.at.segment for ref in live["g1.0"].tokens} == {""}
     assert live["g1.0"].tokens[-1].end == 5
@@ -180,7 +180,7 @@ async def test_half_of_a_response_in_the_archive_is_a_violation_but_where_the_re
         first = archive_files(tmp_path)[0]
         first.unlink()  # host 0 is gone, before its file was on record
         await ledger.archived([second.event], [3])
-        await ledger.lose([1, 2], "host 10.0.0.7 is gone")
+        await ledger.record_lost_pieces([1, 2], "host 10.0.0.7 is gone")
         assert numbers == [1, 2, 3]
     assert verify(tmp_path) == []
     assert len(read_response(tmp_path, "g2.0").ids) == 4

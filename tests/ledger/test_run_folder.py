@@ -21,7 +21,7 @@ def test_a_run_folder_is_its_owners_alone(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"^runs=.*/file/runs: no run can be made there \(.*Not a directory"):
+    with pytest.raises(ConfigError, match=r"^runs=.*/file/runs: cannot create a run there \(.*Not a directory"):
         new_run(config_of(tmp_path / "file/runs"))
     with pytest.raises(ConfigError, match=r"^run=.*/file: cannot be written \(Not a directory\)"):
         RunFolder(tmp_path / "file").lock()

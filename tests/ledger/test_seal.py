@@ -78,8 +78,8 @@ def torn(run):
 @pytest.mark.parametrize(
     ("damage", "file", "message"),
     [
-        (edited, "summary.json", "was changed: its digest is not the one sealed"),
-        (lengthened, "metrics.jsonl", "was changed: it has 15 bytes, sealed were 14"),
+        (edited, "summary.json", "was changed: its digest differs from the seal"),
+        (lengthened, "metrics.jsonl", "was changed: it has 15 bytes, the seal says 14"),
         (removed, "archive/pieces-", "is missing"),
         (added, "archive/pieces-999.parquet", "was added after the run was sealed"),
         (truncated, LEDGER_NAME, "was changed: it has"),
@@ -132,6 +132,6 @@ async def test_a_reader_that_holds_the_ledger_keeps_it_unsealed(tmp_path, monkey
             connection.execute("SELECT * FROM event").fetchone()
             make_ready(ledger, "g0.0")
             await ledger.commit()
-            with pytest.raises(ValueError, match="a reader holds it"):
+            with pytest.raises(ValueError, match="an open reader blocks it"):
                 await asyncio.to_thread(seal_run, tmp_path)
     assert read_seal(tmp_path) is None

@@ -269,7 +269,7 @@ async def test_a_torn_one_is_refused_and_without_it_the_one_before_is_taken(tmp_
     assert recovered.checkpoint == checkpoint(1, 1)
     assert recovered.events == (RolledBack(1, "controller_died"), Undone("g2.0", 2))
     (tmp_path / "checkpoints/step-1").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="checkpoints/step-2: no such folder, nor is any older one there"):
+    with pytest.raises(ValueError, match="checkpoints/step-2: this folder and all older checkpoints are gone"):
         find_checkpoint(run)
 
 

@@ -134,7 +134,7 @@ def test_a_run_that_was_scaled_and_killed_resumes_with_the_fleet_that_it_was_to_
         scale(train.run, "replicas=3")
         requests = ScaleRequests(train.run)
         train.send(signal.SIGKILL)
-    asked = requests.ask(replicas=5, urls=None)  # by a command that died as well
+    asked = requests.send(replicas=5, urls=None)  # by a command that died as well
     line = scale(train.run, "replicas=4", code=2)
     assert "no controller runs it" in line
     assert "--resume rollout.replicas=4" in line

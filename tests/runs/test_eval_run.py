@@ -80,7 +80,7 @@ def responses(run: Path) -> dict[str, bytes]:
     """Token ids of all answers; log-probabilities differ in their last bits where other ones ran beside."""
     with reading(run) as connection:
         stored = StoredResponses(run, connection)
-        return {row.id: stored.of(row).ids.tobytes() for row in read_rows(connection)}
+        return {row.id: stored.response(row).ids.tobytes() for row in read_rows(connection)}
 
 
 def num_begun(run: Path) -> int:

@@ -41,4 +41,4 @@ def test_a_mixture_learns_with_the_experts_that_its_tokens_were_routed_to(tmp_pa
     with reading(train.run) as connection:
         responses = StoredResponses(train.run, connection)
         for row in consumed:  # some are archived
-            assert responses.of(row).routed_experts is not None, row.id
+            assert responses.response(row).routed_experts is not None, row.id

@@ -192,7 +192,7 @@ async def test_a_response_that_is_lost_is_no_empty_one_and_costs_no_other(run, m
         begin(ledger)
         write_sample(ledger, "g0.0", encode(model, "gone"), columns={"token_rewards": zeros(4)})
         write_sample(ledger, "g0.1", encode(model, "here"))
-        await ledger.lose([1], "host 10.0.0.7 is gone")
+        await ledger.record_lost_pieces([1], "host 10.0.0.7 is gone")
     gone, here = read_samples(run, ["g0.0", "g0.1"])
     assert (gone.text, gone.ids, gone.spans, gone.columns) == ("", [], [], {})
     assert gone.lost == "trajectory=g0.0: its tokens cannot be read (on record as lost)"

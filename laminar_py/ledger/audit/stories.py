@@ -85,7 +85,7 @@ def read_story(connection: sqlite3.Connection, responses: StoredResponses, traje
         )
     lost = ""
     try:
-        response = responses.of(row)
+        response = responses.response(row)
     except LedgerError as error:
         response, lost = join([]), str(error)
     query = "SELECT text, answer, task FROM prompt WHERE id = ?"

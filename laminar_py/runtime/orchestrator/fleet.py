@@ -93,7 +93,7 @@ class ElasticFleet:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._see_off(tasks, say), name="see-off")
             while True:
-                for request in await asyncio.to_thread(self._requests.take):
+                for request in await asyncio.to_thread(self._requests.take_requests):
                     answer = await self._serve(request)
                     say(answer.line)
                     await asyncio.to_thread(self._requests.answer, request, answer)

@@ -174,7 +174,7 @@ class PayloadHosts:
         if unreadable:
             first = next(iter(unreadable.values()))
             log.error("pieces of %d trajectories cannot be read: %s", len(unreadable), first)
-            await self._ledger.lose(unreadable.keys(), first)
+            await self._ledger.record_lost_pieces(unreadable.keys(), first)
         await self._tidy(scheduler, settles_s=SETTLES_S)
         return len(moved)
 
@@ -246,7 +246,7 @@ class PayloadHosts:
         if segments:
             log.error("%s, %d in all", reason, len(segments))
             await scheduler.lost_tokens.drop_segments(segments, reason)
-            await self._ledger.lose(await self._ledger.holders(segments), reason)
+            await self._ledger.record_lost_pieces(await self._ledger.holders(segments), reason)
 
     # ---- on hosts
 
