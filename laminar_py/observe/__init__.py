@@ -1,4 +1,4 @@
-"""What a run did: figures, pages, samples, trackers, from its record alone."""
+"""Figures, pages, samples and trackers of a run, read from its record."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,8 @@
-"""Table of the figures of a run, from which cards, `/metrics` and the comparison of runs are generated.
+"""The table of a run's figures, from which the page's cards, `/metrics` and the comparison of runs are made.
 
-Invariants of `/metrics`: names and labels are few and fixed, whatever the run does; ids of trajectories are no
-labels; counters do not fall when steps are undone. `configs/grafana/laminar.json` draws these.
+Names and labels of `/metrics` are few and fixed, whatever the run does, and no label is a trajectory's id.
+Counters do not fall when steps are undone (`tests/analytics/test_figures.py`). `configs/grafana/laminar.json`
+draws them.
 """
 
 from collections import Counter, defaultdict
@@ -38,25 +39,25 @@ Value = float | Labelled | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Figure of a run, e.g. goodput: a card of the page, a gauge, a row of a comparison."""
+    """One figure of a run, e.g. goodput: a card of the page, a metric, a row of a comparison."""
 
-    name: str  # for readers; of a metric, what it means
-    value: Callable[[RunReport], Value]  # by label where it has some; None: there is none now
+    name: str  # title of the card; help text of a metric
+    value: Callable[[RunReport], Value]  # by label if it has labels; None: no value now
     tell: Callable[[float], str] = "{:,.0f}".format
-    metric: str = ""  # its name in `/metrics` after `laminar_`; "": it is not exported
+    metric: str = ""  # name in `/metrics` after `laminar_`; "": not exported
     labels: tuple[str, ...] = ()
     is_counter: bool = False
-    compared: str = ""  # its name between runs; "": it is not compared
-    note: Callable[[RunReport], str] | None = None  # beside it on a card; None: it has no card
+    compared: str = ""  # name in a comparison; "": not compared
+    note: Callable[[RunReport], str] | None = None  # text of the card; None: no card
 
 
 def gauge(metric: str, name: str, value: Callable[[RunReport], Value], *labels: str) -> Figure:
-    """A figure that is only exported, and may fall."""
+    """Return a figure that is only exported, as a gauge."""
     return Figure(name=name, value=value, metric=metric, labels=labels)
 
 
 def counter(metric: str, name: str, value: Callable[[RunReport], Value], *labels: str) -> Figure:
-    """A figure that is only exported, and never falls."""
+    """Return a figure that is only exported, as a counter."""
     return Figure(name=name, value=value, metric=metric, labels=labels, is_counter=True)
 
 
@@ -68,7 +69,7 @@ def _named(names: Iterable[object], values: Iterable[float]) -> dict[str, float]
 
 
 def _quantiles(found: Distribution | None) -> dict[str, float]:
-    """Percentiles as Prometheus names them, e.g. `{"0.50": 12.0}`."""
+    """Return percentiles with the names of Prometheus, e.g. `{"0.50": 12.0}`."""
     return {} if found is None else {f"0.{name[1:]}": value for name, value in found.percentiles.items()}
 
 
@@ -146,16 +147,16 @@ def _fleet(values: Callable[[FleetRow], Iterable[float]]) -> Callable[[RunReport
 
 
 def _sum(kind: type[AnyEvent], field: str) -> Callable[[RunReport], Value]:
-    """Sum of a field over all events of a kind; of undone steps too, so that nothing falls."""
-    return lambda report: sum(getattr(event, field) for _, event in report.snapshot.history.of(kind))
+    """Return a sum of a field over all events of a type, undone steps included, so that it never falls."""
+    return lambda report: sum(getattr(event, field) for _, event in report.snapshot.history.of_kind(kind))
 
 
 def _sums(kind: type[AnyEvent], label: str, field: str = "") -> Callable[[RunReport], Value]:
-    """The same by another field; without a field the number of events."""
+    """Return sums of a field by a label, over all events of a type; without a field, numbers of events."""
 
     def by_label(report: RunReport) -> Value:
         found = defaultdict[str, float](float)
-        for _, event in report.snapshot.history.of(kind):
+        for _, event in report.snapshot.history.of_kind(kind):
             found[getattr(event, label)] += getattr(event, field) if field else 1
         return found
 
@@ -163,10 +164,10 @@ def _sums(kind: type[AnyEvent], label: str, field: str = "") -> Callable[[RunRep
 
 
 def _last(kind: type[AnyEvent], field: str, default: float | None = None) -> Callable[[RunReport], Value]:
-    """A field of the last event of a kind."""
+    """Return a field of the last event of a type."""
 
     def of_last(report: RunReport) -> Value:
-        events = [event for _, event in report.snapshot.history.of(kind)]
+        events = [event for _, event in report.snapshot.history.of_kind(kind)]
         return float(getattr(events[-1], field)) if events else default
 
     return of_last
@@ -174,7 +175,7 @@ def _last(kind: type[AnyEvent], field: str, default: float | None = None) -> Cal
 
 def _repacked(report: RunReport) -> dict[str, float]:
     moved = Counter[str]()
-    for _, event in report.snapshot.history.of(Repacked):
+    for _, event in report.snapshot.history.of_kind(Repacked):
         moved["running"] += event.num_running
         moved["waiting"] += event.num_waiting
     return {name: float(count) for name, count in moved.items()}
@@ -291,13 +292,13 @@ FIGURES = (
 
 
 class _RunCollector(Collector):
-    """Figures of one report, as families of metrics."""
+    """The figures of a report, as metrics of Prometheus."""
 
     def __init__(self, report: RunReport) -> None:
         self._report = report
 
     def collect(self) -> Iterator[Metric]:
-        """Every family that has a value now."""
+        """Iterate over the metrics that have a value now."""
         for figure in FIGURES:
             value = figure.value(self._report) if figure.metric else None
             if value is None:
@@ -311,7 +312,7 @@ class _RunCollector(Collector):
 
 
 def expose(report: RunReport) -> bytes:
-    """Text of `/metrics`."""
+    """Return the text of `/metrics`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_RunCollector(report))
     return generate_latest(registry)

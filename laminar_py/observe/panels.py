@@ -67,7 +67,7 @@ def wall_panel(diagnosis: Diagnosis) -> Panel:
 def timeline(snapshot: Snapshot) -> Panel:
     """Replicas over time, as how many trajectories each has or under which weights; learner steps and events."""
     stays, history, end_s = snapshot.stays, snapshot.history, max(snapshot.end_s, 1e-3)
-    loaded = {event.replica for _, event in history.of(VersionLoaded)}
+    loaded = {event.replica for _, event in history.of_kind(VersionLoaded)}
     replicas = sorted(set(np.unique(stays.replica).tolist()) | loaded)
     rows = [f"replica {replica}" for replica in replicas]
     bins = max(1, min(MOST_TIMES, MOST_CELLS // max(1, len(replicas))))
@@ -139,15 +139,15 @@ def _marks(snapshot: Snapshot) -> Iterator[Series]:
     found = {
         ("publish", "second", "triangle-up"): [
             _Mark(at_s, "learner", f"version {one.version} published, stall {one.stall_s * 1000:.1f} ms")
-            for at_s, one in history.of(VersionPublished)
+            for at_s, one in history.of_kind(VersionPublished)
         ],
         ("weights loaded", "ink", "line-ns-open"): [
             _Mark(at_s, f"replica {one.replica}", f"version {one.version} loaded in {one.elapsed_s * 1000:.1f} ms")
-            for at_s, one in history.of(VersionLoaded)
+            for at_s, one in history.of_kind(VersionLoaded)
         ],
         ("checkpoint", "third", "square"): [
             _Mark(at_s, "learner", f"checkpoint of step {one.step}, {one.elapsed_s:.2f} s")
-            for at_s, one in history.of(Checkpointed)
+            for at_s, one in history.of_kind(Checkpointed)
         ],
         ("repack, other move", "quiet", "arrow-right"): list(_moves(snapshot.stays)),
         ("death, roll-back", "alarm", "x"): [
@@ -155,12 +155,12 @@ def _marks(snapshot: Snapshot) -> Iterator[Series]:
                 _Mark(
                     at_s, f"replica {number}" if stem == "replica" else "learner", f"{one.part} died: {one.reason}"
                 )
-                for at_s, one in history.of(PartDied)
+                for at_s, one in history.of_kind(PartDied)
                 for stem, number in [natural(one.part)]
             ),
             *(
                 _Mark(at_s, "learner", f"back to step {one.step}: {one.reason}")
-                for at_s, one in history.of(RolledBack)
+                for at_s, one in history.of_kind(RolledBack)
             ),
         ],
     }
@@ -316,7 +316,7 @@ def _learner_bars(history: History) -> tuple[list[StageBar], float]:
     ends, steps = [at_s for at_s, _ in history.steps], [step for _, step in history.steps]
     whole = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else steps[0].elapsed_s
     waited, busy = fmean(step.waited_s for step in steps), fmean(step.elapsed_s for step in steps)
-    stall = fmean([event.stall_s for _, event in history.of(VersionPublished)] or [0.0])
+    stall = fmean([event.stall_s for _, event in history.of_kind(VersionPublished)] or [0.0])
     times = {"waiting for a batch": waited, "learner": busy, "publishing": stall}
     times["the rest"] = max(0.0, whole - waited - busy - stall)
     longest, bars, start_s = max(times.values()), list[StageBar](), 0.0
@@ -456,8 +456,8 @@ def _relay_table(name: str, hops: Sequence[RelayHop]) -> Table:
 
 
 def _relay_hops(history: History) -> Iterator[RelayHop]:
-    relayed = _grouped((event.node, event) for _, event in history.of(Relayed))
-    left = Counter(event.node for _, event in history.of(Reattached))
+    relayed = _grouped((event.node, event) for _, event in history.of_kind(Relayed))
+    left = Counter(event.node for _, event in history.of_kind(Reattached))
     for name in sorted(relayed, key=natural):
         events = relayed[name]
         size, came = sum(event.num_bytes for event in events), sum(event.wire_bytes for event in events)
@@ -468,7 +468,7 @@ def _relay_hops(history: History) -> Iterator[RelayHop]:
 
 
 def _subscriber_hops(history: History) -> Iterator[RelayHop]:
-    pulled = _grouped((pull.subscriber, pull) for _, pull in history.of(Pulled))
+    pulled = _grouped((pull.subscriber, pull) for _, pull in history.of_kind(Pulled))
     for name in sorted(pulled, key=natural):
         pulls = pulled[name]
         yield RelayHop(name, pulls[-1].node, False, {pull.version: (pull.waited_s, pull.node) for pull in pulls})

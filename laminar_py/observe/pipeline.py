@@ -103,10 +103,10 @@ class _Versions:
 
     @classmethod
     def of(cls, history: History) -> "_Versions":
-        published, loads = list(history.of(VersionPublished)), list(history.of(VersionLoaded))
+        published, loads = list(history.of_kind(VersionPublished)), list(history.of_kind(VersionLoaded))
         since = {event.version: at_s for at_s, event in published}
         spread: dict[int, float] = {}
-        for _, event in history.of(Relayed):
+        for _, event in history.of_kind(Relayed):
             spread[event.version] = max(spread.get(event.version, 0.0), event.elapsed_s)
         return cls(
             published_s=np.array([at_s for at_s, _ in published], np.float64),

@@ -1,8 +1,9 @@
-"""The one reader of a run's record: one state of the ledger and of the files beside it, as a `Snapshot`.
+"""The reader of a run's record: one state of the ledger and of the row files beside it, as a `Snapshot`.
 
-The report, the end of a run and the dashboard call it, also while the run goes on; a reading never holds up the
-writer. In the files beside the ledger an unfinished line counts for nothing. Times are seconds since the first
-trajectory was issued, on the run's clock: within an incarnation none goes back."""
+The report, the end of a run and the dashboard call it, also while the run goes. Reading never delays the writer.
+Times are seconds since the first trajectory was issued, on the run's clock, which never goes back within one
+controller.
+"""
 
 import json
 import math
@@ -56,7 +57,7 @@ _REPLICA = re.compile(r"replica-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """An event, `at_s` seconds after the first trajectory of the run was issued, e.g. -3.2 for a part's start."""
+    """An event, `at_s` seconds after the first trajectory was issued, e.g. -3.2 for the start of a process."""
 
     at_s: float
     event: AnyEvent
@@ -64,7 +65,7 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Times [P] in which replicas were there, on the clock of `History`; none of one replica overlap."""
+    """[P] periods in which replicas belonged to the fleet; periods of one replica do not overlap."""
 
     replica: Ints
     start_s: Times
@@ -72,15 +73,15 @@ class Presence:
 
     @property
     def replicas(self) -> list[int]:
-        """Numbers of all that ever were there, ascending."""
+        """Numbers of all replicas that were ever in the fleet, ascending."""
         return sorted(set(self.replica.tolist()))
 
 
 def find_presence(happened: Iterable[Happened], *, replicas: int) -> Presence:
-    """Presence by the events of a run; `replicas` are those of its config, for a record without such events."""
+    """Return the periods from a run's events; a record without such events has `replicas` for all time."""
     there: dict[int, float] = {}
     spans: list[tuple[int, float, float]] = []
-    begins = False  # an incarnation does, whose first fleet is there at once
+    begins = False  # a controller starts, whose first fleet is present at once
 
     def leave(replica: int, at_s: float) -> None:
         spans.append((replica, there.pop(replica), at_s))
@@ -107,7 +108,7 @@ def find_presence(happened: Iterable[Happened], *, replicas: int) -> Presence:
 
 
 def with_last_fleet(config: RunConfig, happened: Iterable[Happened]) -> RunConfig:
-    """The config with as many replicas as the run was to have last, which remedies start from."""
+    """Return the config with the last fleet size, from which remedies start."""
     fleets = [one.event for one in happened if isinstance(one.event, Scaled)]
     if not fleets or len(fleets[-1].replicas) == config.rollout.replicas:
         return config
@@ -117,13 +118,13 @@ def with_last_fleet(config: RunConfig, happened: Iterable[Happened]) -> RunConfi
 
 @dataclass(frozen=True, slots=True)
 class FleetSizes:
-    """Number of replicas by seconds of RL, as rows of `fleet.jsonl` have it: `replicas[i]` from `at_s[i]` on."""
+    """Number of replicas over seconds of RL, from `fleet.jsonl`: `replicas[i]` from `at_s[i]` on."""
 
     at_s: tuple[float, ...] = ()
     replicas: tuple[int, ...] = ()
 
     def replica_seconds(self, rl_s: float) -> float:
-        """Seconds of all replicas until then; the first number holds from the start of RL on."""
+        """Return replica seconds until `rl_s`; the first number holds from the start of RL."""
         edges = [0.0, *self.at_s[1:], math.inf]
         spans = zip(edges, edges[1:], self.replicas, strict=False)
         return sum(max(0.0, min(rl_s, end) - start) * count for start, end, count in spans)
@@ -133,7 +134,7 @@ NOT_KNOWN = FleetSizes()
 
 
 def fleet_sizes(rows: Iterable[FleetRow]) -> FleetSizes:
-    """Sizes by these rows, which are read once and not kept."""
+    """Return the sizes in these rows, reading them once."""
     changes: list[tuple[float, int]] = []
     for row in rows:
         if not changes or len(row.running) != changes[-1][1]:
@@ -149,18 +150,18 @@ EventKind = TypeVar("EventKind")
 
 @dataclass(frozen=True)
 class History:
-    """Events of parts, in the order of the log."""
+    """Events that are not about one trajectory, in the order of the log."""
 
     happened: tuple[Happened, ...]
-    starts_s: Times  # when each incarnation began
+    starts_s: Times  # start of each controller
 
-    def of(self, kind: type[EventKind]) -> Iterator[tuple[float, EventKind]]:
-        """Events of one kind, with their times."""
+    def of_kind(self, kind: type[EventKind]) -> Iterator[tuple[float, EventKind]]:
+        """Iterate over (time, event) of one type."""
         return ((one.at_s, one.event) for one in self.happened if isinstance(one.event, kind))
 
     @cached_property
     def steps(self) -> tuple[tuple[float, Stepped], ...]:
-        """Learner steps that count, with the times at which they ended: none that was undone."""
+        """Learner steps that were not undone, with their end times."""
         kept: list[tuple[float, Stepped]] = []
         for one in self.happened:
             if isinstance(one.event, Stepped):
@@ -172,11 +173,11 @@ class History:
 
     @cached_property
     def skipped(self) -> tuple[int, ...]:
-        """Steps whose loss or gradient was not finite, the last time that they were done."""
+        """Steps whose loss or gradient was not finite when they were last done."""
         found: set[int] = set()
         for one in self.happened:
             if isinstance(one.event, Stepped):
-                found.discard(one.event.step)  # its own word that it was skipped follows
+                found.discard(one.event.step)  # `StepSkipped` follows if it was skipped again
             elif isinstance(one.event, StepSkipped):
                 found.add(one.event.step)
         return tuple(sorted(found))
@@ -184,17 +185,20 @@ class History:
     @property
     def undone_tokens(self) -> int:
         """Tokens of steps that were rolled back."""
-        done, kept = (step.num_tokens for _, step in self.of(Stepped)), (step.num_tokens for _, step in self.steps)
+        done, kept = (
+            (step.num_tokens for _, step in self.of_kind(Stepped)),
+            (step.num_tokens for _, step in self.steps),
+        )
         return sum(done) - sum(kept)
 
     @property
     def evaluations(self) -> list[Evaluated]:
-        """Evaluations of all sets in the order of seconds of RL."""
-        return in_order(event for _, event in self.of(Evaluated))
+        """Evaluations of all sets, by seconds of RL."""
+        return in_order(event for _, event in self.of_kind(Evaluated))
 
     @property
     def of_sets(self) -> dict[str, list[Evaluated]]:
-        """Evaluations of each set, in the order of seconds of RL; the first set is that of the config."""
+        """Evaluations of each set, by seconds of RL; the sets in the order of the config."""
         sets: dict[str, list[Evaluated]] = {}
         for one in sorted(self.evaluations, key=lambda one: pass_number(one.pass_id)):
             sets.setdefault(one.set_name, [])
@@ -204,13 +208,13 @@ class History:
 
     @property
     def live(self) -> bool:
-        """True until the run has ended by its own word, so also after it was killed."""
+        """Whether the run has not recorded its end; true also for a killed run."""
         last = [one.event for one in self.happened if isinstance(one.event, RunStarted | RunEnded)]
         return bool(last) and isinstance(last[-1], RunStarted)
 
 
 def read_history(connection: sqlite3.Connection, times: RunTimes) -> History:
-    """Events of a whole run; costs one look at each row of the log."""
+    """Read the events of a run that are not about one trajectory, by one scan of the log."""
     left_out = ", ".join(f"'{kind}'" for kind in _OF_ONE_TRAJECTORY)
     rows = connection.execute(
         f"SELECT seq, mono, body FROM event WHERE kind NOT IN ({left_out}) ORDER BY seq"
@@ -222,40 +226,40 @@ def read_history(connection: sqlite3.Connection, times: RunTimes) -> History:
 
 
 class _Summary(msgspec.Struct, frozen=True):
-    rl_seconds: float = 0.0  # an evaluation of its own has none
+    rl_seconds: float = 0.0  # absent in the summary of `laminar eval`
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Rows of these files, in the order of time."""
+    """Rows of the files beside the ledger, in order of time."""
 
-    steps: tuple[StepRow, ...]  # without those that were undone
+    steps: tuple[StepRow, ...]  # without undone steps
     fleet: tuple[FleetRow, ...]
-    rl_s: float  # seconds of RL so far: the most that any file says
+    rl_s: float  # seconds of RL so far, the largest in any file
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of RL, and of CPU in them, that the processes of a run on its controller's host took."""
+    """Seconds of RL, and CPU seconds of a run's processes on its controller's host."""
 
-    rl_s: float  # so far: the most that any file says
+    rl_s: float  # so far, the largest in any file
     core_s: float
     sizes: FleetSizes = NOT_KNOWN
 
 
 def read_samples(folder: Path) -> Samples:
-    """Everything beside the ledger of a run; there is a summary once the run has ended."""
+    """Read the row files and the summary of a run; the summary exists once the run has ended."""
     fleet = tuple(read_rows(folder / "fleet.jsonl", FleetRow))
     return Samples(read_steps(folder), fleet, read_costs(folder).rl_s)
 
 
 def read_steps(folder: Path) -> tuple[StepRow, ...]:
-    """Rows of the steps of a run, without those that were undone."""
+    """Read the rows of a run's steps, without undone ones."""
     return tuple(_standing(read_rows(folder / "metrics.jsonl", StepRow)))
 
 
 def read_costs(folder: Path) -> Costs:
-    """Costs of a run; its rows, a week of which are half a million, are not kept."""
+    """Read the costs of a run without keeping its rows, half a million for a week."""
     done_s = (row.rl_s for row in read_rows(folder / "metrics.jsonl", StepRow))
     rl_s, core_s, before_s = max(_rl_seconds(folder / "summary.json"), *done_s, 0.0), 0.0, math.inf
 
@@ -271,7 +275,7 @@ def read_costs(folder: Path) -> Costs:
 
 
 def _standing(done: Iterable[StepRow]) -> list[StepRow]:
-    """Steps that stand, of all in the order in which they were done: a run goes back to one before it goes on."""
+    """Return the steps that were not done again later; a rollback repeats steps."""
     steps: list[StepRow] = []
     for row in done:
         while steps and steps[-1].step >= row.step:
@@ -281,13 +285,13 @@ def _standing(done: Iterable[StepRow]) -> list[StepRow]:
 
 
 def _rl_seconds(summary: Path) -> float:
-    """Seconds of RL of a run that has ended; 0 before. Raises `ConfigError` for a file of another form."""
+    """Read the seconds of RL of an ended run, 0 without a summary. Raises `ConfigError` for another format."""
     if not summary.is_file():
         return 0.0
     try:
         return msgspec.json.decode(summary.read_bytes(), type=_Summary).rl_seconds
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{summary}: {error}; delete it, and the figures are those of the last step") from error
+        raise ConfigError(f"{summary}: {error}; delete it to use the figures of the last step") from error
 
 
 DroppedRow = tuple[str, str, str, int, float | None, int | None, float]  # id, reason, detail, length, reward, ...
@@ -295,41 +299,41 @@ DroppedRow = tuple[str, str, str, int, float | None, int | None, float]  # id, r
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A run at a moment; times in seconds since its first trajectory was issued."""
+    """The state of a run at one moment; times in seconds since its first trajectory was issued."""
 
-    run: Path  # folder or ledger, as it was named
+    run: Path  # folder or ledger, as given
     name: str
-    config: RunConfig | None  # None: the folder holds none
+    config: RunConfig | None  # None: the folder has no config.yaml
     seq: int  # of the last event
-    end_s: float  # when that was
-    heard_s: float  # when that event was, in seconds since 1970: long ago if the run was killed
-    everyone: Trajectories  # of training and of evaluations
-    stays: Stays  # of everyone; what is open ends at `end_s`
+    end_s: float  # time of the last event
+    heard_s: float  # the same in seconds since 1970, long ago if the run was killed
+    everyone: Trajectories  # of training and evaluations
+    stays: Stays  # of everyone; open stays end at `end_s`
     history: History
-    recomputed: int  # tokens whose KV cache was computed again after a move or new weights
+    recomputed: int  # tokens prefilled again after a move or new weights
     samples: Samples
 
     @cached_property
     def trajectories(self) -> Trajectories:
-        """Trajectories of training."""
+        """The training trajectories."""
         return self.everyone.where(~self.is_eval)
 
     @cached_property
     def is_eval(self) -> BoolArray:
-        """[N] True for evaluations among everyone."""
+        """[N] whether each of `everyone` is an evaluation."""
         return self.everyone.is_kind(Kind.EVAL)
 
     def places(self, stays: Stays) -> npt.NDArray[np.int64]:
-        """[M] of the trajectories of these stays, among everyone."""
+        """Return [M] indices into `everyone` of the trajectories of stays."""
         found: npt.NDArray[np.int64] = np.searchsorted(self.everyone.number, stays.trajectory)
         return found
 
     def ids(self, numbers: Ints) -> list[str]:
-        """Ids of trajectories with these ascending numbers, from the ledger."""
+        """Read ids of trajectories with these ascending numbers from the ledger."""
         return [id for (id,) in self._select("id", numbers, order="ASC")]
 
     def dropped(self, numbers: Ints) -> list[DroppedRow]:
-        """Rows of dropped trajectories with these numbers, from the ledger, the newest first."""
+        """Read rows of dropped trajectories with these numbers from the ledger, newest first."""
         at_s = f"ended_s - {self.everyone.origin_s!r}"
         columns = f"id, drop_reason, coalesce(drop_detail, ''), length, reward, replica, {at_s}"
         return self._select(columns, numbers, order="DESC")
@@ -341,7 +345,7 @@ class Snapshot:
             return connection.execute(query, (json.dumps(numbers.tolist()),)).fetchall()
 
     def at_rl(self, rl_s: Times) -> Times:
-        """Times of moments that are known by seconds of RL, which pause for evaluations; by the steps between."""
+        """Convert seconds of RL, which pause during evaluations, to times, by interpolation between steps."""
         ends = {step.step: at_s for at_s, step in self.history.steps}
         known = [(row.rl_s, ends[row.step]) for row in self.samples.steps if row.step in ends]
         if not known:

@@ -39,7 +39,7 @@ class RunReport:
     @property
     def simulation(self) -> str:
         """Words on what a simulation is not, and on its seconds; "" for a real run."""
-        starts = (started for _, started in self.snapshot.history.of(RunStarted))
+        starts = (started for _, started in self.snapshot.history.of_kind(RunStarted))
         if not any(started.simulated for started in starts):
             return ""
         config = self.snapshot.config

@@ -1,7 +1,9 @@
-"""Numbers that the live view, `metrics.jsonl` and `summary.json` show. Fed by the controller; decides nothing.
+"""Counters behind the live view, `metrics.jsonl` and `summary.json`. The controller feeds them.
 
-All durations are this host's monotonic clock. Distributions are counters over bounded integers, so memory does
-not grow with the run.
+They decide nothing.
+
+Durations are by this host's monotonic clock. Distributions are counters over bounded integers, so memory does not
+grow with the run.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ NOTHING_LEARNED = StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=0.0)
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaActivity:
-    """The last that was heard of a replica."""
+    """The last report of a replica."""
 
     version: int = -1
     running: int = 0
@@ -38,12 +40,12 @@ class ReplicaActivity:
 
     @property
     def kv_use(self) -> float:
-        """Share of its KV cache."""
+        """Share of its KV cache in use."""
         return self.kv_used / self.kv_capacity
 
 
 class Intervals:
-    """Total time in which something was going on."""
+    """Total time in which some state held."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -72,7 +74,7 @@ class Intervals:
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """Sums over the RL phase; a resumed run starts from those of the step it goes on from."""
+    """Sums over the RL phase; a resumed run starts with the sums of its checkpoint."""
 
     rl_s: float = 0.0
     trained_tokens: int = 0
@@ -85,50 +87,52 @@ class Totals:
 
 
 class Stats:
-    """Counters of one incarnation."""
+    """The counters of one controller."""
 
     def __init__(self, clock: Clock, *, replicas: int, totals: Totals) -> None:
         self.totals = totals
         self._generated_before = totals.generated_tokens
-        self.replicas = {index: ReplicaActivity() for index in range(replicas)}  # that are there, or start
+        self.replicas = {
+            index: ReplicaActivity() for index in range(replicas)
+        }  # in the fleet, starting ones included
         self.peak_memory_bytes = 0
         self.next_report = asyncio.Event()
         self._clock = clock
         self._rl = Intervals(clock)
         self._generating = Intervals(clock)
         self._rewards: list[float] = []
-        self._terms: dict[str, list[float]] = {}  # of those rewards
-        self._not_finite = set[str]()  # metrics that were warned of
-        self._reward = 0.0  # mean of those before the last step
-        self._lengths = Counter[int]()  # of responses since the last step
-        self._length = (0, 0)  # p50 and p95 of them, or of those before the last step that had any
-        self._turns: list[tuple[int, float]] = []  # and seconds of environments, since the last step
-        self._turn_figures = TurnFigures()  # of them, or of those before the last step that had any
+        self._terms: dict[str, list[float]] = {}  # by term, of the same responses
+        self._not_finite = set[str]()  # metrics with a logged warning
+        self._reward = 0.0  # mean of the last step that had rewards
+        self._lengths = Counter[int]()  # response lengths since the last step
+        self._length = (0, 0)  # p50 and p95 of the last step that had responses
+        self._turns: list[tuple[int, float]] = []  # (turns, seconds of environment) since the last step
+        self._turn_figures = TurnFigures()  # of the last step that had turns
         self._step_began: tuple[float, float] | None = None
-        self._free_rl_s = totals.rl_s  # when the learner was done with the step before
-        self._got_rl_s: float | None = None  # when it got a batch for this one
-        self._referred_s = totals.reference_busy_s  # up to the step before
+        self._free_rl_s = totals.rl_s  # RL time at the end of the previous step
+        self._got_rl_s: float | None = None  # RL time when the learner got its batch
+        self._referred_s = totals.reference_busy_s  # at the end of the previous step
 
     # ---- fed by the controller
 
     def rl_phase(self, on: bool) -> None:
-        """Begin or end the RL phase, which pauses for an evaluation off its clock."""
+        """Begin or end the RL phase, which pauses for evaluations outside its clock."""
         self._rl.set(on)
 
     def generating(self, on: bool) -> None:
-        """Note that a replica has work, or that none has."""
+        """Note whether any replica has work."""
         self._generating.set(on)
 
     def joined(self, replica: int) -> None:
-        """Note that a process of a replica starts, which counts from now on."""
+        """Add a replica whose process starts."""
         self.replicas.setdefault(replica, ReplicaActivity(seen_s=self._clock.now()))
 
     def left(self, replica: int) -> None:
-        """Note that a replica is no part of the run any more."""
+        """Remove a replica that left the fleet."""
         self.replicas.pop(replica, None)
 
     def on_report(self, report: ReplicaReport) -> None:
-        """A replica's state."""
+        """Note a replica's report."""
         activity, status, now = self.replicas[report.replica], report.status, self._clock.now()
         if self._rl.on:
             self.totals.kv_s += activity.kv_use * (now - activity.seen_s) / len(self.replicas)
@@ -138,27 +142,27 @@ class Stats:
         self.next_report.set()
 
     def scored(self, reward: float, terms: Sequence[TermValue], length: int) -> None:
-        """A training trajectory has its reward."""
+        """Note the reward, terms and length of a training response."""
         self._rewards.append(reward)
         for term in terms if len(terms) > 1 else ():
             self._terms.setdefault(term.name, []).append(term.value)
         self._lengths[length] += 1
 
     def turned(self, turns: int, environment_s: float) -> None:
-        """A training trajectory that has its reward took so many turns; its environment worked so long."""
+        """Note the turns and the environment time of a scored training trajectory."""
         self._turns.append((turns, environment_s))
 
     def referred(self, busy_s: float) -> None:
-        """The reference model was busy for so long."""
+        """Add busy time of the reference model."""
         self.totals.reference_busy_s += busy_s
 
     def step_begins(self) -> None:
-        """The learner has its batch."""
+        """Note that the learner got its batch."""
         self._step_began = self._clock.now(), self._generating.total_s
         self._got_rl_s = self.rl_s
 
     def step_ends(self) -> None:
-        """The learner is done with it, or died."""
+        """Note that the learner finished its step, or crashed."""
         assert self._step_began is not None, "a step ends that did not begin"
         began, generating = self._step_began
         self.totals.learner_busy_s += self._clock.now() - began
@@ -177,7 +181,7 @@ class Stats:
         versions_alive: int,
         stall_s: float,
     ) -> StepRow:
-        """The row of a committed step, without the order; no `metrics` if nothing was learned."""
+        """Return the row of a committed step, without `order`; `metrics` is None if nothing was trained."""
         learned, totals, now = self._counted(batch, metrics), self.totals, self.rl_s
         waited_s, reference_s = self._end_step(now)
         row = StepRow(
@@ -217,7 +221,7 @@ class Stats:
         return self._noted(row)
 
     def _noted(self, row: StepRow) -> StepRow:
-        """The row, noted in the totals; metrics that are not finite are named, each the first time."""
+        """Add a row to the totals and return it; log each metric that is not finite, once."""
         self.totals.generated_tokens = row.generated_tokens
         self.totals.versions_alive_max = max(self.totals.versions_alive_max, row.versions_alive)
         names = [name for name in row.not_finite if name not in self._not_finite]
@@ -227,14 +231,14 @@ class Stats:
         return row
 
     def _counted(self, batch: Sequence[FinishedTrajectory], metrics: StepMetrics | None) -> StepMetrics:
-        """Metrics of a step, once that and what it trained on are in the totals."""
+        """Add a step's tokens and reference time to the totals, and return its metrics."""
         learned = metrics or NOTHING_LEARNED
         self.totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
         return learned
 
     def _end_step(self, now: float) -> tuple[float, float]:
-        """Seconds of this step without a batch, and in the reference model; the next one begins `now`."""
+        """Return seconds of this step without a batch and in the reference model; start the next step at `now`."""
         got = self._got_rl_s
         waited_s = (now if got is None else got) - self._free_rl_s
         reference_s = self.totals.reference_busy_s - self._referred_s
@@ -247,10 +251,10 @@ class Stats:
         return waited_s, reference_s
 
     def _mean_reward(self) -> float:
-        """Mean since the step before; without any, the last one that there was."""
+        """Return the mean reward since the previous step; without rewards, the last mean."""
         rewards, self._rewards = self._rewards, []
         if rewards:
-            self._reward = math.fsum(rewards) / len(rewards)  # whatever came first
+            self._reward = math.fsum(rewards) / len(rewards)  # exact, whatever the order of arrival
         return self._reward
 
     def _mean_terms(self) -> dict[str, float]:
@@ -260,7 +264,10 @@ class Stats:
     def fleet(
         self, generated_tokens: int, *, cpu_use: float | None, own_cpu_use: float | None, cores: int
     ) -> FleetRow:
-        """Row of what the replicas do now, on a machine whose `cores` are busy to that share; None: not known."""
+        """Return the row of `fleet.jsonl` for now.
+
+        `cpu_use` is a share of the machine's `cores`, None if unknown.
+        """
         indices, replicas = list(self.replicas), self.replicas.values()
         return FleetRow(
             rl_s=round(self.rl_s, 3),
@@ -280,38 +287,38 @@ class Stats:
 
     @property
     def rl_s(self) -> float:
-        """Seconds of RL, earlier incarnations included."""
+        """Seconds of RL, earlier controllers included."""
         return self.totals.rl_s + self._rl.total_s
 
     @property
     def in_rl(self) -> bool:
-        """True while the RL phase goes on."""
+        """Whether the RL phase is on."""
         return self._rl.on
 
     @property
     def learner_idle_s(self) -> float | None:
-        """Seconds of RL since the learner was done with its last batch; None while it has one."""
+        """Seconds of RL since the learner finished its last batch; None while it has a batch."""
         return None if self._step_began is not None else self.rl_s - self._free_rl_s
 
     @property
     def kv_use(self) -> float:
-        """Mean share of the replicas' KV caches that was in use in the RL phase."""
+        """Mean share of the replicas' KV caches in use over the RL phase."""
         return self.totals.kv_s / self.rl_s if self.rl_s else 0.0
 
     @property
     def learner_waiting_share(self) -> float:
-        """Share of the RL phase in which the learner had no batch."""
+        """Share of the RL phase in which the learner waited for a batch."""
         return max(0.0, 1.0 - self.totals.learner_busy_s / self.rl_s) if self.rl_s else 0.0
 
     @property
     def overlap_share(self) -> float:
-        """Share of the learner's busy time in which some replica was generating."""
+        """Share of the learner's busy time in which some replica generated."""
         busy = self.totals.learner_busy_s
         return self.totals.overlap_s / busy if busy else 0.0
 
 
 def read_totals(metrics: Path, step: int) -> Totals:
-    """Sums of a run that goes on from `step`. What was trained after it is undone; the time has passed."""
+    """Read the sums of a run that resumes from `step`: later training is undone, but its time stays."""
     totals = Totals()
     for row in read_rows(metrics, StepRow):
         totals.rl_s, totals.generated_tokens = row.rl_s, row.generated_tokens
@@ -325,7 +332,7 @@ def read_totals(metrics: Path, step: int) -> Totals:
 
 
 def turn_figures(found: Sequence[tuple[int, float]]) -> TurnFigures:
-    """Figures of trajectories by their turns and seconds of environments."""
+    """Return figures of trajectories from (turns, seconds of environment) of each."""
     if not found:
         return TurnFigures()
     seconds = sorted(environment_s for _, environment_s in found)
@@ -335,7 +342,7 @@ def turn_figures(found: Sequence[tuple[int, float]]) -> TurnFigures:
 
 
 def quantile(counts: Counter[int], q: float) -> int:
-    """The smallest value with at least a share q of the counts at or below it; 0 without counts."""
+    """Return the smallest value with a share of at least q of the counts at or below it; 0 without counts."""
     target, seen = q * counts.total(), 0
     for value in sorted(counts):
         seen += counts[value]

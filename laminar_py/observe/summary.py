@@ -1,4 +1,4 @@
-"""`summary.json`: the run in numbers, from the ledger and the controller's counters."""
+"""`summary.json`: figures of a run, from the ledger and the controller's counters."""
 
 import sqlite3
 from collections import Counter
@@ -22,7 +22,7 @@ from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind
 
 EventKind = TypeVar("EventKind", Relayed, Repacked, Checkpointed)
-ROOT = "relay-0"  # which holds what the learner wrote: nothing comes to it
+ROOT = "relay-0"  # reads the learner's files, so no bytes reach it by wire
 
 
 class LengthFigures(msgspec.Struct, frozen=True):
@@ -58,29 +58,29 @@ class StalenessFigures(msgspec.Struct, frozen=True):
 
 
 class RelayFigures(msgspec.Struct, frozen=True):
-    """How weights travelled; medians over versions, None where nothing did."""
+    """Figures of weight versions; medians over versions, None without any."""
 
     versions: int  # published
-    stall_s: float | None  # that the learner stood still for one
-    spread_s: float | None  # of the relay that took longest over it
-    wire_share: float | None  # bytes that came over the wire, of those of the full versions
+    stall_s: float | None  # pause of the learner for a publish
+    spread_s: float | None  # until the slowest relay had a version
+    wire_share: float | None  # bytes over the wire, as a share of the full versions
 
 
 class RepackFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Moves between replicas."""
 
-    rounds: int  # in which anything did
-    running: int  # trajectories with what they had
-    waiting: int  # and such that had not begun
-    round_s: float | None  # median of a round, from plan to hand-over
-    prefill_max: int  # most tokens that one destination had to compute anew for one round
+    rounds: int  # with at least one move
+    running: int  # moved trajectories with response tokens
+    waiting: int  # moved trajectories without
+    round_s: float | None  # median, from plan to the last hand-over
+    prefill_max: int  # most tokens that one destination prefilled in one round
 
 
 class CheckpointFigures(msgspec.Struct, frozen=True):
-    """How checkpoints went to disk; medians, None without any."""
+    """Figures of checkpoints; medians, None without any."""
 
     count: int
-    stall_s: float | None  # that the learner stood still for one
+    stall_s: float | None  # pause of the learner
     elapsed_s: float | None  # until it was on disk
 
 
@@ -95,30 +95,30 @@ class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        """Mean reward, an accuracy where rewards are 0 or 1."""
+        """Mean reward; an accuracy if rewards are 0 or 1."""
         return self.figures.mean.value
 
 
 class UnscoredFigures(msgspec.Struct, frozen=True):
-    """Responses that could not be scored, those of evaluations included, of all that were to be."""
+    """Responses of training and evaluations whose scoring failed."""
 
     count: int
-    of: int
-    first: str  # why, of the first of them
+    of: int  # all responses that were to be scored
+    first: str  # reason of the first failure
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Achievements of a run; durations in seconds, memory in bytes."""
+    """Figures of a run; durations in seconds, memory in bytes."""
 
     run: str
     finished: bool
-    simulated: bool = False  # nothing was generated or trained; seconds are of a virtual clock
-    accuracy_start: float | None  # of the first set, where its rewards are 0 or 1
+    simulated: bool = False  # no tokens, no training; seconds of a virtual clock
+    accuracy_start: float | None  # of the first set, if its rewards are 0 or 1
     accuracy_end: float | None
     rl_seconds: float
     steps: int
     response_length: LengthFigures
-    turns: TurnFigures = TurnFigures()  # of training trajectories that finished
+    turns: TurnFigures = TurnFigures()  # of finished training trajectories
     tokens: Tokens
     trained_tokens_per_s: float
     trajectories: Counts
@@ -137,14 +137,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _events(connection: sqlite3.Connection, kind: type[EventKind]) -> Iterator[EventKind]:
-    """Every event of one kind, in the order of the log."""
+    """Iterate over events of one type, in the order of the log."""
     tag = kind.__struct_config__.tag
     with closing(connection.execute("SELECT body FROM event WHERE kind = ? ORDER BY seq", (tag,))) as rows:
         yield from (event for (body,) in rows if isinstance(event := decode_event(body), kind))
 
 
 def read_relay(connection: sqlite3.Connection) -> RelayFigures:
-    """Read how weights travelled. A version whose learner died over it has no stall on record."""
+    """Read the figures of weight versions; a version whose learner crashed in its publish has no stall."""
     stalls = [stall_s for (stall_s,) in connection.execute("SELECT stall_s FROM version")]
     spreads: dict[int, float] = {}
     wire_bytes = num_bytes = 0
@@ -163,7 +163,7 @@ def read_relay(connection: sqlite3.Connection) -> RelayFigures:
 
 
 def read_repack(connection: sqlite3.Connection) -> RepackFigures:
-    """Read the rounds of repacking."""
+    """Read the figures of repacking."""
     rounds = list(_events(connection, Repacked))
     return RepackFigures(
         rounds=len(rounds),
@@ -175,7 +175,7 @@ def read_repack(connection: sqlite3.Connection) -> RepackFigures:
 
 
 def read_checkpoints(connection: sqlite3.Connection) -> CheckpointFigures:
-    """Read the checkpoints, also of those that were deleted or gone back behind."""
+    """Read the figures of checkpoints, deleted and rolled-back ones included."""
     events = list(_events(connection, Checkpointed))
     if not events:
         return CheckpointFigures(0, None, None)
@@ -185,7 +185,7 @@ def read_checkpoints(connection: sqlite3.Connection) -> CheckpointFigures:
 
 
 def read_unscored(connection: sqlite3.Connection) -> UnscoredFigures:
-    """Read what scoring failed."""
+    """Read the figures of failed scoring."""
     reasons = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
     ((count, of),) = connection.execute(
         "SELECT count(*) FILTER (WHERE drop_reason IN (?, ?)),"
@@ -198,7 +198,7 @@ def read_unscored(connection: sqlite3.Connection) -> UnscoredFigures:
 
 
 def read_turn_figures(connection: sqlite3.Connection) -> TurnFigures:
-    """Read turns of training trajectories, of a run with an environment."""
+    """Read the turns of training trajectories, for a run with an environment."""
     rows = (one for one in read_turns(connection) if one.kind is Kind.TRAIN)
     return turn_figures([(one.turns, one.environment_s) for one in rows])
 
@@ -215,7 +215,7 @@ def _staleness(connection: sqlite3.Connection) -> StalenessFigures:
 
 
 def _counts(connection: sqlite3.Connection, column: str, condition: str) -> Counter[int]:
-    """How many training trajectories of a condition have each value of a column."""
+    """Count training trajectories that meet an SQL condition, by the value of a column."""
     query = f"SELECT {column}, count(*) FROM trajectory WHERE kind = 'train' AND {condition} GROUP BY {column}"
     with closing(connection.execute(query)) as rows:
         return Counter(dict(rows))
@@ -233,7 +233,7 @@ def _trajectories(connection: sqlite3.Connection) -> Counts:
 
 
 def evaluation_figures(evaluations: Iterable[Evaluated]) -> list[EvaluationFigures]:
-    """Evaluations as summaries have them."""
+    """Convert evaluation events to figures of a summary."""
     return [
         EvaluationFigures(
             set_name=one.set_name, step=one.step, version=one.version, rl_s=one.rl_s, figures=one.figures
@@ -257,7 +257,7 @@ def summarise(
     sets: Iterable[str],
     has_environment: bool = False,
 ) -> Summary:
-    """Write and return the summary of a run whose ledger is up to date; `sets` as the config names them."""
+    """Write and return the summary of a run with an up-to-date ledger; `sets` in the order of the config."""
     totals = stats.totals
     with reading(run.live_ledger) as connection:
         evaluations = evaluations_on_record(connection)
@@ -293,7 +293,7 @@ def summarise(
 
 
 def write_summary(run: RunFolder, summary: msgspec.Struct) -> None:
-    """Put it into the run's folder, whole at every moment: a dashboard may read it."""
+    """Write the summary into the run's folder by a rename, since a dashboard may read it."""
     partial = run.summary.with_suffix(".tmp")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     partial.replace(run.summary)

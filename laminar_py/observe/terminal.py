@@ -66,7 +66,7 @@ def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
 
 def _refills(report: RunReport) -> Iterator[str]:
     """The last step that dynamic sampling could not fill, and how many there were."""
-    stopped = [event for _, event in report.snapshot.history.of(RefillStopped)]
+    stopped = [event for _, event in report.snapshot.history.of_kind(RefillStopped)]
     if stopped:
         last = stopped[-1]
         yield f"steps that refill could not fill: {len(stopped)}, at last step {last.step} with {last.tell()}"

@@ -150,7 +150,7 @@ def write_trace(report: RunReport) -> Path:
 
 def make_trace(snapshot: Snapshot, drawn: Stays, ids: Mapping[int, str]) -> Trace:
     """Trace of these stays; `ids` names their trajectories by place."""
-    relayed = thin(snapshot.history.of(Relayed))
+    relayed = thin(snapshot.history.of_kind(Relayed))
     relay_lanes = _relay_lanes(relayed)
     slots = _lanes(drawn.replica, drawn.start_s, drawn.end_s)
     events = [*_stays(snapshot, drawn, slots, ids), *_arrows(drawn, slots), *_scores(snapshot, ids)]
@@ -241,11 +241,11 @@ def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
     for at_s, step in thin(history.steps):
         args = {"trajectories": step.num_trajectories, "tokens": step.num_tokens, "waited_s": step.waited_s}
         yield _slice((LEARNER, 0), f"step {step.step}", at_s - step.elapsed_s, at_s, "step", args)
-    for at_s, published in thin(history.of(VersionPublished)):
+    for at_s, published in thin(history.of_kind(VersionPublished)):
         yield _moment(f"version {published.version} published", at_s, "g")
-    for at_s, saved in history.of(Checkpointed):
+    for at_s, saved in history.of_kind(Checkpointed):
         yield _moment(f"checkpoint of step {saved.step}", at_s, "t")
-    for at_s, died in history.of(PartDied):
+    for at_s, died in history.of_kind(PartDied):
         yield _moment(f"{died.part} died", at_s, "g", {"reason": died.reason})
 
 
@@ -275,7 +275,7 @@ def _ordered(lanes: list[str]) -> list[str]:
 
 
 def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    for at_s, event in thin(snapshot.history.of(VersionLoaded)):
+    for at_s, event in thin(snapshot.history.of_kind(VersionLoaded)):
         lane, name = (REPLICAS + event.replica, WEIGHTS), f"load version {event.version}"
         yield _slice(lane, name, at_s - event.elapsed_s, at_s, "load")
 
