@@ -26,7 +26,7 @@ ROOMS = {  # in the order in which a run meets them: one line each, and the file
     "reward": ("scorers, terms, processes that call reward functions", "reward/scorer.py"),
     "sandbox": ("fences around programs that a model wrote", "sandbox/pool.py"),
     "learner": ("packing, losses, step, optimizer, checkpoints, export", "learner/step.py"),
-    "relay": ("the tree that carries weight versions", "relay/node/relay_node.py"),
+    "relay": ("the tree that carries weight versions", "relay/node.py"),
     "repack": ("moves of running trajectories between replicas", "repack/migration.py"),
     "ledger": ("the record: events, tokens, recovery, audit", "ledger/machine.py"),
     "observe": ("report, dashboard, samples, trackers", "observe/report.py"),

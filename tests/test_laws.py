@@ -20,10 +20,10 @@ from laminar_py.records.engine import GenerateRequest, PauseMode, SamplingParams
 from laminar_py.records.recordings import Recording, join_masks
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
-from laminar_py.relay.node.relay_node import RelayNode
+from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.sockets import RelayKeys
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.wire.transport import RelayKeys
 from tests.learner.builders import make_model_folder, make_sequences
 from tests.learner.builders import pack as pack_sequences
 from tests.stored import at_ranks

@@ -41,13 +41,15 @@ FLOORS = {  # room: its sub-rooms in order, each of which may import those befor
 TOP = {"cli"}  # it may import anything of the core, and nobody imports it
 LIBRARIES = {  # heavy library: where it may be imported
     "ray": ("runtime/cluster/",),
-    "zmq": ("relay/wire/",),
+    "zmq": ("relay/sockets.py",),
     "torch": (
         "engines/local/",
         "learner/",
         "relay/publisher.py",
-        "relay/store/shards.py",
-        "relay/store/device_copy.py",
+        "relay/device_copy.py",
+        "relay/publisher.py",
+        "relay/device_copy.py",
+        "relay/device_copy.py",
         "runtime/workers/processes/",
         "runtime/preflight/doctor.py",
     ),

@@ -6,7 +6,7 @@ import pytest
 
 from laminar_py.config.loading import _settings
 from laminar_py.config.run import RunConfig
-from laminar_py.relay.planning.cost import Broadcast, Links, choose, versions_at_peak
+from laminar_py.relay.tree import Broadcast, Links, fastest_shape, versions_at_peak
 from laminar_py.runtime.workers.replica_lines import pace_of
 from tests.runs.runs import REPO
 
@@ -36,7 +36,7 @@ def test_times_of_a_version_are_those_of_the_cost_model(row):
         for hosts in FLEETS.values():
             share, rates = (1.0, ()) if codec is None else (0.0082, codec)
             broadcast = Broadcast(round(2 * parameters), share, *rates)
-            found.append(choose([""] * hosts, broadcast, Links(speed, 50e-6)).seconds)
+            found.append(fastest_shape([""] * hosts, broadcast, Links(speed, 50e-6)).seconds)
         assert told == pytest.approx(found if len(told) > 1 else [found[1]], rel=0.02)
 
 

@@ -40,7 +40,7 @@ from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from laminar_py.records.batch import MicroBatch
 from laminar_py.relay import RelayKeys
-from laminar_py.relay.wire.messages import VersionComplete
+from laminar_py.relay.messages import VersionComplete
 
 SEQUENCES = 8  # of a step
 RATE_NAME, RATE = min(RATES.items(), key=lambda rate: rate[1])

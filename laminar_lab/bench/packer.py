@@ -19,9 +19,9 @@ from laminar_py.learner.packing import (
     Packed,
     PackedT,
     StreamPacker,
-    assign,
+    assign_bins,
     attention_share,
-    choose,
+    choose_groups,
     microbatches,
     pack,
     sequence_cost,
@@ -223,7 +223,7 @@ def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
     asked = time.perf_counter()
     bins = stream.bins()
     terms = step_terms(bins, aggregation=Aggregation.SEQUENCE_MEAN)
-    packed = assign(bins, terms, max_tokens=MAX_TOKENS, ranks=RANKS, attention_share=QWEN_7B)
+    packed = assign_bins(bins, terms, max_tokens=MAX_TOKENS, ranks=RANKS, attention_share=QWEN_7B)
     bundles = [[[whole[one.id] for one in bundle] for bundle in mine] for mine in packed.bundles]
     microbatches(bundles[0], terms)[0]
     ready = time.perf_counter()
@@ -245,7 +245,7 @@ def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
 
 
 def look_ahead_rows(*, steps: int) -> list[Row]:
-    """Small steps that may choose among the next groups."""
+    """Small steps that may choose_groups among the next groups."""
     setting = (
         f"64 trajectories a step (8 groups of 8, lengths as for fill), {RANKS} ranks, {steps} steps, seed 0;"
         " 2 passes at most"
@@ -264,7 +264,7 @@ def _capacity(window: int, *, steps: int, groups: int = 8, max_passes: int = 2) 
     waiting, tokens, used = list(range(len(ready))), 0, 0
     for _ in range(steps):
         seen = waiting[: groups + window]
-        places = choose(
+        places = choose_groups(
             [sum(ready[group]) for group in seen],
             due=[passes[group] >= max_passes for group in seen],
             count=groups,

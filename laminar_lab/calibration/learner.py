@@ -26,8 +26,8 @@ from laminar_py.learner.packing.balance import attention_share, sequence_cost
 from laminar_py.learner.packing.packer import pack
 from laminar_py.learner.step import Learner
 from laminar_py.records.protocols import Clock
+from laminar_py.relay import folder_name
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.store.version import folder_name
 
 MICROBATCHES = (1, 2, 4)  # of a step
 SHORTER = 8  # times that a short sequence is shorter than `rollout.max_len`

@@ -16,8 +16,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.steps import RefillWatch, pack_step, step_events
-from laminar_py.learner.emulated_times import emulated_step_s
-from laminar_py.learner.packing.balance import attention_share
+from laminar_py.learner.packing.balance import attention_share, emulated_step_s
 from laminar_py.observe.stats import Stats
 from laminar_py.records.events import VersionPublished
 from laminar_py.records.metrics import StepMetrics, StepRow, Work

@@ -1,7 +1,7 @@
 """Weights of a simulation: versions without bytes, and when each host's relay has them.
 
 Made by `simulate.run`; the learner publishes, replicas load. A version travels by the tree that the config would
-have, in the time of the cost model that chooses such trees (`relay.planning.cost`).
+have, in the time of the cost model that chooses such trees (`relay.tree`).
 """
 
 import asyncio
@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from laminar_py.config.run import RunConfig
 from laminar_py.records.protocols import PulledVersion, VersionLostError
-from laminar_py.relay.planning.cost import Broadcast, Links, arrivals_s, settle
-from laminar_py.relay.planning.topology import grow
+from laminar_py.relay.tree import Broadcast, Links, arrivals_s, choose_tree, grow_tree
 
 PARAMETER_BYTES = 2  # in bf16
 CHUNK_OVERHEAD_S = 2e-4  # of each hop, as `laminar relay plan` assumes
@@ -30,8 +29,8 @@ def host_arrivals_s(config: RunConfig, *, num_parameters: int) -> list[float]:
     zones = [""] * (1 + num_hosts)  # the learner's host is the root
     links = Links(simulation.link_gbit_per_s * 1e9 / 8, CHUNK_OVERHEAD_S)
     broadcast = Broadcast(version_bytes(num_parameters))
-    choice = settle(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
-    return arrivals_s(grow(choice.shape, zones), zones, broadcast, links, chunk_bytes=choice.chunk_bytes)[1:]
+    choice = choose_tree(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
+    return arrivals_s(grow_tree(choice.shape, zones), zones, broadcast, links, chunk_bytes=choice.chunk_bytes)[1:]
 
 
 class ModelledRelay:

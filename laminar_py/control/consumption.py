@@ -15,9 +15,7 @@ from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
 from laminar_py.control.settings import StalenessBound
 from laminar_py.learner.packing.balance import Bin
-from laminar_py.learner.packing.buffer import Buffer, ReadyGroup
-from laminar_py.learner.packing.stage import Packing, StagedGroups
-from laminar_py.learner.packing.window import choose
+from laminar_py.learner.packing.buffer import Buffer, Packing, ReadyGroup, StagedGroups, choose_groups
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import RefillStopped, Undone
 from laminar_py.records.finished import FinishedTrajectory
@@ -82,13 +80,13 @@ class Consumption:
             await self.buffer.wake()  # a step may wait for this group as its last
             return
         oldest = min(member.oldest_version for member in members)
-        self._staged(await self.buffer.put(group.id, members, oldest_version=oldest))
+        self._staged(await self.buffer.add_group(group.id, members, oldest_version=oldest))
 
     async def put_silent(self, group_id: str, survivors: Sequence[LiveTrajectory]) -> None:
         """Put a group without signal in the buffer: it takes a place in the step, but trains nothing."""
         oldest = min(member.age_version for member in survivors)
         tokens = tuple(0 if self._is_masked(m.finish_reason) else num_sampled(m.token_spans) for m in survivors)
-        self._staged(await self.buffer.put(group_id, [], oldest_version=oldest, silent_tokens=tokens))
+        self._staged(await self.buffer.add_group(group_id, [], oldest_version=oldest, silent_tokens=tokens))
 
     async def next_batch(
         self, *, groups: int, version: int, last_call: Callable[[], Awaitable[None]] | None = None
@@ -100,7 +98,7 @@ class Consumption:
         make further groups ready.
         """
         while True:
-            await self.buffer.until(lambda: len(self.buffer) >= groups or self._ends_refill)
+            await self.buffer.wait_until(lambda: len(self.buffer) >= groups or self._ends_refill)
             self._drop_stale(groups + self._look_ahead)
             if last_call is not None and len(self.buffer) >= groups:
                 await last_call()
@@ -205,8 +203,8 @@ class Consumption:
             groups.sort(key=lambda group: (len(group.group_id), group.group_id))  # as they were issued
         for place in set(range(places[-1])) - set(places):
             window[place].passes += 1
-        bins = self._stage.settle(groups) if self._stage else []
-        self.buffer.take(groups)
+        bins = self._stage.pack_groups(groups) if self._stage else []
+        self.buffer.remove_groups(groups)
         trajectories = [t for group in groups for t in self._weighted(group)]
         ages = {v: self._book.ages.of(v) for t in trajectories for v in versions_of(t.spans)}
         return StepBatch(version=version, groups=groups, trajectories=trajectories, bins=bins, ages=ages)
@@ -215,7 +213,7 @@ class Consumption:
         packing = self._packing
         if packing is None or len(window) == count:
             return list(range(count))
-        return choose(
+        return choose_groups(
             [group.num_tokens for group in window],
             due=[self._is_due(group, packing.max_passes) for group in window],
             count=count,
@@ -236,7 +234,7 @@ class Consumption:
 
     def _staged(self, place: int) -> None:
         if self._stage:
-            self._stage.arrived(place)
+            self._stage.group_arrived(place)
 
     # ---- dropped and masked trajectories
 
@@ -291,9 +289,9 @@ class Consumption:
         gone = {member.id for member in without}
         group.members = [member for member in group.members if member.id not in gone]
         if self._stage:
-            self._stage.shrunk(place, without, gone=not group.members)
+            self._stage.group_shrunk(place, without, gone=not group.members)
         if not group.members:
-            self.buffer.take([group])
+            self.buffer.remove_groups([group])
             del self._book.groups[group.group_id]
         return bool(group.members)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
-from laminar_py.learner.packing.packer import Packed, assign, step_terms
+from laminar_py.learner.packing.packer import Packed, assign_bins, step_terms
 from laminar_py.records.events import AnyEvent, RefillStopped, Stepped, StepSkipped
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
@@ -31,7 +31,7 @@ def pack_step(
         normalises=algorithm.normalises_step,
         columns=algorithm.packed_columns,
     )
-    return assign(
+    return assign_bins(
         batch.bins,
         terms,
         stand_ins=stand_ins,

@@ -1,7 +1,8 @@
-"""Causal attention over packed rows. Owns the kernels and their names in transformers; `model` chooses one.
+"""Causal attention over packed rows: the kernels and their names in transformers; `model` chooses one.
 
-A packed row holds S sequences end to end; a token sees only earlier tokens of its own sequence. Invariant: no
-[T, T] mask is ever built, and an argument that a kernel would have to ignore is refused instead.
+A packed row holds S sequences end to end; a token attends to earlier tokens of its own sequence only (law 5). No
+kernel builds a [T, T] mask. A kernel raises for an argument that it would have to ignore
+(`tests/learner/test_attention.py`).
 """
 
 import importlib
@@ -19,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-# Before torch 2.12 grouped heads are passed on to the kernel without being asked for.
+# Torch 2.12 must be asked to pass grouped heads to the kernel; earlier versions always do.
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -55,13 +56,13 @@ def choose_kernel(device: torch.device) -> PackedKernel:
 
 
 def _installed(module: str) -> bool:
-    """True where a module can be found; two packages share `flash_attn`, so that name says nothing."""
+    """True if a module is installed. Two packages share the name `flash_attn`, so the full name is needed."""
     package = module.partition(".")[0]
     return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
 def register_kernel(kernel: PackedKernel) -> None:
-    """Make `attn_implementation=kernel` known to transformers, without a mask. Registering twice is harmless."""
+    """Register `attn_implementation=kernel` with transformers, without a mask. A second call is harmless."""
     if kernel is PackedKernel.FLASH4 and current_flash_attention_impl() != "FA4":
         activate_flash_attention_impl("FA4")
     AttentionInterface.register(kernel.value, _through_transformers(KERNELS[kernel]))
@@ -71,7 +72,7 @@ def register_kernel(kernel: PackedKernel) -> None:
 def sdpa_per_sequence(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None
 ) -> Tensor:
-    """SDPA, a call for each sequence: bit-equal to running the sequences one by one."""
+    """SDPA with one call for each sequence: bit-equal to running the sequences one by one."""
     lengths = cu_seqlens.diff().tolist()
     grouped = q.shape[1] != k.shape[1]
     queries, keys, values = (torch.split(x.transpose(0, 1)[None], lengths, dim=2) for x in (q, k, v))
@@ -83,7 +84,7 @@ def sdpa_per_sequence(
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
-    """Torch's varlen FlashAttention, its own or the one activated; a window without a right side is causal."""
+    """Torch's varlen attention, its own or the activated one; a window without a right side makes it causal."""
     output = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), **_GROUPED
     )
@@ -104,16 +105,16 @@ KERNELS: dict[PackedKernel, VarlenKernel] = {
     PackedKernel.SDPA: sdpa_per_sequence,
     PackedKernel.VARLEN: torch_varlen,
     PackedKernel.FLASH: flash_varlen,
-    PackedKernel.FLASH4: torch_varlen,  # by torch's own dispatch, once it is activated
+    PackedKernel.FLASH4: torch_varlen,  # torch dispatches to it once `register_kernel` has activated it
 }
 
 
 def _no_mask(**_: object) -> None:
-    """`cu_seqlens` says all that a mask could."""
+    """Make no mask: `cu_seqlens` has the same information."""
 
 
 def _through_transformers(kernel: VarlenKernel) -> Callable[..., tuple[Tensor, None]]:
-    """The kernel behind the signature that transformers calls: q [1, H, T, D] in, [1, T, H, D] out."""
+    """Wrap a kernel in the signature that transformers calls: q [1, H, T, D] in, [1, T, H, D] out."""
 
     def packed_attention(
         module: nn.Module,

@@ -1,9 +1,9 @@
-"""Learner state on disk: weights, optimizer, step and random states. Used by `step.Learner` and `export`.
+"""Checkpoints of the learner: weights, optimizer, step and random states. `step.Learner` and `export` use it.
 
-A save has two halves. The first copies the state out of the learner's memory, and is all that the learner waits
-for; the second writes the files from that copy, on a thread beside the next steps. There is one save at a time.
-States: IDLE -> (begin) COPIED -> `<name>.tmp` with all files -> `complete.json` in it -> renamed to `<name>`.
-Invariant: a checkpoint is complete or refused, and saving changes nothing of the learner.
+A save has two halves. `begin` copies the state out of the learner's memory; the learner waits for that alone. A
+thread writes the files from the copy during the next steps. One save runs at a time. States: IDLE -> (begin)
+COPIED -> `<name>.tmp` with all files -> `complete.json` in it -> renamed to `<name>`. `load` refuses a checkpoint
+that is not complete, and a save does not change the learner (`tests/learner/test_checkpoint.py`).
 """
 
 import math
@@ -33,23 +33,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from laminar_py.config.section import ConfigError
-from laminar_py.learner.marker import Adapted, Architecture, complete, read_marker
+from laminar_py.learner.marker import Adapted, Architecture, complete_checkpoint, read_marker
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.disk import write_file
 
-# Torch warns of a missing process group even where `no_dist` says that there is none.
+# Torch warns of a missing process group even if `no_dist` tells it that there is none.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class RandomState(msgspec.Struct, frozen=True):
-    """The generators of one rank."""
+    """States of the random generators of one rank."""
 
     cpu: bytes
     cuda: bytes | None  # of its device
 
 
 class Checkpointer:
-    """Saves and restores one learner. All ranks make one, and every call of it, together."""
+    """Saves and restores one learner. Collective: all ranks make one and call its methods together."""
 
     def __init__(
         self,
@@ -63,20 +63,20 @@ class Checkpointer:
         self._optimizer = optimizer
         self._adapted = adapted
         self._rank, self._world_size = (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
-        # A group of its own: what the writing threads say to each other goes on beside the steps' collectives.
+        # A group of its own, since the writing threads communicate at the same time as the collectives of steps.
         self._group = dist.new_group(backend="gloo") if mesh else None
         self._device: torch.device = model.compute_device
         self._on_gpu = self._device.type == "cuda"
-        # It keeps its copy, so that the next one goes into pages that are there; what is public around it is used
-        # up after one copy in torch 2.11.
+        # The stager keeps its memory, so that the next copy needs no fresh pages. It is private API: the public
+        # class around it works for one copy only in torch 2.11.
         self._stager = StateDictStager(pin_memory=self._on_gpu)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
     def begin(self, folder: Path, *, step: int) -> None:
-        """Copy the state after `step` steps and start writing it. Replaces an older `folder`.
+        """Copy the state after `step` steps and start to write it. Replaces an older `folder`.
 
-        If another checkpoint is being written, that is waited for first.
+        Waits first for a checkpoint that is still being written.
         """
         self.finish()
         weights, moments = self._state()
@@ -87,22 +87,22 @@ class Checkpointer:
         self._writing = self._thread.submit(self._write, folder, staged, random, step)
 
     def finish(self) -> None:
-        """Return when the checkpoint that was begun last, if any, is complete on disk. Raises what failed."""
+        """Wait until the last checkpoint, if any, is complete on disk. Raises the error of a write that failed."""
         if self._writing is not None:
             self._writing.result()
 
     def load(self, folder: Path) -> int:
-        """Restore model and optimizer bit by bit; returns the step.
+        """Restore model and optimizer bit for bit; returns the step.
 
-        Another world size than the one that saved it is fine, but draws its random numbers anew. Raises
-        `ConfigError` if the checkpoint is torn or of another model.
+        A checkpoint of another world size loads too, but leaves the random generators as they are. Raises
+        `ConfigError` if the checkpoint is incomplete or of another model.
         """
         marker = read_marker(folder)
         check_model(folder, marker.model, architecture(self._model, self._adapted))
         weights, moments = self._state()
         state = {"model": weights, "optimizer": moments}
         state_dict_loader.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
-        some = StateDictOptions(strict=False)  # what is frozen is not in it
+        some = StateDictOptions(strict=False)  # a checkpoint has no frozen weights
         set_state_dict(
             self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments, options=some
         )
@@ -117,31 +117,31 @@ class Checkpointer:
         if self._rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        self._meet()
+        self._barrier()
         try:
             state_dict_saver.save(
                 staged, checkpoint_id=partial, process_group=self._group, no_dist=self._group is None
             )
-        except CheckpointException as error:  # a BaseException, which would end the process without a word
+        except CheckpointException as error:  # a BaseException, which would end the thread without a message
             raise next(iter(error.failures.values()))[0] from None
         write_file(_random_file(partial, self._rank), random)
-        self._meet()
+        self._barrier()
         if self._rank == 0:
             model = architecture(self._model, self._adapted)
-            complete(partial, folder, step=step, world_size=self._world_size, model=model)
-        self._meet()
+            complete_checkpoint(partial, folder, step=step, world_size=self._world_size, model=model)
+        self._barrier()
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         if self._group is not None:
             dist.barrier(group=self._group)
 
     # ---- the state
 
     def _state(self) -> tuple[dict[str, ValueType], OptimizerStateType]:
-        """Trained weights, and moments. Where there are none yet torch makes them by a step without gradient."""
+        """Trained weights and optimizer moments; before the first step torch makes zero moments."""
         fresh = not self._optimizer.state
         weights, moments = get_state_dict(self._model, self._optimizer)
-        if fresh:  # that step must not count, or the next ones would be corrected for one too many
+        if fresh:  # torch made them by a step, which the bias correction of later steps must not count
             for values in self._optimizer.state.values():
                 if isinstance(values.get("step"), Tensor):
                     values["step"].zero_()
@@ -160,17 +160,17 @@ class Checkpointer:
 
 
 def load_weights(folder: Path, model: PreTrainedModel, *, adapted: Adapted | None = None) -> None:
-    """Give an unsharded `model` the policy's weights of a checkpoint of any world size.
+    """Load the trained weights of a checkpoint of any world size into an unsharded `model`.
 
-    What is frozen stays as it is. Raises `ConfigError` if the checkpoint is torn, of another model, or deleted
-    meanwhile.
+    Frozen weights do not change. Raises `ConfigError` if the checkpoint is incomplete, of another model, or
+    deleted meanwhile.
     """
     check_model(folder, read_marker(folder).model, architecture(model, adapted))
     weights = _trained(get_model_state_dict(model), model)
     try:
         state_dict_loader.load({"model": weights}, checkpoint_id=folder, no_dist=True)
     except CheckpointException:
-        read_marker(folder)  # says so if its run has deleted it meanwhile
+        read_marker(folder)  # raises if the run has deleted the checkpoint meanwhile
         raise
     set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
 
@@ -182,7 +182,7 @@ def _trained(weights: dict[str, ValueType], model: PreTrainedModel) -> dict[str,
 
 
 def architecture(model: PreTrainedModel, adapted: Adapted | None) -> Architecture:
-    """Kind of a model, and a digest over the names and full shapes of its parameters, sorted."""
+    """Type of a model, and a digest over the sorted names and full shapes of its parameters."""
     shapes = sorted((name, list(parameter.shape)) for name, parameter in model.named_parameters())
     digest = blake3(msgspec.json.encode(shapes)).hexdigest(length=16)
     num_parameters = sum(math.prod(shape) for _, shape in shapes)
@@ -208,8 +208,8 @@ def check_model(folder: Path, saved: Architecture, own: Architecture) -> None:
         _check_adapted(folder, theirs, ours)
     if saved != own:
         raise ConfigError(
-            f"checkpoint={folder}: is of a {saved}, model.path is a {own}; set model.path to the model that"
-            " it is of, or start a run of its own"
+            f"checkpoint={folder}: was saved of a {saved}, and model.path is a {own}; set model.path to the model"
+            " that was saved, or start a run of its own"
         )
 
 

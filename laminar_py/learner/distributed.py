@@ -1,8 +1,9 @@
-"""The learner's process group. Called by a learner process when there are several, or one with CUDA.
+"""The learner's process group, and sums over its ranks.
 
-Invariant: ranks of one host meet through a file and talk over the loopback interface, so nothing listens on any
-other. Ranks of several hosts meet at a port of rank 0's and talk over the interface that leads there, all without
-authentication: that network must be private to the cluster.
+A learner process joins a group when there are several ranks, or one with CUDA. Ranks of one host meet through a
+file and talk over the loopback interface, so no port is open on another interface (law 7). Ranks of several hosts
+meet at a port of rank 0 and talk, without authentication, over the interface that leads there: that network must
+be private to the cluster.
 """
 
 import os
@@ -15,6 +16,7 @@ import msgspec
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from laminar_py.records.codec import decode, encode
@@ -25,18 +27,18 @@ JOIN_S = 600  # ranks load their models at different speeds
 
 
 def join_group(rendezvous: str, *, rank: int, world_size: int, device_type: str = "cpu") -> DeviceMesh:
-    """Join the data-parallel group; returns once all have joined.
+    """Join the data-parallel group; returns its mesh once all ranks have joined.
 
-    `rendezvous` is the same for all ranks and new for each incarnation: the path of a file that does not exist
-    yet for ranks of one host, or `tcp://ip:port` with an address of rank 0's host and a port that is free there.
+    `rendezvous` is the same for all ranks and new for each start: the path of a file that does not exist yet for
+    ranks of one host, or `tcp://ip:port` with an address of rank 0's host and a port that is free there.
     `device_type` is "cpu" (gloo) or "cuda" (nccl; each rank uses the first device that it sees).
     """
     if device_type == "cuda":
         torch.cuda.set_device(0)
-    store, interface = _meet(rendezvous, rank, world_size)
+    store, interface = _open_store(rendezvous, rank, world_size)
     # Gloo and NCCL read their interface from the environment only.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"  # gloo for what is offloaded to the host
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"  # gloo for tensors offloaded to the host
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))
 
@@ -47,7 +49,7 @@ def leave_group() -> None:
 
 
 def share_record(record: Record | None, kind: type[Record], *, mesh: DeviceMesh) -> Record:
-    """The typed record that rank 0 has and the others, which give None, have not: its length, then its bytes."""
+    """Broadcast the record of rank 0 to all ranks, which give None, and return it. Collective."""
     data = torch.frombuffer(bytearray(encode(record)), dtype=torch.uint8) if record is not None else torch.empty(0)
     length = torch.tensor(len(data))
     dist.broadcast(length, group=mesh.get_group(), group_src=0)
@@ -57,8 +59,8 @@ def share_record(record: Record | None, kind: type[Record], *, mesh: DeviceMesh)
     return decode(kind, data.numpy().tobytes())
 
 
-def _meet(rendezvous: str, rank: int, world_size: int) -> tuple["dist.Store", str]:  # type: ignore[name-defined]
-    """The store at the rendezvous, and the interface that leads to the others."""
+def _open_store(rendezvous: str, rank: int, world_size: int) -> tuple["dist.Store", str]:  # type: ignore[name-defined]
+    """Open the store at the rendezvous; returns it and the name of the interface that leads to the other ranks."""
     address = urlsplit(rendezvous)
     if address.scheme != "tcp":
         return dist.FileStore(rendezvous, world_size), "lo"  # type: ignore[attr-defined]
@@ -67,7 +69,7 @@ def _meet(rendezvous: str, rank: int, world_size: int) -> tuple["dist.Store", st
     assert port is not None, f"rendezvous {rendezvous} has no port"
     listening = None
     if rank == 0:
-        # Given none, the store would listen on every interface. It closes the socket with itself.
+        # Without a socket of ours the store would listen on every interface. It closes ours with itself.
         listening = socket.create_server((host, port)).detach()
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
@@ -82,10 +84,46 @@ def _meet(rendezvous: str, rank: int, world_size: int) -> tuple["dist.Store", st
 
 
 def _interface_towards(host: str, port: int) -> str:
-    """Name of the interface that the route to a host begins at, e.g. `eth0`."""
+    """Name of the interface from which the route to a host leaves, e.g. `eth0`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outgoing:
         outgoing.connect((host, port))  # sends nothing
         own = outgoing.getsockname()[0]
     names = [name for name, known in psutil.net_if_addrs().items() if own in (entry.address for entry in known)]
     assert names, f"no interface has the address {own}"
     return names[0]
+
+
+class Ranks:
+    """Sums over the ranks of `mesh`; without a mesh this process is alone, on the CPU, and sums change nothing.
+
+    Each method is a collective: every rank calls it, in the same order.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self.mesh = mesh
+        self.device = torch.device(mesh.device_type if mesh else "cpu")
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks, 1 without a mesh."""
+        return self.mesh.size() if self.mesh else 1
+
+    def sum(self, value: float) -> float:
+        """Sum of a number over ranks."""
+        return self._reduce_number(value, dist.ReduceOp.SUM)
+
+    def max(self, value: float) -> float:
+        """Maximum of a number over ranks."""
+        return self._reduce_number(value, dist.ReduceOp.MAX)
+
+    def reduce_tensor(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Replace a tensor by its sum over ranks, or by its maximum, in place."""
+        if self.mesh:
+            dist.all_reduce(tensor, op=how, group=self.mesh.get_group())
+
+    def _reduce_number(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
+        if not self.mesh:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        self.reduce_tensor(tensor, how)
+        return float(tensor)

@@ -1,8 +1,8 @@
-"""Weights out of the learner, under their Hugging Face names, and whole folders for transformers.
+"""Export of weights under their Hugging Face names, one by one or as a folder for transformers.
 
-Called by the relay's publisher, by `warm_start`, and for `laminar export` by `orchestrator.exports`. Invariants:
-every rank iterates in the same order, because a sharded tensor is gathered from all of them; in an exported folder
-`AutoTokenizer` makes of a prompt the ids that the run made of it.
+`step`, `warm_start`, and `orchestrator.exports` for `laminar export`, call it. Every rank iterates in the same
+order, since all ranks take part in gathering a sharded tensor. In an exported folder `AutoTokenizer` gives the
+same ids as the run's tokenizer (`tests/learner/test_export.py`).
 """
 
 import os
@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LoraConfig
 from laminar_py.learner.checkpoint import load_weights
-from laminar_py.learner.model import check_model_folder, gathered, is_mixture
+from laminar_py.learner.model import check_model_folder, gather_full, is_mixture
 from laminar_py.records.disk import sync
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -38,36 +38,29 @@ TOKENIZER_FILES = (
 
 
 def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each weight in full and contiguous, floats cast to `dtype`; a tied weight comes once, under its first name.
+    """Yield each weight in full and contiguous, floats cast to `dtype`; a tied weight once, under its first name.
 
-    Tensor by tensor: the shard is cast before it is gathered, and only one full tensor need exist at a time.
-    It may alias the model's own memory: read it before the next step.
+    A shard is cast before it is gathered, and only one full tensor exists at a time. It may alias the model's
+    own memory, so read it before the next step.
     """
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = every - {name for name, _ in model.named_parameters()}
     mixture = is_mixture(model.config)
     for name, tensor in model.state_dict().items():
         if name not in tied:
-            full = gathered(tensor, dtype)
-            # experts are one tensor in memory, and one for each in files
+            full = gather_full(tensor, dtype)
+            # transformers keeps experts as one tensor in memory, and as one for each in files
             stored = revert_weight_conversion(model, {name: full}) if mixture else {name: full}
             for own_name, values in stored.items():
                 yield own_name, values.contiguous()
 
 
-def export_hf(
-    model: PreTrainedModel, folder: Path, *, source: Path, dtype: torch.dtype, writes: bool = True
-) -> None:
-    """A plain Hugging Face folder: config, the tokenizer files of `source`, `model.safetensors`.
+def export_hf(model: PreTrainedModel, folder: Path, *, source: Path, dtype: torch.dtype) -> None:
+    """Write an unsharded model as a Hugging Face folder: config, weights, and the tokenizer files of `source`.
 
-    Collective: all ranks call it, the one that `writes` makes the files. `folder` must not exist yet.
+    `folder` must not exist yet.
     """
-    weights = {}
-    for name, tensor in named_tensors(model, dtype=dtype):
-        if writes:
-            weights[name] = tensor
-    if not writes:
-        return
+    weights = dict(named_tensors(model, dtype=dtype))
     folder.mkdir(parents=True)
     config = model.config.__class__.from_pretrained(source)
     config.dtype = dtype
@@ -79,8 +72,8 @@ def export_hf(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _name_ends(folder: Path, stop_ids: tuple[int, ...]) -> None:
-    """Have `generation_config.json` of an exported folder name these ids as those that end a response."""
+def _set_stop_ids(folder: Path, stop_ids: tuple[int, ...]) -> None:
+    """Write these ids into `generation_config.json` of an exported folder as the ids that end a response."""
     path = folder / GENERATION_CONFIG
     if path.is_file():
         settings = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
@@ -102,9 +95,9 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def _tokenizer_config(source: Path, config: PretrainedConfig) -> bytes:
-    """The file of `source` where it names a class, else one by which transformers reads `tokenizer.json` itself.
+    """The tokenizer config of `source`, completed with a class that reads `tokenizer.json` if it names none.
 
-    Without a class it takes that of the `model_type`, which may split text in a way of its own.
+    Without a class transformers would take that of the `model_type`, which may split text differently.
     """
     path = source / TOKENIZER_CONFIG
     written = path.read_bytes() if path.is_file() else b"{}"
@@ -132,29 +125,31 @@ def export_checkpoint(
     base: Path | None = None,
     stop_ids: tuple[int, ...] = (),
 ) -> None:
-    """A checkpoint of the model in `source` as a plain Hugging Face folder, e.g. in `bfloat16`.
+    """Write a checkpoint of the model in `source` as a Hugging Face folder, e.g. in `bfloat16`.
 
-    With `lora` its adapters are merged into `base`, or into `source`. On the CPU, with memory for the model in
-    fp32 and in `dtype`; whatever its world size was. `folder` must not exist yet, and is there only when it is
-    complete. Other engines stop at `stop_ids`, or without any where `source` says. Raises `ConfigError` if the
-    checkpoint is torn or of another model, or the base has no weights.
+    With `lora` its adapters are merged into `base`, or into `source`. Works on the CPU, with memory for the model
+    in fp32 and in `dtype`, for a checkpoint of any world size. `folder` must not exist yet, and appears only when
+    it is complete. Other engines will stop at `stop_ids`; without any, at those of `source`. Raises `ConfigError`
+    if the checkpoint is incomplete or of another model, or the base has no weights.
     """
     check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
-    model = _restored(checkpoint, source) if lora is None else _merged(checkpoint, base or source, lora)
+    model = (
+        _load_checkpoint(checkpoint, source) if lora is None else _load_merged(checkpoint, base or source, lora)
+    )
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
         export_hf(model, partial, source=source, dtype=getattr(torch, dtype))
         if stop_ids:
-            _name_ends(partial, stop_ids)
+            _set_stop_ids(partial, stop_ids)
         for path in (*partial.iterdir(), partial):
             sync(path)
         partial.rename(folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # if it could not be completed
+        shutil.rmtree(partial, ignore_errors=True)  # after an error; else it was renamed
     sync(folder.parent)
 
 
-def _restored(checkpoint: Path, source: Path) -> PreTrainedModel:
+def _load_checkpoint(checkpoint: Path, source: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(source)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -164,7 +159,7 @@ def _restored(checkpoint: Path, source: Path) -> PreTrainedModel:
     return model
 
 
-def _merged(checkpoint: Path, base: Path, lora: LoraConfig) -> PreTrainedModel:
-    from laminar_py.learner.lora import merged
+def _load_merged(checkpoint: Path, base: Path, lora: LoraConfig) -> PreTrainedModel:
+    from laminar_py.learner.lora import load_merged
 
-    return merged(checkpoint, base=base, settings=lora)
+    return load_merged(checkpoint, base=base, settings=lora)

@@ -1,7 +1,7 @@
-"""Mark of a complete checkpoint: `complete.json`, written last. No torch: the controller reads it too.
+"""The marker of a complete checkpoint: `complete.json`, which is written last.
 
-Called by whoever writes or reads checkpoints. Invariant: a folder that `read_marker` accepts has every file that
-was written, in full length.
+The learner writes it; the learner and the controller, which has no torch, read it. A folder that `read_marker`
+accepts has every file of the checkpoint in full length (`tests/learner/test_checkpoint.py`).
 """
 
 import shutil
@@ -16,21 +16,21 @@ MARKER = "complete.json"
 
 
 class Adapted(msgspec.Struct, frozen=True):
-    """Base and shape of adapters, e.g. `Adapted("9f2c...", 16, 32.0, ("q_proj", "v_proj"))`."""
+    """Base and settings of adapters, e.g. `Adapted("9f2c...", 16, 32.0, ("q_proj", "v_proj"))`."""
 
-    base: str  # digest of the weights below them
+    base: str  # digest of the weights that they adapt
     rank: int
     alpha: float
     targets: tuple[str, ...]  # sorted
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """Models that a state fits, e.g. `Architecture(model_type="qwen3", num_parameters=9, fingerprint="5fd1")`."""
+    """Models that a checkpoint fits: `Architecture(model_type="qwen3", num_parameters=9, fingerprint="5fd1")`."""
 
     model_type: str
     num_parameters: int
-    fingerprint: str  # over names and shapes of all parameters
-    adapted: Adapted | None = None  # where adapters alone are trained
+    fingerprint: str  # digest over names and shapes of all parameters
+    adapted: Adapted | None = None  # set if only adapters are trained
 
     def __str__(self) -> str:
         return f"{self.model_type} of {self.num_parameters:,} parameters ({self.fingerprint[:8]})"
@@ -45,8 +45,8 @@ class Marker(msgspec.Struct, frozen=True):
     files: dict[str, int]  # bytes of each
 
 
-def complete(partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture) -> None:
-    """Make a checkpoint, on disk and under its name, of the files in `partial`; replaces an older `folder`."""
+def complete_checkpoint(partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture) -> None:
+    """Write the marker into `partial`, flush it to disk, and rename it to `folder`, replacing an older one."""
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
     write_file(partial / MARKER, msgspec.json.encode(Marker(step, world_size, model, files)))
     sync(partial)
@@ -56,7 +56,7 @@ def complete(partial: Path, folder: Path, *, step: int, world_size: int, model: 
 
 
 def read_marker(folder: Path) -> Marker:
-    """The marker of a complete checkpoint; `ConfigError` names what is missing of any other."""
+    """Read the marker of a checkpoint. Raises `ConfigError`, naming the fault, if the checkpoint is incomplete."""
     path = folder / MARKER
     if not folder.is_dir():
         raise ConfigError(f"checkpoint={folder}: no such folder; name a checkpoint that is there")

@@ -1,27 +1,32 @@
-"""Measures of a step's tokens: sums over microbatches and ranks, by staleness. Owned by `step`.
+"""Metrics of a step: sums over its tokens by staleness, and its FLOPs with the peak of the devices, for MFU.
 
-Invariant: everything is a sum, a count or a maximum until the end, so that microbatches and ranks only split it.
+`step` owns a `TokenSums`, and benchmarks count FLOPs too. Until the end each metric is a sum, a count or a
+maximum, so that microbatches and ranks only split it (`tests/learner/test_metrics.py`).
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from laminar_py.config.algorithm import AlgorithmConfig
-from laminar_py.learner.losses.divergence import k3
-from laminar_py.learner.losses.objectives import Terms, clipped_ratio
-from laminar_py.learner.ranks import Ranks
+from laminar_py.learner.distributed import Ranks
+from laminar_py.learner.losses.objectives import Terms, clipped_ratio, k3
+from laminar_py.learner.packing.balance import attention_share, sequence_cost
 from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.metrics import Mismatch, TokenMetrics
 
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # learner steps since the weights that drew a token
 EDGES = (1, 2, 3, 5, 9)
-GAPS = 64  # bins of |engine - learner| log-probability, from 1e-7 to 10 nats
-GAP_FLOOR, GAP_TOP = -7.0, 1.0
+GAPS = 64  # bins of |engine - learner| log-probability, by its logarithm
+GAP_FLOOR, GAP_TOP = -7.0, 1.0  # from 1e-7 to 10 nats
 
 
 class TokenSums:
-    """Sums over the trained tokens of a step."""
+    """Sums over the trained tokens of a step, by staleness: `add` microbatches, `reduce` over ranks, then read."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(BUCKETS), len(_COLUMNS), dtype=torch.float64, device=device)
@@ -39,7 +44,10 @@ class TokenSums:
         settings: AlgorithmConfig,
         untouched: bool = True,
     ) -> None:
-        """The N trained tokens of one microbatch; tensors are [N]. `untouched`: the step's first update."""
+        """Add the N trained tokens of one microbatch; `entropy` is [N].
+
+        `untouched` says that the weights are still those of the step's start, so that engine and learner compare.
+        """
         own, proximal = terms.logprobs.detach(), terms.proximal
         ratio, gap = clipped_ratio(terms, settings), (own - terms.behaviour).double()
         low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
@@ -69,7 +77,7 @@ class TokenSums:
         self._sums.index_add_(0, bucket, torch.stack([column.double() for column in columns], dim=1))
         peaks = torch.stack([ratio, terms.advantages.abs()], dim=1)  # as in `_PEAKS`
         self._peaks.scatter_reduce_(0, bucket[:, None].expand_as(peaks), peaks.double(), "amax")
-        fresh = gap[bucket == 0].abs()  # what engine and learner computed with the same weights
+        fresh = gap[bucket == 0].abs()  # engine and learner computed these with the same weights
         if untouched and len(fresh):
             self._gap_sum += fresh.sum()
             place = (fresh.clamp(min=1e-30).log10() - GAP_FLOOR) / (GAP_TOP - GAP_FLOOR) * GAPS
@@ -77,7 +85,7 @@ class TokenSums:
             self._largest = torch.maximum(self._largest, fresh.max())
 
     def merge(self, other: "TokenSums") -> None:
-        """Count what `other` counted too."""
+        """Add the sums of `other`."""
         self._sums += other._sums
         self._gaps += other._gaps
         self._gap_sum += other._gap_sum
@@ -85,11 +93,11 @@ class TokenSums:
         self._peaks = torch.maximum(self._peaks, other._peaks)
 
     def reduce(self, ranks: Ranks) -> None:
-        """Sum over ranks. Collective."""
+        """Replace all sums by those over ranks. Collective."""
         for tensor in (self._sums, self._gaps, self._gap_sum):
-            ranks.reduce(tensor)
+            ranks.reduce_tensor(tensor)
         for tensor in (self._largest, self._peaks):
-            ranks.reduce(tensor, dist.ReduceOp.MAX)
+            ranks.reduce_tensor(tensor, dist.ReduceOp.MAX)
 
     def tokens(self) -> TokenMetrics:
         """Metrics of all trained tokens."""
@@ -101,7 +109,7 @@ class TokenSums:
         return {name: _metrics(row, peaks) for name, row, peaks in rows if row[_COLUMNS.index("tokens")] > 0}
 
     def mismatch(self) -> Mismatch:
-        """Gap between engine and learner; 0 without tokens that show it."""
+        """Gap between the log-probabilities of engine and learner, over tokens of staleness 0; 0 without any."""
         total = float(self._gaps.sum())
         if total == 0:
             return Mismatch()
@@ -111,7 +119,7 @@ class TokenSums:
         return Mismatch(float(self._gap_sum) / total, min(p99, largest), largest)
 
 
-_MEANS = (  # with the loss weights; `advantage_squares` and all others under the name of their figure
+_MEANS = (  # weighted with the loss weights; named as in `TokenMetrics`, but for `advantage_squares`
     "entropy",
     "ratio",
     "ratio_deviation",
@@ -142,3 +150,91 @@ def _metrics(row: Tensor, peaks: Tensor) -> TokenMetrics:
         **means,
         **dict(zip(_PEAKS, peaks.tolist(), strict=True)),
     )
+
+
+# ---- FLOPs of a step
+#
+# Model FLOPs of a sequence of L tokens, forward and backward: `6 N_active L + 6 layers width L^2`.
+#
+# - `N_active` counts the weights of matrix products that a token uses: k of E experts, the output embedding once,
+# no   lookup and no norm. Each weight costs 2 FLOPs forward, 2 for the gradient of its input, and 2 for its own
+# gradient,
+#   which a frozen weight (under adapters) does not have.
+# - Attention is causal: `width` is heads times their size, and scores and values cost `L^2 width` each, forward. -
+# Recomputation (activations, logits in chunks, scores in the backward pass) does not count, and neither do passes
+#   without a gradient: of a reference model, a proximal policy, an estimate of a partition function.
+#
+# Source: Chowdhery et al. 2022 (PaLM), appendix B, with causal attention counted once.
+
+# Dense bf16 FLOPS, half of the figure with sparsity that the data sheets print. NVIDIA, in TFLOPS with sparsity:
+# "A100 Tensor Core GPU" (624, SXM and PCIe), "H100 Tensor Core GPU" (1,979 SXM, 1,671 NVL; 1,513 PCIe in the sheet
+# of 2022), "H200 Tensor Core GPU" (1,979 SXM, 1,671 NVL), "HGX B200" (36,000 for eight). A slice of a GPU (MIG)
+# has another name, and is not here.
+PEAKS = {
+    "A100-SXM4-40GB": 312e12,
+    "A100-SXM4-80GB": 312e12,
+    "A100-PCIE-40GB": 312e12,
+    "A100 80GB PCIe": 312e12,
+    "H100 80GB HBM3": 989.5e12,
+    "H100 PCIe": 756.5e12,
+    "H100 NVL": 835.5e12,
+    "H200": 989.5e12,
+    "H200 NVL": 835.5e12,
+    "B200": 2250e12,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCost:
+    """FLOPs of training one model, e.g. `TrainingCost(6 * 7.6e9, 1.3e-5)`."""
+
+    per_token: float  # FLOPs of its matrix products
+    attention_share: float  # attention over L^2 tokens in units of `per_token`
+
+    def flops(self, lengths: Iterable[int]) -> float:
+        """Model FLOPs of sequences of these lengths, forward and backward."""
+        share = self.attention_share
+        return self.per_token * sum(sequence_cost(length, attention_share=share) for length in lengths)
+
+
+def training_cost(model: PreTrainedModel) -> TrainingCost:
+    """FLOPs of training a Hugging Face decoder, sharded or not."""
+    config = model.config
+    per_token = _flops_per_token(model)
+    share = attention_share(
+        hidden_size=_head_size(config) * config.num_attention_heads,
+        num_layers=config.num_hidden_layers,
+        num_parameters=round(per_token / 6),
+    )
+    return TrainingCost(per_token, share)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOPS of a device; None for a device that is not in `PEAKS`, instead of a guess."""
+    if device.type != "cuda":
+        return None
+    return PEAKS.get(torch.cuda.get_device_name(device).removeprefix("NVIDIA "))
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    """Size of an attention head: the mean of its query and value sizes, which differ in latent attention."""
+    compared: int | None = getattr(config, "qk_head_dim", None)
+    if compared is not None:
+        return int(compared + config.v_head_dim) // 2
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _flops_per_token(model: PreTrainedModel) -> float:
+    head = model.get_output_embeddings().weight
+    lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(head)}
+    total = 0.0
+    for weight in model.parameters():
+        if weight.ndim >= 2 and id(weight) not in lookups:
+            total += (6 if weight.requires_grad else 4) * weight.numel() * _share_used(weight, model.config)
+    return total
+
+
+def _share_used(weight: nn.Parameter, config: PretrainedConfig) -> float:
+    """Share of a weight that a token uses: k / E where it stacks experts, [E, ...]; 1 for any other weight."""
+    chosen: int | None = getattr(config, "num_experts_per_tok", None)
+    return chosen / weight.shape[0] if weight.ndim == 3 and chosen else 1.0

@@ -1,7 +1,8 @@
 """The policy: a Hugging Face decoder whose forward takes a packed row and returns log-probabilities.
 
-Used by `step` and `warm_start`. Invariant: after `load_policy` the model's forward is the packed one, whatever
-wraps it later; master weights are fp32, and dropout never acts.
+`step`, `reference` and `warm_start` load models here. `load_policy` replaces the model's forward by the packed one
+before anything wraps the model. Master weights are fp32, and dropout is off, so that log-probabilities are those
+of the weights (law 4).
 """
 
 import types
@@ -18,9 +19,8 @@ from transformers.utils import logging
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.attention import choose_kernel, register_kernel
+from laminar_py.learner.layers import RouterReplay, fuse_norms
 from laminar_py.learner.losses.logprob import Support, token_logprobs
-from laminar_py.learner.norms import fuse_norms
-from laminar_py.learner.routing import RouterReplay
 from laminar_py.learner.sharding import make_buffers
 from laminar_py.records.batch import MicroBatch
 
@@ -28,9 +28,9 @@ from laminar_py.records.batch import MicroBatch
 def load_reference(
     folder: Path, *, vocab_size: int, temperature: float, device: torch.device, on_meta: bool = False
 ) -> PreTrainedModel:
-    """A model that stays as it is, for its log-probabilities; without weights `on_meta`, as in `load_policy`.
+    """Load a frozen model for its log-probabilities; `on_meta` without weights, as in `load_policy`.
 
-    Raises `ConfigError` if it cannot serve, or if `vocab_size`, the policy's, is not its own.
+    Raises `ConfigError` if the folder holds no usable model, or its vocabulary is not the policy's `vocab_size`.
     """
     check_model_folder(ModelConfig(path=folder), field="algorithm.reference")
     source = ModelConfig(path=folder)
@@ -41,17 +41,17 @@ def load_reference(
             f" {vocab_size}; name a model with the same tokenizer"
         )
     model.requires_grad_(False)
-    model.router_replay = None  # its experts are its own choice
+    model.router_replay = None  # the reference chooses its own experts
     return model
 
 
 def load_policy(
     settings: ModelConfig, *, seed: int, temperature: float, device: torch.device, on_meta: bool = False
 ) -> PreTrainedModel:
-    """The model in the folder `settings.path`, in fp32 on `device`, with the packed forward.
+    """Load the model in the folder `settings.path`, in fp32 on `device`, with the packed forward.
 
-    `from_scratch` draws its weights from `seed` instead. `on_meta` leaves them to `sharding.shard`. Raises
-    `ConfigError` if the folder cannot serve.
+    `settings.from_scratch` draws its weights from `seed` instead. With `on_meta` it has no weights until
+    `sharding.shard` fills them in. Raises `ConfigError` if the folder holds no usable model.
     """
     check_model_folder(settings)
     if temperature <= 0:
@@ -62,12 +62,12 @@ def load_policy(
     register_kernel(kernel)
     logging.disable_progress_bar()  # it would fill the log of a process that has no terminal
     try:
-        load = _outline if on_meta else _load
+        load = _load_on_meta if on_meta else _load
         model = load(settings, seed=seed, attention=kernel.value)
-    except ValueError as error:  # transformers' word for a model that it does not know
-        words = " ".join(str(error).split())
+    except ValueError as error:  # transformers raises it for a model that it does not know
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"model.path={settings.path}: transformers cannot load it ({words}); name a causal language model"
+            f"model.path={settings.path}: transformers cannot load it ({reason}); name a causal language model"
         ) from error
     if device.type == "cuda":
         fuse_norms(model)
@@ -79,8 +79,8 @@ def load_policy(
     return model.eval() if on_meta else model.to(device).eval()
 
 
-def _outline(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
-    """The model without weights, but with its buffers."""
+def _load_on_meta(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
+    """Make the model without weights, but with its buffers."""
     config = AutoConfig.from_pretrained(settings.path)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -102,7 +102,7 @@ def _load(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedMode
 
 
 def is_mixture(config: PretrainedConfig) -> bool:
-    """True for a model with experts."""
+    """True for a mixture-of-experts model."""
     return bool(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None))
 
 
@@ -121,10 +121,10 @@ def check_model_folder(settings: ModelConfig, *, field: str = "model.path") -> N
 def policy_logprobs(
     model: PreTrainedModel, batch: MicroBatch, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of its distribution, fp32 [T] each, at the model's temperature.
+    """Run the policy: log-probability of each label and entropy of its distribution, fp32 [T] each.
 
-    With `rows` [N], positions in ascending order, those alone go through the vocabulary, [N] each: a loss has no
-    use for the rows of prompts.
+    Both are at the model's temperature. With `rows` [N], ascending, only these rows go through the output
+    embedding, and the results are [N]: a loss needs no rows of prompts.
     """
     device = model.compute_device
     replay: RouterReplay | None = getattr(model, "router_replay", None)
@@ -155,7 +155,7 @@ def _support(batch: MicroBatch, rows: Tensor | None, device: torch.device) -> Su
 
 
 def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The forward that is bound before sharding, so that FSDP's hooks gather the output embedding too."""
+    """Make the packed forward, which must replace the model's before FSDP hooks it to gather the embedding."""
 
     def forward(
         model: PreTrainedModel,
@@ -185,7 +185,7 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
     return forward
 
 
-def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float cast to `dtype` while it is still sharded, then in full and contiguous. Collective."""
+def gather_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a float tensor to `dtype` while it is sharded, then gather it in full and contiguous. Collective."""
     cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach().contiguous()

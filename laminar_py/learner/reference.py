@@ -1,8 +1,8 @@
-"""The reference model: a policy that stays as it is, asked for its log-probabilities of what another one drew.
+"""The reference model: a frozen policy whose log-probabilities the loss compares with.
 
-`step` has it complete its microbatches; `workers.processes.reference_part` runs it in a process of its own, on
-trajectories. Invariant: either way it is the same forward at the same temperature and over the same part of the
-vocabulary, so a token gets the same number; a step never asks for it twice.
+`step` adds them to its microbatches, or `workers.processes.reference_part` computes them for trajectories in a
+process of its own. Both run the same forward at the same temperature over the same part of the vocabulary, so a
+token gets the same number (`tests/learner/test_reference.py`). A step runs the reference once for each microbatch.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.data import ModelConfig
 from laminar_py.learner.model import load_reference, policy_logprobs
-from laminar_py.learner.packing.layout import PlacedResponse, lay_out
-from laminar_py.learner.packing.packer import Lazy, StepTerms, microbatch
+from laminar_py.learner.packing.packer import Lazy, PlacedResponse, StepTerms, lay_out, microbatch
 from laminar_py.learner.sharding import shard
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray
@@ -32,23 +31,23 @@ if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
 
 
 class InnerReference:
-    """A reference beside the policy of a learner: a model of its own, or the policy without its `adapters`."""
+    """A reference inside the learner: a model of its own, or the policy without its `adapters`."""
 
     def __init__(self, model: PreTrainedModel, *, adapters: "LoraAdapters | None" = None) -> None:
         self.model = model
         self._adapters = adapters
 
-    def refer(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The microbatches of a step with the reference's log-probabilities; the model is asked once for each."""
+    def add_logprobs(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return the microbatches of a step with the reference's log-probabilities as a column."""
         with nullcontext() if self._adapters is None else self._adapters.disabled():
             logprobs = [_logprobs(self.model, batch) for batch in batches]
 
-        def referred(place: int) -> MicroBatch:
+        def with_column(place: int) -> MicroBatch:
             batch = batches[place]
             columns = batch.columns | {REFERENCE_LOGPROBS: logprobs[place]}
             return msgspec.structs.replace(batch, columns=columns)
 
-        return Lazy(range(len(batches)), referred)
+        return Lazy(range(len(batches)), with_column)
 
 
 def open_reference(
@@ -61,10 +60,15 @@ def open_reference(
     mesh: DeviceMesh | None,
     offload: bool,
 ) -> InnerReference | None:
-    """The reference that a learner asks itself, if the algorithm has one; RL begins with the model in `start`."""
+    """Load the reference that runs inside the learner; None if the algorithm has none, or runs it as a stage.
+
+    `start` is the folder of the model that RL starts with, which is the reference if the config names no other.
+    """
     if not algorithm.refers or algorithm.refers_in_stage:
         return None
-    if algorithm.reference is None and adapters is not None:  # without them a policy is its start
+    if (
+        algorithm.reference is None and adapters is not None
+    ):  # without its adapters the policy is the model that RL started with
         return InnerReference(policy, adapters=adapters)
     folder = algorithm.reference or start
     model = load_reference(
@@ -80,10 +84,10 @@ def open_reference(
 
 
 class ReferenceModel:
-    """The reference alone: the model in `folder`, on the device that `mesh`, of one rank, is of.
+    """The reference as a stage of its own: the model in `folder`, on the device of `mesh`, which has one rank.
 
-    With `offload` its weights are in the host's memory between their uses. Raises `ConfigError` as
-    `load_reference` does.
+    With `offload` its weights are in the host's memory between their uses. Raises `ConfigError` like
+    `load_reference`.
     """
 
     def __init__(
@@ -91,13 +95,13 @@ class ReferenceModel:
     ) -> None:
         device = torch.device(mesh.device_type)
         self._model = load_reference(folder, vocab_size=vocab_size, temperature=temperature, device=device)
-        # For the learner's precision, which on CUDA is not that of the weights.
+        # To compute in the learner's precision, which on CUDA is bf16.
         shard(self._model, mesh, source=ModelConfig(path=folder), offload=offload)
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
-        """[L] of each one's response tokens, from one packed forward."""
+        """Log-probabilities [L] of each trajectory's response tokens, from one packed forward."""
         groups = tuple({trajectory.group_id: None for trajectory in trajectories})
-        # Nothing is trained, so the weights of tokens are of no matter.
+        # Nothing is trained here, so any loss weights will do.
         terms = StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1, groups=groups)
         values = _logprobs(self._model, microbatch(list(trajectories), terms))
         layout = lay_out(trajectories)
@@ -105,7 +109,7 @@ class ReferenceModel:
 
 
 def _of_response(values: FloatArray, trajectory: Trajectory, placed: PlacedResponse) -> FloatArray:
-    """[L] values of a response's tokens, out of those of all rows; 0 of a token that no row predicts."""
+    """[L] values of a response's tokens, out of those [T] of all rows; 0 for a token that no row predicts."""
     found = np.zeros(len(trajectory.response_ids), np.float32)
     found[placed.places] = values[placed.rows]
     return found

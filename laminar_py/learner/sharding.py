@@ -1,7 +1,7 @@
-"""A model over the ranks of a mesh: FSDP2, and weights that each rank reads for its own shard alone.
+"""Sharding of a model over the ranks of a mesh by FSDP2; each rank reads only the weights of its own shards.
 
-Called by `step` and `reference`. Invariant: a rank that has made its model on the meta device never holds more of
-it in fp32 than its own shards and one tensor, on the host or on a GPU.
+`step` and `reference` call it. A rank whose model is on the meta device never holds more fp32 weights than its own
+shards and one tensor, on the host or on a GPU (`tests/learner/test_shards.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,18 +28,18 @@ from laminar_py.config.data import ModelConfig
 from laminar_py.config.section import ConfigError
 
 Rows = Callable[[int, int], Tensor]
-"""Rows [first, last) of a weight, as they are in the files."""
+"""Function that reads rows [first, last) of a weight."""
 
 
 def shard(
     model: PreTrainedModel, mesh: DeviceMesh, *, source: ModelConfig, seed: int = 0, offload: bool = False
 ) -> None:
-    """FSDP2 over the data-parallel `mesh`: each layer, then the rest; gradients are summed over ranks.
+    """Shard a model over the data-parallel `mesh`: each layer, then the rest. Gradients are summed over ranks.
 
     On CUDA the layers compute in bf16 and reduce in fp32; on a CPU all is fp32. With `offload`, parameters and
-    gradients are in the host's memory between their uses. Parameters on the meta device get their shards of the
-    weights in `source`, or of those drawn from `seed`. Raises `ConfigError` for a model without layers, or whose
-    files lack a weight.
+    gradients are in the host's memory between their uses. Parameters on the meta device get the weights in
+    `source`, or weights drawn from `seed`. Raises `ConfigError` for a model without layers, or whose files lack a
+    weight.
     """
     on_gpu = mesh.device_type == "cuda"
     precision = MixedPrecisionPolicy()
@@ -54,7 +54,7 @@ def shard(
         )
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
-    # Neither setting is recursive: a layer left out would divide its gradients by the world size.
+    # Neither setting is recursive, and a module without them would divide its gradients by the world size.
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -62,7 +62,7 @@ def shard(
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The sharded modules of a model, itself included; none before `shard`."""
+    """The sharded modules of a model, the model included; none before `shard`."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -70,7 +70,7 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def make_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers of a model on the meta device for real; rotary frequencies are in no file."""
+    """Compute the buffers of a model on the meta device, such as rotary frequencies, which no file holds."""
     for module in model.modules():
         absent = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for name, buffer in absent.items():
@@ -80,10 +80,11 @@ def make_buffers(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Weights on the host without memory, inside, in place of those on the meta device.
+def placeholder_weights(model: nn.Module) -> Iterator[None]:
+    """Replace meta weights by host weights that take no memory, inside the block.
 
-    What is added to a model goes to the device of the weights beside it, and there it would lose its values.
+    peft puts an adapter on the device of the weight beside it; on the meta device the adapter would lose its
+    values.
     """
     absent = [
         (module, name, parameter)
@@ -120,7 +121,7 @@ def _fill_read(model: PreTrainedModel, files: "_Files", device: torch.device) ->
     made: dict[int, nn.Parameter] = {}  # a tied weight is one parameter under several names
     for prefix, module in model.named_modules():
         for own, parameter in list(module.named_parameters(recurse=False)):
-            name = f"{prefix}.{own}".replace(".base_layer.", ".")  # peft's name for what it adapts
+            name = f"{prefix}.{own}".replace(".base_layer.", ".")  # peft's name for a layer that it adapts
             if parameter.is_meta and id(parameter) not in made:
                 made[id(parameter)] = _empty_shard(parameter, device)
                 _fill_shard(made[id(parameter)], files.rows(model, name, parameter.shape))
@@ -132,9 +133,9 @@ def _fill_read(model: PreTrainedModel, files: "_Files", device: torch.device) ->
 
 
 def _fill_drawn(model: PreTrainedModel, seed: int, device: torch.device) -> None:
-    """Draw whole tensors, those of one module at a time, so that every number of ranks begins alike.
+    """Draw full tensors, one module at a time, so that the weights do not depend on the number of ranks.
 
-    A shard is allocated before the tensor that it is a part of, which then leaves no hole among the shards.
+    A shard is allocated before the full tensor, which then leaves no hole in memory among the shards.
     """
     made: dict[int, nn.Parameter] = {}
     with torch.random.fork_rng(devices=[]):
@@ -158,7 +159,7 @@ def _rows_of(tensor: Tensor) -> Rows:
 
 
 def _empty_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter like one on the meta device, whose rows on this rank have no values yet."""
+    """Make a parameter like one on the meta device, with memory for this rank's rows but no values yet."""
     like = parameter.data
     assert isinstance(like, DTensor), "only what is sharded is on the meta device"
     assert tuple(like.placements) == (Shard(0),), f"sharded as {like.placements}, not by rows"
@@ -170,7 +171,7 @@ def _empty_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _fill_shard(shard: nn.Parameter, rows: Rows) -> None:
-    """Give a shard its rows, as torch.chunk deals them; a rank beyond the last row, or expert, has none."""
+    """Copy this rank's rows into a shard, dealt as by torch.chunk; a rank beyond the last row has none."""
     values = shard.data
     assert isinstance(values, DTensor)
     local, mesh, length = values.to_local(), values.device_mesh, values.shape[0]
@@ -181,12 +182,12 @@ def _fill_shard(shard: nn.Parameter, rows: Rows) -> None:
 
 
 class _Files:
-    """The safetensors of a folder, open; a tensor is read when its rows are asked for."""
+    """The open safetensors files of a folder; rows of a tensor are read on demand."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open = ExitStack()
-        self.names: dict[str, Any] = {}  # the open file that has each
+        self.names: dict[str, Any] = {}  # name of a tensor -> the open file that has it
 
     def __enter__(self) -> "_Files":
         for path in sorted(self._folder.glob("*.safetensors")):
@@ -198,12 +199,15 @@ class _Files:
         self._open.close()
 
     def read(self, name: str) -> Tensor:
-        """A tensor in full."""
+        """Read a tensor in full."""
         tensor: Tensor = self.names[name].get_tensor(name)
         return tensor
 
     def rows(self, model: PreTrainedModel, name: str, shape: Sequence[int]) -> Rows:
-        """Reader of the parameter `name`, which the files may have under other names or expert by expert."""
+        """Reader of the rows of parameter `name`, which the files may have under other names or expert by expert.
+
+        Raises `ConfigError` if the files lack it.
+        """
         base = f"{model.base_model_prefix}."
         for stored in (name, name.removeprefix(base)):
             if stored in self.names:
@@ -231,7 +235,7 @@ class _Files:
 
 
 def _by_expert(model: PreTrainedModel, name: str, pieces: Sequence[str], *, num_experts: int) -> list[list[str]]:
-    """Names in the files of each expert's matrices, in the order in which they stand in the fused tensor."""
+    """Names in the files of each expert's matrices, in the order of the fused tensor."""
     each = len(pieces) // num_experts
     numbered = torch.arange(num_experts * each).reshape(num_experts, each, 1)
     places: Mapping[str, Tensor] = revert_weight_conversion(model, {name: numbered})

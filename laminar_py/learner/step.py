@@ -1,45 +1,100 @@
-"""The learner: a step on packed microbatches. Called by `workers.processes.learner_part`.
+"""The learner: optimizer steps on packed microbatches. `workers.processes.learner_part` owns one on each rank.
 
-Invariant: an update depends on its tokens and their loss weights alone, not on how they are split into
-microbatches and over ranks (law 5, up to fp32 rounding). Which tokens are in which update of a step follows from
-that split.
+An update depends only on its tokens and their loss weights, not on how they are split into microbatches and over
+ranks (law 5, up to fp32 rounding). That split decides which tokens are in which update of a step. The learning
+rate is a function of the number of steps alone, so a resumed run needs no other state. An update whose loss or
+gradient is not finite changes nothing (`tests/learner/test_optimizer.py`).
 """
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from laminar_py.config.algorithm import AlgorithmConfig, Proximal
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig
-from laminar_py.learner.activations import compile_layers, recompute_activations
+from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig
 from laminar_py.learner.checkpoint import Checkpointer
-from laminar_py.learner.export import export_hf, named_tensors
-from laminar_py.learner.flops import peak_flops, training_cost
-from laminar_py.learner.losses.loss import policy_loss
-from laminar_py.learner.metrics import TokenSums
+from laminar_py.learner.distributed import Ranks
+from laminar_py.learner.export import named_tensors
+from laminar_py.learner.layers import compile_layers, recompute_activations
+from laminar_py.learner.losses.loss import estimate_partition, make_terms, policy_loss, trained_rows
+from laminar_py.learner.metrics import TokenSums, peak_flops, training_cost
 from laminar_py.learner.model import load_policy, policy_logprobs
-from laminar_py.learner.optimizer import Optimizer
-from laminar_py.learner.ranks import Ranks
 from laminar_py.learner.reference import open_reference
 from laminar_py.learner.sharding import shard
-from laminar_py.learner.terms import estimate_partition, make_terms, trained_rows
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.metrics import StepMetrics, TokenMetrics, Work
+
+DECAYS: dict[
+    Decay, Callable[[float], float]
+] = {  # factor on the learning rate, by the share of the decay that is past, in [0, 1]
+    Decay.NONE: lambda share: 1.0,
+    Decay.LINEAR: lambda share: 1.0 - share,
+    Decay.COSINE: lambda share: (1.0 + math.cos(math.pi * share)) / 2.0,
+}
+
+
+class Optimizer:
+    """AdamW with clipping and a schedule, on the trained parameters of a model; checkpoints keep `adamw`."""
+
+    def __init__(self, model: nn.Module, settings: LearnerConfig, *, num_steps: int | None = None) -> None:
+        """`num_steps` is that of the whole run; a decay of the learning rate needs it."""
+        assert num_steps is not None or settings.decay is Decay.NONE, f"decay={settings.decay} needs an end"
+        self._settings = settings
+        self._num_steps = num_steps
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.adamw = torch.optim.AdamW(
+            self._trained, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        )
+
+    def update(self, step: int, *, loss: float) -> float | None:
+        """Clip the gradients, make an AdamW step, and clear the gradients.
+
+        `step` is the learner step, 0 for the first of the run; `loss` is that of all ranks. Returns the gradient
+        norm before clipping. If that or the loss is not finite, changes no weight and returns None.
+        """
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if finite:
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._settings.grad_clip, total)
+            factor = lr_factor(step, self._settings, num_steps=self._num_steps)
+            for group in self.adamw.param_groups:
+                group["lr"] = self._settings.lr * factor
+            self.adamw.step()
+        self.adamw.zero_grad()
+        return norm if finite else None
+
+
+def lr_factor(step: int, settings: LearnerConfig, *, num_steps: int | None) -> float:
+    """Factor on the learning rate at a step (0 for the first): linear warm-up, then the decay to 0 at the end.
+
+    E.g. 0.5, 1, 1, 0.875, ..., 0.125 for 10 steps with 2 of warm-up and a `linear` decay.
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    if num_steps is None:
+        return 1.0
+    past = (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
+    return DECAYS[settings.decay](min(1.0, past))
+
 
 if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
     from laminar_py.learner.lora import LoraAdapters
 
 
-def keeps_whole(settings: LearnerConfig, ranks: Ranks) -> bool:
-    """True where a rank keeps unsharded gradients between microbatches: asked for, or its shard is all."""
-    return settings.accumulate is Accumulate.WHOLE or (ranks.num == 1 and not settings.offload)
+def accumulates_whole(settings: LearnerConfig, ranks: Ranks) -> bool:
+    """True if a rank keeps unsharded gradients between microbatches: by its setting, or because it is alone."""
+    return settings.accumulate is Accumulate.WHOLE or (ranks.num_ranks == 1 and not settings.offload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +103,13 @@ class Update:
 
     batches: Sequence[MicroBatch]
     share: float  # of the step's loss weights, all ranks together
-    at_start: Sequence[Tensor] | None  # [N] log-probabilities of its trained tokens, where the loss needs them
+    at_start: Sequence[Tensor] | None  # [N] log-probabilities at the start of the step, if the loss needs them
 
 
 class Learner:
     """A data-parallel rank: the policy, its optimizer and the number of steps taken.
 
-    Without a `mesh` it is alone, on a CPU and unsharded; with one, all ranks call every method together.
+    Without a `mesh` it is alone, on a CPU and unsharded. With one, each method is a collective of all ranks.
     """
 
     def __init__(
@@ -68,12 +123,12 @@ class Learner:
         num_steps: int | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """`num_steps` of the whole run, over which the learning rate decays, if it does."""
+        """`num_steps` is that of the whole run; a decay of the learning rate needs it."""
         self._source = model.path
         self._algorithm = algorithm
         self._ranks = Ranks(mesh)
-        self._keeps_whole = keeps_whole(settings, self._ranks)
-        device, on_meta = self._ranks.device, self._ranks.num > 1
+        self._accumulates_whole = accumulates_whole(settings, self._ranks)
+        device, on_meta = self._ranks.device, self._ranks.num_ranks > 1
         self.model = load_policy(model, seed=seed, temperature=temperature, device=device, on_meta=on_meta)
         self._adapters = self._adapt(settings.lora, seed)
         recompute_activations(self.model, settings.recompute)
@@ -104,28 +159,27 @@ class Learner:
         return LoraAdapters(self.model, settings, base=self._source, seed=seed)
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
-        """A learner step: `updates_per_step` optimizer steps, each on its own microbatches.
+        """Make `updates_per_step` optimizer steps, each on its own microbatches; returns metrics of all together.
 
         The loss weights of all microbatches of all ranks sum to 1, or less (`packing.packer`). Every rank brings
-        equally many (one of zero weights where it has no more): each takes part in collectives, and a rank with
-        fewer would leave the others waiting. An update whose loss or gradient is not finite changes nothing but
-        the count of those skipped.
+        equally many microbatches, of zero weight where it has no more: a rank with fewer would leave the others
+        waiting in a collective. An update whose loss or gradient is not finite only counts as skipped.
         """
         assert microbatches, "a step needs at least one microbatch"
         started = time.perf_counter()
         if self._reference is not None:
-            microbatches = self._reference.refer(microbatches)
+            microbatches = self._reference.add_logprobs(microbatches)
         reference_s = time.perf_counter() - started
-        updates = self._split(microbatches)
+        updates = self._split_updates(microbatches)
         partition = estimate_partition(self.model, microbatches, self._algorithm, self._ranks)
         sums = TokenSums(self._ranks.device)
-        losses: list[float] = []  # of updates that took place
+        losses: list[float] = []  # of updates that were not skipped
         norms: list[float] = []
         lengths: list[int] = []  # of all sequences
         for update in updates:
             seen = TokenSums(self._ranks.device)
             loss = self._backward(update, seen, partition, lengths, untouched=not norms)
-            total = self._ranks.total(float(loss))
+            total = self._ranks.sum(float(loss))
             norm = self._optimizer.update(self.num_steps, loss=total)
             if norm is not None:
                 losses.append(total)
@@ -133,7 +187,7 @@ class Learner:
                 sums.merge(seen)
         self.num_steps += 1
         sums.reduce(self._ranks)
-        work = self._work(lengths)  # on CUDA it waits for all before it
+        work = self._measure_work(lengths)  # on CUDA this waits for all kernels of the step
         return StepMetrics(
             loss=sum(losses) / len(losses) if losses else 0.0,
             grad_norm=max(norms, default=0.0),
@@ -148,19 +202,14 @@ class Learner:
         )
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Tensors to publish, one in full at a time: weights by their Hugging Face names, or adapters."""
+        """Yield the tensors to publish, in full, one at a time: weights under Hugging Face names, or adapters."""
         if self._adapters is not None:
             return self._adapters.tensors(dtype=dtype)
         return named_tensors(self.model, dtype=dtype)
 
     def adapter_config(self) -> bytes | None:
-        """`adapter_config.json` of what is published, if that is adapters."""
+        """The text of `adapter_config.json` if the learner publishes adapters, else None."""
         return None if self._adapters is None else self._adapters.config()
-
-    def export_hf(self, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
-        """Write the model as a plain Hugging Face folder, which must not exist yet."""
-        assert self._adapters is None, "adapters are published, not exported"
-        export_hf(self.model, folder, source=self._source, dtype=dtype, writes=self._ranks.leads)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; a later `load` continues bit-identically."""
@@ -168,41 +217,39 @@ class Learner:
         self.finish_save()
 
     def begin_save(self, folder: Path) -> None:
-        """Begin a checkpoint of the state as it is now; steps may go on at once."""
+        """Copy the state and begin to write a checkpoint; the next step may follow at once."""
         self._checkpointer.begin(folder, step=self.num_steps)
 
     def finish_save(self) -> None:
-        """Return when the checkpoint that was begun last is complete on disk. Raises what failed."""
+        """Wait until the last checkpoint is complete on disk. Raises the error of a write that failed."""
         self._checkpointer.finish()
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint. Raises `ConfigError` if it is torn or of another model."""
+        """Restore a checkpoint. Raises `ConfigError` if it is incomplete or of another model."""
         self.num_steps = self._checkpointer.load(folder)
 
-    # ---- what a step consists of
+    # ---- parts of a step
 
-    def _split(self, microbatches: Sequence[MicroBatch]) -> list[Update]:
-        """The updates of a step; the first needs no log-probabilities of its start, which are its own."""
+    def _split_updates(self, microbatches: Sequence[MicroBatch]) -> list[Update]:
+        """Split a step into updates. The first computes the log-probabilities of the step's start itself."""
         count = min(self._algorithm.updates_per_step, len(microbatches))
         dealt = [microbatches[first::count] for first in range(count)]
-        shares = self._shares(dealt)
-        at_start = [None, *(self._recompute(batches) for batches in dealt[1:])]
+        shares = self._update_shares(dealt)
+        at_start = [None, *(self._start_logprobs(batches) for batches in dealt[1:])]
         return [
             Update(batches=batches, share=share, at_start=before)
             for batches, share, before in zip(dealt, shares, at_start, strict=True)
         ]
 
-    def _shares(self, dealt: Sequence[Sequence[MicroBatch]]) -> list[float]:
-        """Share of each update in the loss weights of the step, those of all ranks together."""
+    def _update_shares(self, dealt: Sequence[Sequence[MicroBatch]]) -> list[float]:
+        """Share of each update in the loss weights of the step, over all ranks."""
         if len(dealt) == 1:
             return [1.0]
-        weights = [
-            self._ranks.total(sum(float(batch.loss_weights.sum()) for batch in batches)) for batches in dealt
-        ]
+        weights = [self._ranks.sum(sum(float(batch.loss_weights.sum()) for batch in batches)) for batches in dealt]
         return [weight / (sum(weights) or 1.0) or 1.0 for weight in weights]
 
-    def _recompute(self, microbatches: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """Log-probabilities before the first update, if the algorithm compares with them."""
+    def _start_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor] | None:
+        """Log-probabilities before the first update; None if the algorithm does not compare with them."""
         if self._algorithm.proximal is not Proximal.RECOMPUTE:
             return None
         with torch.no_grad():
@@ -214,7 +261,11 @@ class Learner:
     def _backward(
         self, update: Update, seen: TokenSums, partition: Tensor | None, lengths: list[int], *, untouched: bool
     ) -> Tensor:
-        """Add the gradients of an update, count its tokens and sequences; its loss (scalar)."""
+        """Add up the gradients of an update; returns its loss (scalar).
+
+        Adds the update's tokens to `seen`, and the lengths of its sequences to `lengths`. `untouched` says that no
+        update of the step has changed the weights yet.
+        """
         loss = torch.zeros((), device=self._ranks.device)
         for place, batch in enumerate(update.batches):
             lengths += batch.lengths
@@ -230,16 +281,16 @@ class Learner:
         return loss
 
     def _reduce_gradients(self, *, last: bool) -> None:
-        """Have FSDP add the next gradients to the shards, or keep them whole until the last microbatch."""
+        """Let FSDP reduce the next gradients into the shards now, or only at the last microbatch."""
         if self._ranks.mesh:
-            self.model.set_requires_gradient_sync(last or not self._keeps_whole)
-            self.model.set_is_last_backward(last or not self._keeps_whole)
+            self.model.set_requires_gradient_sync(last or not self._accumulates_whole)
+            self.model.set_is_last_backward(last or not self._accumulates_whole)
 
-    def _work(self, lengths: Sequence[int]) -> Work:
-        """Tokens and FLOPs of all ranks, given this one's sequences."""
+    def _measure_work(self, lengths: Sequence[int]) -> Work:
+        """Tokens and FLOPs of all ranks; `lengths` are those of this rank's sequences."""
         peak = peak_flops(self._ranks.device)
         return Work(
-            int(self._ranks.total(sum(lengths))),
-            self._ranks.total(self._cost.flops(lengths)),
-            None if peak is None else peak * self._ranks.num,
+            int(self._ranks.sum(sum(lengths))),
+            self._ranks.sum(self._cost.flops(lengths)),
+            None if peak is None else peak * self._ranks.num_ranks,
         )

@@ -1,7 +1,7 @@
-"""The supervised phase before RL, and the cache of its results. Called once by one process, before the learner.
+"""The supervised phase before RL, and the cache of its results. One process calls it, before the learner starts.
 
-Invariant: a cached result is named by the hash of everything it depends on and appears whole or not at all, so
-whatever is found may be used.
+A cached folder is named by the hash of everything that it depends on, and appears by rename when it is complete.
+So a folder that exists may be used (`tests/learner/test_warm_start.py`).
 """
 
 import os
@@ -28,7 +28,7 @@ from laminar_py.records.codec import IntArray
 
 RECIPE_VERSION = 2  # raise it with every change here that changes the resulting weights
 
-TEMPLATES = ("tokenizer_config.json", "chat_template.jinja")  # files of a model folder that may have one
+TEMPLATES = ("tokenizer_config.json", "chat_template.jinja")  # files that may hold a chat template
 BETAS = (0.9, 0.95)  # AdamW's decay rates
 WEIGHT_DECAY = 0.01
 GRAD_CLIP = 1.0
@@ -39,19 +39,19 @@ POOL = 1024  # examples that are sorted by length together
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Demonstration; the loss is on the response, which ends with the end-of-sequence id."""
+    """A demonstration; its loss is on the response, which ends with the end-of-sequence id."""
 
     prompt_ids: IntArray  # [P], P >= 1
     response_ids: IntArray  # [L], L >= 1
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response."""
+        """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
 Progress = Callable[[int, float], None]
-"""Called after each step with the number of steps done and the loss."""
+"""Function that gets the number of steps done and the loss, after each step."""
 
 
 def warm_start(
@@ -63,10 +63,10 @@ def warm_start(
     chat: ChatConfig | None = None,
     on_step: Progress = lambda step, loss: None,
 ) -> Path:
-    """The Hugging Face folder of the warm-started model: from the cache, or trained now on `examples`.
+    """Return the Hugging Face folder of the warm-started model: from the cache, or trained now on `examples`.
 
-    `examples` are those of `settings.data`, tokenised. Raises `ConfigError` if the model folder cannot serve or
-    an example does not fit in a step.
+    `examples` are those of `settings.data`, tokenised. Raises `ConfigError` if the folder holds no usable model or
+    an example does not fit into a step.
     """
     check_model_folder(model)
     folder = settings.cache / cache_key(model, settings, seed=seed, chat=chat)
@@ -76,7 +76,7 @@ def warm_start(
     policy = load_policy(model, seed=seed, temperature=1.0, device=torch.device("cpu"))
     train_supervised(policy, examples, settings=settings, seed=seed, on_step=on_step)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)  # of a dead process that had our id
+    shutil.rmtree(partial, ignore_errors=True)  # left by a dead process that had our id
     export_hf(policy, partial, source=model.path, dtype=torch.float32)
     if folder.is_dir():  # another process was faster; its result is the same
         shutil.rmtree(partial)
@@ -86,7 +86,7 @@ def warm_start(
 
 
 def cache_key(model: ModelConfig, settings: WarmStartConfig, *, seed: int, chat: ChatConfig | None = None) -> str:
-    """blake3 of all that the result depends on: files by content, wherever they lie; a name on the hub."""
+    """BLAKE3 of all that the result depends on: files by content, not by path; data on the hub by name."""
     weights = "from_scratch"
     if not model.from_scratch:
         weights = "".join(_file_digest(path) for path in sorted(model.path.glob("*.safetensors")))
@@ -114,13 +114,13 @@ def train_supervised(
     seed: int,
     on_step: Progress = lambda step, loss: None,
 ) -> None:
-    """`settings.steps` AdamW steps on packed batches; epochs repeat, each in an order of its own."""
+    """Train `policy` for `settings.steps` AdamW steps on packed batches; each epoch has its own random order."""
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=settings.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
     )
     batches = epochs(examples, tokens_per_step=settings.tokens_per_step, generator=random.Random(seed))
     for step, batch in enumerate(islice(batches, settings.steps)):
-        optimizer.param_groups[0]["lr"] = settings.lr * schedule(step, settings.steps)
+        optimizer.param_groups[0]["lr"] = settings.lr * lr_factor(step, settings.steps)
         row = pack_examples(batch)
         logprobs, _ = policy_logprobs(policy, row)
         loss = cross_entropy_loss(logprobs, loss_weights=torch.tensor(row.loss_weights))
@@ -131,7 +131,7 @@ def train_supervised(
         on_step(step + 1, loss.item())
 
 
-def schedule(step: int, num_steps: int) -> float:
+def lr_factor(step: int, num_steps: int) -> float:
     """Factor on the learning rate: linear warm-up over 20 steps, linear decay to 0 over the last 40 %."""
     return min(1.0, (step + 1) / WARMUP_STEPS, (num_steps - step) / (DECAY_SHARE * num_steps))
 
@@ -139,10 +139,10 @@ def schedule(step: int, num_steps: int) -> float:
 def epochs(
     examples: Sequence[Example], *, tokens_per_step: int, generator: random.Random
 ) -> Iterator[list[Example]]:
-    """Batches of at most `tokens_per_step` tokens, without end; each epoch is shuffled anew.
+    """Yield batches of at most `tokens_per_step` tokens without end, shuffled anew for each epoch.
 
-    Examples of similar length share a batch (sorted in pools of 1,024) and batches come in random order. So
-    short responses fill some steps alone, and the loss on each is a mean over many whole examples.
+    Examples of similar length share a batch (sorted in pools of 1,024), and batches come in random order. So short
+    responses fill some steps alone, and the loss of each step is a mean over many complete examples.
     """
     order = list(examples)
     while True:
@@ -150,16 +150,16 @@ def epochs(
         batches = []
         for start in range(0, len(order), POOL):
             pool = sorted(order[start : start + POOL], key=lambda example: example.num_tokens)
-            batches += _fill(pool, tokens_per_step)
+            batches += _fill_batches(pool, tokens_per_step)
         generator.shuffle(batches)
         yield from batches
 
 
 def pack_examples(examples: Sequence[Example]) -> MicroBatch:
-    """Packed row whose loss is the mean over all response tokens."""
+    """Pack examples into one row whose loss is the mean over all response tokens."""
     lengths = [example.num_tokens for example in examples]
     tokens = [np.concatenate((example.prompt_ids, example.response_ids)) for example in examples]
-    trained = np.concatenate([_trained(example) for example in examples])
+    trained = np.concatenate([_trained_rows(example) for example in examples])
     unused = np.zeros(sum(lengths), dtype=np.float32)
     return MicroBatch(
         input_ids=np.concatenate(tokens).astype(np.int32),
@@ -176,14 +176,14 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
     )
 
 
-def _trained(example: Example) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """[P + L] 1 where the next token is one of the response."""
+def _trained_rows(example: Example) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """[P + L] 1 where the next token is a response token, else 0."""
     mask = np.zeros(example.num_tokens, dtype=np.float32)
     mask[len(example.prompt_ids) - 1 : -1] = 1.0
     return mask
 
 
-def _fill(pool: Sequence[Example], tokens_per_step: int) -> list[list[Example]]:
+def _fill_batches(pool: Sequence[Example], tokens_per_step: int) -> list[list[Example]]:
     batches: list[list[Example]] = []
     room = 0
     for example in pool:
@@ -197,7 +197,7 @@ def _fill(pool: Sequence[Example], tokens_per_step: int) -> list[list[Example]]:
 
 def _check_lengths(examples: Sequence[Example], tokens_per_step: int) -> None:
     if not examples:
-        raise ConfigError("warm_start.data: holds no examples; add lines with prompt and response")
+        raise ConfigError("warm_start.data: has no examples; add lines with prompt and response")
     longest = max(example.num_tokens for example in examples)
     if longest > tokens_per_step:
         raise ConfigError(
@@ -206,7 +206,7 @@ def _check_lengths(examples: Sequence[Example], tokens_per_step: int) -> None:
 
 
 def _data_digests(source: SourceConfig) -> list[str]:
-    """Settings and files that the examples depend on, a folder's files with their names."""
+    """Settings and file digests that the examples depend on; for a folder, with the names of its files."""
     path, read = Path(source.path), source.model_dump_json(exclude={"path"})
     if source.is_hub_name:
         return [read, source.path]

@@ -1,13 +1,41 @@
-"""Weights from one process to any number of others, without the rest of the package."""
+"""The relay: weights from one process to any number of others, which needs no other part of the package.
+
+The interface is `Publisher`, `RelayNode`, `Subscriber` and `RelayKeys`; the other names serve benchmarks.
+"""
 
 from typing import TYPE_CHECKING
 
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
-    from laminar_py.relay.node.relay_node import RelayNode as RelayNode
+    from laminar_py.relay.delta import apply as apply
+    from laminar_py.relay.delta import encode as encode
+    from laminar_py.relay.digests import chunk_checksum as chunk_checksum
+    from laminar_py.relay.digests import file_digest as file_digest
+    from laminar_py.relay.messages import CHECKSUM_BYTES as CHECKSUM_BYTES
+    from laminar_py.relay.messages import MIN_CHUNK_BYTES as MIN_CHUNK_BYTES
+    from laminar_py.relay.messages import ParentLost as ParentLost
+    from laminar_py.relay.messages import RelayEvent as RelayEvent
+    from laminar_py.relay.messages import VersionComplete as VersionComplete
+    from laminar_py.relay.messages import VersionPulled as VersionPulled
+    from laminar_py.relay.node import RelayNode as RelayNode
+    from laminar_py.relay.publisher import HEADER_BYTES as HEADER_BYTES
     from laminar_py.relay.publisher import Publisher as Publisher
+    from laminar_py.relay.sockets import IPC as IPC
+    from laminar_py.relay.sockets import PeerClient as PeerClient
+    from laminar_py.relay.sockets import RelayKeys as RelayKeys
+    from laminar_py.relay.sockets import peer_sockets as peer_sockets
+    from laminar_py.relay.store import SPARE as SPARE
+    from laminar_py.relay.store import folder_name as folder_name
     from laminar_py.relay.subscriber import Subscriber as Subscriber
-    from laminar_py.relay.wire.transport import RelayKeys as RelayKeys
+    from laminar_py.relay.tree import PAGE_BYTES as PAGE_BYTES
+    from laminar_py.relay.tree import Broadcast as Broadcast
+    from laminar_py.relay.tree import Choice as Choice
+    from laminar_py.relay.tree import Links as Links
+    from laminar_py.relay.tree import Shape as Shape
+    from laminar_py.relay.tree import Topology as Topology
+    from laminar_py.relay.tree import broadcast_s as broadcast_s
+    from laminar_py.relay.tree import choose_tree as choose_tree
+    from laminar_py.relay.tree import grow_tree as grow_tree
 else:
     __getattr__ = public_names(__name__)

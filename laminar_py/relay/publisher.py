@@ -1,13 +1,16 @@
-"""The learner's end of the relay: writes a version into the root's store, which the root watches. Synchronous.
+"""The learner's end of the relay: writes a version into the root's store. Synchronous.
 
-Called from the learner's process, which has no event loop. The learner stands still for the copy alone, into pages
-that an older version no longer needs; a thread, the finisher, does what may come after it, and lets go of pages.
-Invariants: a version's folder appears by rename, complete and with its digests, or leaves nothing behind; whether
-the root lives makes no difference to the learner. `publish` begins when the finisher has done all that
-came of the one before, and hands over when it ends, so the two are never at pages, shards and copier together.
+The learner's process owns a `Publisher`; it has no event loop. `publish` copies the tensors into pages that an
+older version no longer needs, and the learner waits for that copy alone (law 8). A thread, the finisher, then
+collects the digests, renames the folder, which the root notices, and maps pages for the next version. `publish`
+waits for the finisher first, so the two never touch pages, files and copier at once. A version's folder appears by
+rename, complete and with its digests, or not at all
+(`tests/relay/test_publisher.py::test_bad_tensors_are_refused_and_leave_nothing`). A dead root makes no difference
+to the learner.
 """
 
 import errno
+import mmap
 import shutil
 import sys
 import time
@@ -15,29 +18,55 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
+import msgspec
+import numpy as np
 import torch
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from laminar_py.records.weights import Published
-from laminar_py.relay.store.device_copy import TensorCopier
-from laminar_py.relay.store.digests import Checksums, hashing_threads, version_digest
-from laminar_py.relay.store.pages import KeptPages, Pages
-from laminar_py.relay.store.shards import HEADER_BYTES, Shard, VersionFile, header_room
-from laminar_py.relay.store.version import describe, folder_name, no_room, writing
-from laminar_py.relay.store.versions import complete_versions, take_spare
-from laminar_py.relay.wire.messages import MIN_CHUNK_BYTES, Manifest
+from laminar_py.relay.device_copy import TensorCopier
+from laminar_py.relay.digests import Checksums, digest_of, hashing_threads, version_digest
+from laminar_py.relay.messages import MIN_CHUNK_BYTES, FileEntry, Manifest
+from laminar_py.relay.pages import Pages, PagesCache
+from laminar_py.relay.store import (
+    complete_versions,
+    describe_version,
+    folder_name,
+    no_room,
+    no_room_errors,
+    use_spare,
+)
 
 SHARD_BYTES = 2 * 2**30
-MOST_REMEMBERED = 8  # versions that `completed` knows
+MAX_REMEMBERED = 8  # versions that `completed` knows
+# Room for a safetensors header of about a thousand tensors; a shard with more is closed. Data starts on a page.
+HEADER_BYTES = 128 * 2**10
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class Publisher:
     """Publishes versions into the root's store, e.g. `Publisher(store)`.
 
-    `chunk_bytes` is how the whole tree cuts files. With `adapter_config` versions are adapters in peft's format:
-    it is their `adapter_config.json`, and all tensors are in one file. Raises `ConfigError` for a bad size.
+    The whole tree cuts files into chunks of `chunk_bytes`. With `adapter_config`, which is the text of
+    `adapter_config.json`, each version is an adapter in peft's format with all tensors in one file. Raises
+    `ConfigError` for a bad size.
     """
 
     def __init__(
@@ -61,29 +90,29 @@ class Publisher:
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
         self._hashers = hashing_threads()
         self._copier = TensorCopier()
-        self._pages = KeptPages()
+        self._pages = PagesCache()
         self._finishing: dict[int, Future[Published]] = {}  # by version, the last few
-        self._keeping: Future[None] | None = None  # the finisher's last task, after which it is idle
+        self._last_task: Future[None] | None = None  # of the finisher, which is idle after it
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
-        """Copy a version out of the learner's memory. Returns how many seconds that took; the tensors may change.
+        """Copy a version out of the learner's memory; returns the seconds that took. Then the tensors may change.
 
-        `tensors` is read once, one tensor at a time. What is left of the digests follows in a
-        thread, which `completed` waits for, and the next `publish`. Raises `ValueError` if the number was
-        used before, `NoRoomError` if the store's file system is too small; nothing of the version is left then.
+        `tensors` is read once, one tensor at a time. The finisher completes the version; see `completed`. Raises
+        `ValueError` for a number that is not above all before, and `NoRoomError` if the store's file system is too
+        small; nothing of the version is left then.
         """
         if version <= self._highest:
             raise ValueError(f"version {version} is not above {self._highest}, the highest published; number on")
         began = time.monotonic()
-        if self._keeping is not None:
-            self._keeping.result()
+        if self._last_task is not None:
+            self._last_task.result()
         folder = self._store / f"{folder_name(version)}.new"
         files: list[VersionFile] = []
         with ExitStack() as undo:
-            undo.callback(self._give_up, folder, files)
-            self._take_spare(folder)
+            undo.callback(self._discard, folder, files)
+            self._use_spare(folder)
             try:
-                self._write(folder, _each_once(tensors, version), files)
+                self._write(folder, _check_names(tensors, version), files)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
@@ -92,31 +121,33 @@ class Publisher:
         self._highest = version
         stall_s = time.monotonic() - began
         finishing = self._finisher.submit(self._finish, folder, version, files, stall_s)
-        self._keeping = self._finisher.submit(self._keep, finishing, files)
+        self._last_task = self._finisher.submit(self._keep_pages, finishing, files)
         self._finishing[version] = finishing
-        for old in sorted(self._finishing)[:-MOST_REMEMBERED]:
+        for old in sorted(self._finishing)[:-MAX_REMEMBERED]:
             del self._finishing[old]
         return stall_s
 
     def completed(self, version: int) -> Published:
-        """Wait until one of the last versions is complete in the store. Raises `NoRoomError`."""
+        """Wait until one of the last versions is complete in the store; returns its size. Raises `NoRoomError`."""
         return self._finishing[version].result()
 
     def close(self) -> None:
-        """Finish the last version, and let go of all pages."""
+        """Finish the last version, and close all files."""
         self._finisher.shutdown()
         self._hashers.shutdown()
         self._pages.close()
 
-    def _take_spare(self, folder: Path) -> None:
-        """Make a folder for a new version: of the pages of a retired one, as far as nobody else uses them."""
-        take_spare(self._store, folder)
+    def _use_spare(self, folder: Path) -> None:
+        """Make the folder of a new version, with those files of a retired one that no process has open."""
+        use_spare(self._store, folder)
         for path in list(folder.iterdir()):
             if not self._pages.open(path).is_unused:
                 path.unlink()
 
-    def _write(self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list[VersionFile]) -> None:
-        """Finished files, and no others; each is in `files` from its beginning."""
+    def _write(
+        self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list["VersionFile"]
+    ) -> None:
+        """Write the files of a version into `folder` and delete all others; appends each to `files` at once."""
         if self._adapter_config is None:
             self._write_shards(folder, tensors, files)
         else:
@@ -125,14 +156,14 @@ class Publisher:
             stale.unlink()
 
     def _write_shards(
-        self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list[VersionFile]
+        self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list["VersionFile"]
     ) -> None:
         shard: Shard | None = None
         for name, tensor in tensors:
             if shard is None or not shard.add(name, tensor, shard_bytes=self._shard_bytes):
                 if shard is not None:
                     shard.finish()
-                shard = self._shard(folder / f"model-{len(files) + 1:05}.safetensors")
+                shard = self._open_shard(folder / f"model-{len(files) + 1:05}.safetensors")
                 files.append(shard)
                 shard.add(name, tensor, shard_bytes=self._shard_bytes)
         if shard is not None:
@@ -142,48 +173,49 @@ class Publisher:
         self,
         folder: Path,
         tensors: Sequence[tuple[str, torch.Tensor]],
-        files: list[VersionFile],
+        files: list["VersionFile"],
         config: bytes,
     ) -> None:
-        """Two files; the tensors are known beforehand, as they are small, so that their header is no larger."""
-        shard = self._shard(folder / ADAPTER_WEIGHTS, header_bytes=header_room(tensors))
+        """Write the two files of an adapter. Its tensors are small, so all are read first to size the header."""
+        shard = self._open_shard(folder / ADAPTER_WEIGHTS, header_bytes=header_room(tensors))
         files.append(shard)
         for name, tensor in tensors:
             added = shard.add(name, tensor, shard_bytes=sys.maxsize)
             assert added, f"the header of {shard.path} has no room for {name}"
         shard.finish()
-        file = VersionFile(*self._open(folder / ADAPTER_CONFIG))
+        file = VersionFile(*self._open_file(folder / ADAPTER_CONFIG))
         files.append(file)
         file.write(config)
 
-    def _shard(self, path: Path, *, header_bytes: int = HEADER_BYTES) -> Shard:
-        return Shard(*self._open(path), self._copier, header_bytes=header_bytes)
+    def _open_shard(self, path: Path, *, header_bytes: int = HEADER_BYTES) -> "Shard":
+        return Shard(*self._open_file(path), self._copier, header_bytes=header_bytes)
 
-    def _open(self, path: Path) -> tuple[Path, Pages, Checksums]:
+    def _open_file(self, path: Path) -> tuple[Path, Pages, Checksums]:
         pages = self._pages.open(path)
         return path, pages, Checksums(pages, chunk_bytes=self._chunk_bytes, threads=self._hashers)
 
-    def _finish(self, folder: Path, version: int, written: list[VersionFile], stall_s: float) -> Published:
+    def _finish(self, folder: Path, version: int, written: list["VersionFile"], stall_s: float) -> Published:
+        """Write manifest and checksums, and give the folder its final name. Runs on the finisher."""
         with ExitStack() as undo:
-            undo.callback(self._give_up, folder, written)
-            files, checksums = zip(*(file.entry() for file in written), strict=True)
+            undo.callback(self._discard, folder, written)
+            files, checksums = zip(*(file.complete() for file in written), strict=True)
             manifest = Manifest(version, version_digest(files), self._chunk_bytes, files)
-            with writing(self._store, version, manifest.num_bytes):
-                describe(folder, manifest, checksums)
+            with no_room_errors(self._store, version, manifest.num_bytes):
+                describe_version(folder, manifest, checksums)
             folder.rename(self._store / folder_name(version))
             undo.pop_all()
         return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
-    def _keep(self, finishing: Future[Published], files: list[VersionFile]) -> None:
-        """Have the pages of a complete version at hand for a later one, and let go of those that are none's."""
+    def _keep_pages(self, finishing: Future[Published], files: list["VersionFile"]) -> None:
+        """Map the pages of a complete version for a later one; close deleted files. Runs on the finisher."""
         if finishing.exception() is None:
             for file in files:
-                file.pages.keep()
-                self._copier.lock(file.pages)
+                file.pages.keep_mapped()
+                self._copier.page_lock(file.pages)
         self._pages.sweep()
 
-    def _give_up(self, folder: Path, files: list[VersionFile]) -> None:
-        """Leave nothing of a version that failed; nobody reads or writes its files any more when they go."""
+    def _discard(self, folder: Path, files: list["VersionFile"]) -> None:
+        """Delete all of a version that failed, once no copy or hashing task uses its files."""
         self._copier.drop()
         for file in files:
             file.drop()
@@ -192,8 +224,8 @@ class Publisher:
         self._pages.sweep()
 
 
-def _each_once(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors on; `ValueError` where a name comes twice, and at the end if there were none."""
+def _check_names(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors unchanged. Raises `ValueError` for a name that comes twice, or if there are no tensors."""
     names: set[str] = set()
     for name, tensor in tensors:
         if name in names:
@@ -202,3 +234,116 @@ def _each_once(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Ite
         yield name, tensor
     if not names:
         raise ValueError(f"version {version} has no tensors; publish at least one")
+
+
+class _HeaderEntry(msgspec.Struct, frozen=True):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]  # [begin, end) in bytes, counted from the end of the header
+
+
+def _header_entry(tensor: torch.Tensor, begin: int, name: str) -> _HeaderEntry:
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"tensor {name}: dtype {tensor.dtype} is unknown to safetensors; cast it before")
+    return _HeaderEntry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, begin + tensor.nbytes))
+
+
+def header_room(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Bytes, in whole pages, that the header of a safetensors file with just these tensors needs."""
+    end, entries = 0, {}
+    for name, tensor in tensors:
+        entries[name] = _header_entry(tensor, end, name)
+        end += tensor.nbytes
+    return -(-(8 + len(msgspec.json.encode(entries))) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class VersionFile:
+    """A file of a version that the publisher writes, e.g. `VersionFile(path, pages, checksums)`."""
+
+    def __init__(self, path: Path, pages: Pages, checksums: Checksums) -> None:
+        self.path = path
+        self.pages = pages
+        self.size = 0  # bytes written so far
+        self._checksums = checksums
+
+    def write(self, data: bytes) -> None:
+        """Write the whole content. Raises `OSError` on a full file system."""
+        self.pages.write(0, np.frombuffer(data, np.uint8))
+        self.size = len(data)
+
+    def complete(self) -> tuple[FileEntry, bytes]:
+        """Wait for the checksums and cut the file to its size; returns its entry and the checksums."""
+        checksums = self._checksums.result(self.size)
+        self.pages.set_size(self.size)
+        return FileEntry(self.path.name, self.size, digest_of(checksums), self.width), checksums
+
+    def drop(self) -> None:
+        """Cancel the hashing; returns when no task reads the file any more."""
+        self._checksums.drop()
+
+    @property
+    def width(self) -> Literal[2, 4]:
+        """Bytes of an element, for deltas."""
+        return 4
+
+
+class Shard(VersionFile):
+    """A safetensors file that is written tensor by tensor, before the names of all are known.
+
+    Tensors lie one after the other behind `header_bytes` of room for the header, which is written last; so no
+    tensor moves once it is copied.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        pages: Pages,
+        checksums: Checksums,
+        copier: TensorCopier,
+        *,
+        header_bytes: int = HEADER_BYTES,
+    ) -> None:
+        super().__init__(path, pages, checksums)
+        self._copier = copier
+        self._room = header_bytes
+        self.size = header_bytes
+        self._header: dict[str, _HeaderEntry] = {}
+        # The length in front and a brace, then the entries, each with the comma or brace behind it.
+        self._header_bytes = 9
+
+    def add(self, name: str, tensor: torch.Tensor, *, shard_bytes: int) -> bool:
+        """Append a tensor, which must not change before `finish`; False if it does not fit.
+
+        The first tensor always fits, for a tensor cannot be split. Raises `OSError` on a full file system.
+        """
+        entry = _header_entry(tensor, self._num_bytes, name)
+        header_bytes = self._header_bytes + len(msgspec.json.encode({name: entry})) - 1
+        if self._header and (self.size + tensor.nbytes > shard_bytes or header_bytes > self._room):
+            return False
+        self._copier.copy(tensor, self.pages, self.size, filled=self._checksums.filled)
+        self._header[name] = entry
+        self._header_bytes = header_bytes
+        self.size += tensor.nbytes
+        return True
+
+    def finish(self) -> None:
+        """Wait for the tensors' copies, and write the header, padded with spaces as the format allows."""
+        self._copier.wait()
+        room = self._room - 8
+        header = msgspec.json.encode(self._header)
+        assert len(header) <= room, f"header of {self.path} has {len(header)} bytes"
+        padded = room.to_bytes(8, "little") + header.ljust(room)
+        self.pages.write(0, np.frombuffer(padded, np.uint8))
+
+    @property
+    def _num_bytes(self) -> int:
+        """Bytes of tensors."""
+        return self.size - self._room
+
+    @property
+    def width(self) -> Literal[2, 4]:
+        """Bytes of the kind of element that takes most of the file, for deltas."""
+        halves = [entry.data_offsets for entry in self._header.values() if entry.dtype in ("BF16", "F16")]
+        return 2 if 2 * sum(end - begin for begin, end in halves) >= self._num_bytes else 4

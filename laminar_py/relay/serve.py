@@ -1,25 +1,25 @@
-"""A relay node by hand: `laminar relay serve` on each host, with one file of keys for all.
+"""`laminar relay serve` and `laminar relay keys`: run relay nodes by hand, with one file of keys for all hosts.
 
-Called by the command line. Bad input is a `ConfigError` of one line that names the option.
+The command line calls it. Bad input raises a `ConfigError` of one line that names the option.
 """
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from laminar_py.config.section import ConfigError
-from laminar_py.relay.node.relay_node import RelayNode
-from laminar_py.relay.store.pages import allow_many_files
-from laminar_py.relay.wire.messages import ParentLost, RelayEvent, VersionComplete, VersionFailed, VersionPulled
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay.messages import ParentLost, RelayEvent, VersionComplete, VersionFailed, VersionPulled
+from laminar_py.relay.node import RelayNode
+from laminar_py.relay.pages import allow_many_files
+from laminar_py.relay.sockets import RelayKeys
 
 
 def write_keys(path: Path) -> None:
-    """A new keypair in a file that only its owner reads. Raises `ConfigError` if the file exists."""
+    """Write a new keypair to a file that only its owner can read. Raises `ConfigError` if the file exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -29,43 +29,21 @@ def write_keys(path: Path) -> None:
 
 
 def read_keys(path: Path) -> RelayKeys:
-    """The keypair of a tree. Raises `ConfigError`."""
+    """Read the keypair of a tree. Raises `ConfigError` if the file holds none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=RelayKeys)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"keys={path}: no keys in it ({error}); `laminar relay keys` makes them") from None
+        raise ConfigError(
+            f"keys={path}: cannot be read as keys ({error}); make a file with `laminar relay keys`"
+        ) from None
 
 
-def serve(
-    name: str,
-    *,
-    store: Path,
-    keys: RelayKeys,
-    parents: Sequence[str],
-    host: str,
-    port: int,
-    keep_versions: int,
-    chunk_bytes: int,
-    max_bytes_per_s: float | None,
-    tell: Callable[[str], None],
-) -> None:
-    """Relay until Ctrl-C; `tell` gets a line for whatever happens. Raises `ConfigError`."""
+def run_node(node: RelayNode, *, print_line: Callable[[str], None]) -> None:
+    """Run a node until Ctrl-C; `print_line` gets its address. Raises `ConfigError` if it cannot listen there."""
 
     async def run() -> None:
-        node = RelayNode(
-            name,
-            store=store,
-            keys=keys,
-            parents=parents,
-            host=host,
-            port=port,
-            keep_versions=keep_versions,
-            chunk_bytes=chunk_bytes,
-            max_bytes_per_s=max_bytes_per_s,
-            emit=lambda event: tell(words(event)),
-        )
         await node.start()
-        tell(f"{name} at {node.endpoint}, versions in {store}")
+        print_line(f"{node.name} at {node.endpoint}")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, lambda: loop.create_task(node.close()))
@@ -75,8 +53,8 @@ def serve(
     asyncio.run(run())
 
 
-def words(event: RelayEvent) -> str:
-    """Line of text about a report of a node."""
+def event_line(event: RelayEvent) -> str:
+    """One line of text about an event of a node."""
     match event:
         case VersionComplete(version=version, num_bytes=size, wire_bytes=wire, elapsed_s=elapsed_s):
             return f"version {version} complete: {size:,} bytes, {wire:,} over the wire, {elapsed_s:.3f} s"
@@ -85,4 +63,4 @@ def words(event: RelayEvent) -> str:
         case VersionFailed(version=version, reason=reason):
             return f"version {version} given up: {reason}"
         case ParentLost(old=old, new=new):
-            return f"left {old}, turns to {new}"
+            return f"left the parent {old}, connects to {new}"

@@ -20,8 +20,8 @@ from laminar_lab.bench.relay.peers import SOURCE, http_side
 from laminar_lab.bench.relay.tree import CHUNK_BYTES
 from laminar_lab.bench.workplace import SHARED_MEMORY
 from laminar_py.config.section import ConfigError
-from laminar_py.relay.store.digests import chunk_checksum
-from laminar_py.relay.wire.messages import CHECKSUM_BYTES
+from laminar_py.relay.digests import chunk_checksum
+from laminar_py.relay.messages import CHECKSUM_BYTES
 
 MIB = 2**20
 PATIENCE_S = 60.0

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from laminar_py.config.cluster import RelayConfig
 from laminar_py.records.codec import decode
-from laminar_py.relay.planning.cost import Links
-from laminar_py.relay.planning.link import LinkSpeed
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay.link_speed import LinkSpeed
+from laminar_py.relay.sockets import RelayKeys
+from laminar_py.relay.tree import Links
 from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.links import (
     ASSUMED,

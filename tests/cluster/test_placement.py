@@ -14,7 +14,7 @@ from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
-from laminar_py.relay.planning import topology
+from laminar_py.relay.tree import grow_tree, shape_of
 from laminar_py.runtime.cluster.backend import free_port, nodes, on_node
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part
@@ -261,7 +261,7 @@ def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
     if not needs.shared_nodes:
         assert not set(on(plan.learner)) & set(on(plan.replicas))
     assert plan.relays[0] == plan.learner[0].node
-    tree = topology.grow(topology.shape_of(TopologyKind.KARY, fanout=2), [""] * len(plan.relays))
+    tree = grow_tree(shape_of(TopologyKind.KARY, fanout=2), [""] * len(plan.relays))
     for index, place in enumerate(plan.replicas):
         if place is not None:
             assert plan.relays[plan.relay_of(index, tree)] == place.node, "a replica's relay is on its host"

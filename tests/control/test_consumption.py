@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from laminar_py.config.staleness import StalePolicy
 from laminar_py.control import consumption as consumption_module
-from laminar_py.learner.packing.stage import Packing
+from laminar_py.learner.packing.buffer import Packing
 from laminar_py.records.events import Consumed, Dropped
 from laminar_py.records.trajectory import DropReason
 from laminar_py.runtime.orchestrator.trainer import uncut

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.evaluation import EvaluationLostError
-from laminar_py.learner.packing.stage import Packing
+from laminar_py.learner.packing.buffer import Packing
 from laminar_py.records.events import Dropped, Interrupted
 from laminar_py.records.spans import covers
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status

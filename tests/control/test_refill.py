@@ -7,7 +7,7 @@ import pytest
 from laminar_py.config.algorithm import AlgorithmConfig, Truncated
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.staleness import Schedule, StalePolicy
-from laminar_py.learner.packing.stage import Packing
+from laminar_py.learner.packing.buffer import Packing
 from laminar_py.records.events import Consumed, Ready
 from laminar_py.records.trajectory import FinishReason
 from tests.control.fleet import Fleet, settle

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.relay.planning.cost import versions_at_peak
+from laminar_py.relay.tree import versions_at_peak
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
 from laminar_py.runtime.preflight import doctor, survey
 from laminar_py.runtime.preflight.doctor import fit

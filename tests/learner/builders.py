@@ -163,7 +163,7 @@ def make_learner(folder: Path, **kwargs) -> Learner:
 
 def referred(learner: Learner, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
     """As `Learner.step` has them."""
-    return batches if learner._reference is None else learner._reference.refer(batches)
+    return batches if learner._reference is None else learner._reference.add_logprobs(batches)
 
 
 def backward(learner: Learner, batches: Sequence[MicroBatch], partition: torch.Tensor | None = None) -> float:

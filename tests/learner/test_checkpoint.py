@@ -102,7 +102,9 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(model_folder: Path
     make_learner(make_model_folder(tmp_path / "wider", vocab=62)).save(tmp_path / "saved")
     learner = make_learner(model_folder)
     before = full_parameters(learner)
-    with pytest.raises(ValueError, match=r"saved: is of a qwen3 of 28,\d+ parameters .*; set model.path") as error:
+    with pytest.raises(
+        ValueError, match=r"saved: was saved of a qwen3 of 28,\d+ parameters .*; set model.path"
+    ) as error:
         learner.load(tmp_path / "saved")
     assert "\n" not in str(error.value)
     assert_equal(full_parameters(learner), before)

@@ -7,8 +7,8 @@ import torch
 
 from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.learner.emulated import EmulatedLearner
-from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.learner.marker import MARKER
+from laminar_py.learner.packing.balance import emulated_step_s
 
 TIMES = LearnerTimes(
     train_tokens_per_s=1000.0, num_parameters=10**12, hidden_size=1, num_layers=1, optimizer_s=2.0

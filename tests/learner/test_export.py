@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from laminar_py.learner.export import export_hf
 from tests.learner.builders import full_parameters, make_learner, make_model_folder, make_sequences, pack
 
 
@@ -15,7 +16,7 @@ def test_exported_folder_loads_with_equal_logits(tmp_path: Path, tied: bool):
     source = make_model_folder(tmp_path / "source", tied=tied)
     learner = make_learner(source)
     learner.step([pack(make_sequences(), num_total=6)])
-    learner.export_hf(tmp_path / "out")
+    export_hf(learner.model, tmp_path / "out", source=source, dtype=torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert plain.dtype == torch.float32
     for name, parameter in plain.named_parameters():
@@ -31,7 +32,7 @@ def test_exported_folder_loads_with_equal_logits(tmp_path: Path, tied: bool):
 def test_exported_names_and_files_are_those_of_the_source(tmp_path: Path):
     source = make_model_folder(tmp_path / "source", tied=True)
     learner = make_learner(source)
-    learner.export_hf(tmp_path / "out", dtype=torch.bfloat16)
+    export_hf(learner.model, tmp_path / "out", source=source, dtype=torch.bfloat16)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     with (
         safe_open(source / "model.safetensors", "pt") as before,

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
-from laminar_py.learner.flops import PEAKS, TrainingCost, peak_flops, training_cost
+from laminar_py.learner.metrics import PEAKS, TrainingCost, peak_flops, training_cost
 from laminar_py.records.metrics import StepMetrics, Work
 from tests.learner.builders import make_learner, make_sequences, pack
 

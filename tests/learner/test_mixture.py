@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.learner import Recompute
+from laminar_py.learner.export import export_hf
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from laminar_py.records.columns import REFERENCE_LOGPROBS
@@ -74,7 +75,7 @@ def test_packed_gradients_of_a_mixture_equal_those_one_by_one(mixture: Path):
 
 
 def test_files_have_the_names_and_values_that_transformers_gives_them(mixture: Path, tmp_path: Path):
-    make_learner(mixture).export_hf(tmp_path / "out")
+    export_hf(make_learner(mixture).model, tmp_path / "out", source=mixture, dtype=torch.float32)
     written, expected = load_file(tmp_path / "out/model.safetensors"), load_file(mixture / "model.safetensors")
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], expected[name]) for name in expected)

@@ -1,4 +1,4 @@
-"""The schedule of the learning rate, and what an update refuses."""
+"""The lr_factor of the learning rate, and what an update refuses."""
 
 import math
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from laminar_py.config.learner import Decay, LearnerConfig
-from laminar_py.learner.optimizer import Optimizer, schedule
+from laminar_py.learner.step import Optimizer, lr_factor
 from tests.learner.builders import SETTINGS, make_learner, make_sequences, pack
 
 
 def factors(*, num_steps: int, **settings) -> list[float]:
-    return [schedule(step, LearnerConfig(**settings), num_steps=num_steps) for step in range(num_steps)]
+    return [lr_factor(step, LearnerConfig(**settings), num_steps=num_steps) for step in range(num_steps)]
 
 
 def test_the_rate_rises_stays_and_falls_as_it_is_told():
@@ -22,7 +22,7 @@ def test_the_rate_rises_stays_and_falls_as_it_is_told():
     cosine = factors(num_steps=8, decay=Decay.COSINE)
     assert cosine[4] == pytest.approx(0.5)
     assert cosine == sorted(cosine, reverse=True)
-    assert schedule(99, LearnerConfig(decay=Decay.COSINE), num_steps=10) == pytest.approx(0.0)
+    assert lr_factor(99, LearnerConfig(decay=Decay.COSINE), num_steps=10) == pytest.approx(0.0)
 
 
 def test_a_step_at_a_tenth_of_the_rate_goes_a_tenth_of_the_way():

@@ -13,9 +13,9 @@ from laminar_py.config.algorithm import PRESETS, AlgorithmConfig, Divergence
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.export import named_tensors
+from laminar_py.learner.losses.loss import trained_rows
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.learner.terms import trained_rows
 from laminar_py.records.columns import TEACHER_LOGPROBS
 from laminar_py.records.recordings import SamplingMask
 from tests.learner.builders import (

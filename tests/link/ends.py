@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import EngineStatus
 from laminar_py.records.replica import ReplicaReport, Survey
-from laminar_py.relay.wire.post import Peer, Post, peer_wire
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, peer_sockets
 from laminar_py.runtime.link.hub import ReplicaHub
 from laminar_py.runtime.link.messages import Down, Up
 from laminar_py.runtime.link.replica_link import ReplicaLink
@@ -75,7 +74,7 @@ class Desk:
     """A hub, and what it has taken in: labels of lines and numbers of reports."""
 
     def __init__(self, patience_s):
-        self.post = Post(KEYS, LOOPBACK)
+        self.post = PeerServer(KEYS, LOOPBACK)
         self.hub = ReplicaHub(self.post, take=self._take, patience_s=patience_s)
         self.taken = []
         self.may_take = asyncio.Event()
@@ -117,9 +116,9 @@ async def serving(*, patience_s=PATIENCE_S, limit_s=PATIENCE_S):
 @asynccontextmanager
 async def linked(endpoint, label, replica, *, attach=None, quiet_s=PATIENCE_S):
     """The other end of a line, of a scripted replica; what ends it is raised here."""
-    wire = peer_wire(KEYS)
+    wire = peer_sockets(KEYS)
     link = ReplicaLink(
-        Peer(wire, endpoint, label), label, replica, attach=attach or (lambda relay: None), quiet_s=quiet_s
+        PeerClient(wire, endpoint, label), label, replica, attach=attach or (lambda relay: None), quiet_s=quiet_s
     )
     task = asyncio.create_task(link.run())
     try:
@@ -135,7 +134,7 @@ class Hand:
 
     def __init__(self, wire, endpoint, label):
         self.label = label
-        self.peer = Peer(wire, endpoint, label)
+        self.peer = PeerClient(wire, endpoint, label)
 
     async def say(self, up):
         """Send a word, once there is a connection."""
@@ -175,7 +174,7 @@ class Hand:
 @contextmanager
 def by_hand(endpoint, *labels, keys=KEYS):
     """Peers under these names."""
-    wire = peer_wire(keys)
+    wire = peer_sockets(keys)
     hands = [Hand(wire, endpoint, label) for label in labels]
     try:
         yield hands[0] if len(hands) == 1 else hands

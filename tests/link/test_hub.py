@@ -6,8 +6,8 @@ from contextlib import ExitStack
 import pytest
 
 from laminar_py.records.replica import Survey
-from laminar_py.relay.wire import post as post_module
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay import sockets
+from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.link import hub as hub_module
 from laminar_py.runtime.link.messages import Abort, Follow, Reply, Up
 from tests.link.ends import KEYS, Commands, by_hand, linked, make_report, serving
@@ -300,7 +300,7 @@ async def test_a_frame_that_is_no_word_costs_nothing_but_itself():
 
 
 async def test_a_frame_above_the_bound_ends_its_connection_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(post_module, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", 10_000)
     async with serving() as desk:
         lines = [desk.hub.open(A, 0), desk.hub.open(B, 1)]
         with by_hand(desk.hub.endpoint, A, B) as (careless, other):

@@ -7,7 +7,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 
 from laminar_py.records.codec import encode
-from laminar_py.relay.wire.post import Peer, peer_wire
+from laminar_py.relay.sockets import PeerClient, peer_sockets
 from laminar_py.runtime.link.messages import CallOff, Up
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from tests.link.ends import KEYS, Commands, by_hand, make_report, serving
@@ -33,10 +33,10 @@ class Crowd:
 
     async def _live(self, runs):
         self.loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        wires = [peer_wire(KEYS) for _ in range(0, len(self._labels), A_WIRE)]
+        wires = [peer_sockets(KEYS) for _ in range(0, len(self._labels), A_WIRE)]
         links = [
             ReplicaLink(
-                Peer(wires[index // A_WIRE], self._endpoint, label),
+                PeerClient(wires[index // A_WIRE], self._endpoint, label),
                 label,
                 replica,
                 attach=lambda relay: None,

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from laminar_py.relay.wire import post as post_module
-from laminar_py.relay.wire.post import Peer, Post, peer_wire
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay import sockets
+from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, peer_sockets
 
 KEYS = RelayKeys.generate()
 PATIENCE_S = 10.0
@@ -17,8 +16,8 @@ PATIENCE_S = 10.0
 @contextmanager
 def ends():
     """A post, and a peer of it."""
-    post, wire = Post(KEYS, "127.0.0.1"), peer_wire(KEYS)
-    peer = Peer(wire, post.endpoint, "me")
+    post, wire = PeerServer(KEYS, "127.0.0.1"), peer_sockets(KEYS)
+    peer = PeerClient(wire, post.endpoint, "me")
     try:
         yield post, peer
     finally:
@@ -60,7 +59,7 @@ async def test_a_frame_that_came_just_before_a_send_ends_the_wait_at_once():
 
 
 async def test_a_frame_that_would_end_its_connection_is_not_sent(monkeypatch):
-    monkeypatch.setattr(post_module, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", 10_000)
     async with asyncio.timeout(PATIENCE_S):
         with ends() as (post, peer):
             await met(post, peer)

@@ -12,7 +12,7 @@ from laminar_py.records.engine import SamplingParams
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
-from laminar_py.relay.wire.post import Post
+from laminar_py.relay.sockets import PeerServer
 from laminar_py.runtime.link import replica_link
 from laminar_py.runtime.link.messages import Abort, CallOff, Down, Expect, Follow, GiveUp, Look, Stop, Submit, Up
 from tests.link.ends import KEYS, LOOPBACK, PATIENCE_S, Commands, linked, make_report, serving
@@ -49,7 +49,7 @@ async def hand_in_hand(monkeypatch):
     """A hub by hand, and a replica at the other end, whose first report was told."""
     monkeypatch.setattr(replica_link, "RESEND_S", 0.1)
     monkeypatch.setattr(replica_link, "ACKNOWLEDGE_S", 0.1)
-    post, replica = Post(KEYS, LOOPBACK), Commands()
+    post, replica = PeerServer(KEYS, LOOPBACK), Commands()
     try:
         async with asyncio.timeout(PATIENCE_S), linked(post.endpoint, A, replica) as task:
             hand = ByHand(post)

@@ -11,8 +11,7 @@ import numpy as np
 
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
-from laminar_py.relay.wire.post import Peer, Post, peer_wire
-from laminar_py.relay.wire.transport import RelayKeys, SocketError
+from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, SocketError, peer_sockets
 from laminar_py.runtime.link import turns
 from laminar_py.runtime.link.turns import AskedTurn, PartsFrame, TurnReceiver, TurnSender
 from tests.environment.turns import problem
@@ -72,13 +71,13 @@ class Process:
 @asynccontextmanager
 async def sending(*processes, answered=ignore):
     """A sender that finds the first of these that runs; and the addresses that it was given."""
-    wire, found = peer_wire(KEYS), []
+    wire, found = peer_sockets(KEYS), []
 
     async def find():
         found.append(next(process.endpoint for process in processes if not process.task.done()))
         return found[-1]
 
-    sender = TurnSender(find, partial(Peer, wire, name="replica-0"), answered)
+    sender = TurnSender(find, partial(PeerClient, wire, name="replica-0"), answered)
     try:
         async with asyncio.timeout(PATIENCE_S):
             yield sender, found
@@ -163,14 +162,14 @@ def fail(most):
 
 async def test_what_nobody_takes_in_time_is_let_go_of(monkeypatch):
     monkeypatch.setattr(turns, "AWAY_S", 0.1)
-    wire, is_there = peer_wire(KEYS), asyncio.Event()
+    wire, is_there = peer_sockets(KEYS), asyncio.Event()
     process = Process()
 
     async def find():
         await is_there.wait()
         return process.endpoint
 
-    sender = TurnSender(find, partial(Peer, wire, name="replica-0"), ignore)
+    sender = TurnSender(find, partial(PeerClient, wire, name="replica-0"), ignore)
     async with asyncio.timeout(PATIENCE_S):
         sender.send([part(0)])
         await sender._task
@@ -185,12 +184,12 @@ async def test_what_nobody_takes_in_time_is_let_go_of(monkeypatch):
 
 async def test_one_that_says_nothing_of_what_came_is_told_no_more(monkeypatch):
     monkeypatch.setattr(turns, "AWAY_S", 100 * PATIENCE_S)
-    post, wire = Post(KEYS, LOOPBACK), peer_wire(KEYS)
+    post, wire = PeerServer(KEYS, LOOPBACK), peer_sockets(KEYS)
 
     async def find():
         return post.endpoint
 
-    sender = TurnSender(find, partial(Peer, wire, name="replica-0"), ignore)
+    sender = TurnSender(find, partial(PeerClient, wire, name="replica-0"), ignore)
     async with asyncio.timeout(PATIENCE_S):
         for place in range(200):
             sender.send([part(place)])
@@ -207,11 +206,11 @@ async def test_one_that_says_nothing_of_what_came_is_told_no_more(monkeypatch):
 
 
 async def test_who_has_another_key_is_not_heard_and_no_parts_cost_nothing():
-    process, stranger = Process(), peer_wire(RelayKeys.generate())
+    process, stranger = Process(), peer_sockets(RelayKeys.generate())
     lists = PartsFrame(1, [msgspec.structs.replace(part(6), ids=[1, 2])])  # in the place of an array's bytes
     async with sending(process) as (sender, _):
-        other = Peer(stranger, process.endpoint, "stranger")
-        junk = Peer(peer := peer_wire(KEYS), process.endpoint, "junk")
+        other = PeerClient(stranger, process.endpoint, "stranger")
+        junk = PeerClient(peer := peer_sockets(KEYS), process.endpoint, "junk")
         for frame in (
             b"",
             b"\xc1",

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from laminar_py.config.loading import load_config
-from laminar_py.learner.marker import MARKER, Architecture, complete
+from laminar_py.learner.marker import MARKER, Architecture, complete_checkpoint
 from laminar_py.ledger.archive import archive_files, file_pieces
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import segments_path
@@ -63,7 +63,7 @@ def write_checkpoint(folder, step=1):
     partial = folder.with_name(f"{folder.name}.tmp")
     partial.mkdir(parents=True)
     (partial / "weights").write_bytes(b"x" * 100)
-    complete(
+    complete_checkpoint(
         partial,
         folder,
         step=step,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.learner.packing.balance import Entry, best_fit, deal, level, make_bin
+from laminar_py.learner.packing.balance import Entry, best_fit, deal_bins, level_costs, make_bin
 from tests.builders import make_finished
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=80)
@@ -49,7 +49,7 @@ def test_a_sequence_above_the_cap_is_refused():
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8))
 def test_dealing_gives_every_rank_a_bin_at_every_index_and_loses_nothing(lengths, ranks):
-    indices = deal(make_bins(lengths, 100), ranks=ranks, capacity=100, attention_share=SHARE)
+    indices = deal_bins(make_bins(lengths, 100), ranks=ranks, capacity=100, attention_share=SHARE)
     assert all(len(index) == ranks for index in indices)
     assert all(packed.num_tokens <= 100 for index in indices for packed in index)
     dealt = [entry.num_tokens for index in indices for packed in index for entry in packed.entries]
@@ -58,19 +58,19 @@ def test_dealing_gives_every_rank_a_bin_at_every_index_and_loses_nothing(lengths
 
 def test_bins_of_one_index_are_alike():
     lengths = [100, 50, 50, 100, 50, 50, 90, 90]
-    first, *_ = deal(make_bins(lengths, 100), ranks=2, capacity=100, attention_share=SHARE)
+    first, *_ = deal_bins(make_bins(lengths, 100), ranks=2, capacity=100, attention_share=SHARE)
     assert [len(packed.entries) for packed in first] == [1, 1]
 
 
 def test_ranks_share_what_is_left_over():
-    (index,) = deal(make_bins([10] * 8, 100), ranks=4, capacity=100, attention_share=SHARE)
+    (index,) = deal_bins(make_bins([10] * 8, 100), ranks=4, capacity=100, attention_share=SHARE)
     assert [packed.num_tokens for packed in index] == [20, 20, 20, 20]
 
 
 def test_over_many_sequences_ranks_wait_for_each_other_less_than_one_percent():
     rng = np.random.default_rng(0)
     lengths = np.clip(64 * np.exp(0.99 * rng.standard_normal(2048)), 1, 512).astype(int).tolist()
-    indices = deal(make_bins(lengths, 512), ranks=8, capacity=512, attention_share=1e-4)
+    indices = deal_bins(make_bins(lengths, 512), ranks=8, capacity=512, attention_share=1e-4)
     slowest = sum(max(packed.cost(1e-4) for packed in index) for index in indices)
     mean = sum(packed.cost(1e-4) for index in indices for packed in index) / 8
     assert slowest <= 1.01 * mean
@@ -79,11 +79,11 @@ def test_over_many_sequences_ranks_wait_for_each_other_less_than_one_percent():
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8))
 def test_levelled_bins_differ_by_one_sequence_at_most(lengths, bins):
-    levelled = level(lengths, bins, capacity=10_000, attention_share=0.0)
+    levelled = level_costs(lengths, bins, capacity=10_000, attention_share=0.0)
     totals = [sum(lengths[item] for item in members) for members in levelled]
     assert max(totals) - min(totals) <= max(lengths)
 
 
 def test_what_cannot_be_levelled_within_the_cap_is_left_as_it_was():
-    assert level([60, 60, 40, 40, 50, 50], 3, capacity=100, attention_share=0.0) is not None
-    assert level([50, 50, 40, 30, 30], 2, capacity=100, attention_share=0.0) is None
+    assert level_costs([60, 60, 40, 40, 50, 50], 3, capacity=100, attention_share=0.0) is not None
+    assert level_costs([50, 50, 40, 30, 30], 2, capacity=100, attention_share=0.0) is None

@@ -5,7 +5,7 @@ import pytest
 from laminar_py.config.loading import parse_config
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tiny_models import tiny_model, write_data
-from laminar_py.relay.planning.plan import TreeSpec, make_relay_plan
+from laminar_py.relay.plan import TreeSpec, make_relay_plan
 from laminar_py.runtime.preflight import inputs
 from laminar_py.runtime.preflight.inputs import (
     MemoryShare,

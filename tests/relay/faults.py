@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 
 from laminar_py.records.protocols import PulledVersion, VersionLostError
 from laminar_py.records.weights import Published
-from laminar_py.relay.planning.topology import Topology
-from laminar_py.relay.store.versions import SPARE, complete_versions
+from laminar_py.relay.store import SPARE, complete_versions
 from laminar_py.relay.subscriber import RelayError, Subscriber
+from laminar_py.relay.tree import Topology
 from tests.relay.fleet import Member, Mischief
 from tests.relay.tree import CHUNK, KEYS, digest
 
@@ -288,7 +288,7 @@ class Fleet:
             case Fault.JOIN:
                 await self.add([anyone, root] if anyone is not root else [root])
 
-    async def settle(self, what: str, holds: Callable[[], dict[str, object]]) -> None:
+    async def choose_tree(self, what: str, holds: Callable[[], dict[str, object]]) -> None:
         """Until nothing is left of what `holds` complains about."""
         try:
             async with asyncio.timeout(SETTLE_S):

@@ -7,12 +7,12 @@ import msgpack
 import msgspec
 
 from laminar_py.records import codec
-from laminar_py.relay.store.delta import encode
-from laminar_py.relay.store.digests import version_digest
-from laminar_py.relay.store.version import StoredVersion
-from laminar_py.relay.wire import messages as m
-from laminar_py.relay.wire.transport import pack
-from tests.relay.store.delta_builders import Forgery, weights
+from laminar_py.relay import messages as m
+from laminar_py.relay.delta import encode
+from laminar_py.relay.digests import version_digest
+from laminar_py.relay.sockets import to_frames
+from laminar_py.relay.store import StoredVersion
+from tests.relay.delta_builders import Forgery, weights
 from tests.relay.tree import CHUNK
 
 MAX_VERSION = 1_000_000  # of most forged ones
@@ -188,14 +188,14 @@ def _real(version: StoredVersion, kinds: tuple[type, ...]) -> list[m.Upward | m.
         m.Pull(2, 5, "replica", number),
     ]
     downward = [m.Announce(version.manifest), m.Lost(number), m.Failed(number, "full"), m.Newest(number)]
-    downward += [version.read(0, index) for index in range(version.manifest.num_chunks(0))]
+    downward += [version.read_chunk(0, index) for index in range(version.manifest.num_chunks(0))]
     return [record for record in (*upward, *downward) if isinstance(record, kinds)]
 
 
 def _frames(record: m.Upward | m.Downward) -> list[bytes]:
     """As it travels."""
     if isinstance(record, m.Downward):
-        return [bytes(frame) for frame in pack(record)]
+        return [bytes(frame) for frame in to_frames(record)]
     return [codec.encode(record)]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.relay.wire.messages import ParentLost, VersionComplete, VersionFailed
+from laminar_py.relay.messages import ParentLost, VersionComplete, VersionFailed
 from tests.relay.tree import Events, Learner, chain, folder_bytes, growing, running, subscriber
 
 HOUR_S = 3600.0

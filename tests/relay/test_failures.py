@@ -7,12 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar_py.relay.planning.cost import versions_at_peak
-from laminar_py.relay.store.digests import version_digest
-from laminar_py.relay.store.shards import HEADER_BYTES
-from laminar_py.relay.store.version import StoredVersion
-from laminar_py.relay.subscriber import RelayError, Subscriber
-from laminar_py.relay.wire.messages import (
+from laminar_py.relay.digests import version_digest
+from laminar_py.relay.messages import (
     Announce,
     Attach,
     Chunk,
@@ -24,6 +20,10 @@ from laminar_py.relay.wire.messages import (
     VersionComplete,
     VersionFailed,
 )
+from laminar_py.relay.publisher import HEADER_BYTES
+from laminar_py.relay.store import StoredVersion
+from laminar_py.relay.subscriber import RelayError, Subscriber
+from laminar_py.relay.tree import versions_at_peak
 from tests.relay.faults import small_disk
 from tests.relay.node_process import NodeProcess
 from tests.relay.tree import (
@@ -52,7 +52,7 @@ def port_of(endpoint: str) -> int:
 
 def damaged(version: StoredVersion, index: int) -> Chunk:
     """The chunk with its first byte changed on the way."""
-    chunk = version.read(0, index)
+    chunk = version.read_chunk(0, index)
     data = bytes([chunk.data[0] ^ 1]) + bytes(chunk.data[1:])
     return msgspec.structs.replace(chunk, data=memoryview(data))
 
@@ -177,7 +177,7 @@ async def test_a_root_that_comes_back_at_another_port_finds_what_is_published_an
             await first.close()
             moved = make_node(tmp_path, "relay-0", parent_timeout_s=300.0)
             async with running(moved):
-                child.follow([moved.endpoint])
+                child.set_parents([moved.endpoint])
                 await learner.publish(2)
                 await events.first(VersionComplete, node="relay-1", version=2)
     assert ParentLost("relay-1", first.endpoint, moved.endpoint) in events.seen
@@ -191,7 +191,7 @@ async def test_a_damaged_chunk_is_asked_for_again(tmp_path: Path) -> None:
             await parent.receive(Attach)
             parent.send(Announce(version.manifest))
             await parent.receive(Fetch)
-            for chunk in (version.read(0, 0), damaged(version, 1), version.read(0, 2)):
+            for chunk in (version.read_chunk(0, 0), damaged(version, 1), version.read_chunk(0, 2)):
                 parent.send(chunk)
             assert await parent.receive(Fetch) == Fetch(version=1, file=0, first_chunk=1, credits=1)
             parent.send_chunk(version, 1)

@@ -19,16 +19,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from laminar_py.records import codec
-from laminar_py.relay.store.delta import encode
-from laminar_py.relay.store.digests import chunk_checksum, version_digest
-from laminar_py.relay.store.version import StoredVersion
+from laminar_py.relay import messages as m
+from laminar_py.relay.delta import encode
+from laminar_py.relay.digests import chunk_checksum, version_digest
+from laminar_py.relay.sockets import CONTROL_BYTES
+from laminar_py.relay.store import StoredVersion
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.wire import messages as m
-from laminar_py.relay.wire.transport import CONTROL_BYTES
+from tests.relay.delta_builders import Forgery
 from tests.relay.faults import LIBZMQ_4841
 from tests.relay.fleet import Member
 from tests.relay.forger import MARK, MAX_VERSION, Forger, packed
-from tests.relay.store.delta_builders import Forgery
 from tests.relay.tree import (
     CHUNK,
     KEYS,
@@ -331,9 +331,9 @@ async def test_a_name_twice_in_a_version_never_makes_a_file_with_a_wrong_digest(
         async with running(make_node(tmp_path, "relay-1", parent.endpoint)):
             await parent.receive(m.Attach)
             parent.send(m.Announce(m.Manifest(3, version_digest(files), CHUNK, files)))
-            parent.send(msgspec.structs.replace(short.read(0, 0), version=3))
+            parent.send(msgspec.structs.replace(short.read_chunk(0, 0), version=3))
             for index in range(2):
-                parent.send(msgspec.structs.replace(long.read(0, index), version=3, file=1))
+                parent.send(msgspec.structs.replace(long.read_chunk(0, index), version=3, file=1))
             parent.send(m.Announce(short.manifest))
             parent.send_all(short)
             while (await parent.receive(m.Done)).version != 3:
@@ -352,11 +352,11 @@ def padded(content: bytes, blocks: int) -> bytes:
 async def test_a_delta_longer_than_its_chunk_is_refused(tmp_path: Path) -> None:
     """Nodes keep deltas in memory to pass them on, so what they may take is bounded by the version's size."""
     base = write_version(tmp_path / "origin", 1, CHUNK)
-    new = bytearray(base.content(0, 0))
+    new = bytearray(base.chunk_data(0, 0))
     new[0] ^= 1
     (tmp_path / "new.safetensors").write_bytes(new)
     files = (msgspec.structs.replace(base.manifest.files[0], digest=digest(tmp_path / "new.safetensors")),)
-    payload = encode(bytes(new), base.content(0, 0), width=4)
+    payload = encode(bytes(new), base.chunk_data(0, 0), width=4)
     assert payload is not None
     long = Forgery.of(payload).with_frame(0, padded(bytes(1), CHUNK)).bytes()
     async with ByHand() as hand:

@@ -18,31 +18,29 @@ from safetensors.torch import load_file
 
 from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from laminar_py.records.weights import Published
-from laminar_py.relay.publisher import SHARD_BYTES, Publisher
-from laminar_py.relay.store import digests
-from laminar_py.relay.store.device_copy import TensorCopier
-from laminar_py.relay.store.digests import (
-    PART_BYTES,
+from laminar_py.relay import digests
+from laminar_py.relay.device_copy import TensorCopier
+from laminar_py.relay.digests import (
+    TASK_BYTES,
     Checksums,
     digest_of,
     hashing_threads,
     read_checksums,
     version_digest,
 )
-from laminar_py.relay.store.pages import Pages, allow_many_files
-from laminar_py.relay.store.shards import HEADER_BYTES, Shard, header_room
-from laminar_py.relay.store.version import CHECKSUMS, MANIFEST, NoRoomError, folder_name
-from laminar_py.relay.store.versions import SPARE, Store
+from laminar_py.relay.pages import Pages, allow_many_files
+from laminar_py.relay.publisher import HEADER_BYTES, SHARD_BYTES, Publisher, Shard, header_room
+from laminar_py.relay.store import CHECKSUMS, MANIFEST, SPARE, NoRoomError, Store, folder_name
 from tests.relay.faults import small_disk
 from tests.relay.tree import CHUNK, PATIENCE_S, folder_bytes, tensors
 
-RUN_PARTS = 2  # here, to be quick
-RUN_BYTES = RUN_PARTS * PART_BYTES  # what is hashed during the copy is cut into such runs
+EARLY_TASKS = 2  # here, to be quick
+RUN_BYTES = EARLY_TASKS * TASK_BYTES  # what is hashed during the copy is cut into such runs
 
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "RUN_PARTS", RUN_PARTS)
+    monkeypatch.setattr(digests, "EARLY_TASKS", EARLY_TASKS)
 
 
 def publish(publisher: Publisher, version: int, given: Iterable[tuple[str, torch.Tensor]]) -> Published:
@@ -167,7 +165,7 @@ def test_the_room_for_a_header_of_just_these_tensors_takes_all_of_them(tmp_path:
             shard.finish()
             assert load_file(path).keys() == given.keys()
             checksums.drop()
-            pages.cut(0)
+            pages.set_size(0)
 
 
 def test_adapters_of_every_count_are_published_in_full(tmp_path: Path) -> None:
@@ -332,12 +330,12 @@ def test_files_that_the_new_version_lacks_do_not_stay_in_it(publisher: Publisher
     assert not held(tmp_path)
 
 
-@pytest.mark.parametrize("chunk_bytes", [4096, 3 * 2**20, 2 * PART_BYTES])
+@pytest.mark.parametrize("chunk_bytes", [4096, 3 * 2**20, 2 * TASK_BYTES])
 def test_checksums_made_during_the_copy_are_those_of_the_content(tmp_path: Path, chunk_bytes: int) -> None:
     with publishing(tmp_path, chunk_bytes=chunk_bytes, shard_bytes=2 * RUN_BYTES) as publisher:
-        sizes = (2 * RUN_BYTES, 2 * RUN_BYTES, RUN_BYTES + PART_BYTES + 5, 3 * RUN_BYTES + 4096, HEADER_BYTES + 1)
+        sizes = (2 * RUN_BYTES, 2 * RUN_BYTES, RUN_BYTES + TASK_BYTES + 5, 3 * RUN_BYTES + 4096, HEADER_BYTES + 1)
         for version, size in enumerate(sizes):  # fresh, warm, shrunk, grown, of one part
-            published = publish(publisher, version, [bytes_of(size, version), ("last", torch.randn(PART_BYTES))])
+            published = publish(publisher, version, [bytes_of(size, version), ("last", torch.randn(TASK_BYTES))])
             folder = tmp_path / folder_name(version)
             store = Store(tmp_path, keep_versions=1)
             store.open()
@@ -353,7 +351,7 @@ def test_checksums_made_during_the_copy_are_those_of_the_content(tmp_path: Path,
 def test_a_publish_that_fails_leaves_no_folder_and_no_file_open_or_mapped(tmp_path: Path, warm: bool) -> None:
     with publishing(tmp_path, shard_bytes=2 * RUN_BYTES) as publisher:
         given = [
-            (f"t{number}", torch.randint(256, (RUN_BYTES + PART_BYTES,), dtype=torch.uint8)) for number in range(2)
+            (f"t{number}", torch.randint(256, (RUN_BYTES + TASK_BYTES,), dtype=torch.uint8)) for number in range(2)
         ]
 
         def failing() -> Iterator[tuple[str, torch.Tensor]]:
@@ -389,7 +387,7 @@ class SlowPages(Pages):
 def test_nobody_reads_a_file_whose_checksums_were_dropped(tmp_path: Path) -> None:
     pages = SlowPages(tmp_path / "file")
     with hashing_threads() as threads:
-        checksums = Checksums(pages, chunk_bytes=PART_BYTES, threads=threads)
+        checksums = Checksums(pages, chunk_bytes=TASK_BYTES, threads=threads)
         checksums.filled(4 * RUN_BYTES)
         assert pages.reading.wait(PATIENCE_S)
         checksums.drop()

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from laminar_py.relay import device_copy
+from laminar_py.relay.device_copy import NUM_BUFFERS, DeviceCopier, TensorCopier
+from laminar_py.relay.pages import Pages
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.store import device_copy
-from laminar_py.relay.store.device_copy import NUM_BUFFERS, DeviceCopier, TensorCopier
-from laminar_py.relay.store.pages import Pages
-from laminar_py.relay.store.versions import SPARE
+from laminar_py.relay.store import SPARE
 
 SIZES = (3, 40_000, 0, 16_384, 5, 16_385, 100_000)
 PIECE = 2**14
@@ -91,8 +91,8 @@ def copy_all(copier: DeviceCopier | TensorCopier, pages: Pages, tensors: list[to
 def test_pieces_arrive_in_order_in_the_pages_or_through_buffers(pages: Pages, mapped: int) -> None:
     if mapped:
         pages.write(0, np.zeros(mapped, np.uint8))
-        pages.keep()
-        pages.locked(lambda: None)
+        pages.keep_mapped()
+        pages.set_page_locked(lambda: None)
     ends = copy_all(DeviceCopier(), pages, randoms())
     assert ends == sorted(ends)
     assert len(ends) == sum(-(-size // PIECE) for size in SIZES)
@@ -109,9 +109,9 @@ def test_no_more_is_on_its_way_than_buffers_or_the_bound_on_tensors_allow(
         position += tensor.nbytes
         assert LateEvent.waiting <= NUM_BUFFERS
     copier.wait()
-    pages.keep()
-    pages.locked(lambda: None)
-    monkeypatch.setattr(device_copy, "HELD_BYTES", 50_000)
+    pages.keep_mapped()
+    pages.set_page_locked(lambda: None)
+    monkeypatch.setattr(device_copy, "MAX_HELD_BYTES", 50_000)
     copier.copy(torch.zeros(40_000, dtype=torch.uint8), pages, 0, filled=lambda end: None)
     copier.copy(torch.zeros(10_000, dtype=torch.uint8), pages, 0, filled=lambda end: None)
     assert LateEvent.waiting == 4
@@ -133,11 +133,11 @@ def test_a_copier_that_dropped_what_was_on_its_way_copies_on(pages: Pages) -> No
 def test_pages_are_unlocked_before_they_are_unmapped(tmp_path: Path) -> None:
     pages = Pages(tmp_path / "file")
     pages.write(0, np.zeros(5000, np.uint8))
-    pages.keep()
+    pages.keep_mapped()
     seen: list[bool] = []
-    pages.locked(lambda: seen.append(pages.mapped(0, 5000) is not None))
-    pages.cut(10)
-    assert not pages.is_locked
+    pages.set_page_locked(lambda: seen.append(pages.mapped_view(0, 5000) is not None))
+    pages.set_size(10)
+    assert not pages.is_page_locked
     pages.close()
     assert seen == [True]
 
@@ -188,9 +188,9 @@ class TestCuda:
     def test_kept_pages_are_page_locked_and_still_count_as_unused(self, pages: Pages) -> None:
         copier, tensors = TensorCopier(), [tensor.cuda() for tensor in randoms()]
         copy_all(copier, pages, tensors)
-        pages.keep()
+        pages.keep_mapped()
         copier.lock(pages)
-        assert pages.is_locked
+        assert pages.is_page_locked
         assert pages.is_unused
         copy_all(copier, pages, [255 - tensor for tensor in tensors])
 

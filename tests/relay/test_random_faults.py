@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laminar_py.relay.planning.topology import Topology
-from laminar_py.relay.store.version import StoredVersion
-from laminar_py.relay.wire.messages import Announce, Attach, Failed, Fetch, Lost, VersionComplete, Want
+from laminar_py.relay.messages import Announce, Attach, Failed, Fetch, Lost, VersionComplete, Want
+from laminar_py.relay.store import StoredVersion
+from laminar_py.relay.tree import Topology
 from tests.relay.faults import SMALL, Fault, Fleet, Weights, fleet, small_disk
 from tests.relay.tree import (
     CHUNK,
@@ -87,8 +87,8 @@ async def survive(folder: Path, voyage: Voyage, seed: int) -> None:
             async with Learner(folder) as learner:
                 plan = faults(rng, voyage.publishes // voyage.per_fault, mounted=mounted)
                 await publish_all(ships, learner, rng, voyage, plan)
-                await ships.settle("stuck", ships.behind)
-                await ships.settle("left behind", ships.litter)
+                await ships.choose_tree("stuck", ships.behind)
+                await ships.choose_tree("left behind", ships.litter)
             logs = "".join(member.log.read_text() for member in ships.members)
             pids = [member.process.pid for member in ships.members]
             assert not [child for pid in pids for child in psutil.Process(pid).children()]

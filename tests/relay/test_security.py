@@ -10,8 +10,8 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from laminar_py.records import codec
-from laminar_py.relay.wire.messages import Announce, Attach, Chunk, ParentLost, Want
-from laminar_py.relay.wire.transport import CONTROL_BYTES, RelayKeys, pack
+from laminar_py.relay.messages import Announce, Attach, Chunk, ParentLost, Want
+from laminar_py.relay.sockets import CONTROL_BYTES, RelayKeys, to_frames
 from tests.relay.tree import (
     CHUNK,
     KEYS,
@@ -171,7 +171,7 @@ async def test_a_stranger_reads_all_that_a_node_sends_up(tmp_path: Path) -> None
                 want = {"type": "want", "version": 1, "arriving": True}
                 assert msgpack.unpackb((await parent.recv_multipart())[1]) == want
                 for index in range(3):
-                    await parent.send_multipart([sender, *pack(version.read(0, index))])
+                    await parent.send_multipart([sender, *to_frames(version.read_chunk(0, index))])
                 assert msgpack.unpackb((await parent.recv_multipart())[1]) == {"type": "done", "version": 1}
 
 

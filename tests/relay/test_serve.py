@@ -68,5 +68,5 @@ def test_keys_are_for_their_owner_and_never_written_over(tmp_path: Path) -> None
 @pytest.mark.parametrize("data", [b"{}", b'{"public": "\xff"}'])
 def test_a_file_without_keys_is_named(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "keys").write_bytes(data)
-    with pytest.raises(ConfigError, match=f"keys={tmp_path / 'keys'}: no keys in it"):
+    with pytest.raises(ConfigError, match=f"keys={tmp_path / 'keys'}: cannot be read as keys"):
         read_keys(tmp_path / "keys")

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from laminar_py.records.protocols import VersionLostError
-from laminar_py.relay.subscriber import RelayError
-from laminar_py.relay.wire.messages import (
+from laminar_py.relay.messages import (
     Announce,
     Attach,
     Done,
@@ -19,6 +18,7 @@ from laminar_py.relay.wire.messages import (
     VersionComplete,
     Want,
 )
+from laminar_py.relay.subscriber import RelayError
 from tests.relay.tree import (
     CHUNK,
     ByHand,

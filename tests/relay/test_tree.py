@@ -4,8 +4,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from laminar_py.relay.store.versions import SPARE
-from laminar_py.relay.wire.messages import Announce, Chunk, Fetch, VersionComplete
+from laminar_py.relay.messages import Announce, Chunk, Fetch, VersionComplete
+from laminar_py.relay.store import SPARE
 from tests.relay.tree import (
     ByHand,
     Events,
@@ -67,7 +67,7 @@ async def test_a_child_gets_a_chunk_while_its_parent_lacks_the_last_one(tmp_path
             await parent.receive(Fetch)
             parent.send_chunk(version, 0)
             await receive(grandchild, Announce)
-            assert await fetch(grandchild, version.manifest, 0) == version.read(0, 0)
+            assert await fetch(grandchild, version.manifest, 0) == version.read_chunk(0, 0)
             assert not events.seen
             grandchild.send(Fetch(version=1, file=0, first_chunk=1, credits=2))
             parent.send_chunk(version, 1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from laminar_py.relay.wire.messages import Announce, Chunk, Fetch, VersionComplete
+from laminar_py.relay.messages import Announce, Chunk, Fetch, VersionComplete
 from tests.relay.tree import (
     CHUNK,
     ByHand,
@@ -97,6 +97,29 @@ async def test_a_node_without_the_base_gets_all_of_it_from_a_parent_that_got_a_d
         assert_equal(tmp_path, 3, 2)
 
 
+async def test_a_node_that_skips_a_version_gets_the_next_one_in_full_and_then_deltas_again(tmp_path: Path) -> None:
+    events, weights = Events(), [tensors(1, BIG)]
+    for _ in range(3):
+        weights.append(changed(weights[-1], every=100))
+    async with (
+        growing(tmp_path, chain(2), emit=events),
+        Learner(tmp_path) as learner,
+    ):
+        await publish(learner, 1, weights[0])
+        await complete(events, 2, 1)
+        await publish(learner, 2, weights[1])  # the test holds the loop, so the root finds both at once
+        await publish(learner, 3, weights[2])
+        (skipping,) = await complete(events, 2, 3)
+        await publish(learner, 4, weights[3])
+        (after,) = await complete(events, 2, 4)
+        assert (skipping.base, skipping.wire_bytes) == (None, skipping.num_bytes), (
+            "its base is 2, which it skipped"
+        )
+        assert after.base == 3
+        assert after.wire_bytes < 0.1 * after.num_bytes
+        assert_equal(tmp_path, 2, 4)
+
+
 async def test_layouts_that_differ_make_no_delta(tmp_path: Path) -> None:
     events = Events()
     async with (
@@ -124,14 +147,14 @@ async def test_a_delta_that_makes_something_else_is_asked_for_again(tmp_path: Pa
             parent.send(Announce(manifest, base=1))
             while (await parent.receive(Fetch)).base is None:
                 pass
-            right = base.read(0, 0)
+            right = base.read_chunk(0, 0)
             for data, base_of_it in ((b"nonsense", 1), (b"", 7), (b"", 1)):
                 parent.send(
                     Chunk(
                         version=2, file=0, index=0, checksum=right.checksum, base=base_of_it, data=memoryview(data)
                     )
                 )
-            parent.send(msgspec.structs.replace(base.read(0, 1), version=2))
+            parent.send(msgspec.structs.replace(base.read_chunk(0, 1), version=2))
             again = [await parent.receive(Fetch) for _ in range(2)]
             assert {(fetch.first_chunk, fetch.base) for fetch in again} == {(0, None)}
             assert (await events.first(VersionComplete, version=2)).wire_bytes == CHUNK

@@ -12,14 +12,14 @@ import torch
 
 from laminar_py.config.cluster import TopologyKind
 from laminar_py.records.weights import Published
-from laminar_py.relay.node.relay_node import RelayNode
-from laminar_py.relay.planning.topology import Topology, grow, shape_of
+from laminar_py.relay.digests import digest_of, file_digest, read_checksums, version_digest
+from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
+from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.store.digests import digest_of, file_digest, read_checksums, version_digest
-from laminar_py.relay.store.version import StoredVersion, describe
+from laminar_py.relay.sockets import Connection, LinkState, Listener, RelayKeys, SocketFactory
+from laminar_py.relay.store import StoredVersion, describe_version
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.wire.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
-from laminar_py.relay.wire.transport import Link, LinkState, Listener, RelayKeys, Wire
+from laminar_py.relay.tree import Topology, grow_tree, shape_of
 
 torch.set_num_threads(1)
 
@@ -38,11 +38,11 @@ class Party(Protocol):
 
 
 def chain(num_nodes: int) -> Topology:
-    return grow(shape_of(TopologyKind.CHAIN, fanout=1), [""] * num_nodes)
+    return grow_tree(shape_of(TopologyKind.CHAIN, fanout=1), [""] * num_nodes)
 
 
 def binary(num_nodes: int) -> Topology:
-    return grow(shape_of(TopologyKind.KARY, fanout=2), [""] * num_nodes)
+    return grow_tree(shape_of(TopologyKind.KARY, fanout=2), [""] * num_nodes)
 
 
 @dataclass
@@ -147,7 +147,7 @@ def write_version(store: Path, version: int, *sizes: int) -> StoredVersion:
         FileEntry(path.name, path.stat().st_size, digest_of(found))
         for path, found in zip(paths, checksums, strict=True)
     )
-    describe(folder, Manifest(version, version_digest(files), CHUNK, files), checksums)
+    describe_version(folder, Manifest(version, version_digest(files), CHUNK, files), checksums)
     return StoredVersion.load(folder.rename(store / f"v{version}"))
 
 
@@ -165,8 +165,8 @@ class ByHand:
     """A wire of our own: the test plays the parent or a child, record by record."""
 
     def __init__(self) -> None:
-        self._wire = Wire(KEYS, heartbeat_s=5.0)
-        self._sockets: list[Listener | Link] = []
+        self._factory = SocketFactory(KEYS, heartbeat_s=5.0)
+        self._sockets: list[Listener | Connection] = []
 
     async def __aenter__(self) -> "ByHand":
         return self
@@ -174,16 +174,16 @@ class ByHand:
     async def __aexit__(self, *exc: object) -> None:
         for socket in self._sockets:
             socket.close()
-        self._wire.close()
+        self._factory.close()
 
     def parent(self) -> "HandParent":
-        listener = self._wire.listen("127.0.0.1", 0, max_queue=1000)
+        listener = self._factory.listen("127.0.0.1", 0, max_queue=1000)
         self._sockets.append(listener)
         return HandParent(listener)
 
-    async def child(self, endpoint: str) -> Link:
+    async def child(self, endpoint: str) -> Connection:
         """An attached child of the node at `endpoint`."""
-        link = self._wire.connect(endpoint, max_frame_bytes=2**21)
+        link = self._factory.connect(endpoint, max_frame_bytes=2**21)
         self._sockets.append(link)
         assert await link.receive() is LinkState.UP
         link.send(Attach(-1))
@@ -209,7 +209,7 @@ class HandParent:
         assert self._listener.send(self._child, message), "the child is gone"
 
     def send_chunk(self, stored: StoredVersion, index: int, file: int = 0) -> None:
-        self.send(stored.read(file, index))
+        self.send(stored.read_chunk(file, index))
 
     def send_all(self, stored: StoredVersion) -> None:
         for file in range(len(stored.manifest.files)):
@@ -217,7 +217,7 @@ class HandParent:
                 self.send_chunk(stored, index, file)
 
 
-async def receive(link: Link, kind: type[Kind]) -> Kind:
+async def receive(link: Connection, kind: type[Kind]) -> Kind:
     """The next record of this kind at a child driven by hand; others are passed over."""
     while True:
         message = await link.receive(PATIENCE_S)
@@ -226,7 +226,7 @@ async def receive(link: Link, kind: type[Kind]) -> Kind:
             return message
 
 
-async def fetch(link: Link, manifest: Manifest, index: int, file: int = 0) -> Chunk:
+async def fetch(link: Connection, manifest: Manifest, index: int, file: int = 0) -> Chunk:
     """One chunk, asked for by hand."""
     link.send(Fetch(version=manifest.version, file=file, first_chunk=index, credits=1))
     return await receive(link, Chunk)

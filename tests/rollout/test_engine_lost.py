@@ -8,8 +8,7 @@ import pytest
 from laminar_py.config.loading import parse_config
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.trajectory import Break
-from laminar_py.relay.wire.post import Peer, Post, peer_wire
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, peer_sockets
 from laminar_py.runtime.link.hub import ReplicaHub
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.workers.processes.replica import ReplicaActor
@@ -47,8 +46,8 @@ async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(fold
 
     async with serving(folders) as (story, _), hub_of(take) as hub:
         await dies_with(story, "a")
-        process, wire = ReplicaActor(), peer_wire(KEYS)
-        link = ReplicaLink(Peer(wire, hub.endpoint, "r"), "r", story.replica, attach=print, quiet_s=0.1)
+        process, wire = ReplicaActor(), peer_sockets(KEYS)
+        link = ReplicaLink(PeerClient(wire, hub.endpoint, "r"), "r", story.replica, attach=print, quiet_s=0.1)
         process._replica, process._task, process._listening = story.replica, story.task, story.task
         process._link = asyncio.create_task(link.run())
         process._config = parse_config(
@@ -69,7 +68,7 @@ async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(fold
 @asynccontextmanager
 async def hub_of(take):
     """A hub with a line "r"."""
-    hub = ReplicaHub(Post(KEYS, "127.0.0.1"), take=take, patience_s=60.0)
+    hub = ReplicaHub(PeerServer(KEYS, "127.0.0.1"), take=take, patience_s=60.0)
     hub.open("r", 0)
     serves = asyncio.create_task(hub.run())
     try:

@@ -111,5 +111,5 @@ def test_going_on_with_another_model_is_refused_in_one_line(runs):
     code, output = runs[2]
     assert code == 2
     (line,) = [line for line in output.splitlines() if line.startswith("laminar:")]
-    assert re.search(r"/checkpoints/step-\d+-1.0: is of a qwen3 of 2", line)
-    assert "set model.path to the model that it is of" in line
+    assert re.search(r"/checkpoints/step-\d+-1.0: was saved of a qwen3 of 2", line)
+    assert "set model.path to the model that was saved" in line

@@ -10,7 +10,7 @@ from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import Consumption
-from laminar_py.learner.emulated_times import emulated_step_s
+from laminar_py.learner.packing.balance import emulated_step_s
 from laminar_py.records.spans import versions_of
 
 CONFIG = Path("configs/emulation/repack.yaml")

@@ -23,11 +23,9 @@ from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
-from laminar_py.learner.packing.balance import attention_share, fit, make_entry
-from laminar_py.learner.packing.packer import Packed, assign, pack, step_terms
-from laminar_py.learner.packing.stage import Packing
-from laminar_py.learner.packing.stream import StreamPacker
-from laminar_py.learner.packing.window import choose
+from laminar_py.learner.packing.balance import attention_share, fit_bins, make_entry
+from laminar_py.learner.packing.buffer import Packing, StreamPacker, choose_groups
+from laminar_py.learner.packing.packer import Packed, assign_bins, pack, step_terms
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import recover, unpublished
@@ -475,7 +473,7 @@ class Batch:
             normalises=plan.advantage == "batch_std",
             columns=_columns(plan),
         )
-        return assign(
+        return assign_bins(
             self.taken.bins,
             terms,
             max_tokens=plan.max_tokens,
@@ -1025,7 +1023,7 @@ class Repacker:
 
 def chosen(tokens: Sequence[int], due: Sequence[bool], *, count: int, unit: int) -> list[int]:
     """Groups of a window that make up a step."""
-    return choose(tokens, due=due, count=count, unit=unit)
+    return choose_groups(tokens, due=due, count=count, unit=unit)
 
 
 def made(
@@ -1067,11 +1065,13 @@ def shares(shapes: Sequence[tuple[int, int, int]]) -> list[float | None]:
 
 def packed_lines(tape: Tape, plan: Plan, trajectories: Sequence[Trajectory], *, version: int) -> None:
     """Put down how a whole step is packed."""
-    bins = fit([make_entry(trajectory) for trajectory in trajectories], max_tokens=plan.max_tokens)
+    bins = fit_bins([make_entry(trajectory) for trajectory in trajectories], max_tokens=plan.max_tokens)
     tape.write("fit", bin_ids(bins))
     ages = {made: version - made for made in range(version + 1)}
     terms = step_terms(bins, aggregation=Aggregation(plan.aggregation), ages=ages, constant=plan.cap)
-    packed = assign(bins, terms, max_tokens=plan.max_tokens, ranks=plan.ranks, attention_share=ATTENTION_SHARE)
+    packed = assign_bins(
+        bins, terms, max_tokens=plan.max_tokens, ranks=plan.ranks, attention_share=ATTENTION_SHARE
+    )
     _write_packed(tape, plan, packed, version=version)
 
 

@@ -7,7 +7,7 @@ import pytest
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import run_of
 from laminar_py.records.codec import encode
-from laminar_py.relay.wire.transport import PortInUseError, RelayKeys
+from laminar_py.relay.sockets import PortInUseError, RelayKeys
 from laminar_py.runtime.workers.processes import setup
 from laminar_py.runtime.workers.processes.relay import RelayActor
 from laminar_py.runtime.workers.specs import RelaySpec

@@ -12,9 +12,9 @@ import torch
 
 from laminar_py.config.loading import parse_config
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.relay.planning.cost import SMALLEST_CHUNK_BYTES
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
+from laminar_py.relay.tree import SMALLEST_CHUNK_BYTES
 from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError, RemoteCallError
 from laminar_py.runtime.cluster.placement import Needs, Place, Placement

@@ -9,8 +9,7 @@ import pytest
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
-from laminar_py.relay.wire.post import peer_wire
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay.sockets import RelayKeys, peer_sockets
 from laminar_py.runtime.link.turns import AskedTurn, TurnReceiver
 from laminar_py.runtime.workers import remote_environments
 from laminar_py.runtime.workers.remote_environments import RemoteEnvironments
@@ -47,7 +46,7 @@ async def environments_in(monkeypatch, *actors):
     """Environments in these, as a replica has them."""
     named = {f"environment-{place}": actor for place, actor in enumerate(actors)}
     monkeypatch.setattr(remote_environments, "NamedPart", named.get)
-    wire = peer_wire(KEYS)
+    wire = peer_sockets(KEYS)
     environments = RemoteEnvironments(list(named), wire, "replica-0")
     try:
         async with asyncio.timeout(30):

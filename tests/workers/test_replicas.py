@@ -23,8 +23,7 @@ from laminar_py.records.pieces import TokensRef
 from laminar_py.records.replica import ReplicaReport, WeightLoad
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
-from laminar_py.relay.wire.post import Peer, peer_wire
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay.sockets import PeerClient, RelayKeys, peer_sockets
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.link.replica_link import ReplicaLink
@@ -67,8 +66,8 @@ class Replica:
         self.life = asyncio.create_task(self._live(spec))
 
     async def _live(self, spec):
-        wire = peer_wire(RelayKeys(spec.public_key, spec.secret_key))
-        peer = Peer(wire, spec.hub, spec.label)
+        wire = peer_sockets(RelayKeys(spec.public_key, spec.secret_key))
+        peer = PeerClient(wire, spec.hub, spec.label)
         try:
             await ReplicaLink(peer, spec.label, self, attach=self.attach, quiet_s=spec.pace.quiet_s).run()
         finally:

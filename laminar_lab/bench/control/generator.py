@@ -31,8 +31,7 @@ from laminar_py.records import (
     decode,
     encode,
 )
-from laminar_py.relay import RelayKeys, Subscriber
-from laminar_py.relay.wire import Peer, peer_wire
+from laminar_py.relay import PeerClient, RelayKeys, Subscriber, peer_sockets
 from laminar_py.rollout import Replica, SegmentStore
 from laminar_py.runtime.cluster import Part, Place, Process, cluster
 from laminar_py.runtime.link import ReplicaLink
@@ -127,7 +126,7 @@ class GeneratorActor(PartActor):
         else:
             replica = await self._replica(self._config, spec)
         link = ReplicaLink(
-            Peer(self._wire, spec.hub, spec.label),
+            PeerClient(self._wire, spec.hub, spec.label),
             spec.label,
             replica,
             attach=self._subscriber.attach,
@@ -160,7 +159,7 @@ class GeneratorActor(PartActor):
         keys = RelayKeys(spec.public_key, spec.secret_key)
         self._subscriber = Subscriber(spec.relay, name=f"generator-{spec.index}", keys=keys)
         self._weights = SharedWeights(self._subscriber)
-        self._wire = peer_wire(keys)
+        self._wire = peer_sockets(keys)
         self._tasks = [asyncio.create_task(self._subscriber.run(), name="subscriber")]
         self._reader = open_reader(spec)
         self._ended = Ended(Path(spec.run_dir) / "logs" / f"{ENDED}-{spec.index}")

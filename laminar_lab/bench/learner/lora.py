@@ -20,8 +20,7 @@ from laminar_lab.bench.report import Ratio, Row, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, SMALL, count_parameters, workplace, write_model
 from laminar_py.config import LoraConfig
 from laminar_py.engines.local import LocalEngine
-from laminar_py.relay import RelayKeys
-from laminar_py.relay.wire import VersionComplete
+from laminar_py.relay import RelayKeys, VersionComplete
 
 ROWS = "lora_bytes_over_full lora_refresh_over_full"
 SEQUENCES, MEDIAN = 8, 48  # of a step

@@ -22,9 +22,16 @@ from laminar_lab.bench.relay.namespaces import Network
 from laminar_lab.bench.relay.tree import NodeWorker
 from laminar_lab.bench.report import Tell
 from laminar_py.records import Published
-from laminar_py.relay import Publisher, RelayKeys
-from laminar_py.relay.planning import Shape, Topology, grow
-from laminar_py.relay.store import HEADER_BYTES, file_digest, folder_name
+from laminar_py.relay import (
+    HEADER_BYTES,
+    Publisher,
+    RelayKeys,
+    Shape,
+    Topology,
+    file_digest,
+    folder_name,
+    grow_tree,
+)
 
 WARM_BYTES = 2**20  # of the version before each that is timed; of another size, so nothing is a delta against it
 FILE = "model-00001.safetensors"
@@ -118,7 +125,7 @@ class RelayFleet:
 @contextmanager
 def fleet(rig: HostsRig, shape: Shape, chunk_bytes: int) -> Iterator[RelayFleet]:
     """A tree of that shape, all up, but not yet attached."""
-    keys, tree = RelayKeys.generate(), grow(shape, rig.zones)
+    keys, tree = RelayKeys.generate(), grow_tree(shape, rig.zones)
     nodes: dict[int, NodeWorker] = {}
     with TemporaryDirectory(dir=rig.folder) as name, ExitStack() as stack:
         folder = Path(name)
@@ -154,7 +161,7 @@ def _await_bytes(path: Path, num_bytes: int) -> None:
     """Wait until so much of an arriving file is there."""
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists() or path.stat().st_blocks * 512 < num_bytes:
-        assert time.monotonic() < deadline, f"{path} did not grow to {num_bytes} bytes"
+        assert time.monotonic() < deadline, f"{path} did not grow_tree to {num_bytes} bytes"
         time.sleep(POLL_S)
 
 

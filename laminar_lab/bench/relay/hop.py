@@ -28,10 +28,7 @@ from laminar_lab.bench.processes import Start, here
 from laminar_lab.bench.relay.tree import CHUNK_BYTES, LOCAL, WARM_VERSIONS, Tree
 from laminar_lab.bench.report import Ratio, Row, Side, Tell, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
-from laminar_py.relay import RelayKeys
-from laminar_py.relay.planning import PAGE_BYTES
-from laminar_py.relay.store import chunk_checksum
-from laminar_py.relay.wire import CHECKSUM_BYTES
+from laminar_py.relay import CHECKSUM_BYTES, PAGE_BYTES, RelayKeys, chunk_checksum
 
 ROWS = (
     "hop_GBps hop_over_socket socket_GBps hop_curve_GBps hop_curve_over_socket ipc_hop_GBps "

@@ -15,8 +15,7 @@ from laminar_lab.bench.relay.namespaces import INTERFACE, Network, require, shar
 from laminar_lab.bench.relay.peers import Gloo, Peers, http_side
 from laminar_lab.bench.report import Row, Tell
 from laminar_py.config import TopologyKind
-from laminar_py.relay.planning import Broadcast, Choice, Links, Shape, broadcast_s, grow, settle
-from laminar_py.relay.wire import MIN_CHUNK_BYTES
+from laminar_py.relay import MIN_CHUNK_BYTES, Broadcast, Choice, Links, Shape, broadcast_s, choose_tree, grow_tree
 
 ROWS = (
     "W star_over_bound chain_over_bound kary2_over_bound auto_over_bound recovery_over_undisturbed "
@@ -85,7 +84,7 @@ def rows(
 
 def _bound_row(kind: TopologyKind, shape: ShapeRounds, told: str) -> Row:
     times = [timed.seconds for timed in shape.whole]
-    tree = f"{shape.choice.shape.tell(num_zones=1)}, chunks of {shape.choice.chunk_bytes / MIB:.2f} MiB"
+    tree = f"{shape.choice.shape.describe(num_zones=1)}, chunks of {shape.choice.chunk_bytes / MIB:.2f} MiB"
     conditions = (
         f"{told}; {tree}, CURVE; {median(times):.2f} s, bound {shape.bound_s:.2f} s; median of {len(times)}"
         f" ({min(times):.2f} to {max(times):.2f} s); {_tell_cores(shape.whole)}"
@@ -140,8 +139,8 @@ def _links(rig: HostsRig) -> Links:
 
 def _measure(rig: HostsRig, kind: TopologyKind, links: Links) -> ShapeRounds:
     broadcast = Broadcast(rig.num_bytes)
-    choice = settle(kind, fanout=FANOUT, zones=rig.zones, broadcast=broadcast, links=links)
-    tree = grow(choice.shape, rig.zones)
+    choice = choose_tree(kind, fanout=FANOUT, zones=rig.zones, broadcast=broadcast, links=links)
+    tree = grow_tree(choice.shape, rig.zones)
     bound_s = rig.num_bytes / links.bytes_per_s
     if kind is TopologyKind.STAR:
         bound_s *= len(rig.zones) - 1

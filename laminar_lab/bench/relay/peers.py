@@ -30,7 +30,7 @@ from torch import Tensor
 from laminar_lab.bench.processes import PATIENCE_S, READY, Start, Worker
 from laminar_lab.bench.relay.tree import LOCAL, Bytes, raw
 from laminar_lab.bench.report import Side
-from laminar_py.relay.planning import PAGE_BYTES
+from laminar_py.relay import PAGE_BYTES
 
 TENSOR_BYTES = 8 * 2**20
 DIGEST = "digest"

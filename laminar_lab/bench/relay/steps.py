@@ -23,8 +23,7 @@ from laminar_lab.bench.relay.tree import CHUNK_BYTES, WARM_VERSIONS, Tree, copy_
 from laminar_lab.bench.report import Ratio, Row, Tell, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, SMALL, workplace
 from laminar_py.learner import named_tensors
-from laminar_py.relay import RelayKeys
-from laminar_py.relay.store import apply, encode
+from laminar_py.relay import RelayKeys, apply, encode
 
 ROWS = (
     "stall_with_cast_over_memcpy stall_over_memcpy delta_bytes_1e6 delta_bytes_3e6 delta_encode_GBps "

@@ -19,9 +19,18 @@ import torch
 from torch import Tensor
 
 from laminar_lab.bench.processes import PATIENCE_S, Worker
-from laminar_py.relay import Publisher, RelayKeys, RelayNode
-from laminar_py.relay.store import SPARE, folder_name
-from laminar_py.relay.wire import IPC, ParentLost, RelayEvent, VersionComplete, VersionPulled
+from laminar_py.relay import (
+    IPC,
+    SPARE,
+    ParentLost,
+    Publisher,
+    RelayEvent,
+    RelayKeys,
+    RelayNode,
+    VersionComplete,
+    VersionPulled,
+    folder_name,
+)
 
 CHUNK_BYTES = 4 * 2**20
 WARM_VERSIONS = 4  # the fourth is the first to be written over the pages of another

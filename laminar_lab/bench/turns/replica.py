@@ -28,8 +28,7 @@ from laminar_py.records import (
     decode,
     encode,
 )
-from laminar_py.relay import RelayKeys
-from laminar_py.relay.wire import peer_wire
+from laminar_py.relay import RelayKeys, peer_sockets
 from laminar_py.rollout import Replica, SegmentStore
 from laminar_py.runtime.cluster import LOOPBACK, Part
 from laminar_py.runtime.workers import (
@@ -161,7 +160,7 @@ class BenchReplicaActor(PartActor):
         torch.set_num_threads(1)
         if rollout.engine.yields_cpus:
             os.nice(REPLICA_NICENESS)
-        wire = peer_wire(RelayKeys(spec.public_key, spec.secret_key))
+        wire = peer_sockets(RelayKeys(spec.public_key, spec.secret_key))
         engine = kind(
             config.model.path,
             max_batch=rollout.max_batch,

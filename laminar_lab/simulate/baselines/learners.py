@@ -31,7 +31,9 @@ class BarrierLearner(SimulatedLearner):
     async def _generated(self, batches: int) -> None:
         """Return when so many batches, since the run began, are complete."""
         book, wanted = self._scheduler.book, batches * self._config.rollout.prompts_per_step
-        await self._scheduler.consumption.buffer.until(lambda: book.next_prompt - book.num_generating >= wanted)
+        await self._scheduler.consumption.buffer.wait_until(
+            lambda: book.next_prompt - book.num_generating >= wanted
+        )
 
 
 class StreamLearner(BarrierLearner):

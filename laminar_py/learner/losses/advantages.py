@@ -1,6 +1,7 @@
-"""Advantages of a group of trajectories. Called by the controller, so nothing here imports torch.
+"""Advantages of a group of trajectories. The controller calls it, so nothing here imports torch.
 
-Invariant: depends on the group's returns alone, in whatever order its members finished.
+An advantage depends only on the group's returns, not on the order in which its members finished
+(`tests/learner/losses/test_advantages.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ Advantages: TypeAlias = tuple[Numbers, float]
 STD_FLOOR = 1e-4  # added to the deviation; rewards are of the order of 1
 
 
-def over_std(returns: Sequence[Returns]) -> Advantages:
+def divided_by_std(returns: Sequence[Returns]) -> Advantages:
     """`(r - mean) / (std + 1e-4)` with the sample deviation (K - 1): GRPO, Shao et al. 2024, section 4.1.2.
 
     E.g. rewards `[1, 0, 0, 1]` give about `[0.866, -0.866, -0.866, 0.866]`. Mean and deviation are of the returns
@@ -44,34 +45,33 @@ def against_others(returns: Sequence[Returns]) -> Advantages:
     return (_totals(returns) - means) + others, 1.0
 
 
-def as_they_are(returns: Sequence[Returns]) -> Advantages:
+def unchanged(returns: Sequence[Returns]) -> Advantages:
     """`r`; the packer normalises by mean and deviation of the whole step: REINFORCE++, Hu et al. 2025."""
     return _totals(returns), 1.0
 
 
-def nothing(returns: Sequence[Returns]) -> Advantages:
-    """0: only a teacher, a reference or a balance teaches."""
+def zero(returns: Sequence[Returns]) -> Advantages:
+    """0: the signal comes from a teacher, a reference or a trajectory balance instead."""
     return np.zeros(len(returns)), 0.0
 
 
 GroupAdvantage: TypeAlias = Callable[[Sequence[Returns]], Advantages]
 ADVANTAGES: dict[Advantage, GroupAdvantage] = {
-    Advantage.GROUP_STD: over_std,
+    Advantage.GROUP_STD: divided_by_std,
     Advantage.GROUP_MEAN: centred,
     Advantage.LEAVE_ONE_OUT: against_others,
-    Advantage.BATCH_STD: as_they_are,
-    Advantage.NONE: nothing,
+    Advantage.BATCH_STD: unchanged,
+    Advantage.NONE: zero,
 }
 
 
 def group_advantages(kind: Advantage) -> Callable[[Sequence[Returns]], tuple[FloatArray, float]]:
-    """Function from the returns of the K responses of one prompt to advantages [K] and their scale.
+    """Return the function from the returns of a prompt's K responses to their advantages [K] and the scale.
 
-    One response alone has nothing to be compared with, and 0, but for `batch_std`, which compares in the step.
-
-    An advantage is that of a response's first token, the scale is what a unit of reward is in it: where each token
-    has a reward, the advantage of token t is that of its response less `scale * sum_{s < t} r_s`, which is the
-    return from there on against the same baseline (`packing.packer`).
+    A single response gets advantage 0, since there is nothing to compare it with; `batch_std` compares it within
+    the step instead. The advantage is that of a response's first token, and the scale is the advantage of one unit
+    of reward. Where each token has a reward, token t has the response's advantage less `scale * sum_{s < t} r_s`,
+    which is the return from t on against the same baseline (`packing.packer`).
     """
 
     def advantages(returns: Sequence[Returns]) -> tuple[FloatArray, float]:
@@ -92,11 +92,11 @@ def _means(returns: Sequence[Returns]) -> Numbers:
 
 
 def overlong_cost(cap: int, buffer: int | None) -> Callable[[int], float]:
-    """Cost of a response's length: 0 up to `cap - buffer` tokens, 1 at `cap`, linear between; 0 without a buffer.
+    """Return the cost of a response's length: 0 up to `cap - buffer` tokens, 1 at `cap`, linear between.
 
-    With a cap of 100 and a buffer of 20 a response of 90 tokens loses 0.5. One that is cut says little about its
-    answer, and one that ends shortly before is not as welcome as one that ends early.
-    Soft overlong punishment: DAPO, Yu et al. 2025, eq. 13.
+    With a cap of 100 and a buffer of 20 a response of 90 tokens costs 0.5. Without a buffer the cost is 0. A
+    response that is cut at the cap says little about its answer. Soft overlong punishment: DAPO, Yu et al. 2025,
+    eq. 13.
     """
     if buffer is None:
         return lambda length: 0.0

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropy of labels, without the [T, V] logits in memory. Called by `model`'s forward.
+"""Log-probabilities and entropy of labels, without the [T, V] logits in memory. `model`'s forward calls it.
 
-Invariant: logits of at most `chunk` tokens exist at a time, forward and backward; the backward pass computes
-them anew. On a GPU where Triton can compile, one kernel makes log-probabilities of them and one their gradient, so
-that both exist in the model's dtype alone.
+Logits of at most `chunk` tokens exist at a time, forward and backward; the backward pass computes them again
+(`tests/learner/losses/test_logprob.py`). On a GPU where Triton can compile, one kernel computes log-probabilities
+from the logits and one their gradient, so that logits and gradient exist only in the model's dtype.
 """
 
 import functools
@@ -24,14 +24,14 @@ from torch.autograd import Function
 
 log = logging.getLogger(__name__)
 
-LOWEST = -1e4  # log-probability of what is outside the support, where minus infinity times 0 would be NaN
-CHUNK = 512  # tokens: few enough to hold V = 150,000 in 300 MB, enough to keep the matrix product busy
-FUSED_CHUNK = 2048  # in bf16 alone they take no more, and the embedding's gradient is added to less often
+LOWEST = -1e4  # log-probability outside the support: minus infinity times probability 0 would be NaN
+CHUNK = 512  # tokens: fp32 logits of V = 150,000 take 300 MB, and the matrix product is large enough
+FUSED_CHUNK = 2048  # in bf16 they take as much, and the embedding's gradient is accumulated less often
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The part of the vocabulary that each of T tokens is of: `ids[starts[t]:starts[t + 1]]`; if none, all."""
+    """The ids that each of T tokens was drawn from, `ids[starts[t]:starts[t + 1]]`; no ids: all."""
 
     starts: list[int]  # [T + 1]
     ids: Tensor  # [starts[T]] int64
@@ -39,13 +39,13 @@ class Support:
 
     @classmethod
     def build(cls, counts: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], *, device: torch.device) -> Self:
-        """From the number of ids of each token, [T], and all of them."""
+        """Build from the number of ids of each token, [T], and the ids of all tokens."""
         rows = np.repeat(np.arange(len(counts)), counts)
         starts: list[int] = np.concatenate([[0], counts.cumsum(dtype=np.int64)]).tolist()
         return cls(starts, torch.tensor(ids, dtype=torch.long, device=device), torch.tensor(rows, device=device))
 
-    def cut(self, logits: Tensor, tokens: slice) -> None:
-        """Minus infinity outside the support of these tokens; `logits` is [their number, V]."""
+    def mask_logits(self, logits: Tensor, tokens: slice) -> None:
+        """Set `logits` [n, V] of the n `tokens` to minus infinity outside their support, in place."""
         inside = slice(self.starts[tokens.start], self.starts[tokens.stop])
         if inside.start == inside.stop:
             return
@@ -67,12 +67,12 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """fp32 `log softmax(hidden @ weight.T / temperature)` at the labels [T], and the entropy there [T].
 
-    `hidden` is [T, H], `weight` the output embedding [V, H], `labels` [T] int64. The softmax is over `support`,
-    where that names a part of the vocabulary. Both results carry gradients to `hidden`, and to
-    `weight` unless that is frozen.
+    `hidden` is [T, H], `weight` the output embedding [V, H], `labels` [T] int64. The softmax is over `support`
+    where that names a part of the vocabulary. Both results have gradients to `hidden`, and to `weight` unless it
+    is frozen.
     """
     if chunk is None:
-        chunk = FUSED_CHUNK if _is_compiled(hidden.device) else CHUNK
+        chunk = FUSED_CHUNK if _can_compile(hidden.device) else CHUNK
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, temperature, support, chunk
     )
@@ -94,9 +94,9 @@ class _TokenLogprobs(Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        look = _kernel(_look, hidden.device)
+        compute = _compiled_if_possible(_logprobs_of_labels, hidden.device)
         for rows in _chunks(len(labels), chunk):
-            found = look(_logits(hidden, weight, rows, support), labels[rows].clone(), temperature)
+            found = compute(_logits(hidden, weight, rows, support), labels[rows].clone(), temperature)
             logprobs[rows], entropy[rows], normalizer[rows] = found
         ctx.save_for_backward(hidden, weight, labels, entropy, normalizer)
         ctx.temperature, ctx.support, ctx.chunk = temperature, support, chunk
@@ -111,11 +111,14 @@ class _TokenLogprobs(Function):
         grad_hidden = torch.empty_like(hidden)
         learns = ctx.needs_input_grad[1]  # not where it is frozen, as with adapters: a product of three saved
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
-        differentiate = _kernel(_differentiate, hidden.device)
+        differentiate = _compiled_if_possible(_gradient_of_logits, hidden.device)
         for rows in _chunks(len(labels), ctx.chunk):
             grad_logits = differentiate(
                 _logits(hidden, weight, rows, ctx.support),
-                *(_part(tensor, rows) for tensor in (labels, entropy, normalizer, grad_logprobs, grad_entropy)),
+                *(
+                    _copy_rows(tensor, rows)
+                    for tensor in (labels, entropy, normalizer, grad_logprobs, grad_entropy)
+                ),
                 ctx.temperature,
             )
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
@@ -128,30 +131,30 @@ class _TokenLogprobs(Function):
 
 
 def _chunks(length: int, chunk: int) -> list[slice]:
-    """Slices of nearly one size, which spares a compiled function the odd ones."""
+    """Slices of nearly equal size, so that a compiled function sees few shapes."""
     count = -(-length // chunk)
     size = -(-length // max(1, count))
     return [slice(start, min(start + size, length)) for start in range(0, length, max(1, size))]
 
 
-def _part(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    """A copy: a compiled function would be compiled again for a view that begins elsewhere."""
+def _copy_rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    """Copy rows of a tensor: for a view at another offset a function would be compiled again."""
     return None if tensor is None else tensor[rows].clone()
 
 
 def _logits(hidden: Tensor, weight: Tensor, rows: slice, support: Support | None) -> Tensor:
-    """[their number, V] in the model's dtype, new."""
+    """[n, V] logits of n rows in the model's dtype, in new memory."""
     logits = hidden[rows] @ weight.t()
     if support is not None:
-        support.cut(logits, rows)
+        support.mask_logits(logits, rows)
     return logits
 
 
-# ---- over the vocabulary: these may overwrite the logits that they are given
+# ---- over the vocabulary; these functions may overwrite their logits
 
 
-def _look(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each label, entropy, and the log of the sum that normalises a token, fp32 [T] each."""
+def _logprobs_of_labels(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each label, entropy, and log-sum-exp of the logits, fp32 [T] each."""
     scaled = logits.float().div_(temperature)
     normalizer = scaled.logsumexp(-1)
     logprobs = scaled.gather(1, labels[:, None])[:, 0] - normalizer
@@ -159,7 +162,7 @@ def _look(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, T
     return logprobs, -logp.exp().mul_(logp.clamp_(min=LOWEST)).sum(-1), normalizer
 
 
-def _differentiate(
+def _gradient_of_logits(
     logits: Tensor,
     labels: Tensor,
     entropy: Tensor,
@@ -168,7 +171,7 @@ def _differentiate(
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """Gradient of the loss to the logits, [T, V] in their dtype, rounded once."""
+    """Gradient of the loss with respect to the logits, [T, V] in their dtype, rounded once."""
     logp = logits.float().div_(temperature).sub_(normalizer[:, None])
     surprise = None
     if grad_entropy is not None:
@@ -177,16 +180,16 @@ def _differentiate(
     if surprise is not None:
         surprise.mul_(probability)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    uphill = probability.add_(is_label, alpha=-1)  # the gradient with its sign turned
-    uphill.mul_(0.0 if grad_logprobs is None else grad_logprobs[:, None])
+    negative = probability.add_(is_label, alpha=-1)  # the gradient times -temperature
+    negative.mul_(0.0 if grad_logprobs is None else grad_logprobs[:, None])
     if surprise is not None:
-        uphill.add_(surprise)
-    return uphill.div_(-temperature).to(logits.dtype)
+        negative.add_(surprise)
+    return negative.div_(-temperature).to(logits.dtype)
 
 
-def _kernel(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A function over the vocabulary, in one kernel where that can be made."""
-    return _compiled(function) if _is_compiled(device) else function
+def _compiled_if_possible(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function compiled into one kernel where that is possible, else the function itself."""
+    return _compiled(function) if _can_compile(device) else function
 
 
 @functools.cache
@@ -195,8 +198,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _is_compiled(device: torch.device) -> bool:
-    """True on CUDA where Triton is and finds what it compiles with: `CC`, gcc or clang, and Python's headers."""
+def _can_compile(device: torch.device) -> bool:
+    """True on CUDA if Triton is installed and finds a C compiler (`CC`, gcc or clang) and Python's headers."""
     if device.type != "cuda":
         return False
     names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]

@@ -1,24 +1,30 @@
-"""The loss of one microbatch: an objective, a correction, an average. Pure; called by `step`.
+"""The loss of one microbatch: its terms, an objective, a correction, an average. `step` calls it.
 
-Invariant: a loss is a sum over tokens weighted by `weights`, which depend on the whole step. So packing, gradient
-accumulation and data parallelism only split the sum and never change its value.
+A loss is a sum over tokens with loss weights that depend on the whole step. So packing, gradient accumulation and
+data parallelism only split the sum and never change its value (law 5). The terms of a token depend only on its
+microbatch's arrays and the policy; tokens that are not trained have none.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from laminar_py.config.algorithm import AlgorithmConfig, Divergence, Proximal
-from laminar_py.learner.losses.corrections import CORRECTIONS
-from laminar_py.learner.losses.divergence import ESTIMATORS, k1
-from laminar_py.learner.losses.objectives import Terms, objective_of
-from laminar_py.records.columns import REFERENCE_LOGPROBS
+from laminar_py.config.algorithm import AlgorithmConfig, Divergence, Objective, Proximal
+from laminar_py.learner.distributed import Ranks
+from laminar_py.learner.losses.objectives import CORRECTIONS, ESTIMATORS, Terms, imbalance, k1, objective_of
+from laminar_py.learner.model import policy_logprobs
+from laminar_py.records.batch import MicroBatch
+from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Array
 
 
 def policy_loss(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     """`-sum_t w_t (c_t J_t - kl_coef k_t)` with objective J, correction c and divergence k from the reference.
 
-    A scalar with a gradient to `terms.logprobs`. k1 is part of the advantages instead, see `regularised`. Raises
-    `ConfigError` as `objective_of` does.
+    Returns a scalar with a gradient to `terms.logprobs`. k1 is part of the advantages instead, see
+    `penalised_advantages`. Raises `ConfigError` like `objective_of`.
     """
     objective = objective_of(terms, settings)
     correction = CORRECTIONS[settings.correction](terms, settings)
@@ -29,18 +35,19 @@ def policy_loss(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     return -(terms.weights * total).sum()
 
 
-def regularised(advantages: Tensor, own: Tensor, reference: Tensor, *, coef: float) -> Tensor:
-    """`A - coef (log own - log reference)`: k1 as a cost of each token [N], its own alone, as k2 has it."""
+def penalised_advantages(advantages: Tensor, own: Tensor, reference: Tensor, *, coef: float) -> Tensor:
+    """`A - coef (log own - log reference)`: k1 as a cost of each token, [N], without gradient of its own."""
     return advantages - coef * k1(own.detach(), reference)
 
 
 def proximal_logprobs(
     kind: Proximal, own: Tensor, *, behaviour: Tensor, staleness: Tensor, recomputed: Tensor | None
 ) -> Tensor:
-    """Log-probabilities [N] of the policy that the trust region is around, without gradient.
+    """Log-probabilities [N] of the proximal policy, at the centre of the trust region, without gradient.
 
-    `own` are those of the policy that is trained, `recomputed` those at the start of the step (None: the same),
-    `staleness` [N] counts learner steps: `interpolate` gives `own` at 0, else `b + (1 - 1/d) (own - b)` at d.
+    `own` [N] are those of the trained policy, `recomputed` those at the start of the step (None: the same), and
+    `staleness` [N] counts learner steps. `interpolate` gives `own` at staleness 0, else `b + (1 - 1/d) (own - b)`
+    at staleness d.
 
     Decoupled PPO, Hilton et al. 2022; AReaL, Fu et al. 2025; interpolation: A-3PO, Li et al. 2025.
     """
@@ -53,10 +60,10 @@ def proximal_logprobs(
     return behaviour + share * (now - behaviour)
 
 
-def distilled(advantages: Tensor, own: Tensor, teacher: Tensor, *, coef: float) -> Tensor:
-    """`A + coef (log teacher - log own)`: minus the reverse KL to a teacher, token by token, as advantage [N].
+def distilled_advantages(advantages: Tensor, own: Tensor, teacher: Tensor, *, coef: float) -> Tensor:
+    """`A + coef (log teacher - log own)`: the reverse KL to a teacher as a cost of each token, [N].
 
-    On-policy distillation: Agarwal et al. 2024 (GKD); with one sample of each token, as policy gradient.
+    On-policy distillation as a policy gradient with one sample of each token: Agarwal et al. 2024 (GKD).
     """
     return advantages + coef * (teacher - own.detach())
 
@@ -64,3 +71,79 @@ def distilled(advantages: Tensor, own: Tensor, teacher: Tensor, *, coef: float) 
 def cross_entropy_loss(logprobs: Tensor, *, loss_weights: Tensor) -> Tensor:
     """`-sum_t w_t log pi(token_t)`: the supervised loss of the warm start; tensors are [T]."""
     return -(loss_weights * logprobs).sum()
+
+
+def trained_rows(batch: MicroBatch, device: torch.device) -> Tensor:
+    """[N] rows that predict the trained tokens, ascending."""
+    return torch.tensor(np.flatnonzero(batch.loss_weights), device=device)
+
+
+def make_terms(
+    batch: MicroBatch,
+    rows: Tensor,
+    logprobs: Tensor,
+    settings: AlgorithmConfig,
+    *,
+    recomputed: Tensor | None = None,
+    log_partition: Tensor | None = None,
+) -> Terms:
+    """Build the inputs of the loss for `rows` [N], where the policy has `logprobs` [N].
+
+    `recomputed` [N] are the policy's log-probabilities at the start of the step, `log_partition` [G] the estimate
+    for each group of the step. Raises AssertionError if the microbatch lacks a column of the algorithm.
+    """
+
+    def at_rows(values: Array) -> Tensor:
+        return torch.tensor(values, device=rows.device)[rows]
+
+    behaviour, advantages, staleness = map(at_rows, (batch.behaviour_logprobs, batch.advantages, batch.staleness))
+    missing = {column.name for column in settings.columns} - batch.columns.keys()
+    assert not missing, f"algorithm {settings.name} has no {', '.join(sorted(missing))} in a microbatch"
+    columns = {name: at_rows(values) for name, values in batch.columns.items()}
+    if settings.teacher_coef > 0:
+        advantages = distilled_advantages(
+            advantages, logprobs, columns[TEACHER_LOGPROBS], coef=settings.teacher_coef
+        )
+    if settings.kl_coef > 0 and settings.kl_estimator is Divergence.K1:
+        advantages = penalised_advantages(advantages, logprobs, columns[REFERENCE_LOGPROBS], coef=settings.kl_coef)
+    proximal = proximal_logprobs(
+        settings.proximal, logprobs, behaviour=behaviour, staleness=staleness, recomputed=recomputed
+    )
+    ends = torch.tensor(batch.cu_seqlens[1:], device=rows.device)
+    responses = torch.tensor(batch.responses, dtype=torch.int64, device=rows.device)
+    groups = torch.tensor(batch.groups, device=rows.device)
+    return Terms(
+        logprobs=logprobs,
+        behaviour=behaviour,
+        proximal=proximal,
+        advantages=advantages,
+        weights=at_rows(batch.loss_weights),
+        staleness=staleness,
+        response=responses[torch.bucketize(rows, ends, right=True)],
+        rewards=torch.tensor(batch.rewards, device=rows.device),
+        groups=groups,
+        columns=columns,
+        log_partition=None if log_partition is None else log_partition[groups],
+    )
+
+
+def estimate_partition(
+    model: PreTrainedModel, microbatches: Sequence[MicroBatch], settings: AlgorithmConfig, ranks: Ranks
+) -> Tensor | None:
+    """Estimate log Z of each group of the step, [G], by the policy at its start; None if the objective needs none.
+
+    It is minus the mean imbalance of the group's responses: VarGrad, see `losses.objectives.balance`. Collective.
+    """
+    if settings.objective is not Objective.BALANCE:
+        return None
+    num_groups = 1 + max(int(batch.groups.max()) for batch in microbatches)
+    sums = torch.zeros(2, int(ranks.max(num_groups)), device=ranks.device)
+    for batch in microbatches:
+        with torch.no_grad():
+            rows = trained_rows(batch, ranks.device)
+            logprobs, _ = policy_logprobs(model, batch, rows)
+        terms = make_terms(batch, rows, logprobs, settings)
+        counts = (terms.response_sum(torch.ones_like(terms.weights)) > 0).to(sums.dtype)
+        sums.index_add_(1, terms.groups, torch.stack([imbalance(terms, settings) * counts, counts]))
+    ranks.reduce_tensor(sums)
+    return -sums[0] / sums[1].clamp(min=1)

@@ -1,8 +1,10 @@
-"""Policy objectives: what each token adds to the sum that the learner maximises. Pure; called by `loss`.
+"""What each token adds to the sum that the learner maximises: objectives, corrections, and KL estimators. Pure.
 
-Each takes `Terms` of one microbatch and gives [N]. With lp the new log-probability, x the proximal one (see
-`config.algorithm.Proximal`), r = exp(lp - x) and A the advantage of a token. What other policies drew is
-corrected for by `corrections`, how tokens are averaged is in the loss weights.
+`loss` calls them. Objectives and corrections take the `Terms` of one microbatch and give [N]. With lp the new
+log-probability, x the proximal one (see `config.algorithm.Proximal`), b that of the behaviour policy and A the
+advantage, r = exp(lp - x) is the ratio that an objective bounds. c = exp(x - b) corrects for tokens that another
+policy drew; staleness, and the numerics of engine and learner, move it away from 1. The loss weights say how
+tokens are averaged.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,25 +14,25 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from laminar_py.config.algorithm import ALGORITHMS, AlgorithmConfig, Objective
+from laminar_py.config.algorithm import ALGORITHMS, AlgorithmConfig, Correction, Divergence, Objective
 from laminar_py.config.section import ConfigError
 from laminar_py.records.columns import REFERENCE_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Inputs of a loss, for the N trained tokens of R responses. Gradients go to `logprobs`."""
+    """Inputs of a loss, for the N trained tokens of R responses; only `logprobs` has a gradient."""
 
-    logprobs: Tensor  # [N] of the policy that is trained
+    logprobs: Tensor  # [N] of the trained policy
     behaviour: Tensor  # [N] of the policy that drew the token
-    proximal: Tensor  # [N] that the trust region is around
+    proximal: Tensor  # [N] of the policy at the centre of the trust region
     advantages: Tensor  # [N]
     weights: Tensor  # [N] loss weights, above 0
     staleness: Tensor  # [N] learner steps since the weights that made the token
-    response: Tensor  # [N] int64, the response that each token is of
+    response: Tensor  # [N] int64, place of each token's response
     rewards: Tensor  # [R] of whole responses
     groups: Tensor  # [R] place of each response's group in the step
-    columns: Mapping[str, Tensor]  # by name, each [N]: what the algorithm has declared
+    columns: Mapping[str, Tensor]  # by name, each [N], as the algorithm declares them
     log_partition: Tensor | None = None  # [R] estimate for the prompt of each response
 
     def response_mean(self, values: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
 
     The cap acts where the clip does not, at r > 1 + clip_high with A < 0, where the product is unbounded: there
     value and gradient are `cap A` and `cap A grad lp`, so a bad token that became likelier is still pushed down,
-    with bounded force (dual clip has the same value there and no gradient).
+    with bounded force. Dual clip has the same value there and no gradient.
 
     PPO, Schulman et al. 2017, eq. 7; GRPO, Shao et al. 2024, eq. 3; two bounds: DAPO, Yu et al. 2025, section 3.1;
     truncation: IMPALA, Espeholt et al. 2018, section 4.1; dual clip: Ye et al. 2020.
@@ -75,7 +77,7 @@ def sequence_clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
 
 
 def weighted(terms: Terms, settings: AlgorithmConfig) -> Tensor:
-    """`sg(clip(r, 1 - clip_low, 1 + clip_high)) A lp`: no token loses its gradient, its weight is bounded.
+    """`sg(clip(r, 1 - clip_low, 1 + clip_high)) A lp`: each token keeps its gradient, with a bounded weight.
 
     With x = behaviour: CISPO, MiniMax-M1 2025, eq. 4; AIPO, LlamaRL, Wu et al. 2025, section 6 (no lower bound).
     Where r is 1 it is REINFORCE, e.g. RLOO, Ahmadian et al. 2024.
@@ -97,13 +99,13 @@ def balance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
 
 
 def imbalance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
-    """d of each response, [R]; see `balance`."""
+    """[R] imbalance d of each response, see `balance`."""
     reference = terms.columns[REFERENCE_LOGPROBS]
     return terms.response_sum(terms.logprobs - reference) - terms.rewards / settings.beta
 
 
 def clipped_ratio(terms: Terms, settings: AlgorithmConfig) -> Tensor:
-    """The ratio that the objective clips, [N], without gradient."""
+    """[N] ratio that the objective clips, without gradient."""
     gap = terms.logprobs.detach() - terms.proximal
     return (terms.response_mean(gap) if settings.objective is Objective.SEQUENCE_CLIP else gap).exp()
 
@@ -118,25 +120,103 @@ OBJECTIVES: dict[Objective, PolicyObjective] = {
 
 
 def objective_of(terms: Terms, settings: AlgorithmConfig) -> Tensor:
-    """[N] of the algorithm's own objective, or of the built-in one that its settings name.
+    """[N] values of the objective that the algorithm brings, or of the built-in one that its settings name.
 
-    Raises `ConfigError` if an algorithm's own objective fails, or gives anything else.
+    Raises `ConfigError` if an objective of a package raises, or does not return [N] numbers.
     """
     own = ALGORITHMS.get(settings.name).objective
     if own is None:
         return OBJECTIVES[settings.objective](terms, settings)
     try:
         found: object = own(terms, settings)
-    except (torch.OutOfMemoryError, MemoryError):  # the microbatch is too large, which is no fault of the package
+    except (torch.OutOfMemoryError, MemoryError):  # too large a microbatch is no fault of the package
         raise
-    except Exception as error:  # a package of somebody else's may raise anything
+    except Exception as error:  # code of another package may raise anything
         line = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
             f"algorithm.name={settings.name}: its objective raised {line}; mend that package"
         ) from error
     if not isinstance(found, Tensor) or found.shape != terms.logprobs.shape:
         raise ConfigError(
-            f"algorithm.name={settings.name}: its objective gives no tensor of {len(terms.logprobs)} numbers;"
+            f"algorithm.name={settings.name}: its objective returned no tensor of {len(terms.logprobs)} numbers;"
             " return one for each trained token"
         )
     return found
+
+
+def no_correction(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """1 for each token."""
+    return torch.ones_like(terms.behaviour)
+
+
+def truncate(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`min(c, high)`: truncated importance sampling, Yao et al. 2025 (TIS); AReaL, Fu et al. 2025, eq. 5."""
+    return _ratio(terms).clamp(max=settings.correction_high)
+
+
+def mask_above(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`c 1[c <= high]`: masked importance sampling (MIS), Liu et al. 2025."""
+    ratio = _ratio(terms)
+    return torch.where(ratio <= settings.correction_high, ratio, 0.0)
+
+
+def mask_outside(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`c 1[low <= c <= high]`: IcePop, Ring-1T, Ling team 2025."""
+    ratio = _ratio(terms)
+    inside = (ratio >= settings.correction_low) & (ratio <= settings.correction_high)
+    return torch.where(inside, ratio, 0.0)
+
+
+def mask_sequences(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`1[low <= exp(mean_t(lp - b)) <= high]`, one value for all tokens of a response: geometric sequence mask."""
+    ratio = terms.response_mean(terms.logprobs.detach() - terms.behaviour).exp()
+    return ((ratio >= settings.correction_low) & (ratio <= settings.correction_high)).to(ratio.dtype)
+
+
+def mask_negative(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`1 - 1[A < 0 and exp(mean_t(b - lp)) > high]`: do not push down a response that has become unlikely.
+
+    Off-policy sequence masking, DeepSeek-V3.2 2025, with `log high` its threshold.
+    """
+    ratio = terms.response_mean(terms.behaviour - terms.logprobs.detach()).exp()
+    return 1.0 - ((terms.advantages < 0) & (ratio > settings.correction_high)).to(ratio.dtype)
+
+
+def _ratio(terms: Terms) -> Tensor:
+    return (terms.proximal - terms.behaviour).exp()
+
+
+OffPolicyCorrection: TypeAlias = Callable[[Terms, AlgorithmConfig], Tensor]
+CORRECTIONS: dict[Correction, OffPolicyCorrection] = {
+    Correction.NONE: no_correction,
+    Correction.TIS: truncate,
+    Correction.MIS: mask_above,
+    Correction.ICEPOP: mask_outside,
+    Correction.SEQUENCE_MASK: mask_sequences,
+    Correction.NEGATIVE_MASK: mask_negative,
+}
+
+
+# ---- estimators of KL(policy || reference), Schulman, "Approximating KL divergence", 2020. Each takes the
+# log-probabilities [T] of policy and reference on tokens that the policy drew, and gives [T] in nats. k1 and k3
+# have the divergence as their mean, and k2 has its gradient (Tang and Munos 2025).
+
+
+def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """`log p - log q`: unbiased, may be negative. Its gradient has mean 0, so it belongs in the advantage."""
+    return logprobs - reference
+
+
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """`(log p - log q)^2 / 2`: biased, with an unbiased gradient."""
+    return 0.5 * (logprobs - reference).square()
+
+
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """`q / p - 1 - log(q / p)`: unbiased, never negative; its gradient is that of KL(reference || policy)."""
+    gap = reference - logprobs
+    return gap.expm1() - gap
+
+
+Estimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+ESTIMATORS: dict[Divergence, Estimator] = {Divergence.K1: k1, Divergence.K2: k2, Divergence.K3: k3}

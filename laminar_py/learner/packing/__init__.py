@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from laminar_py.learner.packing.balance import PackedT as PackedT
     from laminar_py.learner.packing.balance import attention_share as attention_share
     from laminar_py.learner.packing.balance import sequence_cost as sequence_cost
+    from laminar_py.learner.packing.buffer import StreamPacker as StreamPacker
+    from laminar_py.learner.packing.buffer import choose_groups as choose_groups
     from laminar_py.learner.packing.packer import Packed as Packed
-    from laminar_py.learner.packing.packer import assign as assign
+    from laminar_py.learner.packing.packer import assign_bins as assign_bins
     from laminar_py.learner.packing.packer import microbatches as microbatches
     from laminar_py.learner.packing.packer import pack as pack
     from laminar_py.learner.packing.packer import step_terms as step_terms
-    from laminar_py.learner.packing.stream import StreamPacker as StreamPacker
-    from laminar_py.learner.packing.window import choose as choose
 else:
     __getattr__ = public_names(__name__)

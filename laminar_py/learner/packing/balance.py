@@ -1,8 +1,8 @@
-"""Cost of a sequence to the learner; distribution of sequences to bins, and of bins to ranks. Pure.
+"""Cost of a sequence to the learner; how sequences are put into bins, and bins dealt to ranks. Pure.
 
-Called by `packing.packer` and `packing.stream`. Every microbatch index is a barrier, since collectives join the
-ranks there: what counts is the sum over indices of the slowest rank. So bins are filled first, whatever the rank,
-and alike ones share an index.
+`packer` and `buffer` call it. Ranks meet in collectives at every microbatch index, so a step takes the sum over
+indices of the slowest rank. So bins are filled first, whatever their rank, and bins of similar cost share an
+index.
 """
 
 import heapq
@@ -11,28 +11,44 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.records.finished import Packable
 
 PackedT = TypeVar("PackedT", bound=Packable)
 
 
 def sequence_cost(length: int, *, attention_share: float) -> float:
-    """FLOPs of one sequence in units of one token's linear layers: `L + attention_share * L^2`."""
+    """FLOPs of one sequence, in units of one token's linear layers: `L + attention_share * L^2`."""
     return length + attention_share * length * length
 
 
 def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int) -> float:
-    """Ratio b / a of `a T + b sum L^2`: causal attention (2 * layers * hidden) to linear layers (2 * N)."""
+    """Ratio of a token pair's causal attention (2 * layers * hidden) to a token's linear layers (2 * N)."""
     return num_layers * hidden_size / num_parameters
+
+
+def emulated_step_s(times: LearnerTimes, lengths: Sequence[Sequence[int]], *, devices: int) -> float:
+    """Seconds of an optimizer step on emulated GPUs: each microbatch runs on one device, the busiest one counts.
+
+    `lengths` are the tokens of each sequence of each microbatch. The emulated learner and the simulator call it.
+    """
+    share = attention_share(
+        hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
+    )
+    costs = [sum(sequence_cost(length, attention_share=share) for length in batch) for batch in lengths]
+    busy = [0.0] * devices
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(busy, busy[0] + cost)  # on the least busy device
+    return times.optimizer_s + max(busy) / times.train_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry(Generic[PackedT]):
-    """A trajectory that is to be packed, e.g. `Entry(trajectory, 441, 41)`; counted once, not at every look."""
+    """A trajectory to pack, with its tokens counted once, e.g. `Entry(trajectory, 441, 41)`."""
 
     trajectory: PackedT
     num_tokens: int
-    num_trained: int  # response tokens that something is to be learned of
+    num_trained: int  # response tokens with a loss
 
 
 def make_entry(trajectory: PackedT) -> Entry[PackedT]:
@@ -55,21 +71,21 @@ class Bin(Generic[PackedT]):
 
 
 def make_bin(entries: Iterable[Entry[PackedT]]) -> Bin[PackedT]:
-    """A bin of these trajectories."""
+    """Put these trajectories into one bin."""
     members = tuple(entries)
     lengths = [entry.num_tokens for entry in members]
     trained = sum([entry.num_trained for entry in members])
     return Bin(members, sum(lengths), trained, sum([length * length for length in lengths]))
 
 
-def fit(entries: Sequence[Entry[PackedT]], *, max_tokens: int) -> list[Bin[PackedT]]:
-    """Pack trajectories into bins. Raises ValueError for a sequence that is longer than `max_tokens`."""
+def fit_bins(entries: Sequence[Entry[PackedT]], *, max_tokens: int) -> list[Bin[PackedT]]:
+    """Pack trajectories into few bins of `max_tokens`. Raises ValueError for a longer sequence."""
     packed = best_fit([entry.num_tokens for entry in entries], max_tokens)
     return [make_bin([entries[i] for i in members]) for members in packed]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices in bins of at most `capacity` tokens: longest first, each to the fullest bin that has room.
+    """Pack indices into bins of at most `capacity` tokens: longest first, each into the fullest bin with room.
 
     O(n log n) comparisons. Raises ValueError for a sequence that is longer than `capacity`.
     """
@@ -91,13 +107,13 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def deal(
+def deal_bins(
     bins: Sequence[Bin[PackedT]], *, ranks: int, capacity: int, attention_share: float
 ) -> list[list[Bin[PackedT]]]:
-    """[n][ranks] bins: those of one index are alike in cost, and the cheapest index is levelled over the ranks.
+    """Deal bins to [n][ranks], so that the bins of one index have similar costs.
 
-    With a number of bins that `ranks` does not divide, that index would have empty ones: what its bins hold is
-    spread anew, so that all ranks share the slack.
+    The cheapest index gets the remainder, which `ranks` may not divide: its sequences are packed again in as many
+    bins as there are ranks, so that all ranks share the slack.
     """
     if not bins:
         return []
@@ -105,7 +121,7 @@ def deal(
     whole = (len(ordered) - 1) // ranks * ranks
     entries = [entry for item in ordered[whole:] for entry in item.entries]
     lengths = [entry.num_tokens for entry in entries]
-    levelled = level(lengths, ranks, capacity=capacity, attention_share=attention_share)
+    levelled = level_costs(lengths, ranks, capacity=capacity, attention_share=attention_share)
     if levelled is None:
         last = ordered[whole:] + [make_bin(())] * (whole + ranks - len(ordered))
     else:
@@ -113,8 +129,10 @@ def deal(
     return [*(ordered[start : start + ranks] for start in range(0, whole, ranks)), last]
 
 
-def level(lengths: Sequence[int], bins: int, *, capacity: int, attention_share: float) -> list[list[int]] | None:
-    """Indices in `bins` lists of nearly equal cost: longest first, each to the cheapest; None if one overflows."""
+def level_costs(
+    lengths: Sequence[int], bins: int, *, capacity: int, attention_share: float
+) -> list[list[int]] | None:
+    """Put indices into `bins` lists of similar cost: longest first, into the cheapest; None if one overflows."""
     heap = [(0.0, index) for index in range(bins)]
     out: list[list[int]] = [[] for _ in range(bins)]
     rooms = [capacity] * bins

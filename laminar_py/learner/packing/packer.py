@@ -1,10 +1,13 @@
-"""Finished trajectories to varlen microbatches. Pure.
+"""Packs finished trajectories into microbatches of variable lengths. Pure.
 
-The controller decides by their numbers which trajectories share a microbatch (`assign`); the rank that trains on
-them reads their tokens and writes the arrays, one microbatch at a time (`microbatches`).
-Invariants: no microbatch exceeds `max_tokens`; all ranks get equally many; every trained token stands in exactly
-one; loss weights of all microbatches together sum to 1 (less where staleness reweights, or responses of groups
-without signal are left out).
+The controller decides from token counts which trajectories share a microbatch (`assign_bins`). The rank that
+trains on them reads their tokens and writes the arrays, one microbatch at a time (`microbatches`). No microbatch
+exceeds `max_tokens`, all ranks get equally many, and each trained token is in exactly one. The loss weights of all
+microbatches sum to 1, or less where staleness reweights or groups without signal are left out (law 5;
+`tests/packing/test_packer.py::test_every_trained_token_stands_in_one_microbatch_of_bounded_size`).
+
+A trajectory is one sequence, or several where its response is a tree (`records.tree`); its sequences are adjacent.
+At most one row predicts a response token, a row of the token's own sequence; no row does where the token is first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.config.algorithm import Aggregation
-from laminar_py.learner.packing.balance import Bin, Entry, PackedT, deal, fit, make_entry
-from laminar_py.learner.packing.layout import Layout, lay_out, next_ids, positions
+from laminar_py.learner.packing.balance import Bin, Entry, PackedT, deal_bins, fit_bins, make_entry
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
@@ -28,18 +30,106 @@ from laminar_py.records.returns import Returns, earlier_rewards, returns_of
 from laminar_py.records.roles import role_advantages, role_returns
 from laminar_py.records.spans import versions_of
 from laminar_py.records.trajectory import Trajectory
+from laminar_py.records.tree import TokenPath, is_tree, sequences_of
+
+Chosen: TypeAlias = slice | IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedResponse:
+    """The `rows` of a microbatch that predict response tokens, and the `places` of these tokens in the response.
+
+    E.g. of a trajectory that comes first and has 3 tokens of prompt and 2 of response:
+    `PlacedResponse(slice(2, 4), slice(0, 2))`.
+    """
+
+    rows: Chosen
+    places: Chosen
+
+    def mask_ids(self, mask: SamplingMask) -> IntArray:
+        """Token ids in a sampling mask of the response, reordered as the rows are."""
+        if isinstance(self.places, slice):
+            return mask.ids
+        ends = np.cumsum(mask.counts)
+        return np.concatenate([mask.ids[ends[place] - mask.counts[place] : ends[place]] for place in self.places])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where S sequences of R trajectories lie in the T rows of a microbatch."""
+
+    ids: IntArray  # [T]
+    lengths: list[int]  # [S]
+    responses: IntArray  # [S] place of each sequence's trajectory
+    placed: list[PlacedResponse]  # [R]
+
+
+def lay_out(bundle: Sequence[Trajectory]) -> Layout:
+    """Lay the sequences of trajectories end to end."""
+    ids: list[IntArray] = []
+    lengths: list[int] = []
+    responses: list[int] = []
+    placed: list[PlacedResponse] = []
+    start = 0
+    for index, trajectory in enumerate(bundle):
+        prompt, response = trajectory.prompt_ids, trajectory.response_ids
+        if not is_tree(trajectory.spans):
+            first, end = start + len(prompt), start + len(prompt) + len(response)
+            ids += [prompt, response]
+            lengths.append(end - start)
+            placed.append(PlacedResponse(slice(first - 1, end - 1), slice(0, len(response))))
+        else:
+            paths = sequences_of(trajectory.spans)
+            ids += [part for path in paths for part in _tokens(path, trajectory)]
+            lengths += [path.num_tokens(len(prompt)) for path in paths]
+            placed.append(_place_tree(paths, prompt=len(prompt), start=start))
+            end = start + sum(lengths[len(responses) :])
+        responses += [index] * (len(lengths) - len(responses))
+        start = end
+    return Layout(ids=np.concatenate(ids), lengths=lengths, responses=np.array(responses, np.int32), placed=placed)
+
+
+def row_positions(lengths: Sequence[int]) -> IntArray:
+    """[T] position of each row in its sequence."""
+    return np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+
+
+def next_ids(ids: IntArray, lengths: Sequence[int]) -> IntArray:
+    """[T] the next token of each row's sequence; 0 for the last row of a sequence."""
+    labels = np.zeros(len(ids), np.int32)
+    labels[:-1] = ids[1:]
+    labels[np.cumsum(lengths) - 1] = 0
+    return labels
+
+
+def _tokens(path: TokenPath, trajectory: Trajectory) -> list[IntArray]:
+    parts = [trajectory.response_ids[start:end] for start, end, _ in path.parts]
+    return [trajectory.prompt_ids, *parts] if path.has_prompt else parts
+
+
+def _place_tree(paths: Sequence[TokenPath], *, prompt: int, start: int) -> PlacedResponse:
+    rows, places = [], []
+    for path in paths:
+        before = prompt if path.has_prompt else 0
+        predicting = start + before - 1 + np.arange(path.length, dtype=np.int32)
+        own: npt.NDArray[np.bool_] = path.own & (predicting >= start)
+        rows.append(predicting[own])
+        places.append(path.places[own])
+        start += path.num_tokens(prompt)
+    return PlacedResponse(np.concatenate(rows), np.concatenate(places))
+
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order of 1
 
-# of one microbatch; without any it is a microbatch that teaches nothing
+# The trajectories of one microbatch. An empty bundle makes a microbatch without trained tokens.
 Bundle: TypeAlias = list[Trajectory]
 
 
 class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights and advantages of a step's tokens, e.g. of 256 trajectories:
+    """How the tokens of a step are weighted and their advantages normalised, e.g. of 256 trajectories:
 
     `StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=256, num_trained=81_920, ages={6: 1, 7: 0})`.
 
@@ -50,14 +140,14 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
     aggregation: Aggregation
     num_trajectories: int  # those without signal included
     num_trained: int  # tokens of all of these
-    ages: dict[int, int] | None = None  # by version, see `records.ages`; None: all tokens are as of now
+    ages: dict[int, int] | None = None  # staleness by version, see `records.ages`; None: 0 for all tokens
     constant: int = 1
-    advantage_mean: float = 0.0  # taken off all advantages
-    advantage_scale: float = 1.0  # and then their factor
-    groups: tuple[str, ...] = ()  # of the step
-    columns: tuple[Column, ...] = ()  # that trajectories have and the loss needs
+    advantage_mean: float = 0.0  # subtracted from all advantages
+    advantage_scale: float = 1.0  # then multiplies them
+    groups: tuple[str, ...] = ()  # ids of the groups in the step
+    columns: tuple[Column, ...] = ()  # of trajectories that the loss needs
 
-    def of(self, trajectory: Trajectory) -> FloatArray:
+    def token_weights(self, trajectory: Trajectory) -> FloatArray:
         """[L] loss weight of each response token, 0 where its loss mask is False."""
         return trajectory.loss_mask * np.float32(trajectory.weight / self._denominator(trajectory))
 
@@ -80,13 +170,13 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
         scale = trajectory.advantage_scale * self.advantage_scale
         return (advantage - scale * earlier).astype(np.float32)
 
-    def places(self, bundle: Bundle) -> IntArray:
-        """[S] place in the step of each trajectory's group."""
+    def group_places(self, bundle: Bundle) -> IntArray:
+        """[R] place of each trajectory's group among the step's groups."""
         place = {group: index for index, group in enumerate(self.groups)}
         return np.array([place[trajectory.group_id] for trajectory in bundle], np.int32)
 
     def staleness(self, trajectory: Trajectory) -> IntArray:
-        """[L] learner steps since the weights, or the older KV cache, that made each token."""
+        """[L] learner steps since the weights that made each token, or since those of its older KV cache."""
         out = np.zeros(len(trajectory.response_ids), np.int32)
         if self.ages is not None:
             for span in trajectory.spans:
@@ -98,18 +188,18 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Packed(Generic[PackedT]):
-    """A step: for each rank its bundles, equally many, and the weights of their tokens."""
+    """A packed step: equally many bundles for each rank, and the terms of all tokens."""
 
     bundles: list[list[list[PackedT]]]  # [ranks][n]
     terms: StepTerms
 
     def microbatches(self: "Packed[Trajectory]", rank: int) -> Sequence[MicroBatch]:
-        """Microbatches of a rank, of trajectories that have their tokens."""
+        """The microbatches of a rank; the trajectories must hold their tokens."""
         return microbatches(self.bundles[rank], self.terms)
 
 
 class Lazy(Sequence[Made], Generic[Given, Made]):
-    """Sequence whose entries are made when they are asked for, and kept by nobody, e.g. `Lazy(texts, len)`."""
+    """A sequence that makes each entry anew at each access and keeps none, e.g. `Lazy(texts, len)`."""
 
     def __init__(self, given: Sequence[Given], make: Callable[[Given], Made]) -> None:
         self._given = given
@@ -129,7 +219,7 @@ class Lazy(Sequence[Made], Generic[Given, Made]):
 
 
 def microbatches(bundles: Sequence[Bundle], terms: StepTerms) -> Sequence[MicroBatch]:
-    """Microbatches of a rank; their arrays are written one microbatch at a time."""
+    """The microbatches of a rank; each access writes the arrays of one, so that only one is in memory."""
     return Lazy(bundles, partial(microbatch, terms=terms))
 
 
@@ -141,10 +231,10 @@ def pack(
     aggregation: Aggregation,
     attention_share: float,
 ) -> Packed[PackedT]:
-    """A step of trajectories that are all there. Raises ValueError for one above `max_tokens`."""
-    bins = fit([make_entry(trajectory) for trajectory in trajectories], max_tokens=max_tokens)
+    """Pack a step of trajectories that are all ready. Raises ValueError for one above `max_tokens`."""
+    bins = fit_bins([make_entry(trajectory) for trajectory in trajectories], max_tokens=max_tokens)
     terms = step_terms(bins, aggregation=aggregation)
-    return assign(bins, terms, max_tokens=max_tokens, ranks=ranks, attention_share=attention_share)
+    return assign_bins(bins, terms, max_tokens=max_tokens, ranks=ranks, attention_share=attention_share)
 
 
 def step_terms(
@@ -157,12 +247,12 @@ def step_terms(
     normalises: bool = False,
     columns: Sequence[Column] = (),
 ) -> StepTerms:
-    """Terms of the step that these bins are; `normalises` advantages by their mean and deviation in the step.
+    """Compute the terms of a step with these bins; `normalises` its advantages by their mean and deviation.
 
-    `silent_tokens` are the trained tokens of responses without signal, which are left out since their advantage
-    is 0 (but for `algorithm.overlong_tokens`, which they are spared). They count in every mean, so that the
-    gradient is what it would be with them, and a group weighs the same beside many of them as beside few: which
-    groups share a step is a matter of how long they take.
+    `silent_tokens` are the trained tokens of responses without signal. Such responses are left out, since their
+    advantage is 0 (`algorithm.overlong_tokens` does not count for them). They still count in every mean, so that
+    the gradient is as with them, and a group weighs the same beside many of them as beside few. Otherwise a
+    group's weight would depend on which groups happened to finish at the same time.
     """
     entries = [entry for item in bins for entry in item.entries]
     mean, scale = _normalisation(entries) if normalises else (0.0, 1.0)
@@ -180,9 +270,9 @@ def step_terms(
 
 
 def _normalisation(entries: Sequence[Entry[PackedT]]) -> tuple[float, float]:
-    """Mean of the step's advantages, and 1 over their deviation, each trained token counting once.
+    """Mean of the step's advantages, and 1 over their deviation; each trained token counts once.
 
-    REINFORCE++, Hu et al. 2025, eq. 10; where whole responses are scored, a token's return is its response's.
+    REINFORCE++, Hu et al. 2025, eq. 10. Where whole responses are scored, a token's return is its response's.
     """
     trained = [entry for entry in entries if entry.num_trained]
     if not trained:
@@ -197,13 +287,13 @@ def _normalisation(entries: Sequence[Entry[PackedT]]) -> tuple[float, float]:
 
 
 def _returns(trajectory: Packable) -> Returns:
-    """Advantages of a trajectory's trained tokens in short."""
+    """Mean and variance of the advantages of a trajectory's trained tokens."""
     if trajectory.roles:
         return role_returns(trajectory.roles, trajectory.spans)
     return returns_of(trajectory.advantage, trajectory.earned)
 
 
-def assign(
+def assign_bins(
     bins: Sequence[Bin[PackedT]],
     terms: StepTerms,
     *,
@@ -212,12 +302,12 @@ def assign(
     attention_share: float,
     stand_ins: Mapping[str, PackedT] | None = None,
 ) -> Packed[PackedT]:
-    """Bins to ranks, the most costly first, balanced by FLOPs; at least one bundle each.
+    """Assign bins to ranks, the most costly first, balanced by FLOPs; each rank gets at least one bundle.
 
-    `stand_ins` take the places of trajectories of the same id. Where there is too little for all ranks some
-    bundles are empty, since every rank takes part in every collective.
+    `stand_ins` replace trajectories of the same id. Where there are too few for all ranks some bundles are empty,
+    since every rank takes part in every collective.
     """
-    indices = deal(bins, ranks=ranks, capacity=max_tokens, attention_share=attention_share)
+    indices = deal_bins(bins, ranks=ranks, capacity=max_tokens, attention_share=attention_share)
     bundles = [[[entry.trajectory for entry in index[rank].entries] for index in indices] for rank in range(ranks)]
     if stand_ins:
         bundles = [[[stand_ins.get(t.id, t) for t in bundle] for bundle in mine] for mine in bundles]
@@ -225,16 +315,16 @@ def assign(
 
 
 def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
-    """Arrays of the trajectories that share a microbatch."""
+    """Write the arrays of the trajectories that share a microbatch."""
     if not bundle:
-        return _nothing(terms)
+        return _untrained_microbatch(terms)
     layout = lay_out(bundle)
     total = len(layout.ids)
     loss_weights, logprobs, advantages = (np.zeros(total, np.float32) for _ in range(3))
     staleness, counts = np.zeros(total, np.int32), np.zeros(total, np.int32)
     for trajectory, placed in zip(bundle, layout.placed, strict=True):
         rows, places = placed.rows, placed.places
-        loss_weights[rows] = terms.of(trajectory)[places]
+        loss_weights[rows] = terms.token_weights(trajectory)[places]
         logprobs[rows] = trajectory.logprobs[places]
         advantage = terms.advantages(trajectory)
         advantages[rows] = advantage if isinstance(advantage, float) else advantage[places]
@@ -244,7 +334,7 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
     return MicroBatch(
         input_ids=layout.ids,
         cu_seqlens=np.cumsum([0, *layout.lengths], dtype=np.int32),
-        position_ids=positions(layout.lengths),
+        position_ids=row_positions(layout.lengths),
         labels=next_ids(layout.ids, layout.lengths),
         loss_weights=loss_weights,
         behaviour_logprobs=logprobs,
@@ -252,7 +342,7 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
         staleness=staleness,
         responses=layout.responses,
         rewards=np.array([item.reward or 0.0 for item in bundle], np.float32),
-        groups=terms.places(bundle),
+        groups=terms.group_places(bundle),
         columns={column.name: _column(bundle, layout, column) for column in terms.columns},
         support=_support(bundle, layout, counts),
         experts=_experts(bundle, layout),
@@ -260,7 +350,7 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
 
 
 def _support(bundle: Bundle, layout: Layout, counts: IntArray) -> SamplingMask | None:
-    """Vocabulary that each token was drawn from, `counts` [T] ids of each; None where none is recorded."""
+    """The part of the vocabulary that each token was drawn from, `counts` [T] ids each; None without masks."""
     masks = [
         placed.mask_ids(trajectory.sampling_mask)
         for trajectory, placed in zip(bundle, layout.placed, strict=True)
@@ -270,7 +360,7 @@ def _support(bundle: Bundle, layout: Layout, counts: IntArray) -> SamplingMask |
 
 
 def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
-    """[T] numbers of a column, [L] of each response, where its tokens are predicted."""
+    """[T] values of a column: those [L] of each response, at the rows that predict its tokens."""
     out = np.full(len(layout.ids), column.padding, column.dtype.value)
     for trajectory, placed in zip(bundle, layout.placed, strict=True):
         own = trajectory.columns.get(column.name)
@@ -281,9 +371,9 @@ def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
 
 
 def _experts(bundle: Bundle, layout: Layout) -> npt.NDArray[np.int16] | None:
-    """[T, layers, k] of all sequences; -1 where none are recorded, as of a last token, which is never an input.
+    """[T, layers, k] routed experts of all sequences; -1 where none are recorded; None if no trajectory has any.
 
-    No trajectory whose response is a tree has any: each is one sequence.
+    A last token has none, since it is never an input. A response that is a tree has none, so each is one sequence.
     """
     recorded = [trajectory.routed_experts for trajectory in bundle]
     shapes = {(experts.layers, experts.top_k) for experts in recorded if experts is not None}
@@ -298,8 +388,8 @@ def _experts(bundle: Bundle, layout: Layout) -> npt.NDArray[np.int16] | None:
     return out
 
 
-def _nothing(terms: StepTerms) -> MicroBatch:
-    """A microbatch of one token that teaches nothing."""
+def _untrained_microbatch(terms: StepTerms) -> MicroBatch:
+    """A microbatch of one token without loss, with which a rank without trajectories joins the collectives."""
     zero = np.zeros(1, np.int32)
     nothing = np.zeros(1, np.float32)
     return MicroBatch(

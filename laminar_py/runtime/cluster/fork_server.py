@@ -50,7 +50,7 @@ PRELOADED = (  # what most processes of a run import; a module of a package that
     "laminar_py.runtime.workers.processes.relay",
     "laminar_py.runtime.workers.processes.scorer",
     "laminar_py.runtime.workers.processes.environment",
-    "laminar_py.relay.node.relay_node",
+    "laminar_py.relay.node",
     "laminar_py.relay.subscriber",
     "laminar_py.rollout.replica",
     "laminar_py.rollout.storing",

@@ -14,9 +14,9 @@ import msgspec
 
 from laminar_py.config.cluster import RelayConfig
 from laminar_py.records.codec import decode, encode
-from laminar_py.relay.planning.cost import Links
-from laminar_py.relay.planning.link import LinkSpeed, MeasurementError, measure_link, send_chunks
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay.link_speed import LinkSpeed, MeasurementError, measure_link, send_chunks
+from laminar_py.relay.sockets import RelayKeys
+from laminar_py.relay.tree import Links
 from laminar_py.runtime.cluster.backend import free_port, on_node
 from laminar_py.runtime.cluster.errors import ProcessLostError
 from laminar_py.runtime.cluster.placement import Placement

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from laminar_py.config.section import ConfigError
-from laminar_py.relay.planning import topology
+from laminar_py.relay.tree import Topology
 from laminar_py.runtime.cluster.errors import RunFailedError
 from laminar_py.runtime.cluster.needs import Needs as Needs
 from laminar_py.runtime.cluster.needs import Node as Node
@@ -46,7 +46,7 @@ class Plan:
         places = (place.node for place in parts if place is not None)
         return frozenset(node for node in (*places, *self.relays) if node is not None)
 
-    def relay_of(self, replica: int, tree: topology.Topology) -> int:
+    def relay_of(self, replica: int, tree: Topology) -> int:
         """The relay that a replica pulls from: that of its host, or where all are on one host, leaves in turn."""
         if len(set(self.relays)) == 1:
             return tree.node_of_replica(replica)

@@ -20,8 +20,7 @@ import msgspec
 
 from laminar_py.records.codec import encode
 from laminar_py.records.replica import ReplicaReport, Survey
-from laminar_py.relay.wire.post import MOST_BYTES, Post
-from laminar_py.relay.wire.transport import read_record
+from laminar_py.relay.sockets import MAX_FRAME_BYTES, PeerServer, read_record
 from laminar_py.runtime.link.messages import MOST_LABEL, CallOff, Down, Expect, Look, Order, Reply, Up
 
 LOOK_S = 0.5  # at most, between two looks for lines that are silent, or that have not heard
@@ -30,8 +29,8 @@ RESEND_S = 2.0  # after which orders that were not heard are sent again
 MOST_FRAMES = 128  # heard at once: what waits in the socket for long is sent again
 MOST_REPORTS = 16  # taken in before the event loop goes on with other work
 MOST_REST_S = 0.02  # in which reports gather, where there are many
-FRAME_BYTES = MOST_BYTES // 8  # of orders in one frame, unless one alone is larger
-MOST_ORDER_BYTES = MOST_BYTES - 1024  # the frame has a head
+FRAME_BYTES = MAX_FRAME_BYTES // 8  # of orders in one frame, unless one alone is larger
+MOST_ORDER_BYTES = MAX_FRAME_BYTES - 1024  # the frame has a head
 
 
 class Line:
@@ -172,7 +171,7 @@ class ReplicaHub:
 
     def __init__(
         self,
-        post: Post,
+        post: PeerServer,
         *,
         take: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
         patience_s: float,

@@ -12,8 +12,7 @@ from typing import Protocol
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
-from laminar_py.relay.wire.post import Peer
-from laminar_py.relay.wire.transport import read_record
+from laminar_py.relay.sockets import PeerClient, read_record
 from laminar_py.runtime.link.messages import (
     Abort,
     CallOff,
@@ -79,7 +78,7 @@ class ReplicaLink:
 
     def __init__(
         self,
-        peer: Peer,
+        peer: PeerClient,
         label: str,
         replica: Commanded,
         *,

@@ -17,8 +17,7 @@ import msgspec
 
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
-from laminar_py.relay.wire.post import Peer, Post
-from laminar_py.relay.wire.transport import RelayKeys, SocketError, read_record
+from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, SocketError, read_record
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class TurnReceiver:
     """The end of a process of environments, with an address of its own. Raises `ConfigError` without one."""
 
     def __init__(self, keys: RelayKeys, host: str) -> None:
-        self._post = Post(keys, host)
+        self._post = PeerServer(keys, host)
         self.endpoint = self._post.endpoint
 
     def answer(self, asked: AskedTurn, turn: EnvironmentTurn) -> None:
@@ -104,13 +103,13 @@ class TurnSender:
     def __init__(
         self,
         find: Callable[[], Awaitable[str]],
-        connect: Callable[[str], Peer],
+        connect: Callable[[str], PeerClient],
         answered: Callable[[TurnAnswer], None],
     ) -> None:
         self._find = find
         self._connect = connect
         self._answered = answered
-        self._peer: Peer | None = None
+        self._peer: PeerClient | None = None
         self._endpoint = ""
         self._number = 0  # of the last frame
         self._heard = 0  # frames that have come, or were given up
@@ -169,7 +168,7 @@ class TurnSender:
         while not self._sent():  # noqa: ASYNC110 (nobody tells when the connection is there)
             await asyncio.sleep(UNSENT_S)
 
-    async def _listen(self, peer: Peer) -> None:
+    async def _listen(self, peer: PeerClient) -> None:
         try:
             while True:
                 await peer.wait()

@@ -26,7 +26,7 @@ Each loop is a function below. The queues, each bounded so that nobody waits in 
     lines      Order                  runtime.link.hub                work that replicas have room for
     reports    list[(Line, Report)]   `Handoff` here                  one; the hub waits until it is taken in
     unscored   Unscored               reward.stage                    trajectories that can wait: `max_scored`
-    to refer   FinishedTrajectory     learner.packing.queue           live trajectories
+    to refer   FinishedTrajectory     learner.packing.buffer          live trajectories
     scores     list[Score]            `Handoff` here                  one; a scorer waits until it is taken in
     ready      ReadyGroup             learner.packing.buffer          live trajectories
     copied     version                versions                        one: the learner completes it before the next

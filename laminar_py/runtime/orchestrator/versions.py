@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from laminar_py.records.events import VersionPublished
 from laminar_py.records.weights import Published
-from laminar_py.relay.wire.messages import Manifest
+from laminar_py.relay.messages import Manifest
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.workers.incarnation import Incarnation
 

@@ -28,7 +28,7 @@ from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.observe.trackers import check_trackers
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
-from laminar_py.relay.planning.cost import versions_at_peak
+from laminar_py.relay.tree import versions_at_peak
 from laminar_py.runtime.preflight.problems import Problems, read_problems, read_warm_start, shown_prompt
 from laminar_py.runtime.preflight.rewards import check_rewards
 from laminar_py.runtime.preflight.room import room_fault, store_field

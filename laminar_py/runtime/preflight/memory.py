@@ -3,7 +3,7 @@
 Called by `laminar doctor`, and before a run. The learner's parts are those at its peak, the largest of three
 moments of a step: the output embedding's backward pass, that of a layer, and the reduction of the embeddings'
 gradients at the end. Sizes of activations follow transformers' layers: bf16, with norms in fp32; a norm that
-`learner.norms` has fused takes less.
+`learner.layers` has fused takes less.
 Invariant: states of the learner and weights and KV cache of an engine are exact; activations and what CUDA and its
 allocator keep are estimates.
 """

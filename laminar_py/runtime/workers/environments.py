@@ -11,7 +11,7 @@ from functools import partial
 from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.environment.host import SavedTurns, environments_path
 from laminar_py.records.codec import encode
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation

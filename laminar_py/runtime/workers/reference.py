@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 
-from laminar_py.learner.packing.queue import PackQueue
+from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.records.codec import encode
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.runtime.cluster.part import Part, watched
@@ -51,7 +51,7 @@ class ReferenceStage:
 
     def submit(self, trajectory: FinishedTrajectory) -> None:
         """Take it up as soon as the process is free."""
-        self._queue.put(trajectory)
+        self._queue.add_trajectory(trajectory)
 
     def spawn(self) -> None:
         """Start the process, which has its GPU from then on; `start` starts what runs in it."""
@@ -66,7 +66,7 @@ class ReferenceStage:
 
     async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
         """Log-probabilities of the next trajectories that wait and are wanted. Raises RunFailedError."""
-        return await self._ask(await self._queue.take(wanted=wanted))
+        return await self._ask(await self._queue.next_batch(wanted=wanted))
 
     async def _ask(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
         """Answer on these, by a new process where one dies over them."""

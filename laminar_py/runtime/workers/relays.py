@@ -22,12 +22,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.events import AnyEvent, Pulled, Reattached, Relayed, RelayGaveUp
 from laminar_py.records.protocols import VersionLostError
-from laminar_py.relay.planning import topology
-from laminar_py.relay.planning.cost import Broadcast, settle
-from laminar_py.relay.store.version import MANIFEST, folder_name
-from laminar_py.relay.store.versions import complete_versions
-from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.wire.messages import (
+from laminar_py.relay.messages import (
     Manifest,
     ParentLost,
     RelayEvent,
@@ -35,7 +30,10 @@ from laminar_py.relay.wire.messages import (
     VersionFailed,
     VersionPulled,
 )
-from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.relay.sockets import RelayKeys
+from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
+from laminar_py.relay.subscriber import Subscriber
+from laminar_py.relay.tree import Broadcast, Shape, Topology, choose_tree, grow_tree
 from laminar_py.runtime.cluster.backend import on_node
 from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError, ProcessLostError, RemoteCallError
 from laminar_py.runtime.cluster.links import find_links
@@ -71,14 +69,14 @@ class Relays:
         self._parents: dict[int, tuple[str, ...]] = {}  # endpoints that a node is to follow, nearest first
         self._attached: dict[int, tuple[int, str]] = {}  # replica -> its relay, and the Ray node that was on then
         self._changed = asyncio.Event()  # set, and replaced, when a relay comes up
-        self._shape: topology.Shape | None = None
+        self._shape: Shape | None = None
         self._chunk_bytes = 0
 
     @property
-    def tree(self) -> topology.Topology:
+    def tree(self) -> Topology:
         """The tree now. Its shape is settled once, so that nodes which come later keep to the others' order."""
         assert self._shape is not None, "the tree is known after `start`"
-        return topology.grow(self._shape, self._zones)
+        return grow_tree(self._shape, self._zones)
 
     @property
     def chunk_bytes(self) -> int:
@@ -184,11 +182,11 @@ class Relays:
         assert len(known) == len(hosts), "a first plan has no gaps"
         links = await find_links(relay, known, zones, self._placement, self.keys)
         broadcast = Broadcast(version_bytes(self._config))
-        choice = settle(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
+        choice = choose_tree(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
         cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]
         self._shape = choice.shape
         self._chunk_bytes = max([choice.chunk_bytes, *cut_before])
-        shape = choice.shape.tell(num_zones=len(set(zones)))
+        shape = choice.shape.describe(num_zones=len(set(zones)))
         log.info("relay tree of %d: %s, chunks of %.2f MiB", len(known), shape, self._chunk_bytes / 2**20)
 
     async def _stored(self, hosts: Sequence[tuple[int, str]]) -> list[Manifest]:
@@ -297,7 +295,7 @@ class Relays:
         tree = self.tree
         self._parents = {node: self._parents_in(tree, node) for node in self._keepers}
 
-    def _parents_in(self, tree: topology.Topology, node: int) -> tuple[str, ...]:
+    def _parents_in(self, tree: Topology, node: int) -> tuple[str, ...]:
         planned = self._placement.plan.relays
         known = (parent for parent in tree.ancestors(node) if planned[parent] and parent in self._endpoints)
         return tuple(self._endpoints[parent] for parent in known)

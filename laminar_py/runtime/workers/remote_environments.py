@@ -16,8 +16,7 @@ from blake3 import blake3
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
-from laminar_py.relay.wire.post import Peer
-from laminar_py.relay.wire.transport import Wire
+from laminar_py.relay.sockets import PeerClient, SocketFactory
 from laminar_py.runtime.cluster.backend import NamedPart
 from laminar_py.runtime.link.turns import AskedTurn, TurnAnswer, TurnSender
 
@@ -25,12 +24,12 @@ from laminar_py.runtime.link.turns import AskedTurn, TurnAnswer, TurnSender
 class RemoteEnvironments:
     """Environments in actors of these names; `label` is the replica's, which no other has or had."""
 
-    def __init__(self, names: Sequence[str], wire: Wire, label: str) -> None:
+    def __init__(self, names: Sequence[str], wire: SocketFactory, label: str) -> None:
         self._actors = [NamedPart(name) for name in names]
         self._label = label
         self._numbers = count()
         self._awaited: dict[int, asyncio.Future[EnvironmentTurn]] = {}  # by the number of what was asked
-        connect = partial(Peer, wire, name=label)
+        connect = partial(PeerClient, wire, name=label)
         self._senders = [
             TurnSender(partial(_turns_address, actor), connect, self._answered) for actor in self._actors
         ]

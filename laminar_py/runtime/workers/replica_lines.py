@@ -7,7 +7,7 @@ from another's under the same version, is lost.
 from collections.abc import Awaitable, Callable, Sequence
 
 from laminar_py.records.replica import ReplicaReport, WeightLoad
-from laminar_py.relay.wire.post import Post
+from laminar_py.relay.sockets import PeerServer
 from laminar_py.rollout.outbox import GATHER_S
 from laminar_py.runtime.cluster.backend import LOOPBACK
 from laminar_py.runtime.cluster.errors import PartDiedError
@@ -35,7 +35,7 @@ class ReplicaLines:
         config, placement = incarnation.config, incarnation.placement
         here = placement.here.node if config.cluster.address is not None else None
         self.hub = ReplicaHub(
-            Post(relays.keys, LOOPBACK if here is None else placement.ip(here)),
+            PeerServer(relays.keys, LOOPBACK if here is None else placement.ip(here)),
             take=take,
             patience_s=config.supervisor.heartbeat_timeout_s,
         )

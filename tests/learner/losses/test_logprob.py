@@ -64,7 +64,10 @@ def test_what_a_gpu_compiles_gives_the_same(monkeypatch: pytest.MonkeyPatch, ups
 
 def test_lengths_that_change_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch):
     counter = CompileCounter()
-    made = {name: torch.compile(getattr(logprob, name), backend=counter) for name in ("_look", "_differentiate")}
+    made = {
+        name: torch.compile(getattr(logprob, name), backend=counter)
+        for name in ("_logprobs_of_labels", "_gradient_of_logits")
+    }
     monkeypatch.setattr(logprob, "_kernel", lambda function, _: made[function.__name__])
     seen = []
     for length in (23, 22, 17, 11, 9, 23, 8, 2, 19):
@@ -76,9 +79,9 @@ def test_lengths_that_change_compile_nothing_anew(monkeypatch: pytest.MonkeyPatc
 
 def test_a_gpu_without_a_compiler_has_no_kernels_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog):
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert not logprob._is_compiled.__wrapped__(torch.device("cpu"))
+    assert not logprob._can_compile.__wrapped__(torch.device("cpu"))
     assert not caplog.records
-    assert not logprob._is_compiled.__wrapped__(torch.device("cuda"))
+    assert not logprob._can_compile.__wrapped__(torch.device("cuda"))
     assert "Triton needs gcc or clang" in caplog.text
 
 

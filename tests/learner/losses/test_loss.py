@@ -17,9 +17,13 @@ from laminar_py.config.algorithm import (
     Proximal,
 )
 from laminar_py.config.section import ConfigError
-from laminar_py.learner.losses.divergence import ESTIMATORS
-from laminar_py.learner.losses.loss import distilled, policy_loss, proximal_logprobs, regularised
-from laminar_py.learner.losses.objectives import Terms
+from laminar_py.learner.losses.loss import (
+    distilled_advantages,
+    penalised_advantages,
+    policy_loss,
+    proximal_logprobs,
+)
+from laminar_py.learner.losses.objectives import ESTIMATORS, Terms
 from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype, Source
 
 LENGTHS = (7, 1, 12, 4)
@@ -189,7 +193,7 @@ def test_the_interpolated_policy_lies_nearer_to_the_behaviour_the_fresher_the_to
 
 def test_a_teacher_adds_the_reverse_kl():
     own = torch.tensor([-1.0, -2.0], requires_grad=True)
-    found = distilled(torch.tensor([0.5, 0.5]), own, torch.tensor([-0.5, -4.0]), coef=2.0)
+    found = distilled_advantages(torch.tensor([0.5, 0.5]), own, torch.tensor([-0.5, -4.0]), coef=2.0)
     assert found.tolist() == [1.5, -3.5]
     assert not found.requires_grad
 
@@ -208,7 +212,7 @@ def test_the_divergence_from_a_reference_is_part_of_the_loss(kind: Divergence):
 
 def test_k1_is_a_cost_in_the_advantage():
     own = torch.tensor([-1.0, -2.0], requires_grad=True)
-    found = regularised(torch.tensor([0.5, 0.5]), own, torch.tensor([-0.5, -4.0]), coef=2.0)
+    found = penalised_advantages(torch.tensor([0.5, 0.5]), own, torch.tensor([-0.5, -4.0]), coef=2.0)
     assert found.tolist() == [1.5, -3.5]
     assert not found.requires_grad
 
@@ -300,7 +304,7 @@ def test_an_algorithms_own_objective_takes_the_place_of_the_built_in_one(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("BROKEN", "raised KeyError: 'credits'"), ("SCALAR", "gives no tensor")]
+    ("name", "words"), [("BROKEN", "raised KeyError: 'credits'"), ("SCALAR", "returned no tensor")]
 )
 def test_an_objective_that_fails_is_the_fault_of_its_package(monkeypatch, name, words):
     with pytest.raises(ConfigError, match=f"algorithm.name=own: its objective {words}"):

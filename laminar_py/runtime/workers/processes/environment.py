@@ -23,7 +23,7 @@ class EnvironmentActor(PartActor):
         from laminar_py.environment.calls import EnvironmentCalls
         from laminar_py.environment.host import EnvironmentHost, SavedTurns, environments_path
         from laminar_py.environment.writer import open_writer
-        from laminar_py.relay.wire.transport import RelayKeys
+        from laminar_py.relay.sockets import RelayKeys
         from laminar_py.runtime.link.turns import TurnReceiver
 
         spec = decode(EnvironmentSpec, data)

@@ -38,7 +38,7 @@ class LearnerActor(PartActor):
         return self._one.run(lambda: self._start(decode(LearnerSpec, data)))
 
     def _start(self, spec: LearnerSpec) -> bytes:
-        from laminar_py.relay.store.pages import allow_many_files
+        from laminar_py.relay.pages import allow_many_files
         from laminar_py.runtime.workers.processes.learner_part import LearnerPart
 
         config = open_part(spec, f"learner-{spec.rank}")

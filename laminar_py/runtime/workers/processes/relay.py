@@ -6,7 +6,7 @@ from pathlib import Path
 
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.codec import decode, encode
-from laminar_py.relay.wire.messages import RelayEvent
+from laminar_py.relay.messages import RelayEvent
 from laminar_py.runtime.workers.processes.setup import PartActor, open_part
 from laminar_py.runtime.workers.specs import RelaySpec
 
@@ -18,9 +18,9 @@ class RelayActor(PartActor):
 
     async def start(self, data: bytes) -> str:
         """Bind and run; the node's endpoint."""
-        from laminar_py.relay.node.relay_node import RelayNode
-        from laminar_py.relay.store.pages import allow_many_files
-        from laminar_py.relay.wire.transport import PortInUseError, RelayKeys
+        from laminar_py.relay.node import RelayNode
+        from laminar_py.relay.pages import allow_many_files
+        from laminar_py.relay.sockets import PortInUseError, RelayKeys
 
         allow_many_files()
         spec = decode(RelaySpec, data)
@@ -60,7 +60,7 @@ class RelayActor(PartActor):
 
         `data` has the endpoints of the node's parents, which may have moved.
         """
-        self._node.follow(decode(tuple[str, ...], data))
+        self._node.set_parents(decode(tuple[str, ...], data))
         if self._task.done():
             self._task.result()
         news = encode(self._news)

@@ -13,7 +13,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.protocols import EngineLostError, Environments
-from laminar_py.relay.wire.transport import RelayKeys, Wire
+from laminar_py.relay.sockets import RelayKeys, SocketFactory
 from laminar_py.runtime.cluster.errors import bug_in
 from laminar_py.runtime.workers.processes.setup import PartActor, open_folder, open_part, open_reader
 from laminar_py.runtime.workers.specs import ReplicaSpec
@@ -29,8 +29,8 @@ class ReplicaActor(PartActor):
 
     async def start(self, data: bytes) -> None:
         """Wire engine, relay subscriber and replica."""
+        from laminar_py.relay.sockets import PeerClient, peer_sockets
         from laminar_py.relay.subscriber import Subscriber
-        from laminar_py.relay.wire.post import Peer, peer_wire
         from laminar_py.rollout.replica import Replica
         from laminar_py.rollout.storing import SegmentStore
         from laminar_py.runtime.link.replica_link import ReplicaLink
@@ -50,7 +50,7 @@ class ReplicaActor(PartActor):
         with _telling_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         keys = RelayKeys(spec.public_key, spec.secret_key)
-        wire = peer_wire(keys)
+        wire = peer_sockets(keys)
         self._weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=keys)
         self._listening = asyncio.create_task(self._weights.run(), name="subscriber")
         self._replica = Replica(
@@ -71,7 +71,7 @@ class ReplicaActor(PartActor):
             environments=_environments(config, spec, wire),
         )
         self._config = config
-        peer, attach = Peer(wire, spec.hub, spec.label), self._weights.attach
+        peer, attach = PeerClient(wire, spec.hub, spec.label), self._weights.attach
         link = ReplicaLink(peer, spec.label, self._replica, attach=attach, quiet_s=spec.pace.quiet_s)
         self._task = asyncio.create_task(self._replica.run(), name="replica")
         self._link = asyncio.create_task(link.run(), name="link")
@@ -102,7 +102,7 @@ class ReplicaActor(PartActor):
                     task.result()
 
 
-def _environments(config: RunConfig, spec: ReplicaSpec, wire: Wire) -> Environments | None:
+def _environments(config: RunConfig, spec: ReplicaSpec, wire: SocketFactory) -> Environments | None:
     """Environments of the trajectories here: processes of their own, or a model of them in this one."""
     from laminar_py.engines.emulated.turns import environments_of
     from laminar_py.runtime.workers.remote_environments import RemoteEnvironments

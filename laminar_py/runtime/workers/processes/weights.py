@@ -29,11 +29,10 @@ class WeightsActor(PartActor):
     def publish(self, data: bytes) -> bytes:
         """`Published`, once the version is complete; a version that an earlier process left is taken as it is."""
         from laminar_py.engines.model_sizes import served_dtype
+        from laminar_py.relay.messages import Manifest
+        from laminar_py.relay.pages import allow_many_files
         from laminar_py.relay.publisher import Publisher
-        from laminar_py.relay.store.pages import allow_many_files
-        from laminar_py.relay.store.version import MANIFEST, folder_name
-        from laminar_py.relay.store.versions import complete_versions
-        from laminar_py.relay.wire.messages import Manifest
+        from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
 
         spec = decode(WeightsSpec, data)
         model = open_part(spec, "weights").model.path

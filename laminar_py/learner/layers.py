@@ -1,0 +1,206 @@
+"""Changes to a model's layers: activation recomputation, compilation, fused norms, replay of routed experts.
+
+`step` recomputes and compiles before it shards; `model` fuses norms and hooks routers. Recomputation and
+compilation change results by fp32 rounding at most (`tests/learner/test_layers.py`). `fuse_norms` replaces a
+norm only where a trial gives the same result; the fused norm rounds once instead of twice.
+"""
+
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transformers import PreTrainedModel
+
+from laminar_py.config.learner import Recompute
+from laminar_py.config.section import ConfigError
+from laminar_py.records.batch import MicroBatch
+
+PRODUCTS = {"aten::mm", "aten::addmm"}
+ATTENTION = {
+    "torch_attn::_varlen_attn",
+    "flash_attn::_flash_attn_varlen_forward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+}
+EPSILON_NAMES = ("variance_epsilon", "eps")  # attributes that hold the number added to the mean square
+TRIAL_ROWS, TRIAL_TOLERANCE = 4, 1e-5  # in fp32
+# Model types whose routers take a softmax over all experts, then the k largest.
+REPLAYABLE = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral")
+
+
+def recompute_activations(model: PreTrainedModel, kind: Recompute) -> None:
+    """Let each layer keep only its input for the backward pass; `selective` keeps attention and half the GEMMs."""
+    how: dict[str, Any] = {"use_reentrant": False}
+    if kind is Recompute.SELECTIVE:
+        how["context_fn"] = _selective_contexts
+    if kind is not Recompute.NONE:
+        for layer in model.base_model.layers:
+            layer.forward = _checkpointed(layer.forward, how)
+
+
+def _checkpointed(forward: Callable[..., Tensor], how: dict[str, Any]) -> Callable[..., Tensor]:
+    """Wrap a forward in a checkpoint. A closure, since the compiler does not look into a `functools.partial`."""
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = checkpoint(forward, *args, **how, **kwargs)
+        return output
+
+    return checkpointed
+
+
+def _selective_contexts() -> tuple[object, object]:
+    """Contexts for one layer's forward pass and for its recomputation; both must make the same choices."""
+    products: Counter[bool] = Counter()
+
+    def policy(context: SelectiveCheckpointContext, op: Any, *_: object, **__: object) -> CheckpointPolicy:
+        if op.name() in ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if op.name() in PRODUCTS:
+            products[context.is_recompute] += 1
+            if (
+                products[context.is_recompute] % 2 == 0
+            ):  # the last product has an odd number and is never recomputed
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[object, object] = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def compile_layers(model: PreTrainedModel, *, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile each layer by itself: all are alike, so one compilation serves all; FSDP can wrap each later."""
+    for layer in model.base_model.layers:
+        layer.compile(dynamic=True, backend=backend)
+
+
+# ---- RMS norms as one kernel each; transformers' own take ten
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace the RMS norms of a model by torch's kernel; returns how many were replaced."""
+    known: dict[tuple[type, torch.Size], bool] = {}
+    fused = 0
+    for module in model.modules():
+        epsilon = _norm_epsilon(module)
+        if epsilon is None:
+            continue
+        kind = (type(module), _weight(module).shape)
+        if kind not in known:
+            known[kind] = _equals_torch_norm(module, epsilon)
+        if known[kind]:
+            module.forward = types.MethodType(_fused_forward(epsilon), module)
+            fused += 1
+    return fused
+
+
+def _norm_epsilon(module: nn.Module) -> float | None:
+    """Epsilon of an RMS norm whose only parameter is one weight per channel; None for any other module."""
+    named = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    if not type(module).__name__.endswith("RMSNorm") or set(named) != {"weight"} or named["weight"].dim() != 1:
+        return None
+    return next((float(getattr(module, name)) for name in EPSILON_NAMES if hasattr(module, name)), None)
+
+
+def _equals_torch_norm(module: nn.Module, epsilon: float) -> bool:
+    """True if the module computes what `F.rms_norm` does, by a trial with random weights.
+
+    Some norms multiply by `1 + weight` or add epsilon elsewhere. The module's own weight may be on the meta
+    device.
+    """
+    generator = torch.Generator().manual_seed(0)
+    (size,) = _weight(module).shape
+    weight = torch.randn(size, generator=generator)
+    states = torch.randn(TRIAL_ROWS, size, generator=generator)
+    states[0] *= epsilon**0.5
+    try:
+        found = functional_call(module, {"weight": weight}, (states,))
+    except (TypeError, RuntimeError):  # its forward takes further arguments
+        return False
+    expected = F.rms_norm(states, (size,), weight, epsilon)
+    return isinstance(found, Tensor) and torch.allclose(
+        found, expected, rtol=TRIAL_TOLERANCE, atol=TRIAL_TOLERANCE
+    )
+
+
+def _fused_forward(epsilon: float) -> Callable[[nn.Module, Tensor], Tensor]:
+    """A forward that reads the module's weight at each call, since sharding replaces it."""
+
+    def forward(module: nn.Module, hidden_states: Tensor) -> Tensor:
+        weight = _weight(module)
+        return F.rms_norm(hidden_states, weight.shape, weight, epsilon)
+
+    return forward
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor), f"{type(module).__name__} has a weight"
+    return weight
+
+
+# ---- router replay
+
+
+RouterOutput: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""(logits [T, E], weights [T, k], experts [T, k]) of transformers' routers."""
+
+Hook: TypeAlias = Callable[[nn.Module, object, RouterOutput], RouterOutput]
+
+
+class RouterReplay:
+    """Makes the routers of a mixture model choose the experts that the engine chose; R3, Ma et al. 2025.
+
+    An engine and a learner that compute a little differently choose other experts for some tokens. The policy that
+    is trained would then not be the one that drew them. The weights of the replayed experts come from the
+    learner's own router, so its gradient is kept. Without `force` the hooks change nothing.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        self._name = model.config.model_type
+        self._renormalises = bool(getattr(model.config, "norm_topk_prob", self._name == "mixtral"))
+        # [T, layers, k], -1: the router's own choice. Kept after the forward pass for recomputation in the
+        # backward.
+        self._forced: Tensor | None = None
+        for layer, router in enumerate(self._routers):
+            router.register_forward_hook(self._hook(layer))
+
+    def force(self, batch: MicroBatch, *, device: torch.device) -> None:
+        """Replay the experts recorded in this microbatch, in the next forward and backward pass.
+
+        Raises `ConfigError` for a model type whose routers it cannot replay.
+        """
+        self._forced = None
+        if batch.experts is None:
+            return
+        if self._name not in REPLAYABLE:
+            raise ConfigError(
+                f"rollout.record=routed_experts: routers of {self._name} models cannot be replayed; leave it out"
+            )
+        layers = batch.experts.shape[1]
+        assert layers == len(self._routers), f"experts of {layers} layers for {len(self._routers)} routers"
+        self._forced = torch.tensor(batch.experts, dtype=torch.long, device=device)
+
+    def _hook(self, layer: int) -> Hook:
+        def replay(router: nn.Module, _: object, output: RouterOutput) -> RouterOutput:
+            if self._forced is None:
+                return output
+            logits, weights, own = output
+            recorded = self._forced[:, layer]
+            experts = torch.where(recorded < 0, own, recorded)
+            chosen = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, experts)
+            if self._renormalises:
+                chosen = chosen / chosen.sum(-1, keepdim=True)
+            return logits, chosen.to(weights.dtype), experts
+
+        return replay

@@ -1,0 +1,362 @@
+"""What a node sends to the connections below it: `Downlink` to child nodes, `LocalSubscribers` to subscribers.
+
+A node owns one of each. Nothing is kept for a connection that is gone, and a promised chunk is dropped when it was
+sent or its version is given up.
+"""
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from laminar_py.relay.messages import Announce, Downward, Failed, Granted, Newest, Pull, Refused, Release
+from laminar_py.relay.sockets import Listener
+from laminar_py.relay.store import NoRoomError, Store, StoredVersion
+
+# Sending may catch up so much. Timers ring late, and without this small chunks would stay far below the cap.
+SLACK_S = 0.01
+
+
+class Pace:
+    """A cap in bytes per second on the chunks that a node sends, e.g. `Pace(1e6, now=time.monotonic)`.
+
+    A chunk of any size may be sent at once; the next one waits until its bytes are paid for. In any time T at most
+    `bytes_per_s * (T + SLACK_S)` bytes and one chunk are sent (`tests/relay/test_pace.py`).
+    """
+
+    def __init__(self, bytes_per_s: float | None, *, now: Callable[[], float]) -> None:
+        self._s_per_byte = 0.0 if bytes_per_s is None else 1 / bytes_per_s
+        self._now = now
+        self._paid_at = -math.inf
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the next chunk may be sent; 0 if it may now."""
+        return max(0.0, self._paid_at - self._now())
+
+    def spend(self, num_bytes: int) -> None:
+        """Count bytes that were sent just now."""
+        self._paid_at = max(self._paid_at, self._now() - SLACK_S) + num_bytes * self._s_per_byte
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRequest:
+    """A chunk that a child asked for, e.g. chunk 3 of file 0: `ChunkRequest(v7, 0, 3, 6)`."""
+
+    stored: StoredVersion
+    file: int
+    index: int
+    base: int | None  # version that the child has
+
+    @property
+    def key(self) -> "ChunkKey":
+        """Which chunk this is, whatever its base."""
+        return self.stored.manifest.version, self.file, self.index
+
+
+ChunkKey: TypeAlias = tuple[int, int, int]  # version, file, chunk
+
+
+class ChunkQueue:
+    """Chunks that wait for their turn under a cap: children take turns, each in the order of its requests.
+
+    The children's windows bound it: a chunk that is requested again keeps its place.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, dict[ChunkKey, ChunkRequest]] = {}  # by child; never empty ones
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add_chunk(self, child: bytes, request: ChunkRequest) -> None:
+        """Queue a chunk for a child."""
+        self._waiting.setdefault(child, {})[request.key] = request
+
+    def next_chunk(self) -> tuple[bytes, ChunkRequest]:
+        """Remove and return the next child and its first chunk; the child is last now."""
+        child = next(iter(self._waiting))
+        chunks = self._waiting.pop(child)
+        request = chunks.pop(next(iter(chunks)))
+        if chunks:
+            self._waiting[child] = chunks
+        return child, request
+
+    def drop_version(self, version: int, child: bytes | None = None) -> None:
+        """Remove the chunks of a version, for one child or for all."""
+        for each in list(self._waiting) if child is None else self._waiting.keys() & {child}:
+            left = {key: request for key, request in self._waiting[each].items() if key[0] != version}
+            if left:
+                self._waiting[each] = left
+            else:
+                del self._waiting[each]
+
+    def drop_child(self, child: bytes) -> None:
+        """Remove the chunks of a child that is gone."""
+        self._waiting.pop(child, None)
+
+
+class Downlink:
+    """Child nodes, the versions that they want, and the chunks promised to them; `listener` is set at the start.
+
+    A promised chunk is one that a child requested before it arrived here. Chunks keep to a pace; other records are
+    sent at once.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self.listener: Listener | None = None
+        self._pace = pace
+        self._queue = ChunkQueue()
+        self._queued = asyncio.Event()  # set while the queue holds a chunk
+        self._children: set[bytes] = set()
+        self._wanted_by: defaultdict[int, set[bytes]] = defaultdict(set)  # version -> children that want it
+        # Chunk -> children that it is promised to, with the base that each has. Their windows bound it.
+        self._promised: defaultdict[ChunkKey, dict[bytes, int | None]] = defaultdict(dict)
+
+    @property
+    def wanted(self) -> set[int]:
+        """Versions that children want, newest or not."""
+        return set(self._wanted_by)
+
+    @property
+    def has_children(self) -> bool:
+        """True if a node has this one as its parent."""
+        return bool(self._children)
+
+    def attach(self, child: bytes) -> None:
+        """Add a child; from now on it hears of the newest version."""
+        self._children.add(child)
+
+    def add_want(self, child: bytes, version: int) -> None:
+        """Note that a child wants a version; ignored if its connection is gone already."""
+        if child in self._children:
+            self._wanted_by[version].add(child)
+
+    def remove_want(self, child: bytes, version: int) -> None:
+        """Note that a child has a version or no longer needs it."""
+        self._queue.drop_version(version, child)
+        children = self._wanted_by.get(version, set())
+        children.discard(child)
+        if not children:
+            self._wanted_by.pop(version, None)
+
+    def announce(self, stored: StoredVersion, *, newest: bool) -> None:
+        """Announce a version to all children if it is the newest, else to the children that want it."""
+        wanting = self._wanted_by.get(stored.manifest.version, set())
+        self._send_all(Announce(stored.manifest, stored.base), self._children if newest else wanting)
+
+    def refuse(self, version: int, message: Downward, *, newest: bool) -> None:
+        """Send `message` about a version that will not come to the same children as `announce` would."""
+        wanting = self._wanted_by.pop(version, set())
+        self._send_all(message, wanting | self._children if newest else wanting)
+
+    def request_chunk(self, child: bytes, request: ChunkRequest) -> None:
+        """Send a chunk in its turn; promise it if it has not arrived yet, or its delta is not made yet."""
+        if self._queue or self._pace.wait_s:
+            self._queue.add_chunk(child, request)
+            self._queued.set()
+        else:
+            self._send_chunk(child, request)
+
+    def forward_chunk(self, stored: StoredVersion, file: int, index: int) -> None:
+        """Send a chunk that has just arrived, or whose delta was just made, to the children it is promised to."""
+        for child, base in self._promised.pop((stored.manifest.version, file, index), {}).items():
+            self.request_chunk(child, ChunkRequest(stored, file, index, base))
+
+    async def send_queued(self) -> None:
+        """Send chunks from the queue as the pace allows, until cancelled."""
+        while True:
+            await self._queued.wait()
+            await asyncio.sleep(self._pace.wait_s)
+            while self._queue and not self._pace.wait_s:
+                self._send_chunk(*self._queue.next_chunk())
+            if not self._queue:
+                self._queued.clear()
+
+    def _send_chunk(self, child: bytes, request: ChunkRequest) -> None:
+        stored, file, index, base = request.stored, request.file, request.index, request.base
+        if not stored.can_send(file, index, base=base):  # not here yet, or no longer: its file came damaged
+            self._promised[request.key][child] = base
+            return
+        chunk = stored.read_chunk(file, index, base=base)
+        if self.send(child, chunk):
+            self._pace.spend(len(chunk.data))
+
+    def forget_version(self, version: int) -> None:
+        """Drop all chunks that are queued or promised of a version."""
+        self._queue.drop_version(version)
+        for key in [key for key in self._promised if key[0] == version]:
+            del self._promised[key]
+
+    def send(self, to: bytes, message: Downward) -> bool:
+        """Send a record to one connection; False if that is gone, which is then forgotten."""
+        assert self.listener is not None, "sending before the node was started"
+        if self.listener.send(to, message):
+            return True
+        self._children.discard(to)
+        self._queue.drop_child(to)
+        for version in self.wanted:
+            self.remove_want(to, version)
+        return False
+
+    def probe(self, message: Downward) -> None:
+        """Send a harmless record to all children that want a version, so that dead connections are noticed."""
+        self._send_all(message, set().union(*self._wanted_by.values()))
+
+    def _send_all(self, message: Downward, children: set[bytes]) -> None:
+        for child in list(children):  # `send` removes a dead connection from the set
+            self.send(child, message)
+
+
+Send = Callable[[bytes, Downward], bool]  # (connection, record) -> False if the connection is gone
+MAX_SESSIONS = 16  # earlier starts of a subscriber whose late requests are recognised
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingPull:
+    sender: bytes
+    pull: Pull
+    since: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Client:
+    """State of the subscribers of one name, of which only the newest session counts."""
+
+    sessions: list[int] = field(default_factory=list)  # the newest last
+    last_pull: int = -1  # id of the last pull of the newest session
+    waiting: _WaitingPull | None = None
+    answered: int | None = None  # id of the pull that was granted last
+    version: int | None = None  # that it was granted; None once released
+
+
+class LocalSubscribers:
+    """The subscribers of a node's host: who listens, who waits for a version, who holds one.
+
+    A version is pinned before its subscriber learns of it, so that the store cannot retire it in between. One pull
+    waits for each name, so a restarted subscriber replaces its earlier self. `pulled` is called for each granted
+    pull with the name, the version and the seconds that it waited.
+    """
+
+    def __init__(
+        self, store: Store, send: Send, *, pulled: Callable[[str, int, float], None], now: Callable[[], float]
+    ) -> None:
+        self._store = store
+        self._send = send
+        self._pulled = pulled
+        self._now = now
+        self._listening: set[bytes] = set()
+        self._clients: defaultdict[str, _Client] = defaultdict(_Client)  # by name of the subscriber
+        self._failed: Failed | None = None  # why the node has no version at all
+
+    @property
+    def awaited(self) -> set[int]:
+        """Versions that a waiting pull asks for by number."""
+        pulls = [client.waiting.pull for client in self._clients.values() if client.waiting is not None]
+        return {pull.version for pull in pulls if pull.version is not None}
+
+    def subscribe(self, sender: bytes) -> None:
+        """Tell a subscriber the newest version, now and from now on."""
+        self._listening.add(sender)
+        if self._store.complete:
+            self._reply(sender, Newest(self._store.newest))
+        elif self._failed:
+            self._reply(sender, self._failed)
+
+    def handle_pull(self, sender: bytes, pull: Pull) -> bool:
+        """Answer a pull if that is possible now, and drop a stale one; False if the pull waits for a version."""
+        client = self._clients[pull.name]
+        if self._is_stale(client, pull):
+            return True
+        if client.answered == pull.id:  # the subscriber repeated it before it read the answer
+            if client.version is not None:
+                self._reply(sender, self._granted(pull.id, client.version))
+            return True
+        before = client.waiting
+        since = before.since if before is not None and before.pull == pull else self._now()
+        client.waiting = _WaitingPull(sender, pull, since)
+        if not self._store.complete and self._failed and pull.version is None:
+            self._refuse(client, lost=False, reason=self._failed.reason)
+            return True
+        return self._answer(client)
+
+    def handle_release(self, release: Release) -> None:
+        """Unpin the version that a pull gave, unless a later pull or session pinned another."""
+        client = self._clients[release.name]
+        session = client.sessions[-1] if client.sessions else release.session
+        if session == release.session and client.answered in (None, release.id):
+            self._store.unpin(release.name)
+            client.answered, client.version = release.id, None
+
+    def handle_complete(self, version: int) -> None:
+        """Answer the pulls that wait for a version that is complete now; announce it if it is the newest."""
+        self._failed = None
+        for client in list(self._clients.values()):
+            self._answer(client)
+        if version == self._store.newest:
+            for sender in list(self._listening):
+                self._reply(sender, Newest(version))
+
+    def handle_lost(self, version: int) -> None:
+        """Refuse the pulls of a version that no node has."""
+        for client in list(self._clients.values()):
+            if client.waiting is not None and client.waiting.pull.version == version:
+                self._refuse(client, lost=True, reason=f"version {version} is on no relay any more")
+
+    def handle_failed(self, failed: Failed) -> None:
+        """Refuse the pulls of a version that this node cannot hold, and all pulls if the node has no version."""
+        has_none = not self._store.complete
+        for client in list(self._clients.values()):
+            if client.waiting is not None:
+                wanted = client.waiting.pull.version
+                if wanted == failed.version or (has_none and wanted is None):
+                    self._refuse(client, lost=False, reason=failed.reason)
+        if has_none:
+            self._failed = failed
+            for sender in list(self._listening):
+                self._reply(sender, failed)
+
+    def _is_stale(self, client: _Client, pull: Pull) -> bool:
+        """True for a pull that came late over a broken connection: a later one has moved the pin since."""
+        if pull.session not in client.sessions:
+            client.sessions[:] = [*client.sessions[-MAX_SESSIONS:], pull.session]
+            client.last_pull, client.answered, client.version = -1, None, None
+        if pull.session != client.sessions[-1] or pull.id < client.last_pull:
+            return True
+        client.last_pull = pull.id
+        return False
+
+    def _answer(self, client: _Client) -> bool:
+        """Answer a waiting pull if its version is here; False if there is none, or it has to wait."""
+        waiting = client.waiting
+        if waiting is None:
+            return False
+        pull = waiting.pull
+        version = self._store.newest if pull.version is None else pull.version
+        if version not in self._store.complete:
+            return False
+        try:
+            self._store.pin(pull.name, version)
+        except NoRoomError as error:
+            self._refuse(client, lost=False, reason=str(error))
+            return True
+        client.waiting = None
+        client.answered, client.version = pull.id, version
+        self._pulled(pull.name, version, self._now() - waiting.since)
+        self._reply(waiting.sender, self._granted(pull.id, version))
+        return True
+
+    def _granted(self, id: int, version: int) -> Granted:
+        stored = self._store.complete[version]  # its pin keeps it there
+        return Granted(id, version, str(stored.folder), stored.manifest.digest)
+
+    def _refuse(self, client: _Client, *, lost: bool, reason: str) -> None:
+        waiting, client.waiting = client.waiting, None
+        assert waiting is not None, "there is a pull to refuse"
+        self._reply(waiting.sender, Refused(waiting.pull.id, lost, reason))
+
+    def _reply(self, sender: bytes, message: Downward) -> None:
+        if not self._send(sender, message):
+            self._listening.discard(sender)

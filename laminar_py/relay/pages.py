@@ -1,0 +1,160 @@
+"""Files in shared memory that one process overwrites from version to version and keeps mapped.
+
+The publisher and `Store` use them. A copy into pages that exist costs as much as any copy in memory; fresh pages
+cost several times that. A process overwrites a file only while no other process has it open or mapped
+(`tests/relay/test_publisher.py::test_pages_that_a_process_still_maps_are_left_to_it`).
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+log = logging.getLogger(__name__)
+
+WRITE_BYTES = 2**20  # at once where a file grows; fits the processor's cache
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files: versions of a large model have hundreds of files each."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Pages:
+    """A file, new or existing, e.g. `Pages(folder / "model-00001.safetensors")`.
+
+    Threads may read one part of it while one thread writes another. Call `set_size`, `keep_mapped` and `close`
+    while no thread reads or writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._mapping: mmap.mmap | None = None
+        self._unlock: Callable[[], None] | None = None
+
+    @property
+    def inode(self) -> int:
+        """The file's number in the file system, which a rename does not change."""
+        return os.fstat(self._descriptor).st_ino
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._descriptor).st_size
+
+    @property
+    def is_deleted(self) -> bool:
+        """True if the file has no name any more; `close` then frees its memory."""
+        return os.fstat(self._descriptor).st_nlink == 0
+
+    @property
+    def is_unused(self) -> bool:
+        """True if no other process has it open or mapped: only then does the kernel grant a write lease."""
+        # If another process opens the file in between, the kernel signals this one. The default, SIGIO, would end
+        # it.
+        fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+        return True
+
+    @property
+    def is_page_locked(self) -> bool:
+        """True if a GPU may write into the mapping by itself."""
+        return self._unlock is not None
+
+    def mapped_view(self, position: int, size: int) -> memoryview | None:
+        """[size] writable view of a part of the file; None if not all of that part is mapped."""
+        if self._mapping is None or position + size > len(self._mapping):
+            return None
+        return memoryview(self._mapping)[position : position + size]
+
+    def read(self, position: int, size: int) -> memoryview | bytes:
+        """[size] bytes of the file from `position` on."""
+        view = self.mapped_view(position, size)
+        return os.pread(self._descriptor, size, position) if view is None else view
+
+    def write(self, position: int, data: npt.NDArray[np.uint8]) -> None:
+        """Write `data` at `position`. Raises `OSError` where the file would grow on a full file system."""
+        mapped = 0 if self._mapping is None else min(len(data), max(0, len(self._mapping) - position))
+        if mapped:
+            assert self._mapping is not None, "some of the file is mapped"
+            np.copyto(np.frombuffer(self._mapping, np.uint8, mapped, position), data[:mapped])
+        if mapped == len(data):
+            return
+        rest, position = data[mapped:].data, position + mapped
+        while rest:
+            written = os.pwrite(self._descriptor, rest[:WRITE_BYTES], position)
+            rest, position = rest[written:], position + written
+
+    def set_size(self, size: int) -> None:
+        """Cut or extend the file to `size` bytes."""
+        if self._mapping is not None and len(self._mapping) > size:
+            self._unmap()  # pages beyond the end must not be touched
+        os.ftruncate(self._descriptor, size)
+
+    def keep_mapped(self) -> None:
+        """Map all of the file for the next version. Where that fails, the next version is written unmapped."""
+        size = self.size
+        if self._mapping is not None and len(self._mapping) == size:
+            return
+        self._unmap()
+        try:
+            self._mapping = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            log.warning("cannot map %d bytes of a version, so the next will be written slower: %s", size, error)
+
+    def set_page_locked(self, unlock: Callable[[], None]) -> None:
+        """Note that the mapping was page-locked for a GPU; `unlock` is called before it is unmapped."""
+        self._unlock = unlock
+
+    def close(self) -> None:
+        """Unmap and close the file."""
+        self._unmap()
+        os.close(self._descriptor)
+
+    def _unmap(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+        self._mapping = None  # unmapped with the last view of it, which the traceback of an error may still hold
+
+
+class PagesCache:
+    """The files of a store that the publisher keeps open from version to version, under whatever names.
+
+    Not for two threads at once. Closing deleted files frees their memory, which takes 0.1 s for a gigabyte, so it
+    waits for `sweep`. Until then no other file gets their inodes.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, Pages] = {}  # by inode
+
+    def open(self, path: Path) -> Pages:
+        """The pages of a file, which is opened or made if it is not open yet."""
+        pages = self._open.get(path.stat().st_ino) if path.exists() else None
+        if pages is None:
+            pages = Pages(path)
+            self._open[pages.inode] = pages
+        return pages
+
+    def sweep(self) -> None:
+        """Close files that any process has deleted."""
+        for inode, pages in list(self._open.items()):
+            if pages.is_deleted:
+                self._open.pop(inode).close()
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._open.popitem()[1].close()

@@ -1,0 +1,403 @@
+"""Version folders on disk: `StoredVersion` is one, complete or arriving; `Store` has those of one node.
+
+Nodes use all of it. The publisher uses the spare folder and the functions that describe a folder. A version folder
+holds safetensors files, `manifest.json` with their sizes and digests, and `checksums` of all chunks, from which a
+restarted node knows its chunks. Folders are private to the user.
+
+    `v<N>.new`    the publisher writes version N; nodes never touch it
+    `v<N>.part`   version N arrives
+    `v<N>`        complete: each file has the digest that the manifest names
+                  (`tests/relay/test_store.py::test_a_version_has_its_name_only_after_commit`)
+    `v<N>.*.old`  is being deleted
+    `spare`       one retired version, whose files the next version overwrites: warm pages are faster than new ones
+    `pin-<name>`  the version that a subscriber holds
+"""
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.config.section import ConfigError
+from laminar_py.relay.delta import encode
+from laminar_py.relay.digests import digest_of
+from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, Manifest
+from laminar_py.relay.pages import Pages
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+CHECKSUMS = "checksums"  # of all chunks of all files, one after the other
+SPARE = "spare"
+_PIN = "pin-"
+_IN_MOVED_TO = 0x80  # inotify's event for a name that appears by a rename
+_COMPLETE = re.compile(r"v(\d+)")
+
+
+class NoRoomError(ConfigError):
+    """The file system of a store cannot hold a version; the message names relay.shm and the bytes needed."""
+
+
+@contextmanager
+def no_room_errors(store: Path, version: int, num_bytes: int) -> Iterator[None]:
+    """Turn a full file system inside the block, which writes a version, into `NoRoomError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise no_room(store, version, num_bytes) from error
+
+
+def no_room(store: Path, version: int, num_bytes: int) -> NoRoomError:
+    """Make the error for a version of `num_bytes` that does not fit into a store."""
+    free = shutil.disk_usage(store).free
+    return NoRoomError(
+        f"relay.shm={store}: version {version} needs at least {num_bytes} bytes and {free} are free;"
+        " enlarge that file system, name another, or lower relay.keep_versions"
+    )
+
+
+def folder_name(version: int) -> str:
+    """Name of the folder of a complete version, e.g. `v7`."""
+    return f"v{version}"
+
+
+def complete_versions(store: Path) -> list[int]:
+    """Numbers of the complete versions in a store, ascending."""
+    found = (_COMPLETE.fullmatch(path.name) for path in store.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def describe_version(folder: Path, manifest: Manifest, checksums: Sequence[bytes | bytearray]) -> None:
+    """Write `manifest.json`, and the checksums of each file's chunks, into a version folder."""
+    (folder / CHECKSUMS).write_bytes(b"".join(checksums))
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+
+
+def use_spare(store: Path, folder: Path) -> None:
+    """Make `folder` for a new version: the spare folder under a new name, or an empty one if there is none."""
+    try:
+        (store / SPARE).rename(folder)
+    except FileNotFoundError:
+        folder.mkdir(mode=0o700)
+        return
+    for name in (MANIFEST, CHECKSUMS):
+        (folder / name).unlink(missing_ok=True)
+
+
+def watch_folder(store: Path) -> int:
+    """Return a file descriptor that gets readable when a name appears in a store (inotify). Raises `OSError`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if descriptor < 0 or libc.inotify_add_watch(descriptor, os.fsencode(store), _IN_MOVED_TO) < 0:
+        number = ctypes.get_errno()
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise OSError(number, os.strerror(number), str(store))
+    return descriptor
+
+
+class StoredVersion:
+    """A version in a store, complete or arriving, chunk by chunk; also its deltas against the version before.
+
+    A complete file is mapped at its first read, and stays mapped as long as this object or one of its chunks
+    lives. A write opens the file for each chunk, which costs microseconds beside megabytes.
+    """
+
+    def __init__(self, manifest: Manifest, folder: Path, *, complete: bool) -> None:
+        self.manifest = manifest
+        self.folder = folder
+        counts = [manifest.num_chunks(file) for file in range(len(manifest.files))]
+        self._present = [bytearray([complete]) * count for count in counts]  # 1 for each chunk that is here
+        self._num_missing = [0 if complete else count for count in counts]
+        self._checksums = [bytearray(CHECKSUM_BYTES * count) for count in counts]  # [num_chunks, CHECKSUM_BYTES]
+        self._mapped: dict[int, memoryview] = {}  # by file, once all of it is here
+        self._last_written: Chunk | None = None  # in memory still, for children that get it next
+        self.base: int | None = None  # version that `deltas` build on
+        self.deltas: dict[tuple[int, int], bytes] = {}  # payloads of chunks, while children may ask for them
+        self.unencoded: set[tuple[int, int]] = set()  # chunks whose deltas the root still makes
+
+    @classmethod
+    def load(cls, folder: Path) -> "StoredVersion":
+        """Read the complete version in a folder. Raises `ConfigError` if its manifest was damaged."""
+        try:
+            manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"version={folder}: {MANIFEST} cannot be read ({error}); delete it") from None
+        stored = cls(manifest, folder, complete=True)
+        left = memoryview((folder / CHECKSUMS).read_bytes())
+        for checksums in stored._checksums:
+            checksums[:], left = left[: len(checksums)], left[len(checksums) :]
+        return stored
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of memory that its files take, also where they still hold an older version's data."""
+        paths = (self.file_path(file) for file in range(len(self.manifest.files)))
+        return sum(path.stat().st_blocks * 512 for path in paths if path.exists())
+
+    def is_chunk(self, file: int, index: int) -> bool:
+        """True if the version has a chunk at this place, present or not."""
+        return file < len(self._present) and index < len(self._present[file])
+
+    def has_chunk(self, file: int, index: int) -> bool:
+        """True if the chunk is here."""
+        return bool(self._present[file][index])
+
+    def has_file(self, file: int) -> bool:
+        """True if all chunks of the file are here."""
+        return self._num_missing[file] == 0
+
+    def missing_chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield (file, chunk) of each chunk that is not here, in order; chunks may arrive between two yields."""
+        for file, present in enumerate(self._present):
+            index = present.find(0)
+            while index >= 0:
+                yield file, index
+                index = present.find(0, index + 1)
+
+    def chunk_size(self, file: int, index: int) -> int:
+        """Bytes of a chunk, in full."""
+        return min(self.manifest.chunk_bytes, self.manifest.files[file].size - index * self.manifest.chunk_bytes)
+
+    def file_path(self, file: int) -> Path:
+        """Current path of a file."""
+        return self.folder / self.manifest.files[file].name
+
+    def can_send(self, file: int, index: int, *, base: int | None) -> bool:
+        """True if the chunk is here and, for a child that has `base`, its delta against `base` is not pending."""
+        pending = base is not None and base == self.base and (file, index) in self.unencoded
+        return self.has_chunk(file, index) and not pending
+
+    def read_chunk(self, file: int, index: int, *, base: int | None = None) -> Chunk:
+        """Read a chunk that is here, with its checksum; as a delta if there is one against `base`."""
+        assert self.has_chunk(file, index), f"chunk {index} of file {file} of {self.folder} is not here"
+        delta = self.deltas.get((file, index)) if base is not None and base == self.base else None
+        last = self._last_written
+        if delta is None and last is not None and (last.file, last.index) == (file, index):
+            return last
+        data = self.chunk_data(file, index) if delta is None else memoryview(delta)
+        checksum = self._checksums[file][index * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
+        return Chunk(
+            version=self.manifest.version,
+            file=file,
+            index=index,
+            checksum=bytes(checksum),
+            base=None if delta is None else base,
+            data=data,
+        )
+
+    def chunk_data(self, file: int, index: int) -> memoryview:
+        """The bytes of a chunk that is here: a view of the mapped file, or a copy while the file is incomplete."""
+        begin, size = index * self.manifest.chunk_bytes, self.chunk_size(file, index)
+        if file in self._mapped:
+            return self._mapped[file][begin : begin + size]
+        with self.file_path(file).open("rb") as source:
+            if self.has_file(file):
+                self._mapped[file] = memoryview(mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ))
+                return self._mapped[file][begin : begin + size]
+            return memoryview(os.pread(source.fileno(), size, begin))
+
+    def write_chunk(self, chunk: Chunk) -> None:
+        """Store a chunk in full whose checksum holds. Raises `NoRoomError`, `FileNotFoundError`."""
+        position, data = chunk.index * self.manifest.chunk_bytes, chunk.data
+        with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
+            descriptor = os.open(self.file_path(chunk.file), os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                while data:
+                    written = os.pwrite(descriptor, data, position)
+                    position, data = position + written, data[written:]
+            finally:
+                os.close(descriptor)
+        begin = chunk.index * CHECKSUM_BYTES
+        self._checksums[chunk.file][begin : begin + CHECKSUM_BYTES] = chunk.checksum
+        self._last_written = chunk
+        self._num_missing[chunk.file] -= not self._present[chunk.file][chunk.index]
+        self._present[chunk.file][chunk.index] = 1
+
+    def has_all_files(self) -> bool:
+        """True if all files exist in full length; False if somebody deleted one while it arrived."""
+        paths = map(self.file_path, range(len(self.manifest.files)))
+        return all(
+            path.is_file() and path.stat().st_size == entry.size
+            for path, entry in zip(paths, self.manifest.files, strict=True)
+        )
+
+    def file_digest(self, file: int) -> str:
+        """Digest of a file whose chunks are all here."""
+        return digest_of(self._checksums[file])
+
+    def forget_file(self, file: int) -> None:
+        """Count all chunks of a file as missing again."""
+        self._num_missing[file] = len(self._present[file])
+        self._present[file] = bytearray(self._num_missing[file])
+        self.deltas = {key: delta for key, delta in self.deltas.items() if key[0] != file}
+        self._last_written = None
+
+    def describe(self) -> None:
+        """Write manifest and checksums into the folder, once all chunks are here. Raises `NoRoomError`."""
+        with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
+            describe_version(self.folder, self.manifest, self._checksums)
+        self._last_written = None
+
+    # ---- deltas
+
+    def encode_delta(self, base: "StoredVersion", file: int, index: int) -> bytes | None:
+        """Delta of a chunk against the same chunk of `base`; None where the chunk itself is smaller.
+
+        Changes neither version, so threads may call it.
+        """
+        width = self.manifest.files[file].width
+        return encode(self.chunk_data(file, index), base.chunk_data(file, index), width=width)
+
+    def add_delta(self, file: int, index: int, delta: bytes | None) -> None:
+        """Keep the result of `encode_delta`."""
+        self.unencoded.discard((file, index))
+        if delta is not None:
+            self.deltas[file, index] = delta
+
+    def forget_deltas(self) -> None:
+        """Drop all deltas; from now on chunks are sent in full."""
+        self.base = None
+        self.deltas.clear()
+        self.unencoded.clear()
+
+    def free_memory(self) -> None:
+        """Drop deltas and mappings of a version that is retired."""
+        self.forget_deltas()
+        self._mapped.clear()
+        self._last_written = None
+
+
+class Store:
+    """The versions of one node, e.g. `Store(Path("/dev/shm/run/relay-1"), keep_versions=2)`."""
+
+    def __init__(self, path: Path, *, keep_versions: int) -> None:
+        self.path = path
+        self.complete: dict[int, StoredVersion] = {}
+        self._keep_versions = keep_versions
+        self._pins: dict[str, int] = {}
+        self._deleting: dict[Path, int] = {}  # folder -> bytes that its deletion will free
+
+    @property
+    def newest(self) -> int:
+        """The highest complete version, -1 if there is none."""
+        return max(self.complete, default=-1)
+
+    def open(self) -> None:
+        """Make the folder, delete what an earlier process left unfinished, and find complete versions and pins."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # that of the run
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        for leftover in (*self.path.glob("v*.part"), *self.path.glob("v*.old")):
+            log.info("deleting the unfinished %s", leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # a thread of an earlier node may delete it, too
+        self._pins = {
+            path.name.removeprefix(_PIN): int(path.read_text())
+            for path in self.path.glob(f"{_PIN}*")
+            if not path.name.endswith("~")
+        }
+        self.discover()
+
+    def discover(self) -> list[StoredVersion]:
+        """Load the complete versions that appeared in the folder since the last call; returns them, ascending."""
+        found = []
+        for version in complete_versions(self.path):
+            if version not in self.complete:
+                self.complete[version] = StoredVersion.load(self.path / folder_name(version))
+                found.append(self.complete[version])
+        return found
+
+    def check_room(self, manifest: Manifest, *, freed_bytes: int) -> None:
+        """Raise `NoRoomError` if a version does not fit, even after the caller has freed `freed_bytes`."""
+        spare = self.path / SPARE
+        reused = sum(path.stat().st_blocks * 512 for path in spare.iterdir()) if spare.exists() else 0
+        room = shutil.disk_usage(self.path).free + sum(self._deleting.values()) + reused + freed_bytes
+        if manifest.num_bytes > room:
+            raise no_room(self.path, manifest.version, manifest.num_bytes)
+
+    def begin(self, manifest: Manifest) -> StoredVersion:
+        """Make the `.part` folder of a version that will arrive. Raises `NoRoomError`."""
+        folder = self.path / f"{folder_name(manifest.version)}.part"
+        sizes = {entry.name: entry.size for entry in manifest.files}
+        use_spare(self.path, folder)
+        _keep_usable_files(folder, sizes)
+        with no_room_errors(self.path, manifest.version, manifest.num_bytes):
+            # All files exist from here on, so a write to a file that somebody deleted fails instead of making a
+            # new one, which would lack the chunks before.
+            for name, size in sizes.items():
+                pages = Pages(folder / name)
+                pages.set_size(size)
+                pages.close()
+        return StoredVersion(manifest, folder, complete=False)
+
+    def commit(self, arrived: StoredVersion) -> None:
+        """Rename the folder of a version to its final name, once all digests hold. Raises `NoRoomError`."""
+        arrived.describe()
+        arrived.folder = arrived.folder.rename(self.path / folder_name(arrived.manifest.version))
+        self.complete[arrived.manifest.version] = arrived
+
+    def pin(self, name: str, version: int) -> None:
+        """Pin a version for a subscriber, instead of the one pinned before. A pin survives a crash.
+
+        Raises `NoRoomError`.
+        """
+        unfinished = self.path / f"{_PIN}{name}~"
+        with no_room_errors(self.path, version, len(str(version))):
+            unfinished.write_text(str(version))
+        unfinished.rename(self.path / f"{_PIN}{name}")
+        self._pins[name] = version
+
+    def unpin(self, name: str) -> None:
+        """Remove the pin of a subscriber, if there is one."""
+        if self._pins.pop(name, None) is not None:
+            (self.path / f"{_PIN}{name}").unlink(missing_ok=True)
+
+    def surplus(self, needed: set[int]) -> list[StoredVersion]:
+        """Complete versions that are neither among the newest `keep_versions`, nor pinned, nor `needed`."""
+        kept = needed | set(self._pins.values()) | set(sorted(self.complete)[-self._keep_versions :])
+        return [stored for version, stored in sorted(self.complete.items()) if version not in kept]
+
+    def retire(self, stored: StoredVersion) -> Path | None:
+        """Take a version out of the store, complete or not.
+
+        Returns the folder to pass to `delete`; None if it became the spare folder or is gone already.
+        """
+        version = stored.manifest.version
+        if self.complete.get(version) is stored:
+            del self.complete[version]
+        stored.free_memory()
+        if not stored.folder.exists():
+            return None
+        with suppress(OSError):  # there is a spare folder already
+            stored.folder = stored.folder.rename(self.path / SPARE)
+            return None
+        doomed = Path(tempfile.mkdtemp(prefix=f"{folder_name(version)}.", suffix=".old", dir=self.path))
+        stored.folder = stored.folder.rename(doomed / stored.folder.name)
+        self._deleting[doomed] = stored.allocated_bytes
+        return doomed
+
+    def delete(self, doomed: Path) -> None:
+        """Free the memory of a retired version. At 10 GB/s this is slow enough for a thread."""
+        shutil.rmtree(doomed, ignore_errors=True)  # `open` deletes the rest at the next start
+        del self._deleting[doomed]
+
+
+def _keep_usable_files(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Keep the files of a spare folder that the new version has and nobody has open, cut to their new sizes."""
+    for path in list(folder.iterdir()):
+        pages = Pages(path)
+        if path.name in sizes and pages.is_unused:
+            pages.set_size(min(pages.size, sizes[path.name]))
+        else:
+            path.unlink()
+        pages.close()

@@ -1,0 +1,144 @@
+"""The connection of a node or subscriber to its parent: which parent it follows, and when it leaves that one.
+
+`RelayNode` and `Subscriber` use it. At most one connection is open. The uplink greets the parent at each connect,
+so a parent that crashed and came back is treated as a new one.
+
+    connecting -> (handshake) following -> (connection breaks) connecting
+    out of patience, or following a parent of no use: to the next parent, and from the last one to the first
+    following another than the nearest for `visit_s` while idle, or one that `parents` lacks: to the nearest
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from laminar_py.relay.messages import ToChild, Upward
+from laminar_py.relay.sockets import CONTROL_BYTES, Connection, LinkState, SocketFactory
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 0.5  # for a broken connection to come back, and then for each other parent to answer
+VISIT_S = 30.0  # with a parent that is not the nearest, before an idle follower tries the nearest again
+
+
+class Follower(Protocol):
+    """The owner of an uplink: a node or a subscriber."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True while the uplink may try another parent without harm."""
+        ...
+
+    def greet(self) -> None:
+        """Send the parent all that it must know; called at each connect."""
+        ...
+
+    def remind(self) -> None:
+        """Repeat requests without an answer; called every `timeout_s` while the connection is up."""
+        ...
+
+    def handle(self, message: ToChild) -> bool:
+        """Handle a record from the parent; False if that parent is of no use."""
+        ...
+
+    def left_parent(self, old: str, new: str) -> None:
+        """Note that the uplink leaves the parent at endpoint `old` for the one at `new`."""
+        ...
+
+
+class Uplink:
+    """Keeps `follower` connected to one of its parents.
+
+    It leaves a parent that is silent for `timeout_s`, or whose connection stays broken for `GRACE_S`. `parents`,
+    the nearest first, may be replaced at any time; the uplink notices within `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parents: Sequence[str],
+        follower: Follower,
+        *,
+        sockets: SocketFactory,
+        timeout_s: float,
+        chunk_bytes: int,
+        visit_s: float = VISIT_S,
+    ) -> None:
+        self.name = name
+        self.parents = tuple(parents)
+        self._follower = follower
+        self._sockets = sockets
+        self._timeout_s = timeout_s
+        self._max_frame_bytes = chunk_bytes + CONTROL_BYTES
+        self._visit_s = visit_s
+        self.parent = ""  # endpoint of the current parent, or of the last
+        self._connection: Connection | None = None
+        self._num_quick = 0  # parents that still get `GRACE_S` instead of `timeout_s`, since one was lost
+
+    def send(self, message: Upward) -> None:
+        """Send to the parent. While there is none the record is dropped: `greet` will say the same again."""
+        if self._connection is not None:
+            self._connection.send(message)
+
+    async def run(self) -> None:
+        """Follow one parent after the other, until cancelled."""
+        endpoint = self.parents[0]
+        while True:
+            self.parent = endpoint
+            self._connection = self._sockets.connect(endpoint, max_frame_bytes=self._max_frame_bytes)
+            try:
+                goes_home = await self._follow(self._connection)
+            finally:
+                self._connection.close()
+                self._connection = None
+            if goes_home or endpoint not in self.parents:
+                following = self.parents[0]
+            else:
+                following = self.parents[(self.parents.index(endpoint) + 1) % len(self.parents)]
+            log.warning("%s leaves its parent at %s and connects to %s", self.name, endpoint, following)
+            self._follower.left_parent(endpoint, following)
+            endpoint = following
+
+    async def _follow(self, connection: Connection) -> bool:
+        """Follow one parent; returns True to go on to the nearest one, False to the next in the list."""
+        now = asyncio.get_running_loop().time
+        deadline = now() + self._patience_s()  # for the connection to come up; infinite while it is up
+        next_reminder = math.inf
+        home = now() + self._visit_s
+        while self.parent in self.parents:
+            until = min(home, next_reminder, deadline)
+            match await connection.receive(max(0.0, until - now())):
+                case None if now() >= deadline:
+                    return False
+                case None if now() >= home and self.parent != self.parents[0] and self._follower.is_idle:
+                    self._num_quick = len(self.parents)
+                    return True
+                case None if now() >= home:
+                    home = now() + self._visit_s
+                case None:
+                    pass  # time for a reminder, or a moment early
+                case LinkState.DOWN:
+                    # A peer that fails every handshake goes down again and again; the first time counts.
+                    if deadline == math.inf:
+                        self._num_quick = len(self.parents)
+                        deadline, next_reminder = now() + self._patience_s(), math.inf
+                case LinkState.UP:
+                    deadline, next_reminder = math.inf, now() + self._timeout_s
+                    self._num_quick = 0
+                    self._follower.greet()
+                case message:
+                    if not self._follower.handle(message):
+                        return False
+            if now() >= next_reminder:
+                next_reminder = now() + self._timeout_s
+                self._follower.remind()
+        return True
+
+    def _patience_s(self) -> float:
+        """Seconds until the current parent counts as lost: fewer where another parent is left to try."""
+        if self._num_quick > 0 and len(self.parents) > 1:
+            self._num_quick -= 1
+            return min(GRACE_S, self._timeout_s)
+        return self._timeout_s

@@ -1,0 +1,310 @@
+"""Which versions a node fetches, in what order, and what it says to its parent meanwhile."""
+
+import asyncio
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laminar_py.relay.downloads import ChunkOutcome, Decision, Download, decide
+from laminar_py.relay.messages import (
+    Announce,
+    Attach,
+    Chunk,
+    Done,
+    Fetch,
+    Lost,
+    VersionComplete,
+    VersionFailed,
+    VersionPulled,
+    Want,
+)
+from laminar_py.relay.store import Store, StoredVersion
+from tests.depth import examples
+from tests.relay.tree import (
+    CHUNK,
+    ByHand,
+    Events,
+    HandParent,
+    Learner,
+    make_node,
+    receive,
+    running,
+    subscriber,
+    tensors,
+    write_version,
+)
+
+
+@pytest.mark.parametrize(
+    ("base", "arriving", "waiting", "overtook", "wanted", "reply"),
+    [
+        (None, set(), None, None, False, Decision.START),
+        (6, set(), None, None, False, Decision.START),
+        (None, {6}, None, None, False, Decision.START),  # it overtakes 6
+        (6, {6}, None, None, False, Decision.LATER),  # 6 is nearly nothing, as a delta, and 7 builds on it
+        (6, {5}, 6, None, False, Decision.LATER),  # 6 waits for 5, on which it builds
+        (None, {6}, None, 6, False, Decision.LATER),  # 6 overtook another
+        (6, {6}, None, 6, True, Decision.START),  # somebody asked for 7 by number
+        (None, {7}, None, None, False, Decision.RESUME),
+        (None, {8}, None, None, False, Decision.DECLINE),
+        (None, {8}, None, None, True, Decision.START),
+    ],
+)
+def test_what_becomes_of_an_announced_version(
+    tmp_path: Path,
+    base: int | None,
+    arriving: set[int],
+    waiting: int | None,
+    overtook: int | None,
+    wanted: bool,
+    reply: Decision,
+) -> None:
+    announce = Announce(write_version(tmp_path, 7, CHUNK).manifest, base)
+    known = {"waiting": waiting, "wanted": wanted, "overtook": overtook}
+    assert decide(announce, complete={4}, arriving=arriving, **known) is reply
+    assert decide(announce, complete={4, 7}, arriving=arriving - {7}, **known) is Decision.DECLINE
+
+
+def as_version(stored: StoredVersion, number: int) -> Announce:
+    """The same content under the next number, which builds on this one."""
+    return Announce(msgspec.structs.replace(stored.manifest, version=number), base=number - 1)
+
+
+async def give(parent: HandParent, stored: StoredVersion, number: int) -> int:
+    """Answer requests for that version until it is there; how many bytes went for it."""
+    sent, done = 0, False
+    while not done:
+        match await parent.receive(object):
+            case Fetch(version=version, file=file, first_chunk=first, credits=count, base=base) if (
+                version == number
+            ):
+                for index in range(first, first + count):
+                    chunk = msgspec.structs.replace(stored.read_chunk(file, index), version=number)
+                    if base == number - 1:  # nothing has changed
+                        chunk = msgspec.structs.replace(chunk, base=base, data=memoryview(b""))
+                    sent += len(chunk.data)
+                    parent.send(chunk)
+            case Done(version):
+                done = version == number
+    return sent
+
+
+async def test_a_version_that_the_next_one_builds_on_is_brought_to_its_end(tmp_path: Path) -> None:
+    origin = write_version(tmp_path / "origin", 1, 20 * CHUNK)
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
+            await parent.receive(Attach)
+            parent.send(Announce(origin.manifest))
+            await give(parent, origin, 1)
+            parent.send(as_version(origin, 2))
+            fetch = await parent.receive(Fetch)
+            parent.send(as_version(origin, 3))
+            assert await parent.receive(Want) == Want(2, arriving=True)
+            for index in range(fetch.first_chunk, fetch.first_chunk + fetch.credits):
+                chunk = msgspec.structs.replace(
+                    origin.read_chunk(0, index), version=2, base=1, data=memoryview(b"")
+                )
+                parent.send(chunk)
+            assert await give(parent, origin, 2) == 0
+            assert await give(parent, origin, 3) == 0
+    complete = [event for event in events.seen if isinstance(event, VersionComplete)]
+    assert [(event.version, event.base, event.wire_bytes) for event in complete] == [
+        (1, None, 20 * CHUNK),
+        (2, 1, 0),
+        (3, 2, 0),
+    ]
+
+
+async def test_holding_what_arrives_brings_no_announcement_and_nothing_twice(tmp_path: Path) -> None:
+    versions = {number: write_version(tmp_path / "origin", number, 20 * CHUNK) for number in (1, 2)}
+    asked: list[tuple[int, int]] = []
+    async with ByHand() as hand:
+        parent = hand.parent()
+        node = make_node(tmp_path, "relay-1", parent.endpoint)
+        async with running(node):
+            child = await hand.child(node.endpoint)
+            await parent.receive(Attach)
+            for version in versions.values():
+                parent.send(Announce(version.manifest))
+                await receive(child, Announce)
+            child.send(Want(2, arriving=True))
+            child.send(Fetch(version=2, file=0, first_chunk=0, credits=1))
+            done = False
+            while not done:
+                match await parent.receive(object):
+                    case Fetch(version=2, file=file, first_chunk=first, credits=count):
+                        asked += [(file, index) for index in range(first, first + count)]
+                        for index in range(first, first + count):
+                            parent.send_chunk(versions[2], index)
+                    case Want(version, arriving):
+                        assert (version, arriving) == (2, True)
+                    case Done(version):
+                        done = version == 2
+            assert isinstance(await child.receive(5.0), Chunk)
+    assert sorted(asked) == [(0, index) for index in range(20)]
+
+
+async def test_what_was_lost_on_the_way_is_asked_for_again(tmp_path: Path) -> None:
+    """Neither an announcement nor a chunk that went astray keeps a node from the newest version."""
+    version = write_version(tmp_path / "origin", 1, 2 * CHUNK)
+    async with ByHand() as hand:
+        parent = hand.parent()
+        node = make_node(tmp_path, "relay-1", parent.endpoint, parent_timeout_s=0.2, emit=(events := Events()))
+        async with running(node):
+            assert await parent.receive(Attach) == Attach(-1)
+            assert await parent.receive(Attach) == Attach(-1)  # again: the announcement may be lost
+            parent.send(Announce(version.manifest))
+            await parent.receive(Fetch)
+            parent.send_chunk(version, 1)
+            assert await parent.receive(Fetch) == Fetch(
+                version=1, file=0, first_chunk=0, credits=1
+            )  # the other chunk is lost
+            parent.send_chunk(version, 0)
+            await events.first(VersionComplete, version=1)
+
+
+async def test_a_fetch_of_what_is_not_there_is_answered(tmp_path: Path) -> None:
+    write_version(tmp_path / "relay-0", 2, CHUNK)
+    async with running(node := make_node(tmp_path, "relay-0")), ByHand() as hand:
+        child = await hand.child(node.endpoint)
+        child.send(Fetch(version=1, file=0, first_chunk=0, credits=1))
+        assert await receive(child, Lost) == Lost(1)
+
+
+async def test_the_root_finds_a_version_of_which_no_word_came(tmp_path: Path) -> None:
+    node = make_node(tmp_path, "relay-0", parent_timeout_s=0.1)
+    async with running(node), running(replica := subscriber(node, "replica")):
+        write_version(tmp_path / "relay-0", 1, CHUNK)
+        assert await replica.latest() == 1
+
+
+async def test_what_a_subscriber_has_done_with_is_held_no_longer(tmp_path: Path) -> None:
+    for version in (1, 2):
+        write_version(tmp_path / "relay-0", version, CHUNK)
+    node = make_node(tmp_path, "relay-0", keep_versions=2, emit=(events := Events()))
+    async with running(node), running(replica := subscriber(node, "replica")):
+        await replica.pull(1)
+        assert (await events.first(VersionPulled, version=1)).subscriber == "replica"
+        write_version(tmp_path / "relay-0", 3, CHUNK)
+        while await replica.wait_newer(2) != 3:
+            pass
+        assert (tmp_path / "relay-0" / "v1").exists()
+        replica.release()
+        while (tmp_path / "relay-0" / "v1").exists():  # noqa: ASYNC110 (a file tells nobody)
+            await asyncio.sleep(0.01)
+    assert not list((tmp_path / "relay-0").glob("pin-*"))
+
+
+async def test_a_version_that_was_given_up_is_begun_again_ever_more_rarely(tmp_path: Path) -> None:
+    broken, good = (write_version(tmp_path / "origin", version, CHUNK) for version in (1, 2))
+    manifest = msgspec.structs.replace(broken.manifest, digest="00" * 32)
+    async with ByHand() as hand:
+        parent = hand.parent()
+        node = make_node(tmp_path, "relay-1", parent.endpoint, parent_timeout_s=0.1, emit=(events := Events()))
+        async with running(node):
+            for _ in range(12):  # the greeting and reminders, of which few let it be announced
+                if (await parent.receive(Attach)).newest < 1:
+                    parent.send(Announce(manifest))
+            parent.send(Announce(good.manifest))
+            parent.send_all(good)
+            await events.first(VersionComplete, version=2)
+    assert 2 <= len([event for event in events.seen if isinstance(event, VersionFailed)]) <= 5
+
+
+async def test_a_root_that_encodes_too_slowly_keeps_no_more_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, going = StoredVersion.encode_delta, threading.Event()
+
+    def wait(*chunk: object) -> bytes | None:
+        going.wait(20.0)
+        return encode(*chunk)
+
+    monkeypatch.setattr(StoredVersion, "encode_delta", wait)
+    weights = [tensors(1), tensors(2)]
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))  # those that wait take one each
+    async with (
+        running(root := make_node(tmp_path, "relay-0")),
+        ByHand() as hand,
+        Learner(tmp_path) as learner,
+    ):
+        child = await hand.child(root.endpoint)
+        try:
+            for version in range(1, 9):
+                await asyncio.to_thread(learner.publisher.publish, version, weights[version % 2])
+                while (await receive(child, Announce)).manifest.version != version:
+                    pass
+            there = sorted(path.name for path in (tmp_path / "relay-0").glob("v*[0-9]"))
+        finally:
+            going.set()
+    assert there == ["v7", "v8"]
+
+
+WINDOW = 4  # what a version of such large chunks gets
+
+
+def download_of(origin: StoredVersion, folder: Path, *, window: int) -> Download:
+    store = Store(folder / "store", keep_versions=1)
+    store.open()
+    return Download(store.begin(origin.manifest), window=window, now=lambda: 0.0)
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(st.data(), st.lists(st.integers(1, 9 * CHUNK), min_size=1, max_size=3))
+def test_every_chunk_is_asked_for_once_and_never_more_than_the_window(
+    data: st.DataObject, sizes: list[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        origin = write_version(Path(folder) / "origin", 1, *sizes)
+        download = download_of(origin, Path(folder), window=WINDOW)
+        wanted: list[tuple[int, int]] = []
+        asked = 0
+        while True:
+            for fetch in download.fill_window():
+                wanted += [(fetch.file, fetch.first_chunk + number) for number in range(fetch.credits)]
+                asked += fetch.credits
+            assert len(wanted) <= WINDOW
+            if not wanted:
+                break
+            chunk = origin.read_chunk(*wanted.pop(data.draw(st.integers(0, len(wanted) - 1))))
+            assert download.accept(chunk, keep_delta=True) is ChunkOutcome.WRITTEN
+            assert download.accept(chunk, keep_delta=True) is ChunkOutcome.USELESS
+        assert asked == sum(origin.manifest.num_chunks(file) for file in range(len(sizes)))
+        assert all(
+            download.stored.file_path(file).read_bytes() == origin.file_path(file).read_bytes()
+            for file in range(len(sizes))
+        )
+
+
+def test_a_chunk_that_is_damaged_short_or_foreign_is_not_written(tmp_path: Path) -> None:
+    origin = write_version(tmp_path / "origin", 1, 2 * CHUNK)
+    download = download_of(origin, tmp_path, window=WINDOW)
+    chunk = origin.read_chunk(0, 0)
+    assert (
+        download.accept(msgspec.structs.replace(chunk, checksum=b"0" * 32), keep_delta=True)
+        is ChunkOutcome.DAMAGED
+    )
+    assert (
+        download.accept(msgspec.structs.replace(chunk, data=chunk.data[1:]), keep_delta=True)
+        is ChunkOutcome.DAMAGED
+    )
+    assert download.accept(msgspec.structs.replace(chunk, index=2), keep_delta=True) is ChunkOutcome.USELESS
+    assert download.accept(msgspec.structs.replace(chunk, file=1), keep_delta=True) is ChunkOutcome.USELESS
+    assert not download.stored.has_chunk(0, 0)
+
+
+def test_after_a_restart_only_missing_chunks_are_asked_for(tmp_path: Path) -> None:
+    origin = write_version(tmp_path / "origin", 1, 5 * CHUNK)
+    download = download_of(origin, tmp_path, window=5)
+    download.fill_window()
+    download.accept(origin.read_chunk(0, 1), keep_delta=True)
+    assert not download.fill_window()  # the window is more than half full
+    download.restart()
+    assert [(fetch.first_chunk, fetch.credits) for fetch in download.fill_window()] == [(0, 1), (2, 3)]
