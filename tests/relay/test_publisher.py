@@ -157,7 +157,7 @@ def test_the_room_for_a_header_of_just_these_tensors_takes_all_of_them(tmp_path:
     path = tmp_path / "adapters"
     pages, copier = Pages(path), TensorCopier()
     with hashing_threads() as threads:
-        for count in range(250, 450):
+        for count in range(250, 290):  # the headers end at any place of a page
             given = {name: tensor.to(dtype) for name, tensor in adapters(count).items()}
             checksums = Checksums(pages, chunk_bytes=CHUNK, threads=threads)
             shard = Shard(path, pages, checksums, copier, header_bytes=header_room(given.items()))
