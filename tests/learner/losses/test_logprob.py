@@ -47,7 +47,7 @@ def test_what_a_gpu_compiles_gives_the_same(monkeypatch: pytest.MonkeyPatch, ups
     support = Support.build(np.full(T, 2, np.int32), ids.astype(np.int32).ravel(), device=hidden.device)
     results = []
     for kernel in (lambda function, _: function, lambda function, _: torch.compile(function, fullgraph=True)):
-        monkeypatch.setattr(logprob, "_kernel", kernel)
+        monkeypatch.setattr(logprob, "_compiled_if_possible", kernel)
         logprobs, entropy = token_logprobs(
             hidden.bfloat16(),
             weight.bfloat16(),
@@ -68,7 +68,7 @@ def test_lengths_that_change_compile_nothing_anew(monkeypatch: pytest.MonkeyPatc
         name: torch.compile(getattr(logprob, name), backend=counter)
         for name in ("_logprobs_of_labels", "_gradient_of_logits")
     }
-    monkeypatch.setattr(logprob, "_kernel", lambda function, _: made[function.__name__])
+    monkeypatch.setattr(logprob, "_compiled_if_possible", lambda function, _: made[function.__name__])
     seen = []
     for length in (23, 22, 17, 11, 9, 23, 8, 2, 19):
         hidden, weight, labels = inputs()
