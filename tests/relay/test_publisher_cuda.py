@@ -189,7 +189,7 @@ class TestCuda:
         copier, tensors = TensorCopier(), [tensor.cuda() for tensor in randoms()]
         copy_all(copier, pages, tensors)
         pages.keep_mapped()
-        copier.lock(pages)
+        copier.page_lock(pages)
         assert pages.is_page_locked
         assert pages.is_unused
         copy_all(copier, pages, [255 - tensor for tensor in tensors])
