@@ -160,7 +160,7 @@ class Checkpointer:
 
 
 def load_weights(folder: Path, model: PreTrainedModel, *, adapted: Adapted | None = None) -> None:
-    """Load the trained weights of a checkpoint of any world size into an unsharded `model`.
+    """Load a checkpoint's trained weights into an unsharded `model`, whatever world size saved them.
 
     Frozen weights do not change. Raises `ConfigError` if the checkpoint is incomplete, of another model, or
     deleted meanwhile.

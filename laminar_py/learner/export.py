@@ -97,7 +97,7 @@ class _TokenizerFile(msgspec.Struct):
 def _tokenizer_config(source: Path, config: PretrainedConfig) -> bytes:
     """The tokenizer config of `source`, completed with a class that reads `tokenizer.json` if it names none.
 
-    Without a class transformers would take that of the `model_type`, which may split text differently.
+    Without a class transformers would take the class for the `model_type`, which may split text differently.
     """
     path = source / TOKENIZER_CONFIG
     written = path.read_bytes() if path.is_file() else b"{}"
@@ -129,8 +129,8 @@ def export_checkpoint(
 
     With `lora` its adapters are merged into `base`, or into `source`. Works on the CPU, with memory for the model
     in fp32 and in `dtype`, for a checkpoint of any world size. `folder` must not exist yet, and appears only when
-    it is complete. Other engines will stop at `stop_ids`; without any, at those of `source`. Raises `ConfigError`
-    if the checkpoint is incomplete or of another model, or the base has no weights.
+    it is complete. Other engines will stop at `stop_ids`; without any, at the ids in `source`. Raises
+    `ConfigError` if the checkpoint is incomplete or of another model, or the base has no weights.
     """
     check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
     model = (

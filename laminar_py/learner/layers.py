@@ -160,8 +160,8 @@ Hook: TypeAlias = Callable[[nn.Module, object, RouterOutput], RouterOutput]
 class RouterReplay:
     """Makes the routers of a mixture model choose the experts that the engine chose; R3, Ma et al. 2025.
 
-    An engine and a learner that compute a little differently choose other experts for some tokens. The policy that
-    is trained would then not be the one that drew them. The weights of the replayed experts come from the
+    An engine and a learner that compute a little differently choose other experts for some tokens. The trained
+    policy would then differ from the policy that drew them. The weights of the replayed experts come from the
     learner's own router, so its gradient is kept. Without `force` the hooks change nothing.
     """
 

@@ -46,7 +46,7 @@ class TokenSums:
     ) -> None:
         """Add the N trained tokens of one microbatch; `entropy` is [N].
 
-        `untouched` says that the weights are still those of the step's start, so that engine and learner compare.
+        `untouched` says that no update of the step has changed the weights, so that engine and learner compare.
         """
         own, proximal = terms.logprobs.detach(), terms.proximal
         ratio, gap = clipped_ratio(terms, settings), (own - terms.behaviour).double()
@@ -104,7 +104,7 @@ class TokenSums:
         return _metrics(self._sums.sum(0), self._peaks.amax(0))
 
     def by_staleness(self) -> dict[str, TokenMetrics]:
-        """Metrics of the tokens of each bucket that has some, e.g. {"0": ..., "3-4": ...}."""
+        """Token metrics for each bucket that has tokens, e.g. {"0": ..., "3-4": ...}."""
         rows = zip(BUCKETS, self._sums, self._peaks, strict=True)
         return {name: _metrics(row, peaks) for name, row, peaks in rows if row[_COLUMNS.index("tokens")] > 0}
 
@@ -154,7 +154,7 @@ def _metrics(row: Tensor, peaks: Tensor) -> TokenMetrics:
 
 # ---- FLOPs of a step
 #
-# Model FLOPs of a sequence of L tokens, forward and backward: `6 N_active L + 6 layers width L^2`.
+# Model FLOPs for L tokens in one sequence, forward and backward: `6 N_active L + 6 layers width L^2`.
 #
 # - `N_active` counts the weights of matrix products that a token uses: k of E experts, the output embedding once,
 # no   lookup and no norm. Each weight costs 2 FLOPs forward, 2 for the gradient of its input, and 2 for its own
@@ -192,7 +192,7 @@ class TrainingCost:
     attention_share: float  # attention over L^2 tokens in units of `per_token`
 
     def flops(self, lengths: Iterable[int]) -> float:
-        """Model FLOPs of sequences of these lengths, forward and backward."""
+        """Model FLOPs for sequences with these lengths, forward and backward."""
         share = self.attention_share
         return self.per_token * sum(sequence_cost(length, attention_share=share) for length in lengths)
 

@@ -75,7 +75,7 @@ def load_policy(
         model.router_replay = RouterReplay(model)
     model.forward = types.MethodType(_packed_forward(temperature), model)
     model.compute_device = device  # `model.device` is the host's where FSDP offloads to it
-    # Evaluation mode: the new log-probabilities must be those of the weights, without dropout.
+    # Evaluation mode: the new log-probabilities must follow from the weights alone, without dropout.
     return model.eval() if on_meta else model.to(device).eval()
 
 

@@ -204,7 +204,7 @@ class _Files:
         return tensor
 
     def rows(self, model: PreTrainedModel, name: str, shape: Sequence[int]) -> Rows:
-        """Reader of the rows of parameter `name`, which the files may have under other names or expert by expert.
+        """Reader for rows of parameter `name`, which the files may have under other names or expert by expert.
 
         Raises `ConfigError` if the files lack it.
         """

@@ -2,7 +2,7 @@
 
 An update depends only on its tokens and their loss weights, not on how they are split into microbatches and over
 ranks (law 5, up to fp32 rounding). That split decides which tokens are in which update of a step. The learning
-rate is a function of the number of steps alone, so a resumed run needs no other state. An update whose loss or
+rate depends on the number of steps alone, so a resumed run needs no other state. An update whose loss or
 gradient is not finite changes nothing (`tests/learner/test_optimizer.py`).
 """
 
@@ -46,7 +46,7 @@ class Optimizer:
     """AdamW with clipping and a schedule, on the trained parameters of a model; checkpoints keep `adamw`."""
 
     def __init__(self, model: nn.Module, settings: LearnerConfig, *, num_steps: int | None = None) -> None:
-        """`num_steps` is that of the whole run; a decay of the learning rate needs it."""
+        """`num_steps` counts the whole run's steps; a decay of the learning rate needs it."""
         assert num_steps is not None or settings.decay is Decay.NONE, f"decay={settings.decay} needs an end"
         self._settings = settings
         self._num_steps = num_steps
@@ -123,7 +123,7 @@ class Learner:
         num_steps: int | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """`num_steps` is that of the whole run; a decay of the learning rate needs it."""
+        """`num_steps` counts the whole run's steps; a decay of the learning rate needs it."""
         self._source = model.path
         self._algorithm = algorithm
         self._ranks = Ranks(mesh)
@@ -161,7 +161,7 @@ class Learner:
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
         """Make `updates_per_step` optimizer steps, each on its own microbatches; returns metrics of all together.
 
-        The loss weights of all microbatches of all ranks sum to 1, or less (`packing.packer`). Every rank brings
+        The loss weights of all microbatches on all ranks sum to 1, or less (`packing.packer`). Every rank brings
         equally many microbatches, of zero weight where it has no more: a rank with fewer would leave the others
         waiting in a collective. An update whose loss or gradient is not finite only counts as skipped.
         """
@@ -287,7 +287,7 @@ class Learner:
             self.model.set_is_last_backward(last or not self._accumulates_whole)
 
     def _measure_work(self, lengths: Sequence[int]) -> Work:
-        """Tokens and FLOPs of all ranks; `lengths` are those of this rank's sequences."""
+        """Tokens and FLOPs of all ranks; `lengths` has this rank's sequences."""
         peak = peak_flops(self._ranks.device)
         return Work(
             int(self._ranks.sum(sum(lengths))),

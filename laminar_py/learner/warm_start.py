@@ -1,6 +1,6 @@
 """The supervised phase before RL, and the cache of its results. One process calls it, before the learner starts.
 
-A cached folder is named by the hash of everything that it depends on, and appears by rename when it is complete.
+A cached folder is named by a hash of its inputs, and appears by rename when it is complete.
 So a folder that exists may be used (`tests/learner/test_warm_start.py`).
 """
 
@@ -65,7 +65,7 @@ def warm_start(
 ) -> Path:
     """Return the Hugging Face folder of the warm-started model: from the cache, or trained now on `examples`.
 
-    `examples` are those of `settings.data`, tokenised. Raises `ConfigError` if the folder holds no usable model or
+    `examples` come from `settings.data`, tokenised. Raises `ConfigError` if the folder holds no usable model or
     an example does not fit into a step.
     """
     check_model_folder(model)
@@ -139,7 +139,7 @@ def lr_factor(step: int, num_steps: int) -> float:
 def epochs(
     examples: Sequence[Example], *, tokens_per_step: int, generator: random.Random
 ) -> Iterator[list[Example]]:
-    """Yield batches of at most `tokens_per_step` tokens without end, shuffled anew for each epoch.
+    """Yield batches of at most `tokens_per_step` tokens without end, shuffled again for each epoch.
 
     Examples of similar length share a batch (sorted in pools of 1,024), and batches come in random order. So short
     responses fill some steps alone, and the loss of each step is a mean over many complete examples.

@@ -1,4 +1,4 @@
-"""Deltas: the difference of a chunk of a new weight version to the same bytes of a base version.
+"""Deltas: the difference between a chunk in a new version and the same bytes in a base version.
 
 The root encodes each chunk once; every node passes the payload on unchanged and applies it to its own base. Pure:
 bytes in, bytes out. `apply(encode(new, base), base)` is `new` bit for bit, whatever the bytes mean

@@ -1,7 +1,7 @@
 """Copies of tensors into version files, from main memory or from a GPU.
 
 The publisher uses it. A GPU copies on a stream of its own while the next tensor is being made: straight into the
-file where that is page-locked, else through two page-locked buffers. `filled` hears of a position only when all
+file where that is page-locked, else through two page-locked buffers. `filled` gets a position only when all
 bytes before it have arrived, and no memory of a tensor is reused before it was read
 (`tests/relay/test_publisher_cuda.py`).
 """

@@ -1,7 +1,7 @@
 """Checksums of chunks, and the digests of files and versions that are made of them.
 
-The publisher makes a chunk's checksum once. A file's digest is that of its chunks' checksums, a version's digest
-that of its files'. So a node that checked each chunk as it came need not read the file again.
+The publisher makes a chunk's checksum once. A file's digest is made from its chunks' checksums, a version's from
+its files' digests. So a node that checked each chunk as it came need not read the file again.
 """
 
 import os
@@ -29,7 +29,7 @@ def chunk_checksum(data: bytes | memoryview) -> bytes:
 
 
 def digest_of(checksums: bytes | bytearray) -> str:
-    """Digest of a file: BLAKE3 of the checksums of its chunks, [num_chunks * CHECKSUM_BYTES]."""
+    """Digest of a file: BLAKE3 of its chunks' checksums, [num_chunks * CHECKSUM_BYTES]."""
     return blake3(checksums).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What a node sends to the connections below it: `Downlink` to child nodes, `LocalSubscribers` to subscribers.
+"""A node's connections downwards: `Downlink` to child nodes, `LocalSubscribers` to subscribers.
 
 A node owns one of each. Nothing is kept for a connection that is gone, and a promised chunk is dropped when it was
 sent or its version is given up.
@@ -101,8 +101,8 @@ class ChunkQueue:
 class Downlink:
     """Child nodes, the versions that they want, and the chunks promised to them; `listener` is set at the start.
 
-    A promised chunk is one that a child requested before it arrived here. Chunks keep to a pace; other records are
-    sent at once.
+    A chunk is promised to a child that requested it before it arrived here. Chunks keep to a pace; other records
+    are sent at once.
     """
 
     def __init__(self, pace: Pace) -> None:
@@ -126,7 +126,7 @@ class Downlink:
         return bool(self._children)
 
     def attach(self, child: bytes) -> None:
-        """Add a child; from now on it hears of the newest version."""
+        """Add a child, which gets announcements from now on."""
         self._children.add(child)
 
     def add_want(self, child: bytes, version: int) -> None:
@@ -223,7 +223,7 @@ class _WaitingPull:
 
 @dataclass(slots=True, kw_only=True)
 class _Client:
-    """State of the subscribers of one name, of which only the newest session counts."""
+    """State of all subscribers under one name; only the newest session counts."""
 
     sessions: list[int] = field(default_factory=list)  # the newest last
     last_pull: int = -1  # id of the last pull of the newest session

@@ -29,7 +29,7 @@ _MAX_DAMAGED = 3  # copies of one chunk, or of one file, after which the version
 
 
 def window_of(chunk_bytes: int) -> int:
-    """Number of chunks of this size that may be in flight to a node, e.g. 8 of 4 MiB."""
+    """Number of chunks that may be in flight to a node, e.g. 8 of 4 MiB."""
     return min(MAX_WINDOW, max(MIN_WINDOW, _WINDOW_BYTES // chunk_bytes))
 
 
@@ -38,7 +38,7 @@ class BrokenVersionError(Exception):
 
 
 class ChunkOutcome(Enum):
-    """What `Download.accept` did with a chunk."""
+    """Result of `Download.accept` for a chunk."""
 
     WRITTEN = "written"
     DAMAGED = "damaged"  # request it again
@@ -178,7 +178,7 @@ class Download:
 
 
 class Decision(Enum):
-    """What a node does about an announced version."""
+    """Decision of a node about an announced version."""
 
     START = "start"  # download it
     RESUME = "resume"  # it arrives already: request its missing chunks again

@@ -1,7 +1,7 @@
 """Measures the speed of one link between two hosts, before a run chooses its relay tree.
 
 `runtime/cluster/links.py` runs `send_chunks` on one host and `measure_link` on the other. The receiving end
-requests bursts of chunks of one size, each burst twice as long as the one before, until one takes long enough to
+requests bursts of equal chunks, each burst twice as long as the one before, until one takes long enough to
 measure; then of a larger size. Two sizes give two equations, so both bandwidth and the fixed time of a chunk come
 out. Each end ends by itself, even if the other one dies
 (`tests/relay/test_link_speed.py::test_strangers_are_not_measured_and_each_end_ends_by_itself`).

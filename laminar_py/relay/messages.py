@@ -53,12 +53,12 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(entry.size for entry in self.files)
 
     def has_layout_of(self, base: "Manifest") -> bool:
-        """True if chunks can be deltas against those of `base`: both have the same files of the same sizes."""
+        """True if chunks can be deltas against chunks in `base`: both have the same files of the same sizes."""
         layout, other = ([(entry.name, entry.size) for entry in m.files] for m in (self, base))
         return layout == other and self.chunk_bytes == base.chunk_bytes
 
     def num_chunks(self, file: int) -> int:
-        """Number of chunks of one file; the last chunk may be shorter."""
+        """Number of chunks in one file; the last chunk may be shorter."""
         return -(-self.files[file].size // self.chunk_bytes)
 
 
@@ -71,7 +71,7 @@ class Downward(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
 
 
 class Attach(Upward, frozen=True):
-    """A child node takes the receiver as its parent; it has heard of versions up to `newest`, -1 for none."""
+    """A child node takes the receiver as its parent; it knows versions up to `newest`, -1 for none."""
 
     newest: Annotated[int, msgspec.Meta(ge=-1)]
 
@@ -100,7 +100,7 @@ class Done(Upward, frozen=True):
 
 
 class Subscribe(Upward, frozen=True):
-    """A subscriber asks to hear of each version that becomes complete."""
+    """A subscriber asks for a `Newest` at each complete version."""
 
 
 class Pull(Upward, frozen=True):

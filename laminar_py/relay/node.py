@@ -376,7 +376,7 @@ class NodeVersions:
         """Tell children and subscribers that no node has the version."""
         if version in self.downloads:
             self.downloads.drop(version)
-            self._uplink.send(m.Attach(self.downloads.newest))  # to hear of the newest again, which was declined
+            self._uplink.send(m.Attach(self.downloads.newest))  # so that the parent announces the newest again
         self._downlink.refuse(version, m.Lost(version), newest=False)
         self.subscribers.handle_lost(version)
         self.downloads.start_waiting()

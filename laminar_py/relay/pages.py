@@ -74,7 +74,7 @@ class Pages:
         return self._unlock is not None
 
     def mapped_view(self, position: int, size: int) -> memoryview | None:
-        """[size] writable view of a part of the file; None if not all of that part is mapped."""
+        """[size] writable view into the file; None if not all of these bytes are mapped."""
         if self._mapping is None or position + size > len(self._mapping):
             return None
         return memoryview(self._mapping)[position : position + size]

@@ -50,7 +50,7 @@ class TreeSpec(Section):
     zones: dict[str, Annotated[int, Field(ge=1, le=10_000)]] = Field(default={})
     """Hosts of each zone (rack, site), the root's first, e.g. `{rack-1: 16, rack-2: 16}`."""
     topology: TopologyKind = TopologyKind.AUTO
-    """Shape of the tree; `auto`: the one that takes least time for the full version."""
+    """Shape of the tree; `auto`: the fastest for a full version."""
     fanout: Count = 2
     """Children of a node in a `kary` tree."""
     link_gbit_per_s: Positive

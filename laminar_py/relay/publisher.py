@@ -138,7 +138,7 @@ class Publisher:
         self._pages.close()
 
     def _use_spare(self, folder: Path) -> None:
-        """Make the folder of a new version, with those files of a retired one that no process has open."""
+        """Make the folder of a new version, with the files of a retired version that no process has open."""
         use_spare(self._store, folder)
         for path in list(folder.iterdir()):
             if not self._pages.open(path).is_unused:
@@ -344,6 +344,6 @@ class Shard(VersionFile):
 
     @property
     def width(self) -> Literal[2, 4]:
-        """Bytes of the kind of element that takes most of the file, for deltas."""
+        """Bytes of an element, by the dtypes that take most of the file, for deltas."""
         halves = [entry.data_offsets for entry in self._header.values() if entry.dtype in ("BF16", "F16")]
         return 2 if 2 * sum(end - begin for begin, end in halves) >= self._num_bytes else 4

@@ -35,7 +35,7 @@ IO_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 CONTROL_BYTES = 2**20  # bound of records without weights; the largest is a manifest, 150 bytes a file
 MAX_FRAME_BYTES = 2**26  # of a peer's frame
 MAX_QUEUED = 10_000  # frames that wait for a peer which does not read; more are dropped
-PEER_HEARTBEAT_S = 5.0  # ZeroMQ opens a connection of peers anew after this silence
+PEER_HEARTBEAT_S = 5.0  # ZeroMQ reconnects peers after this silence
 
 SocketError = zmq.ZMQError  # for callers that may not import zmq
 

@@ -1,4 +1,4 @@
-"""Version folders on disk: `StoredVersion` is one, complete or arriving; `Store` has those of one node.
+"""Version folders on disk: `StoredVersion` is one, complete or arriving; `Store` has all versions of one node.
 
 Nodes use all of it. The publisher uses the spare folder and the functions that describe a folder. A version folder
 holds safetensors files, `manifest.json` with their sizes and digests, and `checksums` of all chunks, from which a
@@ -36,7 +36,7 @@ from laminar_py.relay.pages import Pages
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-CHECKSUMS = "checksums"  # of all chunks of all files, one after the other
+CHECKSUMS = "checksums"  # of all chunks, file by file
 SPARE = "spare"
 _PIN = "pin-"
 _IN_MOVED_TO = 0x80  # inotify's event for a name that appears by a rename
@@ -68,7 +68,7 @@ def no_room(store: Path, version: int, num_bytes: int) -> NoRoomError:
 
 
 def folder_name(version: int) -> str:
-    """Name of the folder of a complete version, e.g. `v7`."""
+    """Folder name of a complete version, e.g. `v7`."""
     return f"v{version}"
 
 
@@ -296,7 +296,7 @@ class Store:
 
     def open(self) -> None:
         """Make the folder, delete what an earlier process left unfinished, and find complete versions and pins."""
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # that of the run
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the folder of the run
         self.path.mkdir(mode=0o700, exist_ok=True)
         for leftover in (*self.path.glob("v*.part"), *self.path.glob("v*.old")):
             log.info("deleting the unfinished %s", leftover)

@@ -1,4 +1,4 @@
-"""A replica's end of the relay: hears of new versions and pulls them from the node of its host.
+"""A replica's end of the relay: learns about new versions and pulls them from the node of its host.
 
 A replica's process owns a `Subscriber`, which implements `protocols.WeightSource`. It repeats a request that has
 no answer at each connect and every few seconds

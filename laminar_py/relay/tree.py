@@ -291,8 +291,8 @@ def fastest_shape(zones: Sequence[str], broadcast: Broadcast, links: Links) -> C
 def versions_at_peak(*, keep_versions: int, num_replicas: int, num_nodes: int = 1) -> int:
     """Number of versions in the stores of a host's relays at most.
 
-    Each store has the versions that it keeps, one that arrives, and one that a delta builds on or that a slow
-    child still fetches. Each of the `num_replicas` that pull from them may hold another. On the root's host the
-    publisher's unfinished folder, or the spare folder, takes the place of the one that arrives.
+    Each store has the versions that it keeps, an arriving version, and another on which deltas build or which a
+    slow child still fetches. Each of the `num_replicas` that pull from them may hold one more. On the root's host
+    the publisher's unfinished folder, or the spare folder, takes the place of the arriving version.
     """
     return num_nodes * (keep_versions + 2) + num_replicas

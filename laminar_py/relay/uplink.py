@@ -5,7 +5,7 @@ so a parent that crashed and came back is treated as a new one.
 
     connecting -> (handshake) following -> (connection breaks) connecting
     out of patience, or following a parent of no use: to the next parent, and from the last one to the first
-    following another than the nearest for `visit_s` while idle, or one that `parents` lacks: to the nearest
+    following another than the nearest for `visit_s` while idle, or a parent that `parents` lacks: to the nearest
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class Follower(Protocol):
         ...
 
     def greet(self) -> None:
-        """Send the parent all that it must know; called at each connect."""
+        """Send the parent this follower's state; called at each connect."""
         ...
 
     def remind(self) -> None:
@@ -102,7 +102,7 @@ class Uplink:
             endpoint = following
 
     async def _follow(self, connection: Connection) -> bool:
-        """Follow one parent; returns True to go on to the nearest one, False to the next in the list."""
+        """Follow one parent; returns True to try the nearest next, False the next in the list."""
         now = asyncio.get_running_loop().time
         deadline = now() + self._patience_s()  # for the connection to come up; infinite while it is up
         next_reminder = math.inf

@@ -1,4 +1,4 @@
-"""Advantages of a group of trajectories. The controller calls it, so nothing here imports torch.
+"""Group advantages. The controller calls it, so nothing here imports torch.
 
 An advantage depends only on the group's returns, not on the order in which its members finished
 (`tests/learner/losses/test_advantages.py`).
@@ -69,7 +69,7 @@ def group_advantages(kind: Advantage) -> Callable[[Sequence[Returns]], tuple[Flo
     """Return the function from the returns of a prompt's K responses to their advantages [K] and the scale.
 
     A single response gets advantage 0, since there is nothing to compare it with; `batch_std` compares it within
-    the step instead. The advantage is that of a response's first token, and the scale is the advantage of one unit
+    the step instead. The result holds for a response's first token, and the scale is the advantage of one unit
     of reward. Where each token has a reward, token t has the response's advantage less `scale * sum_{s < t} r_s`,
     which is the return from t on against the same baseline (`packing.packer`).
     """

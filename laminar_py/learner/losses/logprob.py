@@ -39,7 +39,7 @@ class Support:
 
     @classmethod
     def build(cls, counts: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], *, device: torch.device) -> Self:
-        """Build from the number of ids of each token, [T], and the ids of all tokens."""
+        """Build from each token's number of ids, [T], and the ids of all tokens."""
         rows = np.repeat(np.arange(len(counts)), counts)
         starts: list[int] = np.concatenate([[0], counts.cumsum(dtype=np.int64)]).tolist()
         return cls(starts, torch.tensor(ids, dtype=torch.long, device=device), torch.tensor(rows, device=device))

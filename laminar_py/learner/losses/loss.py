@@ -45,7 +45,7 @@ def proximal_logprobs(
 ) -> Tensor:
     """Log-probabilities [N] of the proximal policy, at the centre of the trust region, without gradient.
 
-    `own` [N] are those of the trained policy, `recomputed` those at the start of the step (None: the same), and
+    `own` [N] come from the trained policy, `recomputed` those at the start of the step (None: the same), and
     `staleness` [N] counts learner steps. `interpolate` gives `own` at staleness 0, else `b + (1 - 1/d) (own - b)`
     at staleness d.
 
@@ -130,7 +130,7 @@ def make_terms(
 def estimate_partition(
     model: PreTrainedModel, microbatches: Sequence[MicroBatch], settings: AlgorithmConfig, ranks: Ranks
 ) -> Tensor | None:
-    """Estimate log Z of each group of the step, [G], by the policy at its start; None if the objective needs none.
+    """Estimate log Z for the step's groups, [G], by the policy at its start; None if the objective needs none.
 
     It is minus the mean imbalance of the group's responses: VarGrad, see `losses.objectives.balance`. Collective.
     """

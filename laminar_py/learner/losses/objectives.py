@@ -1,7 +1,7 @@
-"""What each token adds to the sum that the learner maximises: objectives, corrections, and KL estimators. Pure.
+"""Objectives, corrections and KL estimators: the summands of the loss, token by token. Pure.
 
 `loss` calls them. Objectives and corrections take the `Terms` of one microbatch and give [N]. With lp the new
-log-probability, x the proximal one (see `config.algorithm.Proximal`), b that of the behaviour policy and A the
+log-probability, x the proximal one (see `config.algorithm.Proximal`), b the behaviour policy's and A the
 advantage, r = exp(lp - x) is the ratio that an objective bounds. c = exp(x - b) corrects for tokens that another
 policy drew; staleness, and the numerics of engine and learner, move it away from 1. The loss weights say how
 tokens are averaged.
@@ -67,7 +67,7 @@ def sequence_clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     """`clip` with one ratio for all tokens of a sequence, the geometric mean `s = exp(mean_t(lp_t - x_t))`.
 
     Written per token, `s lp_t'` with lp' of value 1 and gradient grad lp, so that advantages may differ inside a
-    sequence; where they do not, value and gradient are those of the sequence form under `sequence_mean`.
+    sequence; where they do not, value and gradient equal the sequence form's under `sequence_mean`.
     GSPO, Zheng et al. 2025, eq. 5 and 14.
     """
     own = terms.logprobs.detach()
@@ -91,7 +91,7 @@ def balance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     """`-(log Z + d)^2` for each token of a response with imbalance `d = sum_t (lp_t - ref_t) - reward / beta`.
 
     Under `sequence_mean` the loss is the mean square over responses. With `log Z = -mean d` over the group of a
-    response, the gradient is that of the variance of d inside each group: VarGrad.
+    response, the gradient equals the gradient of d's variance inside each group: VarGrad.
     Trajectory balance, Malkin et al. 2022; with asynchrony (TBA), Bartoldson et al. 2025.
     """
     assert terms.log_partition is not None, "the partition function is estimated before the loss"
@@ -120,7 +120,7 @@ OBJECTIVES: dict[Objective, PolicyObjective] = {
 
 
 def objective_of(terms: Terms, settings: AlgorithmConfig) -> Tensor:
-    """[N] values of the objective that the algorithm brings, or of the built-in one that its settings name.
+    """[N] values of the objective that the algorithm brings, or of the built-in objective in its settings.
 
     Raises `ConfigError` if an objective of a package raises, or does not return [N] numbers.
     """

@@ -30,7 +30,7 @@ def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int) -
 def emulated_step_s(times: LearnerTimes, lengths: Sequence[Sequence[int]], *, devices: int) -> float:
     """Seconds of an optimizer step on emulated GPUs: each microbatch runs on one device, the busiest one counts.
 
-    `lengths` are the tokens of each sequence of each microbatch. The emulated learner and the simulator call it.
+    `lengths` has each microbatch's sequence lengths. The emulated learner and the simulator call it.
     """
     share = attention_share(
         hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters

@@ -21,7 +21,7 @@ from laminar_py.records.finished import FinishedTrajectory
 CATCH_UP = 4  # groups staged at each arrival, while fewer than a step are: so no call takes long
 LOOSE_BINS = 32  # loose sequences are packed when they could fill so many bins: choice enough, and little is left
 FULL_SHARE = 512  # a bin is full when it lacks less than 1 / FULL_SHARE of its tokens
-UNFILLED_SHARE = 0.04  # of ranks * max_tokens: what packing leaves empty of a step of any size
+UNFILLED_SHARE = 0.04  # of ranks * max_tokens, that packing leaves empty in any step
 MIN_GAIN = 0.005  # share of a step's microbatches that an exchange of groups must fill
 
 
@@ -262,7 +262,7 @@ def choose_groups(tokens: Sequence[int], *, due: Sequence[bool], count: int, uni
 
     All ranks get equally many microbatches, so a step costs whole multiples of `unit`, which is ranks *
     max_tokens. The window holds the tokens of at least `count` groups, in staleness order. No later group takes
-    the place of one that is `due`. Groups are exchanged for later ones a pair at a time, each time the best pair,
+    the place of a `due` group. Groups are exchanged for later ones a pair at a time, each time the best pair,
     as long as that wastes less. E.g. `choose_groups([60, 50, 35], due=[False] * 3, count=2, unit=100)` is `[0,
     2]`.
     """

@@ -176,7 +176,7 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
         return np.array([place[trajectory.group_id] for trajectory in bundle], np.int32)
 
     def staleness(self, trajectory: Trajectory) -> IntArray:
-        """[L] learner steps since the weights that made each token, or since those of its older KV cache."""
+        """[L] learner steps since the weights of each token, or of its older KV cache if it has one."""
         out = np.zeros(len(trajectory.response_ids), np.int32)
         if self.ages is not None:
             for span in trajectory.spans:
@@ -199,7 +199,7 @@ class Packed(Generic[PackedT]):
 
 
 class Lazy(Sequence[Made], Generic[Given, Made]):
-    """A sequence that makes each entry anew at each access and keeps none, e.g. `Lazy(texts, len)`."""
+    """A sequence that makes an entry at each access and keeps none, e.g. `Lazy(texts, len)`."""
 
     def __init__(self, given: Sequence[Given], make: Callable[[Given], Made]) -> None:
         self._given = given
@@ -287,7 +287,7 @@ def _normalisation(entries: Sequence[Entry[PackedT]]) -> tuple[float, float]:
 
 
 def _returns(trajectory: Packable) -> Returns:
-    """Mean and variance of the advantages of a trajectory's trained tokens."""
+    """Mean and variance of the advantages in a trajectory's trained tokens."""
     if trajectory.roles:
         return role_returns(trajectory.roles, trajectory.spans)
     return returns_of(trajectory.advantage, trajectory.earned)
