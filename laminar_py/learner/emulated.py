@@ -1,6 +1,6 @@
 """A learner that takes the time of GPUs and computes nothing: for measuring schedules with the real runtime.
 
-Called by `workers.processes.learner_part` in the place of `step.Learner`. Its weights are a few small tensors,
+Called by `workers.processes.learner` in the place of `step.Learner`. Its weights are a few small tensors,
 drawn anew for each step, so that versions differ and relays have bytes to carry.
 Invariant: its state is the number of steps taken; weights and checkpoints follow from that alone.
 """

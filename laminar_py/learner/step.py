@@ -1,4 +1,4 @@
-"""The learner: a step on packed microbatches. Called by `workers.processes.learner_part`.
+"""The learner: a step on packed microbatches. Called by `workers.processes.learner`.
 
 Invariant: an update depends on its tokens and their loss weights alone, not on how they are split into
 microbatches and over ranks (law 5, up to fp32 rounding). Which tokens are in which update of a step follows from

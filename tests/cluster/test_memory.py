@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.runtime.cluster import memory
+from laminar_py.runtime.cluster import part
 from laminar_py.runtime.cluster.errors import PartDiedError, for_memory
-from laminar_py.runtime.cluster.memory import KernelKills, Kills, kernel_kills
+from laminar_py.runtime.cluster.part import KernelKills, Kills, kernel_kills
 from laminar_py.runtime.cluster.placement import Place
 
 PATIENCE_S = 60.0
@@ -39,7 +39,7 @@ class Node:
     def __init__(self, monkeypatch, count, *, own=True):
         self.name, self.count, self._own = "learner-0", count, own
         self.place, self.looks = Place("a"), 0
-        monkeypatch.setattr(memory, "on_node", self.on_node)
+        monkeypatch.setattr(part, "on_node", self.on_node)
 
     async def on_node(self, node, function):
         assert (node, function) == ("a", kernel_kills)
@@ -125,13 +125,13 @@ def test_the_count_is_that_of_the_own_group_or_else_of_the_host(groups, file, te
     for name, words in ((file, text), ("proc/self/cgroup", groups), ("proc/vmstat", "pgfault 3\noom_kill 7\n")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(words)
-    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(part, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(part, "GROUPS", tmp_path / "groups")
     assert decode(Kills, kernel_kills()) == found
 
 
 def test_without_any_count_there_are_no_kills(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "PROC", tmp_path)
+    monkeypatch.setattr(part, "PROC", tmp_path)
     assert decode(Kills, kernel_kills()) == Kills(0, own=False)
 
 
@@ -139,9 +139,9 @@ GROUP = Path("/sys/fs/cgroup/memory/laminar-test")
 IN_GROUP = """
 import subprocess, sys
 from pathlib import Path
-from laminar_py.runtime.cluster.memory import kernel_kills
+from laminar_py.runtime.cluster.part import kernel_kills
 from laminar_py.records.codec import decode
-from laminar_py.runtime.cluster.memory import Kills
+from laminar_py.runtime.cluster.part import Kills
 (Path(sys.argv[1]) / "cgroup.procs").write_text("0")
 before = decode(Kills, kernel_kills())
 code = subprocess.run([sys.executable, "-c", "bytearray(1 << 30)"]).returncode

@@ -475,7 +475,7 @@ async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_de
         plan = placement.plan
         places = [*plan.replicas, plan.learner[0], Place(plan.relays[0])]
         parts = [Part(f"part-{i}", Witness, concurrency=1, timeout_s=60, place=p) for i, p in enumerate(places)]
-        seen = [await part.call("where") for part in parts]
+        seen = [await part.ask(tuple[str, list[str], str], "where") for part in parts]
         assert [node for node, *_ in seen] == [place.node for place in places]
         assert [len(gpus) for _, gpus, _ in seen] == [4, 4, 4, 1, 0]
         held = [(node, gpu) for node, gpus, _ in seen for gpu in gpus]

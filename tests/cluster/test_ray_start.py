@@ -46,7 +46,7 @@ def test_a_node_that_registers_late_is_waited_for(monkeypatch):
 TAKEN = """
 import os
 {first}
-from laminar_py.runtime.cluster import use_token_of_cluster
+from laminar_py.runtime.cluster.variables import use_token_of_cluster
 use_token_of_cluster()
 print(os.environ.get("RAY_AUTH_TOKEN", "that of the file"))
 """

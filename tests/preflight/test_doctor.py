@@ -107,7 +107,7 @@ def test_what_the_engines_lack_is_found_where_the_run_starts_them_too(tmp_path):
     [
         (survey.RemoteCallError("TypeError: planted", is_bug=True), pytest.raises(PartBugError, match="planted")),
         (survey.RemoteCallError("No module named laminar_py", is_bug=False), nullcontext("cannot run laminar_py")),
-        (survey.ProcessLostError("gone"), nullcontext("cannot run laminar_py")),
+        (survey.NoAnswerError("gone"), nullcontext("cannot run laminar_py")),
     ],
     ids=["bug", "environment", "node"],
 )

@@ -7,6 +7,7 @@ from itertools import count
 
 from laminar_py.ledger.segments.salvage import Salvage
 from laminar_py.ledger.segments.writer import part_of
+from laminar_py.runtime.cluster.calls import as_scalar
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers import keeper as keeper_module
@@ -59,7 +60,7 @@ class Hosts:
 
 
 class NoKills:
-    """Stands for `cluster.memory.KernelKills` where the kernel ends nothing."""
+    """Stands for `cluster.part.KernelKills` where the kernel ends nothing."""
 
     async def meet(self, part):
         pass
@@ -113,14 +114,14 @@ class Process:
         return answer.result()
 
     async def _answer(self, method, arguments):
-        answer = getattr(self.actor, method)(*arguments)
-        return await answer if inspect.isawaitable(answer) else answer
+        answer = getattr(self.actor, method)(*map(as_scalar, arguments))
+        return as_scalar(await answer if inspect.isawaitable(answer) else answer)
 
     ask = Part.ask
 
     def send(self, method, *arguments):
         """Take a call, of any thread."""
-        self._loop.call_soon_threadsafe(self.sent.put_nowait, (method, *arguments))
+        self._loop.call_soon_threadsafe(self.sent.put_nowait, (method, *map(as_scalar, arguments)))
 
     def die(self, reason="killed"):
         if not self._death.done():

@@ -5,7 +5,6 @@ import asyncio
 import numpy as np
 import pytest
 
-from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.runtime.link.turns import AskedTurn
 from laminar_py.runtime.workers.processes.environment import EnvironmentActor
@@ -37,9 +36,9 @@ async def test_an_answer_is_told_by_a_frame_where_the_environment_listens(listen
     actor = EnvironmentActor()
     actor._receiver, actor._host = Told(), Answering(listens=listens)
     turn = ModelTurn(trajectory_id="g0.0", problem=problem(1), response_ids=np.array([7, 8], np.int32), spans=())
-    asking = asyncio.create_task(actor.answer(encode(AskedTurn(asker="replica-0-1-1", number=3, turn=turn))))
+    asking = asyncio.create_task(actor.answer(AskedTurn(asker="replica-0-1-1", number=3, turn=turn)))
     await asyncio.sleep(0)
     assert not actor._receiver.answers, "it is not ready"
     actor._ready.set()
-    assert decode(EnvironmentTurn, await asking).ids.tolist() == [8]
+    assert (await asking).ids.tolist() == [8]
     assert actor._receiver.answers == ([("replica-0-1-1", 3, [8])] if listens else [])

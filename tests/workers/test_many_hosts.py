@@ -21,7 +21,7 @@ from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Consumed
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason
-from laminar_py.runtime.cluster.errors import ProcessLostError
+from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.workers import payload as payload_module
 from laminar_py.runtime.workers.payload import PayloadHosts, take_up
@@ -81,7 +81,7 @@ class Cluster:
     async def _on_node(self, node, function, *arguments, apart):
         await asyncio.sleep(0)
         if node not in {one.id for one in self.nodes}:
-            raise ProcessLostError("the node died")
+            raise NoAnswerError("the node died")
         self._asked = node
         run = str(RunFolder(self.path).segments)
         return function(*(str(self.folder(node)) if one == run else one for one in arguments))

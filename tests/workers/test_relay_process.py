@@ -6,9 +6,8 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import run_of
-from laminar_py.records.codec import encode
 from laminar_py.relay.wire.transport import PortInUseError, RelayKeys
-from laminar_py.runtime.workers.processes import setup
+from laminar_py.runtime.workers.processes import base
 from laminar_py.runtime.workers.processes.relay import RelayActor
 from laminar_py.runtime.workers.specs import RelaySpec
 from tests.runs.runs import REPO
@@ -18,7 +17,7 @@ from tests.runs.runs import REPO
 async def test_a_port_that_stays_taken_is_given_up_for_another_unless_the_user_chose_it(
     tmp_path, monkeypatch, or_any_port
 ):
-    monkeypatch.setattr(setup, "log_to", lambda run_dir, part: None)
+    monkeypatch.setattr(base, "log_to", lambda run_dir, part: None)
     keys, actor = RelayKeys.generate(), RelayActor()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -37,10 +36,10 @@ async def test_a_port_that_stays_taken_is_given_up_for_another_unless_the_user_c
         )
         if not or_any_port:
             with pytest.raises(PortInUseError, match=f"relay.base_port={port}: in use"):
-                await actor.start(encode(spec))
+                await actor.start(spec)
         else:
-            endpoint = await actor.start(encode(spec))
+            endpoint = await actor.start(spec)
             assert not endpoint.endswith(f":{port}")
-            assert await actor.ping(encode(())) == encode([])
+            assert await actor.ping(()) == []
             assert run_of(tmp_path).path == tmp_path, "its folder in shared memory names the run"
         await actor._node.close()

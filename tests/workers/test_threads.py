@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.runtime.workers.processes.setup import learner_threads
+from laminar_py.runtime.workers.processes.base import learner_threads
 from tests.runs.runs import REPO
 
 GPUS, LAPTOP = "experiments/math_long_cot/7b_8gpu", "configs/quickstart"
@@ -30,7 +30,7 @@ def test_a_rank_that_updates_weights_on_the_host_has_its_share_of_the_cores(name
 
 def test_the_threads_of_a_part_are_its_own_choice_whatever_its_environment_says():
     code = (
-        "import torch; from laminar_py.runtime.workers.processes.setup import compute_on\n"
+        "import torch; from laminar_py.runtime.workers.processes.base import compute_on\n"
         "before = torch.get_num_threads(); compute_on(3); print(before, torch.get_num_threads())"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -205,7 +205,7 @@ class Generators:
         self._count = count
         self._actors: list[Process] = []
 
-    def make(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
+    def make(self, name: str, kind: type | str, *, concurrency: int, timeout_s: float, place: Place) -> Part:
         """A part for the replica of this name."""
         if len(self._actors) < self._count:
             self._actors.append(cluster().start(GeneratorActor, title="generator", concurrency=CALLS, place=place))

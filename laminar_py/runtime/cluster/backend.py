@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from laminar_py.records.codec import encode
-from laminar_py.runtime.cluster.calls import Answer, Scalar, value_of
-from laminar_py.runtime.cluster.errors import ProcessLostError
+from laminar_py.runtime.cluster.calls import Answer, Kind, Scalar, as_scalar, value_of
+from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.forked import SESSION, ForkedCluster, NamedProcess
 from laminar_py.runtime.cluster.placement import Node, Place
 
@@ -42,7 +42,7 @@ class Cluster(Protocol):
 
     here: str  # this process's node
 
-    def start(self, kind: type, *, title: str, concurrency: int, place: Place, known_as: str = "") -> Process:
+    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = "") -> Process:
         """A process that hosts an object of `kind`; other processes of the run call it by the name `known_as`.
 
         `ps` and `top` show its `title`.
@@ -117,7 +117,7 @@ async def all_placed() -> bool:
 async def on_node(
     node: str, function: Callable[..., bytes], *arguments: str | bytes, apart: bool = False
 ) -> bytes:
-    """Answer of a function of this package on that node. Raises `ProcessLostError`, or `RemoteCallError`.
+    """Answer of a function of this package on that node. Raises `NoAnswerError`, or `RemoteCallError`.
 
     On this node the function runs on a thread, and raises its own errors. Set `apart` for heavy work: the function
     then runs in a process of low priority here, too.
@@ -142,22 +142,20 @@ class NamedPart:
 
             self._process = NamedActor(name)
 
-    async def ask(self, method: str, data: bytes) -> bytes:
-        """The answer of a method. Where the process dies over the call, the call is made again on the next one.
+    async def call(self, method: str, *arguments: object) -> Scalar:
+        """Return the answer of a method. If the process dies meanwhile, call the next process of that name.
 
         Raises `RemoteCallError` where the method raises.
         """
+        sent = [as_scalar(argument) for argument in arguments]
         while True:
             try:
-                answer = value_of(await self._process.ask(method, data))
-            except ProcessLostError as error:
-                if type(error) is not ProcessLostError:
+                return value_of(await self._process.ask(method, *sent))
+            except NoAnswerError as error:
+                if type(error) is not NoAnswerError:
                     raise  # what the method raised
                 log.info("%s is away: %s", self._name, error)
                 await asyncio.sleep(AWAY_S)
-            else:
-                assert isinstance(answer, bytes), f"{method} answers bytes"
-                return answer
 
 
 class _Named(Protocol):

@@ -35,7 +35,7 @@ class PartDiedError(Exception):
         self.vanished = vanished
 
 
-class ProcessLostError(Exception):
+class NoAnswerError(Exception):
     """A process, or its node, gives no answer; the message says why.
 
     `ended_by_run` where the run itself ended the process.
@@ -46,7 +46,7 @@ class ProcessLostError(Exception):
         self.ended_by_run = ended_by_run
 
 
-class RemoteCallError(ProcessLostError):
+class RemoteCallError(NoAnswerError):
     """A function raised on a node; `is_bug` where only a mistake in this package raises that."""
 
     def __init__(self, reason: str, *, is_bug: bool) -> None:

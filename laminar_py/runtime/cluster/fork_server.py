@@ -32,7 +32,7 @@ from typing import NoReturn
 import msgspec
 
 from laminar_py.records.codec import decode
-from laminar_py.runtime.cluster.calls import HEAD, Refusal, Shell, load_class, serve, set_title, write_frame
+from laminar_py.runtime.cluster.calls import HEAD, open_shell, serve, set_title, write_frame
 from laminar_py.sandbox.inside import kernel
 
 GUARD = b"g"  # the byte with which a client sends the guard
@@ -45,7 +45,7 @@ PRELOADED = (  # what most processes of a run import; a module of a package that
     "transformers.modeling_utils",
     "laminar_py.learner.step",
     "laminar_py.engines.local.engine",
-    "laminar_py.runtime.workers.processes.learner_part",
+    "laminar_py.runtime.workers.processes.learner",
     "laminar_py.runtime.workers.processes.replica",
     "laminar_py.runtime.workers.processes.relay",
     "laminar_py.runtime.workers.processes.scorer",
@@ -64,8 +64,7 @@ PRELOADED = (  # what most processes of a run import; a module of a package that
 class StartProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Start of a process that hosts an object of a class."""
 
-    module: str
-    name: str  # of the class in it
+    kind: str  # "module:Class"
     title: str  # that `ps` shows
     concurrency: int
     environment: dict[str, str]
@@ -206,11 +205,7 @@ async def _serve(start: StartProcess, connection: socket.socket) -> None:
     """Host the object until the client is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     write_frame(writer, Started(os.getpid()))
-    shell: Shell | Refusal
-    try:
-        shell = Shell(load_class(start.module, start.name), concurrency=start.concurrency)
-    except Exception as error:  # noqa: BLE001 - the caller judges it
-        shell = Refusal(error)
+    shell = open_shell(start.kind, concurrency=start.concurrency)
     if start.listen:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(start.listen)  # of the process before

@@ -26,8 +26,8 @@ from typing import TypeVar
 import msgspec
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.runtime.cluster.calls import HEAD, Answer, Caller, Scalar, read_frame, value_of
-from laminar_py.runtime.cluster.errors import ProcessLostError
+from laminar_py.runtime.cluster.calls import HEAD, Answer, Caller, Kind, Scalar, class_path, read_frame, value_of
+from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.fork_server import GUARD, STATUS, Started, StartProcess
 from laminar_py.runtime.cluster.placement import Node, Place
 
@@ -66,12 +66,11 @@ class ForkedCluster:
             self._start_server()
 
     def start(
-        self, kind: type, *, title: str, concurrency: int, place: Place, known_as: str = ""
+        self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = ""
     ) -> "ForkedProcess":
         """A process that hosts an object of `kind`, once as many GPUs are free as it needs; it sees no others."""
         start = StartProcess(
-            module=kind.__module__,
-            name=kind.__qualname__,
+            kind=class_path(kind),
             title=title,
             concurrency=concurrency,
             environment=dict(os.environ),
@@ -182,12 +181,12 @@ class GpuPool:
         self._changed = asyncio.Event()  # set, and replaced, when GPUs come back or a process is killed
 
     async def take(self, number: int, *, unless: Callable[[], bool]) -> tuple[str, ...]:
-        """So many GPUs, as soon as they are free. Raises `ProcessLostError` where `unless` becomes true first."""
+        """So many GPUs, as soon as they are free. Raises `NoAnswerError` where `unless` becomes true first."""
         self.num_waiting += 1
         try:
             while len(self.free) < number:
                 if unless():
-                    raise ProcessLostError("the run ended it before it had its GPUs", ended_by_run=True)
+                    raise NoAnswerError("the run ended it before it had its GPUs", ended_by_run=True)
                 await self._changed.wait()
         finally:
             self.num_waiting -= 1
@@ -227,7 +226,7 @@ class ForkedProcess:
         self._soon(self._watch())
 
     def ask(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
-        """Make a call once the process is up; the inner future is its answer, or raises `ProcessLostError`."""
+        """Make a call once the process is up; the inner future is its answer, or raises `NoAnswerError`."""
         return self._soon(self._ask(method, *arguments))
 
     def kill(self) -> None:
@@ -245,7 +244,7 @@ class ForkedProcess:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _open(self) -> Caller:
-        """Ask the server for the process, and wait until it is up. Raises `ProcessLostError`."""
+        """Ask the server for the process, and wait until it is up. Raises `NoAnswerError`."""
         try:
             with self._theirs:
                 self._taken = await self._gpus.take(self._num_gpus, unless=lambda: self._killed)
@@ -262,7 +261,7 @@ class ForkedProcess:
         except (asyncio.IncompleteReadError, OSError) as error:  # a timeout is one too
             self._kill_unstarted()
             last = _last_line(Path(self._start.errors)) or _last_line(_errors_of(self._server)) or str(error)
-            raise ProcessLostError(f"its process did not start: {last}", ended_by_run=self._killed) from None
+            raise NoAnswerError(f"its process did not start: {last}", ended_by_run=self._killed) from None
         self.is_up = True
         caller = Caller(reader, writer)
         self._loop.create_task(self._take_answers(caller), name="answers")
@@ -278,7 +277,7 @@ class ForkedProcess:
             await caller.run()
             reason = await asyncio.wrap_future(self.ended)
         finally:
-            caller.close(ProcessLostError(reason, ended_by_run=self._killed))
+            caller.close(NoAnswerError(reason, ended_by_run=self._killed))
 
     async def _watch(self) -> None:
         """Wait for the exit status; without one the server is gone, or had nothing to fork."""
@@ -321,7 +320,7 @@ class NamedProcess:
         self._tasks = set[asyncio.Task[None]]()
 
     async def ask(self, method: str, *arguments: Scalar) -> Answer:
-        """The answer of a method. Raises `ProcessLostError` where the process ends over it."""
+        """The answer of a method. Raises `NoAnswerError` where the process ends over it."""
         return await (await self._find()).ask(method, *arguments)
 
     async def _find(self) -> Caller:
@@ -344,7 +343,7 @@ class NamedProcess:
         try:
             await caller.run()
         finally:
-            caller.close(ProcessLostError("its process is gone"))
+            caller.close(NoAnswerError("its process is gone"))
 
 
 def _socket_of(session: Path, name: str) -> Path:

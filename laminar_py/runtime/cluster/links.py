@@ -18,7 +18,7 @@ from laminar_py.relay.planning.cost import Links
 from laminar_py.relay.planning.link import LinkSpeed, MeasurementError, measure_link, send_chunks
 from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.runtime.cluster.backend import free_port, on_node
-from laminar_py.runtime.cluster.errors import ProcessLostError
+from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ async def _measure(pair: Pair, hosts: Sequence[str], placement: Placement, keys:
             where = (ip, str(port), keys.public, keys.secret)
             ends = on_node(sender, send_to_measure, *where), on_node(receiver, receive_to_measure, *where)
             sent, taken = (decode(Told, told) for told in await asyncio.gather(*ends))
-    except (ProcessLostError, OSError) as error:  # a timeout is one too
+    except (NoAnswerError, OSError) as error:  # a timeout is one too
         reason = (str(error).strip().splitlines() or [f"no answer in {MEASURE_S:g} s"])[-1]
     else:
         if taken.hop is not None:

@@ -7,18 +7,22 @@ Calls carry bytes or scalars. A process that died, hangs, or raised what the wor
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from laminar_py.config.section import ConfigError
-from laminar_py.records.codec import decode
-from laminar_py.runtime.cluster.backend import Process, cluster
-from laminar_py.runtime.cluster.calls import Answer, Failure, FailureKind, Raised, Scalar
+from laminar_py.records.codec import decode, encode
+from laminar_py.runtime.cluster.backend import Process, cluster, on_node
+from laminar_py.runtime.cluster.calls import Answer, Failure, FailureKind, Kind, Raised, Scalar, as_scalar
 from laminar_py.runtime.cluster.errors import (
+    NoAnswerError,
     PartBugError,
     PartDiedError,
-    ProcessLostError,
     UnwritableError,
     for_memory,
 )
@@ -28,6 +32,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANYWHERE = Place()
+PROC = Path("/proc")
+GROUPS = Path("/sys/fs/cgroup")
+LOOK_S = 20.0  # for a node to say how many kills it counts; a process starts there for it
 ENGINE_KILLED = "ended with code 137"  # as a shell says SIGKILL; `engines.sglang.server` says it of its server
 
 
@@ -40,7 +47,7 @@ class Part:
     def __init__(
         self,
         name: str,
-        kind: type,
+        kind: Kind,
         *,
         concurrency: int,
         timeout_s: float,
@@ -55,7 +62,7 @@ class Part:
             kind, title=name, concurrency=concurrency, place=place, known_as=known_as
         )
 
-    async def call(self, method: str, *arguments: Scalar, timeout_s: float | None = None) -> Scalar:
+    async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Scalar:
         """The result of a method. Raises PartDiedError if there is none in `timeout_s`, or it raised.
 
         Raises ConfigError where the user has to mend something: a model, a port, memory that only the part could
@@ -64,13 +71,13 @@ class Part:
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
-            asked = await asyncio.wrap_future(self._process.ask(method, *arguments))
+            asked = await asyncio.wrap_future(self._process.ask(method, *map(as_scalar, arguments)))
             async with asyncio.timeout(limit):
                 answer = await asyncio.wrap_future(asked)
         except TimeoutError:
             self.kill()
             raise PartDiedError(self.name, f"no answer to {method} in {limit:g} s") from None
-        except ProcessLostError as error:
+        except NoAnswerError as error:
             self.kill()
             raise PartDiedError(self.name, str(error), vanished=not error.ended_by_run) from error
         if isinstance(answer, Raised):
@@ -81,13 +88,13 @@ class Part:
         value: Scalar = answer.value
         return value
 
-    async def ask(self, kind: type[T], method: str, *arguments: Scalar, timeout_s: float | None = None) -> T:
+    async def ask(self, kind: type[T], method: str, *arguments: object, timeout_s: float | None = None) -> T:
         """`call` of a method that answers with the bytes of a typed record."""
         answer = await self.call(method, *arguments, timeout_s=timeout_s)
         assert isinstance(answer, bytes), f"{method} answers bytes"
         return decode(kind, answer)
 
-    def send(self, method: str, *arguments: Scalar) -> None:
+    def send(self, method: str, *arguments: object) -> None:
         """Call without waiting; a death or a bug shows at the next `call`, another error in the log."""
 
         def answered(done: "Future[Answer]") -> None:
@@ -99,7 +106,7 @@ class Part:
             if not done.cancelled() and done.exception() is None:
                 done.result().add_done_callback(answered)
 
-        self._process.ask(method, *arguments).add_done_callback(asked)
+        self._process.ask(method, *map(as_scalar, arguments)).add_done_callback(asked)
 
     def _error(self, method: str, failure: Failure) -> Exception:
         """Meaning of a method's failure for the run; its traceback goes into the log."""
@@ -124,7 +131,7 @@ class Part:
 class MakePart(Protocol):
     """Maker of a process; `Part` itself is one."""
 
-    def __call__(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
+    def __call__(self, name: str, kind: Kind, *, concurrency: int, timeout_s: float, place: Place) -> Part:
         """The running process."""
         ...
 
@@ -141,3 +148,67 @@ async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, o
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+# ---- deaths for want of memory
+
+
+class Kills(msgspec.Struct, frozen=True):
+    """Processes that the kernel has ended for want of memory so far, e.g. `Kills(2, own=True)`."""
+
+    count: int
+    own: bool  # of this process's control group; else of the whole host, whose others may have been meant
+
+
+def kernel_kills() -> bytes:
+    """The `Kills` of this process's control group, or of the host where the group does not count."""
+    for path, own in [*((path, True) for path in _counters_of_group()), (PROC / "vmstat", False)]:
+        with suppress(OSError):
+            for name, _, count in (line.partition(" ") for line in path.read_text().splitlines()):
+                if name == "oom_kill":
+                    return encode(Kills(int(count), own))
+    return encode(Kills(0, own=False))
+
+
+def _counters_of_group() -> Iterator[Path]:
+    """Files that may hold the count of this process's group; in a container the group's folder is the topmost."""
+    with suppress(OSError):
+        for line in (PROC / "self/cgroup").read_text().splitlines():
+            _, kinds, group = line.split(":", 2)
+            if not kinds:
+                yield from (folder / "memory.events" for folder in (GROUPS / group.lstrip("/"), GROUPS))
+            elif kinds == "memory":
+                top = GROUPS / "memory"
+                yield from (folder / "memory.oom_control" for folder in (top / group.lstrip("/"), top))
+
+
+class KernelKills:
+    """Counts of `kernel_kills` as each part found them on its node, and the kills that explained a death."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, int]] = {}  # part -> its Ray node, and the count there when last asked
+        self._told: set[tuple[str, int]] = set()  # kills that explained a death: Ray node, and its count then
+
+    async def meet(self, part: Part) -> None:
+        """Take the count of the node of a part that has started."""
+        if part.place.node is not None:
+            self._found[part.name] = part.place.node, (await part.ask(Kills, "kernel_kills")).count
+
+    async def explain(self, death: PartDiedError, node: str | None) -> PartDiedError:
+        """The death of a part on that node; one that vanished as the kernel ended a process for memory says so."""
+        home, before = self._found.get(death.part, (None, 0))
+        if not death.vanished or home is None or home != node or for_memory(death.reason):
+            return death
+        try:
+            async with asyncio.timeout(LOOK_S):
+                found = decode(Kills, await on_node(node, kernel_kills))
+        except (NoAnswerError, TimeoutError):  # it is gone or hangs, which explains the death
+            return death
+        self._found[death.part] = node, found.count
+        kills = ((node, count) for count in range(before + 1, found.count + 1))
+        kill = next((kill for kill in kills if kill not in self._told), None)
+        if kill is None:
+            return death
+        self._told.add(kill)
+        cause = "the kernel ended a process" if found.own else "the kernel ended a process of its host, perhaps it"
+        return PartDiedError(death.part, f"out of memory: {cause} ({death.reason})", vanished=True)

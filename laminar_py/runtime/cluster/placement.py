@@ -10,19 +10,87 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from laminar_py.config.cluster import Device
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.planning import topology
 from laminar_py.runtime.cluster.errors import RunFailedError
-from laminar_py.runtime.cluster.needs import Needs as Needs
-from laminar_py.runtime.cluster.needs import Node as Node
-from laminar_py.runtime.cluster.needs import Place as Place
-from laminar_py.runtime.cluster.relay_places import place_relays
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A live Ray node, e.g. `Node(id="5a97e58a", ip="10.0.0.4", gpus=8, cpus=96)`."""
+
+    id: str
+    ip: str
+    gpus: int = 0  # that are free
+    cpus: int = 1
+    here: bool = False  # the controller runs on it
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a part: a Ray node, None for any, and how many of its GPUs are this part's alone."""
+
+    node: str | None = None
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Demand of a run on a cluster, e.g. six replicas on a GPU each beside two learner ranks:
+
+    `Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1)`.
+    """
+
+    ranks: int
+    rank_gpus: int
+    replicas: int  # that there are, or were; their numbers are below it
+    replica_gpus: int  # tensor-parallel, on one node
+    relays: int = 1  # processes of the tree, where everything is on one node
+    shared_nodes: bool = True  # learner and replicas
+    hosts: tuple[
+        str, ...
+    ] = ()  # [replicas] host of the server that a replica attaches to; empty: they launch theirs
+    reference: bool = False  # a process with as many GPUs as a rank
+    servers: tuple[tuple[str, int], ...] = ()  # that terms of the reward ask: pool, GPUs on one node
+    placed_by: str = "rollout.engine"  # the setting that says how many GPUs replicas have, or which hosts
+    gone: frozenset[int] = frozenset()  # replicas that have left, and need no place any more
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Needs":
+        """Demand of this config."""
+        rollout, engine, cluster = config.rollout, config.rollout.engine, config.cluster
+        return cls(
+            ranks=config.learner.world_size,
+            rank_gpus=1 if config.learner_device is Device.CUDA else 0,
+            replicas=rollout.replicas,
+            replica_gpus=0 if engine.hosts else engine.gpus,
+            relays=config.relay.nodes,
+            shared_nodes=cluster.shared_nodes,
+            hosts=engine.hosts,
+            placed_by=engine.placed_by,
+            reference=config.algorithm.refers_in_stage,
+            servers=tuple((pool, config.reward.servers[pool].gpus) for pool, _ in config.reward.launched),
+        )
+
+    @property
+    def server_gpus(self) -> int:
+        """GPUs of all servers of the reward."""
+        return sum(gpus for _, gpus in self.servers)
+
+    @property
+    def before_replicas(self) -> str:
+        """Words on GPUs of what has a place first, e.g. "the learner's 4 and the reference's 1"."""
+        reference = f" and the reference's {self.rank_gpus}" if self.reference else ""
+        servers = f" and reward.servers' {self.server_gpus}" if self.server_gpus else ""
+        return f"the learner's {self.ranks * self.rank_gpus}{reference}{servers}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +324,33 @@ def _nodes_of_server(needs: Needs, index: int, nodes: Sequence[Node]) -> list[No
             f" its own host's memory; name one of {known}, or run `ray start` there"
         )
     return found
+
+
+def place_relays(
+    num_relays: int,
+    *,
+    learner: Sequence[str | None],
+    hosts: Sequence[str | None],
+    alive: Collection[str],
+    before: Sequence[str | None],
+) -> tuple[str | None, ...]:
+    """Host of each relay: the root's, and one for each other host of a replica; on a single node `num_relays`.
+
+    `learner` and `hosts` are of ranks and replicas, `before` is of the plan before. None: nobody needs it now.
+    """
+    root, hosts = learner[0], list(dict.fromkeys(hosts))
+    # those of a run that had one node stay there, since its replicas pull from them
+    relays = [host if host in alive and (host in hosts or host == root) else None for host in before[1:]]
+    if not relays and {root, *learner, *hosts} == {root}:
+        relays = [root] * (num_relays - 1)
+    for host in hosts:
+        if host != root and host not in relays:
+            if None in relays:
+                relays[relays.index(None)] = host
+            else:
+                relays.append(host)
+    gaps = max(0, len(before) - 1 - len(relays))  # an index in use stays within range
+    return (root, *relays, *[None] * gaps)
 
 
 class Placement:

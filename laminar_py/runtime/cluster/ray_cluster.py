@@ -1,8 +1,14 @@
-"""A Ray cluster: joined, or started on this machine; its processes host the same objects as forked ones."""
+"""A Ray cluster: joined, or started on this machine; its processes host the same objects as forked ones.
+
+One thread makes all calls that may wait for Ray's processes, since an event loop would stand still with them. Ray
+receives the calls in the order in which they were asked for: the start of a process, calls on it, its end. The
+thread ends with this process, also where Ray has not answered it.
+"""
 
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import shutil
 import socket
@@ -12,29 +18,33 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.config.section import ConfigError
-from laminar_py.runtime.cluster import WORKERS_READ, use_token_of_cluster
 from laminar_py.runtime.cluster.calls import (
     Answer,
+    Kind,
     Scalar,
-    Shell,
     answer_of,
+    class_path,
     encode_answer,
-    is_async,
-    load_class,
+    open_shell,
     read_answer,
     set_title,
     value_of,
 )
-from laminar_py.runtime.cluster.errors import ProcessLostError, RunFailedError
+from laminar_py.runtime.cluster.errors import NoAnswerError, RunFailedError
 from laminar_py.runtime.cluster.placement import Node, Place
-from laminar_py.runtime.cluster.ray_thread import drain, made, soon, tell
+from laminar_py.runtime.cluster.variables import WORKERS_READ, use_token_of_cluster
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
 GCS_START_S = 60.0  # of the first of Ray's processes, of which nobody hears if it dies
@@ -51,7 +61,7 @@ class RayCluster:
     def __init__(self) -> None:
         self.here = ray.get_runtime_context().get_node_id()
 
-    def start(self, kind: type, *, title: str, concurrency: int, place: Place, known_as: str = "") -> "RayProcess":
+    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = "") -> "RayProcess":
         """An actor that hosts an object of `kind`. Ray never restarts it, and reserves no CPU for it.
 
         On a named node it runs there or nowhere, and sees of its GPUs those that are its own.
@@ -59,7 +69,8 @@ class RayCluster:
 
         def start() -> "ray.actor.ActorHandle":
             strategy = NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
-            options = _ray_class(kind).options(
+            path = class_path(kind)
+            options = _ray_class(path.rpartition(":")[2]).options(
                 num_cpus=0,
                 num_gpus=place.gpus,
                 max_restarts=0,
@@ -67,9 +78,9 @@ class RayCluster:
                 name=known_as or None,
                 scheduling_strategy=strategy,
             )
-            return options.remote(kind.__module__, kind.__qualname__, title)
+            return options.remote(path, title, concurrency)
 
-        return RayProcess(soon(start))
+        return RayProcess(call_soon(start))
 
     def nodes(self, *, taken: bool) -> list[Node]:
         """The live nodes, with the GPUs that are free, or with `taken` with all: the controller's first."""
@@ -89,7 +100,7 @@ class RayCluster:
 
     async def all_placed(self) -> bool:
         """True once every process that this one started, or is about to, has what it asked for, or has died."""
-        return await made(_all_placed)
+        return await call_and_wait(_all_placed)
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
         """Answer of a function from a process on that node, which ends where nobody waits for the answer any more.
@@ -97,15 +108,15 @@ class RayCluster:
         On this node the process has a low priority.
         """
         low = node == self.here
-        begun = soon(_begin, node, function, arguments, low)
+        begun = call_soon(_begin, node, function, arguments, low)
         try:
             reference = await asyncio.wrap_future(begun)  # its caller has a limit
             answer = await asyncio.wrap_future(reference.future())
         except RayError as error:
-            raise ProcessLostError(_reason(error)) from error
+            raise NoAnswerError(_reason(error)) from error
         except asyncio.CancelledError:
             if not begun.cancel():
-                tell(lambda: ray.cancel(begun.result(), force=True))
+                call_and_forget(lambda: ray.cancel(begun.result(), force=True))
             raise
         found = value_of(read_answer(answer))
         assert isinstance(found, bytes), f"{function} answers bytes"
@@ -113,7 +124,7 @@ class RayCluster:
 
     def close(self) -> None:
         """Leave the cluster; one that this process started ends."""
-        drain()
+        drain_calls()
         ray.shutdown()
 
 
@@ -124,22 +135,22 @@ class RayProcess:
         self._actor = actor
 
     def ask(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
-        """Make a call once Ray takes it; the inner future is its answer, or raises `ProcessLostError`."""
-        return soon(self._ask, method, *arguments)
+        """Make a call once Ray takes it; the inner future is its answer, or raises `NoAnswerError`."""
+        return call_soon(self._ask, method, *arguments)
 
     def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
         answer = Future[Answer]()
         try:
             asked = self._actor.result().answer.remote(method, *arguments).future()
         except RayError as error:  # its creation failed
-            answer.set_exception(ProcessLostError(_reason(error)))
+            answer.set_exception(NoAnswerError(_reason(error)))
         else:
             asked.add_done_callback(functools.partial(_pass_on, answer))
         return answer
 
     def kill(self) -> None:
         """Have Ray end the process, after what it was asked for before."""
-        tell(self._kill)
+        call_and_forget(self._kill)
 
     def _kill(self) -> None:
         with contextlib.suppress(RayError):
@@ -155,14 +166,14 @@ class NamedActor:
         self._looking = asyncio.Lock()  # one looks for all who wait
 
     async def ask(self, method: str, *arguments: Scalar) -> Answer:
-        """The answer of a method. Raises `ProcessLostError` where the process ends over it."""
+        """The answer of a method. Raises `NoAnswerError` where the process ends over it."""
         handle = await self._find()
         try:
             return read_answer(await handle.answer.remote(method, *arguments))
         except RayError as error:
             if self._handle is handle:
                 self._handle = None
-            raise ProcessLostError(_reason(error)) from error
+            raise NoAnswerError(_reason(error)) from error
 
     async def _find(self) -> "ray.actor.ActorHandle":
         """The process that has the name, once one has it."""
@@ -177,26 +188,15 @@ class NamedActor:
             return self._handle
 
 
-class _AsyncActor:
-    """Ray's actor around an object with coroutines."""
+class _Actor:
+    """Ray's actor around an object of a class."""
 
-    def __init__(self, module: str, name: str, title: str) -> None:
+    def __init__(self, path: str, title: str, concurrency: int) -> None:
         set_title(title)
-        self._shell = Shell(load_class(module, name), concurrency=1)
+        self._shell = open_shell(path, concurrency=concurrency)
 
     async def answer(self, method: str, *arguments: Scalar) -> bytes:
         return encode_answer(await self._shell.answer(0, method, *arguments))
-
-
-class _ThreadedActor:
-    """Ray's actor around an object whose calls come on threads."""
-
-    def __init__(self, module: str, name: str, title: str) -> None:
-        set_title(title)
-        self._part = load_class(module, name)()
-
-    def answer(self, method: str, *arguments: Scalar) -> bytes:
-        return encode_answer(answer_of(lambda *given: getattr(self._part, method)(*given), *arguments))
 
 
 @contextlib.contextmanager
@@ -302,12 +302,12 @@ def _begin(
 
 
 @functools.cache
-def _ray_class(kind: type) -> "ray.actor.ActorClass":
-    """Ray's class around `kind`, made once, since Ray sends every class that it is given to its nodes.
+def _ray_class(name: str) -> "ray.actor.ActorClass":
+    """Ray's class around a class of this name, which Ray shows as the title of its processes.
 
-    It has the name of `kind`, which Ray shows as the title of its processes.
+    It is made once, since Ray sends every class that it is given to its nodes.
     """
-    return ray.remote(type(kind.__name__, (_AsyncActor if is_async(kind) else _ThreadedActor,), {}))
+    return ray.remote(type(name, (_Actor,), {}))
 
 
 @functools.cache
@@ -333,7 +333,7 @@ def _pass_on(answer: "Future[Answer]", asked: "Future[bytes]") -> None:
         return  # nobody waits for it any more
     error = asked.exception()
     if isinstance(error, RayError):
-        answer.set_exception(ProcessLostError(_reason(error), ended_by_run="ray.kill" in str(error)))
+        answer.set_exception(NoAnswerError(_reason(error), ended_by_run="ray.kill" in str(error)))
     elif error is not None:
         answer.set_exception(error)
     else:
@@ -346,3 +346,74 @@ def _reason(error: RayError) -> str:
     if isinstance(error, OutOfMemoryError) or any("running low on memory" in line for line in lines):
         return "out of memory: Ray ended it as its node ran low"
     return lines[-1].split(". ")[0] if lines else type(error).__name__
+
+
+# ---- the thread that calls Ray
+
+PATIENCE_S = 300.0  # for Ray to take a call, which takes it 0.3 ms
+
+# bounded by what the run asks for: some calls for each of its processes
+_asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+_beginning = threading.Lock()
+
+
+def call_soon(call: Callable[..., T], *arguments: object) -> Future[T]:
+    """The result of a call, made after all that were asked for before."""
+    _ensure_thread()
+    made: Future[T] = Future()
+    _asked.put((made, functools.partial(call, *arguments)))
+    return made
+
+
+def call_and_forget(call: Callable[..., object], *arguments: object) -> None:
+    """Make a call soon that nobody waits for; what it raises goes into the log."""
+    call_soon(call, *arguments).add_done_callback(_log_failure)
+
+
+async def call_and_wait(call: Callable[..., T], *arguments: object) -> T:
+    """The result of a call, made soon. Raises RunFailedError where Ray takes no calls any more."""
+    try:
+        async with asyncio.timeout(PATIENCE_S) as limit:
+            return await asyncio.wrap_future(call_soon(call, *arguments))
+    except TimeoutError:
+        if not limit.expired():
+            raise  # the call's own
+        raise RunFailedError(f"Ray has taken no call in {PATIENCE_S:g} s; see its logs, and --resume") from None
+
+
+def drain_calls() -> None:
+    """Wait until all calls are made, or forget them: one that is made after Ray's end would start it again."""
+    try:
+        call_soon(lambda: None).result(PATIENCE_S)
+    except TimeoutError:
+        log.error("Ray has taken no call in %g s; it is ended all the same", PATIENCE_S)
+        while not _asked.empty():
+            _asked.get()[0].cancel()
+
+
+def _ensure_thread() -> None:
+    with _beginning:
+        _start_thread()
+
+
+@functools.cache
+def _start_thread() -> None:
+    threading.Thread(target=_make_calls, name="ray", daemon=True).start()
+
+
+def _make_calls() -> None:
+    while True:
+        future, call = _asked.get()
+        if not future.set_running_or_notify_cancel():
+            continue  # nobody waits for it any more
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - it is the future's
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+def _log_failure(done: "Future[object]") -> None:
+    if (error := done.exception()) is not None:
+        log.error("a call of Ray failed: %s", error, exc_info=error)

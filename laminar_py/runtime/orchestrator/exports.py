@@ -86,7 +86,7 @@ def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> E
 
 def _base(config: RunConfig) -> Path:
     """Model that the run's adapters are added to."""
-    from laminar_py.runtime.workers.processes.learner_part import start_model
+    from laminar_py.runtime.workers.processes.learner import start_model
 
     check_adapters(config)
     warm_start = config.warm_start

@@ -21,7 +21,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.records.codec import decode, encode
 from laminar_py.runtime.cluster.backend import nodes, on_node
-from laminar_py.runtime.cluster.errors import PartBugError, ProcessLostError, RemoteCallError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, RemoteCallError
 from laminar_py.runtime.cluster.placement import Needs, Placement, Plan
 from laminar_py.runtime.preflight.inputs import MemoryShare, memory_fault
 from laminar_py.runtime.preflight.memory import GPU_BYTES, gpu_memory, memory_faults, smallest_gpu
@@ -107,7 +107,7 @@ async def _smallest_gpu(node: str) -> int:
     try:
         async with asyncio.timeout(LOOK_S):
             return decode(int, await on_node(node, smallest_gpu))
-    except (ProcessLostError, TimeoutError):  # `faults` says what that node lacks
+    except (NoAnswerError, TimeoutError):  # `faults` says what that node lacks
         return 0
 
 
@@ -115,7 +115,7 @@ async def clear(placement: Placement, folder: Path) -> None:
     """Delete a folder on every node that ever was in use; one that is gone, or does not answer, keeps it."""
 
     async def clear_on(node: str) -> None:
-        with contextlib.suppress(ProcessLostError, TimeoutError):
+        with contextlib.suppress(NoAnswerError, TimeoutError):
             async with asyncio.timeout(LOOK_S):
                 await on_node(node, delete, str(folder))
 
@@ -147,7 +147,7 @@ async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, witness:
             settings = config.model_dump_json()
             answer = await on_node(node, look, witness, settings, store_field(config), serving, pools)
             sight = decode(Sight, answer)
-    except (ProcessLostError, TimeoutError) as error:
+    except (NoAnswerError, TimeoutError) as error:
         if isinstance(error, RemoteCallError) and error.is_bug:
             raise PartBugError(str(error)) from error  # the node is well, and our function is not
         reason = (str(error).strip().splitlines() or [f"no answer in {LOOK_S:g} s"])[-1]

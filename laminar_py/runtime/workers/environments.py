@@ -10,13 +10,11 @@ from functools import partial
 
 from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.environment.host import SavedTurns, environments_path
-from laminar_py.records.codec import encode
 from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.processes.environment import EnvironmentActor
 from laminar_py.runtime.workers.specs import EnvironmentSpec
 
 START_S = 120.0
@@ -77,7 +75,7 @@ class EnvironmentProcesses:
             if ended:
                 await self._incarnation.ledger.commit()
                 for part in (part for keeper in self._keepers if keeper.is_up for part in keeper.parts):
-                    part.send("forget", encode(ended))
+                    part.send("forget", ended)
                 await asyncio.to_thread(saved.forget, ended)
 
     async def _watch(self, parts: Sequence[Part]) -> None:
@@ -87,7 +85,7 @@ class EnvironmentProcesses:
     def _spec(self, index: int, *, known_as: str) -> PartSpec:
         return PartSpec(
             names=[f"environment-{index}"],
-            actor=EnvironmentActor,
+            actor="laminar_py.runtime.workers.processes.environment:EnvironmentActor",
             concurrency=CALLS,
             timeout_s=PATIENCE_S,
             places=lambda: [self._incarnation.placement.of_scorer(index)],
@@ -110,4 +108,4 @@ class EnvironmentProcesses:
             public_key=self._keys.public,
             secret_key=self._keys.secret,
         )
-        await parts[0].call("start", encode(spec), timeout_s=START_S)
+        await parts[0].call("start", spec, timeout_s=START_S)

@@ -10,8 +10,7 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Checkpointed
-from laminar_py.runtime.cluster.memory import KernelKills
-from laminar_py.runtime.cluster.part import MakePart
+from laminar_py.runtime.cluster.part import KernelKills, MakePart
 from laminar_py.runtime.cluster.placement import Placement
 from laminar_py.runtime.preflight.inputs import Inputs
 from laminar_py.runtime.workers.supervisor import Supervisor

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from laminar_py.runtime.cluster.calls import Kind
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError, for_memory
 from laminar_py.runtime.cluster.part import MakePart, Part
 from laminar_py.runtime.cluster.placement import Place
@@ -42,7 +43,7 @@ class PartSpec:
     """Description of a part: what its processes are, and what is done at each turn of their life."""
 
     names: Sequence[str]  # of its processes, which live and die together, e.g. the ranks of a learner
-    actor: type
+    actor: Kind  # that each process hosts
     concurrency: int
     timeout_s: float  # of a call
     places: Callable[[], Sequence[Place | None]]  # of each process by the plan in force; None without room

@@ -14,16 +14,16 @@ from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.backend import free_port, on_node
 from laminar_py.runtime.cluster.calls import Scalar
-from laminar_py.runtime.cluster.errors import PartDiedError, ProcessLostError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartDiedError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
 from laminar_py.runtime.workers.payload import PayloadHosts
-from laminar_py.runtime.workers.processes.learner import LearnerActor
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.specs import FetchRequest, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
 
 T = TypeVar("T")
+ACTOR = "laminar_py.runtime.workers.processes.learner:LearnerActor"
 START_S = 600.0  # a rank that imports and loads answers nothing meanwhile
 PROGRESS_S = 1.0
 PORT_S = 60.0  # for the first rank's host to name a port: a process starts there for it
@@ -53,7 +53,7 @@ class LearnerLink:
         self._checkpoint: Path | None = None
         spec = PartSpec(
             names=[f"learner-{rank}" for rank in range(incarnation.config.learner.world_size)],
-            actor=LearnerActor,
+            actor=ACTOR,
             concurrency=CALLS,
             timeout_s=START_S,
             places=lambda: incarnation.placement.plan.learner,
@@ -119,7 +119,7 @@ class LearnerLink:
         try:
             async with asyncio.timeout(PORT_S):
                 port = decode(int, await on_node(home, free_port, ip))
-        except (ProcessLostError, TimeoutError) as error:
+        except (NoAnswerError, TimeoutError) as error:
             reason = str(error) or f"nothing in {PORT_S:g} s"
             raise PartDiedError(parts[0].name, f"its node {ip} does not answer: {reason}") from error
         return f"tcp://{ip}:{port}"

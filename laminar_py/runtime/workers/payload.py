@@ -26,7 +26,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PieceRef
 from laminar_py.records.trajectory import Status
 from laminar_py.runtime.cluster.backend import on_node
-from laminar_py.runtime.cluster.errors import PartDiedError, ProcessLostError, RemoteCallError, UnwritableError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartDiedError, RemoteCallError, UnwritableError
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.stores import Stores
 
@@ -235,7 +235,7 @@ class PayloadHosts:
                 raise  # of its disk
             self._silent.add(node)
             log.error("no segments from %s in %.0f s; they stay there", self._placement.ip(node), KEEP_S)
-        except ProcessLostError as error:
+        except NoAnswerError as error:
             log.warning("no segments from %s: %s", self._placement.ip(node), error)
 
     async def _needed(self, scheduler: TrajectoryScheduler) -> set[str]:
@@ -327,7 +327,7 @@ class PayloadHosts:
             log.error("%s on %s: no answer in %.0f s", function.__name__, self._placement.ip(node), limit_s)
         except (RemoteCallError, OSError) as error:
             log.error("%s on %s: %s", function.__name__, self._placement.ip(node), error)
-        except ProcessLostError as error:
+        except NoAnswerError as error:
             log.warning("%s: no answer from %s: %s", function.__name__, self._placement.ip(node), error)
         else:
             self._silent.discard(node)

@@ -10,13 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from laminar_py.learner.packing.queue import PackQueue
-from laminar_py.records.codec import encode
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
 from laminar_py.runtime.workers.payload import PayloadHosts
-from laminar_py.runtime.workers.processes.reference import ReferenceActor
 from laminar_py.runtime.workers.specs import ReferenceAnswer, ReferenceRequest, ReferenceSpec
 
 NAME = "reference-0"
@@ -35,7 +33,7 @@ class ReferenceStage:
         self._starts = 0
         spec = PartSpec(
             names=[NAME],
-            actor=ReferenceActor,
+            actor="laminar_py.runtime.workers.processes.reference:ReferenceActor",
             concurrency=2,
             timeout_s=START_S,
             places=lambda: [incarnation.placement.plan.reference],
@@ -74,7 +72,7 @@ class ReferenceStage:
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:
             (part,) = parts
             refs = (ref for one in bundle for ref in one.refs)
-            request = encode(ReferenceRequest(list(bundle), self._payload.stores_for(refs, part.place.node)))
+            request = ReferenceRequest(list(bundle), self._payload.stores_for(refs, part.place.node))
             answer = part.ask(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
             return await watched(answer, self._watch(part))
 
@@ -95,7 +93,7 @@ class ReferenceStage:
             label=await self._payload.label(NAME, parts[0].place.node),
             store_key=self._payload.key,
         )
-        await parts[0].call("start", encode(spec))
+        await parts[0].call("start", spec)
 
     async def _watch(self, part: Part) -> None:
         """Raise PartDiedError when it hangs over a pass."""

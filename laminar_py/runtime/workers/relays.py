@@ -37,7 +37,7 @@ from laminar_py.relay.wire.messages import (
 )
 from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.runtime.cluster.backend import on_node
-from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError, ProcessLostError, RemoteCallError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartDiedError, RemoteCallError
 from laminar_py.runtime.cluster.links import find_links
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place
@@ -45,7 +45,6 @@ from laminar_py.runtime.preflight.inputs import version_bytes
 from laminar_py.runtime.preflight.survey import LOOK_S
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.processes.relay import RelayActor
 from laminar_py.runtime.workers.specs import RelaySpec
 
 log = logging.getLogger(__name__)
@@ -204,7 +203,7 @@ class Relays:
                 if error.is_bug:
                     raise PartBugError(f"relay-{node}: {error}") from error
                 reason = str(error)
-            except ProcessLostError:  # that host is dead, and what it held
+            except NoAnswerError:  # that host is dead, and what it held
                 return []
             log.warning("relay-%d: %s from node %s; what it holds is left out", node, reason, host)
             return []
@@ -221,7 +220,7 @@ class Relays:
             self._keepers[node] = Keeper(
                 PartSpec(
                     names=[f"relay-{node}"],
-                    actor=RelayActor,
+                    actor="laminar_py.runtime.workers.processes.relay:RelayActor",
                     concurrency=4,
                     timeout_s=self._config.supervisor.heartbeat_timeout_s,
                     places=partial(self._places, node),
@@ -258,8 +257,7 @@ class Relays:
         """Ping it, with its parents. Raises PartDiedError where the plan has it on another host by now."""
         self._notify()
         while True:
-            parents = encode(self._parents[node])
-            for event in await parts[0].ask(list[RelayEvent], "ping", parents):
+            for event in await parts[0].ask(list[RelayEvent], "ping", self._parents[node]):
                 self._record(on_record(event, self._names))
             if self._placement.plan.relays[node] not in (None, self._hosts[node]):
                 raise PartDiedError(f"relay-{node}", "it is needed on another host")
@@ -286,7 +284,7 @@ class Relays:
             public_key=self.keys.public,
             secret_key=self.keys.secret,
         )
-        endpoint = await part.call("start", encode(spec))
+        endpoint = await part.call("start", spec)
         assert isinstance(endpoint, str)
         self._endpoints[node], self._hosts[node] = endpoint, host
         if self._tasks is not None:  # before, parents come up first

@@ -14,7 +14,7 @@ from itertools import count
 import msgspec
 from blake3 import blake3
 
-from laminar_py.records.codec import decode, encode
+from laminar_py.records.codec import decode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import Peer
 from laminar_py.relay.wire.transport import Wire
@@ -58,7 +58,7 @@ class RemoteEnvironments:
 
     async def forget(self, trajectory_id: str) -> None:
         """Let go of a trajectory that has ended, and is stored."""
-        await self._actors[self._process(trajectory_id)].ask("forget", encode([trajectory_id]))
+        await self._actors[self._process(trajectory_id)].call("forget", [trajectory_id])
 
     def close(self) -> None:
         """End the connections by which environments hear."""
@@ -78,7 +78,9 @@ class RemoteEnvironments:
 async def _call(actor: NamedPart, asked: AskedTurn, answer: asyncio.Future[EnvironmentTurn]) -> None:
     """Have an answer over Ray, unless it is there before."""
     try:
-        turn = decode(EnvironmentTurn, await actor.ask("answer", encode(asked)))
+        data = await actor.call("answer", asked)
+        assert isinstance(data, bytes), "a turn travels as bytes"
+        turn = decode(EnvironmentTurn, data)
     except Exception as error:  # noqa: BLE001 - whoever waits raises it
         if not answer.done():
             answer.set_exception(error)
@@ -90,4 +92,4 @@ async def _call(actor: NamedPart, asked: AskedTurn, answer: asyncio.Future[Envir
 
 
 async def _turns_address(actor: NamedPart) -> str:
-    return (await actor.ask("turns_address", b"")).decode()
+    return str(await actor.call("turns_address"))

@@ -20,7 +20,6 @@ from laminar_py.config.section import ConfigError
 from laminar_py.control.dispatcher import Tick
 from laminar_py.control.reports import HOST_LOST, REPLICA_DIED
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.records.codec import encode
 from laminar_py.records.events import PartDied, ReplicaLeft
 from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
@@ -34,7 +33,6 @@ from laminar_py.runtime.workers.environments import environment_names
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.runtime.workers.payload import PayloadHosts
-from laminar_py.runtime.workers.processes.replica import ReplicaActor
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.replica_lines import ReplicaLines
 from laminar_py.runtime.workers.specs import ReplicaSpec
@@ -275,7 +273,7 @@ class Replicas:
     def _spec(self, index: int) -> PartSpec:
         return PartSpec(
             names=[f"replica-{index}"],
-            actor=ReplicaActor,
+            actor="laminar_py.runtime.workers.processes.replica:ReplicaActor",
             concurrency=16,
             timeout_s=self._config.supervisor.heartbeat_timeout_s,
             places=lambda: [self._place(index)],
@@ -359,7 +357,7 @@ class Replicas:
             environments=environment_names(self._incarnation),
         )
         limit = START_S + self._config.rollout.engine.start_limit_s
-        await parts[0].call("start", encode(spec), timeout_s=limit)
+        await parts[0].call("start", spec, timeout_s=limit)
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
         """Until a replica ends, or is of no use any more. Raises PartDiedError."""

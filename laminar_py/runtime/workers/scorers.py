@@ -21,7 +21,6 @@ from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
 from laminar_py.runtime.workers.payload import PayloadHosts
-from laminar_py.runtime.workers.processes.scorer import ScorerActor
 from laminar_py.runtime.workers.specs import ScorerSpec
 
 START_S, STOP_S = 60.0, 10.0
@@ -50,7 +49,7 @@ class RemoteScorer:
     def look_ahead(self, responses: Sequence[Unfinished]) -> None:
         """Show it the beginnings of responses; where the process is gone, nobody misses it."""
         located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
-        self._part.send("look_ahead", encode(located))
+        self._part.send("look_ahead", located)
 
     def _stores(self, tokens: Sequence[TokensRef]) -> dict[str, str]:
         return self._payload.stores_for((one.at for one in tokens), self._part.place.node)
@@ -111,7 +110,7 @@ class Scorers:
         self._addresses = addresses
         for keeper in self._keepers:
             for part in keeper.parts:
-                part.send("reach", encode(addresses))
+                part.send("reach", addresses)
 
     async def close(self) -> None:
         """Have scorers end what they hold; of one that cannot, the next sandbox on its machine clears it away."""
@@ -129,7 +128,7 @@ class Scorers:
     def _spec(self, index: int) -> PartSpec:
         return PartSpec(
             names=[f"scorer-{index}"],
-            actor=self._incarnation.kinds.scorer or ScorerActor,
+            actor=self._incarnation.kinds.scorer or "laminar_py.runtime.workers.processes.scorer:ScorerActor",
             concurrency=CALLS,
             timeout_s=START_S,
             places=lambda: [self._incarnation.placement.of_scorer(index)],
@@ -145,7 +144,7 @@ class Scorers:
             label=await self._payload.label(f"scorer-{index}", parts[0].place.node),
             store_key=self._payload.key,
         )
-        at_once = await parts[0].call("start", encode(spec))
-        parts[0].send("reach", encode(self._addresses))
+        at_once = await parts[0].call("start", spec)
+        parts[0].send("reach", self._addresses)
         assert isinstance(at_once, int)
         self._at_once[index] = at_once

@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from laminar_py.config.reward import server_name
-from laminar_py.records.codec import encode
 from laminar_py.records.servers import PoolAddresses, ServerAddress
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.processes.server import ServerActor
 from laminar_py.runtime.workers.specs import ServerStart
 
 START_S = 120.0  # of the process beside a server
@@ -56,7 +54,7 @@ class RewardServers:
     def _spec(self, place: int, pool: str, index: int) -> PartSpec:
         return PartSpec(
             names=[server_name(pool, index)],
-            actor=ServerActor,
+            actor="laminar_py.runtime.workers.processes.services:ServerActor",
             concurrency=2,
             timeout_s=PATIENCE_S,
             places=lambda: [self._incarnation.placement.plan.servers[place]],
@@ -78,7 +76,7 @@ class RewardServers:
             host=self._incarnation.placement.ip(node),  # loopback where the run is on this machine alone
         )
         limit_s = START_S + self._reward.servers[pool].start_timeout_s
-        self._up[pool, index] = await part.ask(ServerAddress, "start", encode(spec), timeout_s=limit_s)
+        self._up[pool, index] = await part.ask(ServerAddress, "start", spec, timeout_s=limit_s)
         self._tell_all()
 
     async def _settle(self, pool: str, index: int, error: PartDiedError) -> PartDiedError:

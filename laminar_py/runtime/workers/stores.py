@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from laminar_py.ledger.segments.wire import ADDRESSES
-from laminar_py.records.codec import encode
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.processes.store import StoreActor
 from laminar_py.runtime.workers.specs import StoreSpec
 
 log = logging.getLogger(__name__)
@@ -104,7 +102,7 @@ class Stores:
     def _spec(self, name: str, node: str) -> PartSpec:
         return PartSpec(
             names=[name],
-            actor=StoreActor,
+            actor="laminar_py.runtime.workers.processes.services:StoreActor",
             concurrency=2,
             timeout_s=self._timeout_s,
             places=lambda: [Place(node)],
@@ -119,7 +117,7 @@ class Stores:
             host=self._placement.ip(node),
             key=self._key,
         )
-        await parts[0].call("start", encode(spec))
+        await parts[0].call("start", spec)
 
     async def _bring_up(self, node: str) -> None:
         """Have one up, which is forgotten where its host is gone first."""

@@ -24,14 +24,12 @@ from laminar_py.observe.trackers import (
     flat_settings,
     flat_summary,
 )
-from laminar_py.records.codec import encode
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.processes.tracker import TrackerActor
 from laminar_py.runtime.workers.specs import TrackerSpec
 
 log = logging.getLogger(__name__)
@@ -58,7 +56,7 @@ class TrackerLink:
         self._task: asyncio.Task[None] | None = None
         spec = PartSpec(
             names=[f"tracker-{opening.kind}"],
-            actor=TrackerActor,
+            actor="laminar_py.runtime.workers.processes.services:TrackerActor",
             concurrency=1,
             timeout_s=START_S,
             places=lambda: [incarnation.placement.here],
@@ -111,7 +109,7 @@ class TrackerLink:
         message: Message | None = None
         while not isinstance(message, Ending):
             message = await self._queue.get()
-            await parts[0].call("tell", encode(message), timeout_s=math.inf)
+            await parts[0].call("deliver", message, timeout_s=math.inf)
             self._delivered += 1
 
     async def _settle(self, error: PartDiedError) -> None:
@@ -122,7 +120,7 @@ class TrackerLink:
 
     async def _open(self, parts: Sequence[Part]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        await parts[0].call("start", encode(TrackerSpec(self._opening, environment)))
+        await parts[0].call("start", TrackerSpec(self._opening, environment))
 
     async def _rest(self, failures: int) -> None:
         """Wait a while after a death; not once the run is over."""

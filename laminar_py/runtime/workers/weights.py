@@ -6,12 +6,10 @@ the digest that is on record.
 
 from collections.abc import Sequence
 
-from laminar_py.records.codec import encode
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.processes.weights import WeightsActor
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.specs import WeightsSpec
 
@@ -26,7 +24,7 @@ class WeightFolder:
         self._relays = relays
         spec = PartSpec(
             names=["weights"],
-            actor=WeightsActor,
+            actor="laminar_py.runtime.workers.processes.learner:WeightsActor",
             concurrency=1,
             timeout_s=PUBLISH_S,
             places=lambda: incarnation.placement.plan.learner[:1],
@@ -48,7 +46,7 @@ class WeightFolder:
                 store=str(self._relays.store(0)),
                 chunk_bytes=self._relays.chunk_bytes,
             )
-            return await parts[0].ask(Published, "publish", encode(spec))
+            return await parts[0].ask(Published, "publish", spec)
 
         return await self._keeper.calling(call)
 

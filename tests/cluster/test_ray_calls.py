@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from laminar_py.runtime.cluster import ray_thread
+from laminar_py.runtime.cluster import ray_cluster
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.ray_thread import made, soon
+from laminar_py.runtime.cluster.ray_cluster import call_and_wait, call_soon
 from tests.cluster.test_part import PATIENCE_S, Faulty
 
 
@@ -23,23 +23,23 @@ async def test_a_part_is_not_blamed_for_what_ray_takes(cluster):
     busy = threading.Event()
     part = Part("part-0", Faulty, concurrency=1, timeout_s=5.0)
     assert await part.call("answer") == 1
-    soon(busy.wait, PATIENCE_S)
+    call_soon(busy.wait, PATIENCE_S)
     asyncio.get_running_loop().call_later(6.0, busy.set)
     assert await part.call("answer") == 1
 
 
 async def test_ray_that_takes_no_calls_ends_the_run_with_one_line(cluster, monkeypatch):
-    monkeypatch.setattr(ray_thread, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(ray_cluster, "PATIENCE_S", 0.1)
     busy = threading.Event()
-    soon(busy.wait, PATIENCE_S)
+    call_soon(busy.wait, PATIENCE_S)
     with pytest.raises(RunFailedError, match=r"Ray has taken no call in 0\.1 s; see its logs, and --resume"):
-        await made(print)
+        await call_and_wait(print)
     busy.set()
 
 
 async def test_nobody_waits_for_ray_and_it_hears_all_in_order(cluster):
     busy = threading.Event()
-    soon(busy.wait, PATIENCE_S)
+    call_soon(busy.wait, PATIENCE_S)
     part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
     before = asyncio.create_task(part.call("answer"))
     await asyncio.sleep(0)
@@ -57,7 +57,7 @@ async def test_a_call_that_nobody_waits_for_any_more_is_not_made(cluster):
     busy = threading.Event()
     part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
     assert await part.call("answer") == 1
-    soon(busy.wait, PATIENCE_S)
+    call_soon(busy.wait, PATIENCE_S)
     vanishing = asyncio.create_task(part.call("vanish"))
     await asyncio.sleep(0)
     vanishing.cancel()
