@@ -1,6 +1,6 @@
 """The reference model: a policy that stays as it is, asked for its log-probabilities of what another one drew.
 
-`step` has it complete its microbatches; `workers.processes.reference` runs it in a process of its own, on
+`step` has it complete its microbatches; `workers.processes.learner` runs it in a process of its own, on
 trajectories. Invariant: either way it is the same forward at the same temperature and over the same part of the
 vocabulary, so a token gets the same number; a step never asks for it twice.
 """

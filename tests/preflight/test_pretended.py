@@ -10,9 +10,8 @@ from laminar_py.cli import app
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.runtime.cluster.placement import Needs, make_plan
-from laminar_py.runtime.preflight.doctor import fit, fit_pretended
+from laminar_py.runtime.preflight.doctor import fit, fit_pretended, pretended_cluster
 from laminar_py.runtime.preflight.memory import gpu_memory
-from laminar_py.runtime.preflight.pretended import pretended_cluster
 from tests.preflight.test_memory import QWEN_7B
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO

@@ -8,7 +8,7 @@ from laminar_py.config.loading import load_config
 from laminar_py.ledger import live
 from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.placement import Needs, Placement
-from laminar_py.runtime.preflight.room import room_fault, store_field
+from laminar_py.runtime.preflight.inputs import room_fault, store_field
 from laminar_py.runtime.preflight.survey import faults
 from laminar_py.sandbox.inside import kernel
 from tests.runs.fake_cluster import FakeCluster, joined

@@ -11,8 +11,7 @@ from laminar_py.runtime.cluster.calls import as_scalar
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers import keeper as keeper_module
-from laminar_py.runtime.workers.incarnation import NO_KINDS, Incarnation
-from laminar_py.runtime.workers.supervisor import Supervisor
+from laminar_py.runtime.workers.incarnation import NO_KINDS, Incarnation, Supervisor
 
 
 def make_incarnation(**given):

@@ -18,6 +18,7 @@ from laminar_py.records.weights import Published
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
+from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.learner import LearnerLink
 from laminar_py.runtime.workers.reference import ReferenceStage
 from laminar_py.runtime.workers.scorers import Scorers
@@ -28,7 +29,6 @@ from laminar_py.runtime.workers.specs import (
     ReferenceAnswer,
     ReferenceRequest,
 )
-from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.builders import make_finished, make_ref
 from tests.reward.requests import make_requests
 from tests.runs.runs import REPO

@@ -9,8 +9,8 @@ from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.records.events import PartDied, PartStarted
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.workers.fakes import Processes, make_incarnation
 
 PATIENCE_S = 10.0

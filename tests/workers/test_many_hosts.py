@@ -24,9 +24,9 @@ from laminar_py.records.trajectory import DropReason, FinishReason
 from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.workers import payload as payload_module
+from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.payload import PayloadHosts, take_up
 from laminar_py.runtime.workers.replicas import Replicas
-from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.control.fleet import Fleet, make_piece
 from tests.ledger.runs import begin, checkpoint, consume, open_ledger
 from tests.runs.runs import REPO

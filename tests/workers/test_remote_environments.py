@@ -11,9 +11,8 @@ from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.wire.post import peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.runtime.link.turns import TurnReceiver
-from laminar_py.runtime.workers import remote_environments
-from laminar_py.runtime.workers.remote_environments import RemoteEnvironments
+from laminar_py.runtime.link import turns
+from laminar_py.runtime.link.turns import RemoteEnvironments, TurnReceiver
 from tests.environment.turns import problem
 
 KEYS = RelayKeys.generate()
@@ -46,7 +45,7 @@ class FarActor:
 async def environments_in(monkeypatch, *actors):
     """Environments in these, as a replica has them."""
     named = {f"environment-{place}": actor for place, actor in enumerate(actors)}
-    monkeypatch.setattr(remote_environments, "NamedPart", named.get)
+    monkeypatch.setattr(turns, "NamedPart", named.get)
     wire = peer_wire(KEYS)
     environments = RemoteEnvironments(list(named), wire, "replica-0")
     try:

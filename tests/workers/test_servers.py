@@ -11,7 +11,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.servers import ServerAddress
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.placement import Place
-from laminar_py.runtime.workers.servers import RewardServers
+from laminar_py.runtime.workers.scorers import RewardServers
 from laminar_py.runtime.workers.specs import ServerStart
 from tests.runs.runs import REPO
 from tests.workers.fakes import Processes, make_incarnation

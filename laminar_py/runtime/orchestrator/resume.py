@@ -3,15 +3,18 @@
 Called by `launch`. The record names problems by their rows and by their ids, so each must still be the same.
 """
 
+import numpy as np
 from rich.console import Console
 
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.data.sources import raw_fields
+from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.ledger.recovery import known_prompts, last_start
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.trajectory import Prompt
 from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint, on_record
-from laminar_py.runtime.preflight.changed_prompts import is_same, tell_change
 from laminar_py.runtime.preflight.inputs import Inputs
 
 MOST = 1000  # prompts that are made again; another tokenizer or template shows in most, a task in its own
@@ -67,3 +70,36 @@ def tell_fallback(run: RunFolder, console: Console) -> None:
             soft_wrap=True,
             highlight=False,
         )
+
+
+def is_same(known: Prompt, now: Prompt) -> bool:
+    """True where a prompt on record is made as it was: text, ids and task."""
+    return (known.text, known.task) == (now.text, now.task) and np.array_equal(known.ids, now.ids)
+
+
+def tell_change(known: Prompt, now: Prompt, tokenizer: Tokenizer, config: RunConfig, *, began: RunConfig) -> str:
+    """Words on what makes another prompt: the setting whose change explains it, and no other.
+
+    A tokenizer shows by what it makes of the text on record, a setting of `data.chat` by the config that the run
+    `began` with, a row by a text that no template has written. What is left is the template itself.
+    """
+    model = f"model.path={config.model.path}"
+    if began.model.path != config.model.path:
+        model += f" (before: {began.model.path})"
+    if known.task != now.task:
+        return (
+            f"data.train, or eval.sets: prompt {known.id} has another task, {now.task!r} and not {known.task!r},"
+        )
+    if known.text == now.text or not _makes_ids(tokenizer, known):
+        return f"{model}: its tokenizer makes other ids of prompt {known.id}"
+    if began.data.chat != config.data.chat:
+        return f"data.chat: writes prompt {known.id} otherwise"
+    if not (config.data.chat.texts or "messages" in raw_fields(now.fields_json)):
+        return f"data.train, or eval.sets: the row of prompt {known.id} reads otherwise"
+    return f"{model}: its chat template writes prompt {known.id} otherwise"
+
+
+def _makes_ids(tokenizer: Tokenizer, known: Prompt) -> bool:
+    """True where a tokenizer makes the ids on record of the text on record, as of a template or as it stands."""
+    made = (tokenizer.encode(known.text), tokenizer.encode_prompt(known.text))
+    return any(np.array_equal(ids, known.ids) for ids in made)

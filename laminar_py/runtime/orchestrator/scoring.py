@@ -33,8 +33,7 @@ from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.preflight.inputs import Inputs
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.payload import PayloadHosts
-from laminar_py.runtime.workers.scorers import Scorers
-from laminar_py.runtime.workers.servers import RewardServers
+from laminar_py.runtime.workers.scorers import RewardServers, Scorers
 
 log = logging.getLogger(__name__)
 

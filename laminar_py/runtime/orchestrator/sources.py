@@ -29,7 +29,7 @@ from laminar_py.records.weights import Published
 from laminar_py.runtime.orchestrator.exports import export, run_of
 from laminar_py.runtime.orchestrator.versions import record_version
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.weights import WeightFolder
+from laminar_py.runtime.workers.learner import WeightFolder
 
 MODEL = "model"  # folder in it, of the weights of a checkpoint
 

@@ -8,7 +8,7 @@ import resource
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 
 import psutil
@@ -18,9 +18,9 @@ from laminar_py.config.section import ConfigError
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement, Plan
 from laminar_py.runtime.preflight import survey
+from laminar_py.runtime.preflight.gpus import Gpu, read_group
 from laminar_py.runtime.preflight.inputs import check_engine
 from laminar_py.runtime.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
-from laminar_py.runtime.preflight.pretended import PretendedCluster, model_fault
 from laminar_py.sandbox.pool import REMEDY, available_tiers
 from laminar_py.sandbox.records import SandboxTier
 
@@ -29,6 +29,7 @@ SHM_WANTED = 1 << 30
 
 Holders = Mapping[str, Collection[str]]
 """Nodes on which each kind of GPU of a plan is."""
+CORES_A_GPU = 12  # of a node with GPUs; placement asks only how nodes compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
         return _fit(config, nodes, tell=tell, look=look)
 
 
-def fit_pretended(config: RunConfig, cluster: PretendedCluster, *, gpu_bytes: float | None = None) -> Fit:
+def fit_pretended(config: RunConfig, cluster: "PretendedCluster", *, gpu_bytes: float | None = None) -> Fit:
     """Place a config's parts on a cluster that is not there, as on one that is; no node of it is looked at.
 
     `gpu_bytes` of a GPU are by default those of the catalog.
@@ -226,3 +227,68 @@ def _optional() -> list[Finding]:
         state = importlib.metadata.version(module.replace("_", "-")) if present else "not installed"
         findings.append(Finding(module, state, present, "" if present else remedy))
     return findings
+
+
+# ---- a cluster that is not there
+
+
+@dataclass(frozen=True, slots=True)
+class PretendedCluster:
+    """Nodes with the kind of their GPUs, e.g. those of `pretended_cluster(["3x8xH100", "1x64xcpu"])`."""
+
+    nodes: tuple[Node, ...]  # the controller's first
+    gpus: Mapping[str, Gpu]  # of each node that has some, by id
+
+    def gpu_bytes(self, holders: Mapping[str, Collection[str]]) -> dict[str, float]:
+        """Bytes of the smallest GPU of the nodes of each kind, 0 where it has no nodes."""
+        return {
+            kind: min((self.gpus[node].memory_bytes for node in held), default=0.0)
+            for kind, held in holders.items()
+        }
+
+    def joined(self, config: RunConfig) -> RunConfig:
+        """The config of a run that has joined it. Raises `ConfigError` where its servers run elsewhere."""
+        needs = Needs.of(config)
+        if needs.hosts:
+            raise ConfigError(
+                f"{needs.placed_by}: names servers that run, and no host of a pretended cluster has them; leave it"
+                " out"
+            )
+        cluster = config.cluster.model_copy(update={"address": config.cluster.address or "auto"})
+        return config.model_copy(update={"cluster": cluster})
+
+    def warnings(self, config: RunConfig) -> list[str]:
+        """Lines on what keeps a run of this config from having all nodes."""
+        if config.cluster.address is not None or len(self.nodes) == 1:
+            return []
+        return [
+            f"cluster.address is not set, so that a run has one node and not {len(self.nodes)}; set it to auto on"
+            " a node of the cluster"
+        ]
+
+
+def pretended_cluster(texts: Sequence[str]) -> PretendedCluster:
+    """The cluster of groups of nodes such as `3x8xH100` or `2x64xcpu`, several with commas between them.
+
+    A group is nodes x GPUs of each x their kind, or nodes x cores of each x cpu. Raises `ConfigError`.
+    """
+    nodes: list[Node] = []
+    gpus: dict[str, Gpu] = {}
+    indices = count()
+    for text in (group for joined in texts for group in joined.split(",")):
+        group = read_group(text, option="--pretend")
+        for _ in range(group.nodes):
+            name = f"node-{next(indices)}"
+            num_gpus, cores = (0, group.each) if group.gpu is None else (group.each, group.each * CORES_A_GPU)
+            nodes.append(Node(id=name, ip=name, gpus=num_gpus, cpus=cores, here=not nodes))
+            if group.gpu is not None:
+                gpus[name] = group.gpu
+    return PretendedCluster(tuple(nodes), gpus)
+
+
+def model_fault(config: RunConfig) -> str | None:
+    """Complaint, in one line, about a model whose shape cannot be read, so that nothing is known of memory."""
+    path = config.model.path
+    if (path / "config.json").is_file() or config.data.prepare is not None or config.emulation is not None:
+        return None
+    return f"model.path={path}: no config.json in it, which tells what its GPUs hold; put the model's there"

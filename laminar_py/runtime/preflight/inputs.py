@@ -5,6 +5,7 @@ Raises ConfigError with one line that names field, value and remedy; returns wha
 
 import importlib.util
 import logging
+import os
 import re
 import shutil
 import socket
@@ -14,29 +15,104 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.config.cluster import Device
+from laminar_py.config.data import SourceConfig
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.prompts import check_disjoint, first_of_tasks
+from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
+from laminar_py.data.problems import ProblemSet
+from laminar_py.data.prompts import check_disjoint, first_of_tasks, read_prompts
+from laminar_py.data.sources import DataSource
 from laminar_py.data.stream import PromptStream
 from laminar_py.data.survey import UnknownWords, unknown_words
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
+from laminar_py.ledger.live import own_disk
+from laminar_py.ledger.segments.local import LEAST_FREE
 from laminar_py.observe.trackers import check_trackers
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
+from laminar_py.records.visible import visible
 from laminar_py.relay.planning.cost import versions_at_peak
-from laminar_py.runtime.preflight.problems import Problems, read_problems, read_warm_start, shown_prompt
 from laminar_py.runtime.preflight.rewards import check_rewards
-from laminar_py.runtime.preflight.room import room_fault, store_field
 
 PREPARE_S = 600
 MOST_LOOKED_AT = 10_000  # rows of a source, for unknown words: a second or two
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 log = logging.getLogger(__name__)
+SHOWN_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Problems of each source of `data.train` and of each set of `eval`."""
+
+    train: list[ProblemSet]
+    sets: dict[str, ProblemSet]
+
+    @property
+    def all(self) -> list[ProblemSet]:
+        """Sources and sets."""
+        return [*self.train, *self.sets.values()]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digest of each one's rows, by its field of the config."""
+        return {problems.source.field: problems.digest for problems in self.all}
+
+
+def prompt_room(config: RunConfig) -> dict[str, int]:
+    """Tokens of a prompt that leave room for a whole response, by evaluation set, and under "" in training."""
+    run = config.rollout.sampling.params()
+    caps = {name: one.sampling(run).max_new_tokens for name, one in config.eval.sets.items()}
+    caps[""] = config.rollout.sampling.max_new_tokens
+    return {name: config.rollout.max_len - cap for name, cap in caps.items()}
+
+
+def read_problems(config: RunConfig, encoder: PromptEncoder, *, limited: bool, trains: bool = True) -> Problems:
+    """Read what a run evaluates, and what it trains on if it `trains`. Raises `ConfigError`.
+
+    `limited` refuses prompts without room for a whole response. Sources may use the same ids; in the ledger each
+    problem has one of its own.
+    """
+    given = config.data.train if trains else ()
+    room = prompt_room(config)
+
+    def read(field: str, settings: SourceConfig, prefix: str, name: str) -> ProblemSet:
+        limit = room[name] if limited else None
+        source = DataSource(field, settings)
+        return read_prompts(source, encoder=encoder, max_prompt_tokens=limit, prefix=prefix)
+
+    if len(given) == 1:
+        train = [read("data.train", given[0], "", "")]
+    else:
+        train = [read(f"data.train.{index}", one, f"train.{index}/", "") for index, one in enumerate(given)]
+    sets = {name: read(f"eval.sets.{name}", one, f"{name}/", name) for name, one in config.eval.sets.items()}
+    return Problems(train, sets)
+
+
+def read_warm_start(config: RunConfig, encoder: PromptEncoder, *, limited: bool) -> Demonstrations | None:
+    """Read the demonstrations of a run; None without a warm start. Raises `ConfigError`.
+
+    `limited` refuses those that are longer than a step of the warm start.
+    """
+    settings = config.warm_start
+    if settings is None:
+        return None
+    source = DataSource("warm_start.data", settings.data)
+    limit = settings.tokens_per_step if limited else None
+    return Demonstrations(source, read_demonstrations(source, encoder=encoder, max_tokens=limit))
+
+
+def shown_prompt(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    """Lines with a prompt as the model gets it, control characters visible, and what ends a response to it."""
+    ends = " or ".join(f"{tokenizer.word(id)!r} (id {id})" for id in tokenizer.eos_ids)
+    text = prompt.text[:SHOWN_CHARS] + ("..." if len(prompt.text) > SHOWN_CHARS else "")
+    indented = "\n".join(f"  {visible(line)}" for line in text.split("\n"))
+    return f"prompt {prompt.id}, {len(prompt.ids)} tokens; a response ends with {ends}\n{indented}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,3 +374,28 @@ def _check_ports(config: RunConfig) -> None:
                     f"relay.base_port={relay.base_port}: cannot listen on {relay.host}:{port}"
                     f" ({error.strerror}); choose another port or leave the field out"
                 ) from None
+
+
+# ---- room for segments
+
+
+def store_field(config: RunConfig) -> str:
+    """Field with the folder in which segments of a run that begins will lie, on each of its hosts.
+
+    Raises `ConfigError` where that cannot be on this one.
+    """
+    return "runs" if own_disk(config.runs, config.runs_local) is None else "runs_local"
+
+
+def room_fault(field: str, folder: Path, *, where: str = "") -> str | None:
+    """Complaint, in one line, about this host's folder for segments; `where` names the host."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        return f"{field}={folder}: cannot be written{where}; make it writable, or name another folder"
+    free = shutil.disk_usage(place).free
+    if free >= LEAST_FREE:
+        return None
+    return (
+        f"{field}={folder}: {free / 2**20:.0f} MiB are free{where}, and responses are stored there; make room for"
+        f" {LEAST_FREE / 2**20:.0f} MiB at least, or name another folder"
+    )

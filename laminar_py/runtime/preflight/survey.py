@@ -23,9 +23,8 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.runtime.cluster.backend import nodes, on_node
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, RemoteCallError
 from laminar_py.runtime.cluster.placement import Needs, Placement, Plan
-from laminar_py.runtime.preflight.inputs import MemoryShare, memory_fault
+from laminar_py.runtime.preflight.inputs import MemoryShare, memory_fault, room_fault, store_field
 from laminar_py.runtime.preflight.memory import GPU_BYTES, gpu_memory, memory_faults, smallest_gpu
-from laminar_py.runtime.preflight.room import room_fault, store_field
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,9 @@
 """An incarnation of a run: all that its parts share from a start of the controller to its end."""
 
+import logging
 import socket
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from laminar_py.config.run import RunConfig
@@ -9,11 +12,42 @@ from laminar_py.ledger.recovery import Recovered, closed_groups
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.clock import SystemClock
-from laminar_py.records.events import Checkpointed
+from laminar_py.records.events import AnyEvent, Checkpointed, PartDied, PartStarted
+from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.part import KernelKills, MakePart
 from laminar_py.runtime.cluster.placement import Placement
 from laminar_py.runtime.preflight.inputs import Inputs
-from laminar_py.runtime.workers.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Counter of a run's deaths; `record` takes the events."""
+
+    def __init__(self, *, record: Callable[[AnyEvent], None], max_restarts: int) -> None:
+        self.restarts: Counter[str] = Counter()
+        self._record = record
+        self._max_restarts = max_restarts
+
+    @property
+    def total_restarts(self) -> int:
+        """Number of restarts, of any part."""
+        return self.restarts.total()
+
+    def started(self, part: str, pid: int) -> None:
+        """A part runs."""
+        self._record(PartStarted(part, pid))
+
+    def died(self, error: PartDiedError) -> None:
+        """A part died and is about to be started anew. Raises RunFailedError if it has died too often."""
+        self._record(PartDied(error.part, error.reason))
+        self.restarts[error.part] += 1
+        log.warning("%s died (%s), restart %d", error.part, error.reason, self.restarts[error.part])
+        if self.restarts[error.part] > self._max_restarts:
+            raise RunFailedError(
+                f"{error.part} died {self.restarts[error.part]} times, last: {error.reason}; see"
+                f" logs/{error.part}.log, or raise supervisor.max_restarts={self._max_restarts}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,14 @@ from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
 from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.relays import Relays
-from laminar_py.runtime.workers.specs import FetchRequest, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
+from laminar_py.runtime.workers.specs import (
+    FetchRequest,
+    LearnerSpec,
+    LearnerStarted,
+    StepOutcome,
+    StepRequest,
+    WeightsSpec,
+)
 
 T = TypeVar("T")
 ACTOR = "laminar_py.runtime.workers.processes.learner:LearnerActor"
@@ -29,6 +36,7 @@ PROGRESS_S = 1.0
 PORT_S = 60.0  # for the first rank's host to name a port: a process starts there for it
 WATCH_S = 5.0
 CALLS = 6  # at once: a step, a version and a checkpoint being completed, and a look at the progress beside each
+PUBLISH_S = 3600.0  # a large model is read from a slow disk
 
 
 class LearnerLink:
@@ -193,3 +201,44 @@ class LearnerLink:
             for part, argument in zip(self._keeper.parts, arguments, strict=False)
         ]
         return await asyncio.gather(*calls)
+
+
+# ---- in place of a learner, where weights are evaluated
+
+
+class WeightFolder:
+    """The model of the run's config as a version."""
+
+    def __init__(self, incarnation: Incarnation, *, relays: Relays) -> None:
+        self._incarnation = incarnation
+        self._relays = relays
+        spec = PartSpec(
+            names=["weights"],
+            actor="laminar_py.runtime.workers.processes.learner:WeightsActor",
+            concurrency=1,
+            timeout_s=PUBLISH_S,
+            places=lambda: incarnation.placement.plan.learner[:1],
+            start=self._start,
+        )
+        self._keeper = Keeper(spec, incarnation)
+
+    def spawn(self) -> None:
+        """Start the process."""
+        self._keeper.spawn()
+
+    async def publish(self) -> Published:
+        """Publish, by another process where one dies over it. Raises RunFailedError."""
+
+        async def call(parts: Sequence[Part]) -> Published:
+            spec = WeightsSpec(
+                config=self._incarnation.config.model_dump_json(),
+                run_dir=str(self._incarnation.run.path),
+                store=str(self._relays.store(0)),
+                chunk_bytes=self._relays.chunk_bytes,
+            )
+            return await parts[0].ask(Published, "publish", spec)
+
+        return await self._keeper.calling(call)
+
+    async def _start(self, parts: Sequence[Part]) -> None:
+        await self._relays.root_up()

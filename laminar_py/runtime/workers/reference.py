@@ -33,7 +33,7 @@ class ReferenceStage:
         self._starts = 0
         spec = PartSpec(
             names=[NAME],
-            actor="laminar_py.runtime.workers.processes.reference:ReferenceActor",
+            actor="laminar_py.runtime.workers.processes.learner:ReferenceActor",
             concurrency=2,
             timeout_s=START_S,
             places=lambda: [incarnation.placement.plan.reference],

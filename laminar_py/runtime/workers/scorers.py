@@ -4,29 +4,34 @@ A process that died or hangs is replaced here; what it had is scored again (law 
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
 import msgspec
 
+from laminar_py.config.reward import server_name
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.protocols import ScorerHandle
 from laminar_py.records.scoring import Score, Unfinished, Unscored
-from laminar_py.records.servers import PoolAddresses
+from laminar_py.records.servers import PoolAddresses, ServerAddress
 from laminar_py.reward.stage import ScorerDiedError
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
 from laminar_py.runtime.workers.payload import PayloadHosts
-from laminar_py.runtime.workers.specs import ScorerSpec
+from laminar_py.runtime.workers.specs import ScorerSpec, ServerStart
 
 START_S, STOP_S = 60.0, 10.0
 CALLS = 4  # at the same time of the controller: scores are taken while responses, and servers' addresses, come
 MESSAGE_BYTES = 4 << 20  # after which another message begins: tests of a problem may be megabytes
 TAKE_S = 10.0  # after which a scorer that has no score says so
+SERVER_START_S = 120.0  # of the process beside a server
+SERVER_WATCH_S = 10.0  # of one look at a server
+SERVER_PATIENCE_S = 60.0  # of an answer to that
+SERVER_FIRST_STARTS = 2  # that may fail before the run does
 
 
 class RemoteScorer:
@@ -148,3 +153,76 @@ class Scorers:
         parts[0].send("reach", self._addresses)
         assert isinstance(at_once, int)
         self._at_once[index] = at_once
+
+
+# ---- servers that terms of the reward ask
+
+
+class RewardServers:
+    """Processes of all pools; `tell` is given what is up whenever that changes."""
+
+    def __init__(self, incarnation: Incarnation, *, tell: Callable[[PoolAddresses], None]) -> None:
+        self._incarnation = incarnation
+        self._reward = incarnation.config.reward
+        self._tell = tell
+        self._up = dict[tuple[str, int], ServerAddress]()
+        self._told = 0
+        launched = enumerate(self._reward.launched)
+        self._keepers = [Keeper(self._spec(place, pool, index), incarnation) for place, (pool, index) in launched]
+
+    def spawn(self) -> None:
+        """Start all processes; `keep` starts the servers."""
+        for keeper in self._keepers:
+            keeper.spawn()
+
+    async def keep(self) -> None:
+        """Have all servers up until cancelled. Raises RunFailedError if one never starts, or dies too often."""
+        async with asyncio.TaskGroup() as tasks:
+            for keeper in self._keepers:
+                tasks.create_task(keeper.calling(self._watch), name="keep-server")
+
+    async def _watch(self, parts: Sequence[Part]) -> None:
+        """Serve until the server dies."""
+        (part,) = parts
+        while True:
+            await part.call("watch", SERVER_WATCH_S)
+
+    def _spec(self, place: int, pool: str, index: int) -> PartSpec:
+        return PartSpec(
+            names=[server_name(pool, index)],
+            actor="laminar_py.runtime.workers.processes.services:ServerActor",
+            concurrency=2,
+            timeout_s=SERVER_PATIENCE_S,
+            places=lambda: [self._incarnation.placement.plan.servers[place]],
+            start=partial(self._start, pool, index),
+            settle=partial(self._settle, pool, index),
+            first_starts=SERVER_FIRST_STARTS,
+            spares_memory=f"lower mem-fraction-static or max-total-tokens in reward.servers.{pool}.flags",
+        )
+
+    async def _start(self, pool: str, index: int, parts: Sequence[Part]) -> None:
+        (part,) = parts
+        node = part.place.node
+        assert node is not None, "a plan names a node for every part"
+        spec = ServerStart(
+            config=self._incarnation.config.model_dump_json(),
+            run_dir=str(self._incarnation.run.path),
+            pool=pool,
+            index=index,
+            host=self._incarnation.placement.ip(node),  # loopback where the run is on this machine alone
+        )
+        limit_s = SERVER_START_S + self._reward.servers[pool].start_timeout_s
+        self._up[pool, index] = await part.ask(ServerAddress, "start", spec, timeout_s=limit_s)
+        self._tell_all()
+
+    async def _settle(self, pool: str, index: int, error: PartDiedError) -> PartDiedError:
+        if self._up.pop((pool, index), None) is not None:
+            self._tell_all()
+        return error
+
+    def _tell_all(self) -> None:
+        self._told += 1
+        pools: dict[str, list[ServerAddress]] = {}
+        for (pool, _), address in self._up.items():
+            pools.setdefault(pool, []).append(address)
+        self._tell(PoolAddresses(self._told, pools))

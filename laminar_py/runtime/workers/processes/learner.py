@@ -4,6 +4,7 @@ Called by `workers.learner`. Every rank makes every call, in the same order, sin
 """
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -19,15 +20,18 @@ from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.sources import DataSource
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.engines.model_sizes import served_dtype
+from laminar_py.engines.model_sizes import read_sizes, served_dtype
 from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group
 from laminar_py.learner.emulated import EmulatedLearner
 from laminar_py.learner.packing.packer import Bundle, microbatches
+from laminar_py.learner.reference import ReferenceModel
 from laminar_py.learner.step import Learner
 from laminar_py.learner.warm_start import Example, cache_key, warm_start
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
+from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.metrics import LearnerProgress
+from laminar_py.records.pieces import ColumnPiece, ColumnRef
 from laminar_py.records.weights import Published
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.store.pages import allow_many_files
@@ -42,11 +46,15 @@ from laminar_py.runtime.workers.processes.base import (
     on_compute_thread,
     open_part,
     open_reader,
+    open_writer,
 )
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
     LearnerSpec,
     LearnerStarted,
+    ReferenceAnswer,
+    ReferenceRequest,
+    ReferenceSpec,
     StepOutcome,
     StepRequest,
     WeightsSpec,
@@ -224,3 +232,40 @@ def folder_tensors(model: Path, dtype: str) -> Iterator[tuple[str, torch.Tensor]
             for name in sorted(file.keys()):
                 tensor = file.get_tensor(name)
                 yield name, tensor.to(wanted).contiguous() if tensor.is_floating_point() else tensor
+
+
+# ---- the reference model
+
+
+class ReferenceActor(ComputingActor):
+    """Hosts the reference: the model that the config names, or the model that RL begins with."""
+
+    @on_compute_thread
+    def start(self, spec: ReferenceSpec) -> None:
+        """Load the model."""
+        compute_on(1)
+        config = open_part(spec, "reference-0")
+        self._reader, self._writer = open_reader(spec), open_writer(spec)
+        self._model = ReferenceModel(
+            config.algorithm.reference or start_model(config).path,
+            vocab_size=read_sizes(config.model.path).vocab_size,
+            temperature=config.rollout.sampling.temperature,
+            mesh=join_group(spec.rendezvous, rank=0, world_size=1, device_type=config.learner_device.value),
+            offload=config.learner.offload,
+        )
+
+    @on_compute_thread
+    def logprobs(self, request: ReferenceRequest) -> ReferenceAnswer:
+        """Compute and store the log-probabilities of one packed pass; return references to them."""
+        started = time.perf_counter()
+        complete, lost = complete_all(request.trajectories, self._reader, stores=request.stores)
+        # a reference chooses its experts itself
+        trajectories = [msgspec.structs.replace(one, routed_experts=None) for one in complete.values()]
+        answers = zip(trajectories, self._model.logprobs(trajectories) if trajectories else [], strict=True)
+        pieces = [
+            ColumnPiece(trajectory_id=one.id, name=REFERENCE_LOGPROBS, values=token_values(logprobs))
+            for one, logprobs in answers
+        ]
+        refs = zip(pieces, self._writer.write_all(pieces), strict=True)
+        found = {piece.trajectory_id: ColumnRef(piece.values.dtype, at) for piece, at in refs}
+        return ReferenceAnswer(found, lost, time.perf_counter() - started)

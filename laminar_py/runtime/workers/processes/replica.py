@@ -31,8 +31,8 @@ from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
 from laminar_py.runtime.cluster.errors import bug_in
 from laminar_py.runtime.link.replica_link import ReplicaLink
+from laminar_py.runtime.link.turns import RemoteEnvironments
 from laminar_py.runtime.workers.processes.base import PartActor, open_folder, open_part, open_reader
-from laminar_py.runtime.workers.remote_environments import RemoteEnvironments
 from laminar_py.runtime.workers.specs import ReplicaSpec
 
 CACHE = Path(".cache/engine_speed")
