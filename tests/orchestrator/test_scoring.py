@@ -46,7 +46,7 @@ class Scorers:
         for one in responses:
             self._scores.put_nowait(self._scored(one.request, self._reward(one.request)))
 
-    def tell(self, addresses):
+    def publish_addresses(self, addresses):
         raise AssertionError("nothing is launched")
 
     async def take(self):
@@ -87,7 +87,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
         incarnation,
         scheduler=fleet.scheduler,
         payload=None,
-        deliver=scores.put,
+        deliver=scores.hand_over,
         say=told.append,
         end=ends.append,
     )
@@ -105,7 +105,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
 async def score_all(scoring, fleet):
     """Have all that is finished scored."""
     while fleet.unscored:
-        scoring.submit(fleet.unscored.pop(), make_prompt())
+        scoring.submit_response(fleet.unscored.pop(), make_prompt())
     async with asyncio.timeout(PATIENCE_S):
         while scoring.waits:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -139,7 +139,7 @@ async def test_the_first_failure_is_told_at_once_and_a_step_of_them_ends_the_run
         assert told == [f"reward.use=mine.py:score: {first.id} could not be scored: KeyError: 4 (at mine.py:2)"]
         assert ends == []
         for trajectory in rest[: STEP - 1]:
-            scoring.submit(trajectory, make_prompt())
+            scoring.submit_response(trajectory, make_prompt())
         for _ in range(1000):
             await asyncio.sleep(0)
         assert len(told) == 1
@@ -184,7 +184,7 @@ async def test_an_outage_keeps_what_waits_and_the_first_value_ends_its_rest(monk
         failed = Score(trajectory_id=name, value=None, failure=DropReason.REWARD_FAILED, detail="down")
         rest = asyncio.create_task(scoring._deliver([failed]))  # another scorer
         while fleet.unscored:
-            scoring.submit(fleet.unscored.pop(), make_prompt())
+            scoring.submit_response(fleet.unscored.pop(), make_prompt())
         for _ in range(1000):
             await asyncio.sleep(0)
         assert scoring._stage.num_waiting == count - 1, "one is tried"
@@ -202,7 +202,7 @@ async def test_what_waits_for_a_score_is_told_with_the_age_of_the_oldest(monkeyp
         await fleet.finish_all(0)
         count = len(fleet.unscored)
         while fleet.unscored:
-            scoring.submit(fleet.unscored.pop(), make_prompt())
+            scoring.submit_response(fleet.unscored.pop(), make_prompt())
         assert scoring.waits == f"scores of {count} responses, the oldest 0 s"
         await asyncio.sleep(0)
         assert scoring.waits.startswith(f"scores of {count} responses"), "those that a worker has are among them"

@@ -105,6 +105,6 @@ def test_unknown_words_at_a_start_are_of_a_sample_that_the_line_states(tmp_path,
         "reward": {"use": ["math"]},
     }
     monkeypatch.setattr(inputs, "MOST_LOOKED_AT", 10)
-    inputs.check(parse_config(settings))
+    inputs.check_inputs(parse_config(settings))
     (line,) = [record.getMessage() for record in caplog.records if "unknown token" in record.getMessage()]
     assert ": 10 in data.train (10 of its 50 rows looked at); the first is 'minus' in data.train=" in line

@@ -74,7 +74,7 @@ def test_memory_is_that_of_the_smallest_kind_that_a_part_is_placed_on(tmp_path):
 def test_what_a_cluster_lacks_is_said_as_placement_says_it(tmp_path):
     config, cluster = config_7b(tmp_path), pretended_cluster(["2x8xH100"])
     with pytest.raises(ConfigError) as told:
-        make_plan(Needs.of(config), cluster.nodes)
+        make_plan(Needs.from_config(config), cluster.nodes)
     found = fit_pretended(config, cluster)
     assert str(found.unplaced) == str(told.value)
     assert "rollout.replicas=16: there is room for 8" in str(told.value)

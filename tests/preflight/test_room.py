@@ -45,7 +45,7 @@ async def test_a_host_of_a_cluster_without_room_is_named(small_disk, tmp_path, m
     with joined(FakeCluster(0, 0, disk=tmp_path / "disk")):
         where = [f"runs={tmp_path}/net", f"runs_local={tmp_path}/disk"]
         config = load_config(REPO / "configs/quickstart.yaml", where)
-        (line,) = await faults(config, Placement(Needs.of(config), nodes))
+        (line,) = await faults(config, Placement(Needs.from_config(config), nodes))
     assert line.startswith(
         f"runs_local={tmp_path}/disk: 4 MiB are free, and responses are stored there; make room"
     )

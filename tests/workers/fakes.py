@@ -34,7 +34,7 @@ class Hosts:
         self.lost, self.found, self.running, self.discarded = set(), [], {}, []
         self._starts = count()
 
-    async def label(self, part, node):
+    async def new_label(self, part, node):
         return f"{part}-1-{next(self._starts)}"
 
     def stores_for(self, refs, node):
@@ -61,10 +61,10 @@ class Hosts:
 class NoKills:
     """Stands for `cluster.part.KernelKills` where the kernel ends nothing."""
 
-    async def meet(self, part):
+    async def note_count(self, part):
         pass
 
-    async def explain(self, death, node):
+    async def explain_death(self, death, node):
         return death
 
 
@@ -116,7 +116,7 @@ class Process:
         answer = getattr(self.actor, method)(*map(as_scalar, arguments))
         return as_scalar(await answer if inspect.isawaitable(answer) else answer)
 
-    ask = Part.ask
+    call_for = Part.call_for
 
     def send(self, method, *arguments):
         """Take a call, of any thread."""

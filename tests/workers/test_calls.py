@@ -84,8 +84,8 @@ async def test_what_the_reference_died_over_is_done_by_the_next_and_delivered_on
     stage = ReferenceStage(shared, payload=Hosts())
     async with asyncio.timeout(PATIENCE_S):
         await stage.start()
-        stage.submit(make_finished("g0.0", response=2))
-        stage.submit(make_finished("g0.9", response=2))
+        stage.submit_trajectory(make_finished("g0.0", response=2))
+        stage.submit_trajectory(make_finished("g0.9", response=2))
         answering = asyncio.create_task(stage.next_answer(wanted=lambda name: True))
         first = await processes.next()
         await first.actor.asked.wait()
@@ -106,12 +106,12 @@ class Scoring(Actor):
     def start(self, data):
         return 1
 
-    async def submit(self, data):
+    async def submit_responses(self, data):
         self.names += [one.id for one in decode(list[Unscored], data)]
         self.asked.set()
         self.come.set()
 
-    async def take(self, wait_s):
+    async def next_scores(self, wait_s):
         await self.may_work.wait()
         await self.come.wait()
         self.come.clear()

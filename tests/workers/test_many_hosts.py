@@ -131,7 +131,7 @@ class Incarnation:
 
     async def begin(self, index):
         node = self.node_of(index)
-        label = await self.payload.label(f"replica-{index}", node)
+        label = await self.payload.new_label(f"replica-{index}", node)
         self.replicas._labels[index] = label
         self.fleet.writers[index] = SegmentWriter(self.cluster.folder(node), label)
 
@@ -303,7 +303,7 @@ async def test_a_run_of_64_hosts_is_resumed_where_three_of_them_never_come_back(
             run.fleet.scheduler.pause()
             await run.start()
             await take_up(recovered, run.payload, run.fleet.scheduler)
-            assert not run.payload.stores.name(make_node(HOSTS + len(GONE)).id), "nobody needs one there"
+            assert not run.payload.stores.name_of(make_node(HOSTS + len(GONE)).id), "nobody needs one there"
             lengths = {one.length for one in run.fleet.scheduler.book.live.values()}
             assert {2, 8} <= lengths, "what the journals had, alone and after what was told"
             run.fleet.scheduler.continue_live()

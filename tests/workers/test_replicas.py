@@ -185,7 +185,7 @@ class World:
             ),
             payload=self.payload,
             issuing=self.issuing,
-            take=self.reports.put,
+            take=self.reports.hand_over,
         )
 
     def _issue(self):

@@ -19,7 +19,7 @@ class Recorder:
         self.place = SimpleNamespace(node=None)
 
     async def call(self, name: str, message: bytes) -> None:
-        assert name == "submit"
+        assert name == "submit_responses"
         self.sent.append(message)
 
 

@@ -58,7 +58,7 @@ def make_servers(monkeypatch, told: asyncio.Queue) -> tuple[RewardServers, Proce
     config = load_config(REPO / "configs/quickstart.yaml", [f"reward={{{POOLS}, use: [{TERM}]}}"])
     run = SimpleNamespace(path=Path("runs/x-1"))
     incarnation = make_incarnation(config=config, run=run, placement=Nodes())
-    return RewardServers(incarnation, tell=told.put_nowait), processes
+    return RewardServers(incarnation, publish=told.put_nowait), processes
 
 
 async def test_scorers_hear_of_each_server_that_comes_up_and_of_each_that_is_gone(monkeypatch):

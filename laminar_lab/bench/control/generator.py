@@ -230,7 +230,7 @@ class ReadingScorerActor(PartActor):
     async def look_ahead(self, data: bytes) -> None:
         """Nothing is worked ahead."""
 
-    async def submit(self, data: bytes) -> None:
+    async def submit_responses(self, data: bytes) -> None:
         """Read a list of `Unscored`."""
         for one in decode(list[Unscored], data):
             self._scores.put_nowait(self._score(one))
@@ -242,7 +242,7 @@ class ReadingScorerActor(PartActor):
             return Score(trajectory_id=unscored.id, value=None, failure=DropReason.HOST_LOST, detail=str(error))
         return Score(trajectory_id=unscored.id, value=float(crc32(unscored.id.encode()) & 1))
 
-    async def take(self, wait_s: float) -> bytes:
+    async def next_scores(self, wait_s: float) -> bytes:
         """A list of `Score`."""
         scores: list[Score] = []
         try:

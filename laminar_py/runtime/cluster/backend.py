@@ -28,7 +28,7 @@ AWAY_S = 0.1  # before a process is asked again that died over a call: the dead 
 class Process(Protocol):
     """A process of the run, seen from the process that started it."""
 
-    def ask(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
+    def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
         """Make a call once the process, or Ray, takes it; the inner future is its answer."""
         ...
 
@@ -150,7 +150,7 @@ class NamedPart:
         sent = [as_scalar(argument) for argument in arguments]
         while True:
             try:
-                return value_of(await self._process.ask(method, *sent))
+                return value_of(await self._process.call_method(method, *sent))
             except NoAnswerError as error:
                 if type(error) is not NoAnswerError:
                     raise  # what the method raised
@@ -159,7 +159,7 @@ class NamedPart:
 
 
 class _Named(Protocol):
-    async def ask(self, method: str, *arguments: Scalar) -> Answer: ...
+    async def call_method(self, method: str, *arguments: Scalar) -> Answer: ...
 
 
 def free_port(ip: str) -> bytes:

@@ -249,7 +249,7 @@ async def serve(shell: Shell | Refusal, reader: asyncio.StreamReader, writer: as
 
 
 class Caller:
-    """The calling end of a connection: `await caller.ask("ping", b"...")`."""
+    """The calling end of a connection: `await caller.call_method("ping", b"...")`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -273,7 +273,7 @@ class Caller:
         except (asyncio.IncompleteReadError, OSError):
             return
 
-    def ask(self, method: str, *arguments: Scalar) -> asyncio.Future[Answer]:
+    def call_method(self, method: str, *arguments: Scalar) -> asyncio.Future[Answer]:
         """Make a call; its answer. The future raises `NoAnswerError` where the process ends first."""
         answer = asyncio.get_running_loop().create_future()
         if self._end is not None:

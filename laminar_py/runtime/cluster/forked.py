@@ -104,7 +104,7 @@ class ForkedCluster:
         """Answer of a function in a process of low priority, which ends with the call."""
         process = self.start(_LowPriority, title=function.__name__, concurrency=1, place=Place())
         try:
-            asked = process.ask("call", function.__module__, function.__qualname__, *arguments)
+            asked = process.call_method("call", function.__module__, function.__qualname__, *arguments)
             answer = await asyncio.wrap_future(asked)
             found = value_of(await asyncio.wrap_future(answer))
         finally:
@@ -180,7 +180,7 @@ class GpuPool:
         self.num_waiting = 0
         self._changed = asyncio.Event()  # set, and replaced, when GPUs come back or a process is killed
 
-    async def take(self, number: int, *, unless: Callable[[], bool]) -> tuple[str, ...]:
+    async def take_gpus(self, number: int, *, unless: Callable[[], bool]) -> tuple[str, ...]:
         """So many GPUs, as soon as they are free. Raises `NoAnswerError` where `unless` becomes true first."""
         self.num_waiting += 1
         try:
@@ -225,7 +225,7 @@ class ForkedProcess:
         self._caller = self._soon(self._open())
         self._soon(self._watch())
 
-    def ask(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
+    def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
         """Make a call once the process is up; the inner future is its answer, or raises `NoAnswerError`."""
         return self._soon(self._ask(method, *arguments))
 
@@ -247,7 +247,7 @@ class ForkedProcess:
         """Ask the server for the process, and wait until it is up. Raises `NoAnswerError`."""
         try:
             with self._theirs:
-                self._taken = await self._gpus.take(self._num_gpus, unless=lambda: self._killed)
+                self._taken = await self._gpus.take_gpus(self._num_gpus, unless=lambda: self._killed)
                 visible = {"CUDA_VISIBLE_DEVICES": ",".join(self._taken)}
                 environment = self._start.environment | visible
                 request = encode(msgspec.structs.replace(self._start, environment=environment))
@@ -294,7 +294,7 @@ class ForkedProcess:
     async def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
         answer = Future[Answer]()
         caller = await asyncio.shield(asyncio.wrap_future(self._caller))  # others wait for it, too
-        asked = caller.ask(method, *arguments)
+        asked = caller.call_method(method, *arguments)
         asked.add_done_callback(functools.partial(_pass_on, answer))
         return answer
 
@@ -319,9 +319,9 @@ class NamedProcess:
         self._looking = asyncio.Lock()  # one looks for all who wait
         self._tasks = set[asyncio.Task[None]]()
 
-    async def ask(self, method: str, *arguments: Scalar) -> Answer:
+    async def call_method(self, method: str, *arguments: Scalar) -> Answer:
         """The answer of a method. Raises `NoAnswerError` where the process ends over it."""
-        return await (await self._find()).ask(method, *arguments)
+        return await (await self._find()).call_method(method, *arguments)
 
     async def _find(self) -> Caller:
         async with self._looking:

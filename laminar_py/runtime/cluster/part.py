@@ -71,7 +71,7 @@ class Part:
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
-            asked = await asyncio.wrap_future(self._process.ask(method, *map(as_scalar, arguments)))
+            asked = await asyncio.wrap_future(self._process.call_method(method, *map(as_scalar, arguments)))
             async with asyncio.timeout(limit):
                 answer = await asyncio.wrap_future(asked)
         except TimeoutError:
@@ -88,7 +88,7 @@ class Part:
         value: Scalar = answer.value
         return value
 
-    async def ask(self, kind: type[T], method: str, *arguments: object, timeout_s: float | None = None) -> T:
+    async def call_for(self, kind: type[T], method: str, *arguments: object, timeout_s: float | None = None) -> T:
         """`call` of a method that answers with the bytes of a typed record."""
         answer = await self.call(method, *arguments, timeout_s=timeout_s)
         assert isinstance(answer, bytes), f"{method} answers bytes"
@@ -106,7 +106,7 @@ class Part:
             if not done.cancelled() and done.exception() is None:
                 done.result().add_done_callback(answered)
 
-        self._process.ask(method, *map(as_scalar, arguments)).add_done_callback(asked)
+        self._process.call_method(method, *map(as_scalar, arguments)).add_done_callback(asked)
 
     def _error(self, method: str, failure: Failure) -> Exception:
         """Meaning of a method's failure for the run; its traceback goes into the log."""
@@ -189,12 +189,12 @@ class KernelKills:
         self._found: dict[str, tuple[str, int]] = {}  # part -> its Ray node, and the count there when last asked
         self._told: set[tuple[str, int]] = set()  # kills that explained a death: Ray node, and its count then
 
-    async def meet(self, part: Part) -> None:
+    async def note_count(self, part: Part) -> None:
         """Take the count of the node of a part that has started."""
         if part.place.node is not None:
-            self._found[part.name] = part.place.node, (await part.ask(Kills, "kernel_kills")).count
+            self._found[part.name] = part.place.node, (await part.call_for(Kills, "kernel_kills")).count
 
-    async def explain(self, death: PartDiedError, node: str | None) -> PartDiedError:
+    async def explain_death(self, death: PartDiedError, node: str | None) -> PartDiedError:
         """The death of a part on that node; one that vanished as the kernel ended a process for memory says so."""
         home, before = self._found.get(death.part, (None, 0))
         if not death.vanished or home is None or home != node or for_memory(death.reason):

@@ -64,7 +64,7 @@ class Needs:
     gone: frozenset[int] = frozenset()  # replicas that have left, and need no place any more
 
     @classmethod
-    def of(cls, config: RunConfig) -> "Needs":
+    def from_config(cls, config: RunConfig) -> "Needs":
         """Demand of this config."""
         rollout, engine, cluster = config.rollout, config.rollout.engine, config.cluster
         return cls(

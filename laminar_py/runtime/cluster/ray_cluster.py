@@ -134,7 +134,7 @@ class RayProcess:
     def __init__(self, actor: "Future[ray.actor.ActorHandle]") -> None:
         self._actor = actor
 
-    def ask(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
+    def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
         """Make a call once Ray takes it; the inner future is its answer, or raises `NoAnswerError`."""
         return call_soon(self._ask, method, *arguments)
 
@@ -165,7 +165,7 @@ class NamedActor:
         self._handle: ray.actor.ActorHandle | None = None
         self._looking = asyncio.Lock()  # one looks for all who wait
 
-    async def ask(self, method: str, *arguments: Scalar) -> Answer:
+    async def call_method(self, method: str, *arguments: Scalar) -> Answer:
         """The answer of a method. Raises `NoAnswerError` where the process ends over it."""
         handle = await self._find()
         try:

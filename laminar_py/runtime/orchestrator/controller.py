@@ -109,11 +109,11 @@ def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuing: Tick, 
     """Send replicas their work: one turn of the loop of `issuing`, at once or every `DISPATCH_S` at most."""
     replicas.heed_plan()
     for index, trajectory_ids in scheduler.book.take_aborts().items():
-        replicas.send(index, Abort(list(trajectory_ids)))
+        replicas.send_order(index, Abort(list(trajectory_ids)))
     for index, assignments in scheduler.dispatcher.dispatch().items():
         replicas.assign(index, assignments)
     for index, trajectory_ids in scheduler.moves.take_called_off().items():
-        replicas.send(index, CallOff(list(trajectory_ids)))
+        replicas.send_order(index, CallOff(list(trajectory_ids)))
     stats.generating(scheduler.views.in_flight > 0)
     if scheduler.dispatcher.has_more:
         issuing.wake()
@@ -166,7 +166,7 @@ async def score(
                 continue
             trajectory = scheduler.book.live.get(one.trajectory_id)
             if trajectory is not None:
-                scoring.note(one, trajectory)
+                scoring.count_score(one, trajectory)
             await scheduler.closing.on_score(one)
         issuing.wake()  # with the last score of a batch another may be issued
 
@@ -229,7 +229,9 @@ class Controller:
         self._issuing = Tick(self._issue, every_s=DISPATCH_S)
         self._trackers = Trackers(incarnation, resumed=goes_on)
         self._payload = payload = PayloadHosts(incarnation)
-        self._reference = ReferenceStage.of(incarnation, payload=payload)
+        self._reference = (
+            ReferenceStage(incarnation, payload=payload) if incarnation.config.algorithm.refers_in_stage else None
+        )
         self._scheduler = scheduler = make_scheduler(
             incarnation,
             submit_score=self._finished,
@@ -245,7 +247,7 @@ class Controller:
             relays=relays,
             payload=payload,
             issuing=self._issuing,
-            take=self._reports.put,
+            take=self._reports.hand_over,
         )
         self._scoring = self._make_scoring()
         self._evaluator = self._make_evaluator()
@@ -261,7 +263,7 @@ class Controller:
             self._incarnation,
             scheduler=self._scheduler,
             payload=self._payload,
-            deliver=self._scores.put,
+            deliver=self._scores.hand_over,
             say=self._view.notice,
             end=self._stop.fail,
             trains=self._source is None,
@@ -570,7 +572,7 @@ class Controller:
         """A response is finished and is to be scored."""
         if self._learning is not None and trajectory.kind is Kind.TRAIN:
             self._learning.migration.finished(trajectory)
-        self._scoring.submit(trajectory, prompt)
+        self._scoring.submit_response(trajectory, prompt)
 
     async def _hold(self, version: int) -> None:
         """Have the relays keep a version for its evaluation."""

@@ -48,14 +48,14 @@ from laminar_py.runtime.orchestrator.sources import (
     MODEL,
     EvalRequest,
     EvalSummary,
-    begin,
+    begin_evaluation,
     clear_unbegun,
     find_open,
     read_source,
     settings_of,
 )
-from laminar_py.runtime.preflight.inputs import Inputs, check
-from laminar_py.runtime.preflight.survey import clear, place
+from laminar_py.runtime.preflight.inputs import Inputs, check_inputs
+from laminar_py.runtime.preflight.survey import delete_everywhere, place_parts
 from laminar_py.runtime.workers.incarnation import Opened
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def evaluate(request: EvalRequest, *, console: Console) -> EvalSummary:
     run = new_run(settings)
     run.lock()
     try:
-        begin(run, settings, request.source)
+        begin_evaluation(run, settings, request.source)
         return _evaluate(run, resumed=False, console=console)
     except (ConfigError, KeyboardInterrupt):
         if not run.has_ledger:  # an evaluation that could not begin leaves nothing behind
@@ -174,12 +174,12 @@ def lead(
     not train reads no problems to train on. Raises ConfigError and RunFailedError.
     """
     disk = own_disk(resume.path if resume else config.runs, config.runs_local)
-    inputs = check(config, trains=trains)
+    inputs = check_inputs(config, trains=trains)
     if resume:
         _take_up(resume, inputs, console, config=config, disk=disk)
     with open_cluster(config.cluster.address):
         # what cannot be placed leaves no run behind
-        placement = asyncio.run(place(config, resume=resume is not None))
+        placement = asyncio.run(place_parts(config, resume=resume is not None))
         run = resume or begun or new_run(config)
         if run not in (resume, begun):
             run.lock()
@@ -190,7 +190,7 @@ def lead(
         opened = Opened(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
         ending = _lead_logged(opened, make)
         if ending.finished:
-            asyncio.run(clear(placement, run.shm(config.relay.shm)))
+            asyncio.run(delete_everywhere(placement, run.shm(config.relay.shm)))
     return ending
 
 

@@ -39,12 +39,12 @@ NEVER = 1_000_000_000  # collections of younger objects, after which Python woul
 
 
 class Handoff(Generic[Item]):
-    """Queue of one item between two tasks: `put` returns once the reader has done with the item."""
+    """Queue of one item between two tasks: `hand_over` returns once the reader has done with the item."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[tuple[Item, asyncio.Event]] = asyncio.Queue(1)
 
-    async def put(self, item: Item) -> None:
+    async def hand_over(self, item: Item) -> None:
         """Hand an item over, and wait until the reader asks for the next one."""
         done = asyncio.Event()
         await self._queue.put((item, done))
@@ -90,7 +90,9 @@ def make_scheduler(
         on_rewards=inputs.stream.tell,
         on_failing=fail,
         recorder=incarnation.ledger,
-        stages=Stages(submit_score=submit_score, submit_reference=None if reference is None else reference.submit),
+        stages=Stages(
+            submit_score=submit_score, submit_reference=None if reference is None else reference.submit_trajectory
+        ),
         credit=Credit(
             group_advantages(algorithm.advantage),
             overlong_cost(sampling.max_new_tokens, algorithm.overlong_tokens),

@@ -73,7 +73,7 @@ class Scoring:
         config, inputs = incarnation.config, incarnation.inputs
         self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step, trains=trains)
         self._scorers = Scorers(incarnation, payload=payload)
-        self._servers = RewardServers(incarnation, tell=self._scorers.tell)
+        self._servers = RewardServers(incarnation, publish=self._scorers.publish_addresses)
         self._scheduler = scheduler
         self._stats = incarnation.stats
         self._clock = incarnation.clock
@@ -127,7 +127,7 @@ class Scoring:
         """Let so many more wait, which an earlier incarnation left."""
         self._ready.grow(self._most + number)
 
-    def submit(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
+    def submit_response(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Take it up as soon as a scorer is free."""
         self._ready.submit(
             Unscored(
@@ -187,7 +187,7 @@ class Scoring:
                 rest.append(score)
         return rest
 
-    def note(self, score: Score, trajectory: LiveTrajectory) -> None:
+    def count_score(self, score: Score, trajectory: LiveTrajectory) -> None:
         """Count a score of a response: its value in the figures, its failure towards an outage or a fault."""
         line = self.failures.add(
             score,

@@ -93,7 +93,7 @@ def _chosen(config: RunConfig, names: Sequence[str]) -> list[str]:
     return [name for name in known if name in names or not names]
 
 
-def begin(run: RunFolder, settings: RunConfig, source: Path) -> None:
+def begin_evaluation(run: RunFolder, settings: RunConfig, source: Path) -> None:
     """Put into the evaluation's folder what it is of: weights, config, and last the source."""
     if _is_model(source):
         evaluated, model = EvalSource(path=str(source), step=0), source

@@ -61,14 +61,14 @@ def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
     tells.
     """
 
-    def tell(held: Holders) -> dict[str, float]:
+    def smallest_gpus(held: Holders) -> dict[str, float]:
         return {kind: gpu_bytes or told for kind, told in asyncio.run(survey.gpu_bytes(held)).items()}
 
-    def look(placement: Placement) -> list[str]:
+    def find_faults(placement: Placement) -> list[str]:
         return asyncio.run(survey.faults(config, placement))
 
     with open_cluster(config.cluster.address):
-        return _fit(config, nodes, tell=tell, look=look)
+        return _fit(config, nodes, smallest_gpus=smallest_gpus, find_faults=find_faults)
 
 
 def fit_pretended(config: RunConfig, cluster: "PretendedCluster", *, gpu_bytes: float | None = None) -> Fit:
@@ -77,13 +77,15 @@ def fit_pretended(config: RunConfig, cluster: "PretendedCluster", *, gpu_bytes: 
     `gpu_bytes` of a GPU are by default those of the catalog.
     """
 
-    def tell(held: Holders) -> dict[str, float]:
+    def smallest_gpus(held: Holders) -> dict[str, float]:
         return {kind: gpu_bytes or told for kind, told in cluster.gpu_bytes(held).items()}
 
-    def look(placement: Placement) -> list[str]:
+    def find_faults(placement: Placement) -> list[str]:
         return [fault] if (fault := model_fault(config)) is not None else []
 
-    found = _fit(cluster.joined(config), lambda: list(cluster.nodes), tell=tell, look=look)
+    found = _fit(
+        cluster.joined(config), lambda: list(cluster.nodes), smallest_gpus=smallest_gpus, find_faults=find_faults
+    )
     return replace(found, warnings=cluster.warnings(config) + found.warnings)
 
 
@@ -91,11 +93,11 @@ def _fit(
     config: RunConfig,
     see: Callable[[], list[Node]],
     *,
-    tell: Callable[[Holders], dict[str, float]],
-    look: Callable[[Placement], list[str]],
+    smallest_gpus: Callable[[Holders], dict[str, float]],
+    find_faults: Callable[[Placement], list[str]],
 ) -> Fit:
     """Fit of the nodes that `see` sees, with the bytes of their smallest GPUs and what a look at them finds."""
-    needs, seen = Needs.of(config), see()
+    needs, seen = Needs.from_config(config), see()
     try:
         placement, unplaced = Placement(needs, see), None
         held = survey.gpu_nodes(placement.plan)
@@ -103,13 +105,13 @@ def _fit(
         placement, unplaced = None, error
         held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}
     memory, found = [], []
-    for kind, told in tell(held).items():
+    for kind, told in smallest_gpus(held).items():
         size = told or GPU_BYTES
         memory += gpu_memory(config, gpu_bytes=size, kinds=[kind])
         found += memory_faults(config, gpu_bytes=size, kinds=[kind])
     if placement is None:
         return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=unplaced)
-    found += look(placement)
+    found += find_faults(placement)
     try:
         if (config.model.path / "config.json").is_file():  # `data.prepare` may be about to make it
             check_engine(config)
@@ -248,7 +250,7 @@ class PretendedCluster:
 
     def joined(self, config: RunConfig) -> RunConfig:
         """The config of a run that has joined it. Raises `ConfigError` where its servers run elsewhere."""
-        needs = Needs.of(config)
+        needs = Needs.from_config(config)
         if needs.hosts:
             raise ConfigError(
                 f"{needs.placed_by}: names servers that run, and no host of a pretended cluster has them; leave it"

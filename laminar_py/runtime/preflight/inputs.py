@@ -132,7 +132,7 @@ class Inputs:
         return shown_prompt(self.first_of_tasks[0], self.tokenizer)
 
 
-def check(config: RunConfig, *, trains: bool = True) -> Inputs:
+def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     """Prepare the run's files if it has a script for that, then check files, reward, ports and memory.
 
     Without training its problems are not read.

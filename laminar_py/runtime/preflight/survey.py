@@ -41,7 +41,7 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
     room: str | None = None  # why it cannot store responses
 
 
-def look(witness: str, settings: str, store: str, serving: str, pools: str = "") -> bytes:
+def inspect_node(witness: str, settings: str, store: str, serving: str, pools: str = "") -> bytes:
     """The `Sight` of this node; `settings` is the config as JSON.
 
     `store` is the field with the folder of its segments, `serving` is empty for a node without replicas, `pools`
@@ -67,13 +67,13 @@ def look(witness: str, settings: str, store: str, serving: str, pools: str = "")
     return encode(Sight(shared=seen, model=has_model, shm_free=free, fault=fault, room=room))
 
 
-async def place(config: RunConfig, *, resume: bool = False) -> Placement:
+async def place_parts(config: RunConfig, *, resume: bool = False) -> Placement:
     """Place the parts of a run.
 
     Raises ConfigError if they do not fit on the cluster, if a joined node lacks something, or if they do not fit
     into GPUs that tell their size; a run to resume did fit once, whatever the formula says.
     """
-    placement = Placement(Needs.of(config), nodes)
+    placement = Placement(Needs.from_config(config), nodes)
     if config.cluster.address is not None:
         for line in await faults(config, placement):
             raise ConfigError(line)
@@ -110,18 +110,18 @@ async def _smallest_gpu(node: str) -> int:
         return 0
 
 
-async def clear(placement: Placement, folder: Path) -> None:
+async def delete_everywhere(placement: Placement, folder: Path) -> None:
     """Delete a folder on every node that ever was in use; one that is gone, or does not answer, keeps it."""
 
     async def clear_on(node: str) -> None:
         with contextlib.suppress(NoAnswerError, TimeoutError):
             async with asyncio.timeout(LOOK_S):
-                await on_node(node, delete, str(folder))
+                await on_node(node, delete_folder, str(folder))
 
     await asyncio.gather(*map(clear_on, placement.used))
 
 
-def delete(folder: str) -> bytes:
+def delete_folder(folder: str) -> bytes:
     """Delete a folder of this host."""
     shutil.rmtree(folder, ignore_errors=True)
     return b""
@@ -144,7 +144,7 @@ async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, witness:
     try:
         async with asyncio.timeout(LOOK_S):
             settings = config.model_dump_json()
-            answer = await on_node(node, look, witness, settings, store_field(config), serving, pools)
+            answer = await on_node(node, inspect_node, witness, settings, store_field(config), serving, pools)
             sight = decode(Sight, answer)
     except (NoAnswerError, TimeoutError) as error:
         if isinstance(error, RemoteCallError) and error.is_bug:

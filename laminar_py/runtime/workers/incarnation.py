@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Counter of a run's deaths; `record` takes the events."""
+    """Counts the deaths of parts, records them, and ends the run when a part dies too often.
+
+    `record` appends an event to the ledger.
+    """
 
     def __init__(self, *, record: Callable[[AnyEvent], None], max_restarts: int) -> None:
         self.restarts: Counter[str] = Counter()
@@ -31,15 +34,18 @@ class Supervisor:
 
     @property
     def total_restarts(self) -> int:
-        """Number of restarts, of any part."""
+        """Number of restarts of all parts."""
         return self.restarts.total()
 
     def started(self, part: str, pid: int) -> None:
-        """A part runs."""
+        """Record that a part has started in the process `pid`."""
         self._record(PartStarted(part, pid))
 
     def died(self, error: PartDiedError) -> None:
-        """A part died and is about to be started anew. Raises RunFailedError if it has died too often."""
+        """Record and count the death of a part.
+
+        Raises RunFailedError if it died more than `max_restarts` times.
+        """
         self._record(PartDied(error.part, error.reason))
         self.restarts[error.part] += 1
         log.warning("%s died (%s), restart %d", error.part, error.reason, self.restarts[error.part])
@@ -52,7 +58,7 @@ class Supervisor:
 
 @dataclass(frozen=True, slots=True)
 class PartKinds:
-    """Parts that a benchmark has others in the place of; None: those of any run."""
+    """Parts that a benchmark replaces by its own; None: the parts of any run."""
 
     replica: MakePart | None = None
     scorer: type | None = None  # an actor
@@ -63,7 +69,7 @@ NO_KINDS = PartKinds()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A run that is about to be led, or gone on with if it is `resumed`; a controller is made of it."""
+    """A run that is about to start, or to resume; the argument of `Controller`."""
 
     config: RunConfig
     run: RunFolder
@@ -75,7 +81,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incarnation:
-    """Made by `open_incarnation`, handed to all parts of the controller and to the owners of the processes."""
+    """All that the controller's objects and the owners of processes share; made by `open_incarnation`."""
 
     config: RunConfig
     run: RunFolder
@@ -88,11 +94,11 @@ class Incarnation:
     kernel_kills: KernelKills
     kinds: PartKinds = NO_KINDS
     number: int = 1
-    checkpoint: Checkpointed | None = None  # where the learner goes on
+    checkpoint: Checkpointed | None = None  # from which the learner continues
 
 
 def open_incarnation(opened: Opened, *, recovered: Recovered | None) -> Incarnation:
-    """A run's first incarnation, or the next one after what was `recovered` from its ledger."""
+    """Open a run's first incarnation, or the next one after the state that was `recovered` from its ledger."""
     config, run, inputs = opened.config, opened.run, opened.inputs
     if recovered is not None and inputs.stream.learns:
         for group in closed_groups(run.live_ledger):

@@ -93,7 +93,7 @@ class LearnerLink:
         await self._relays.root_up()
         rendezvous = await self._rendezvous(parts)
         ranks_on = Counter(part.place.node for part in parts)
-        labels = [await self._payload.label(part.name, part.place.node) for part in parts]
+        labels = [await self._payload.new_label(part.name, part.place.node) for part in parts]
         requests = [
             encode(
                 LearnerSpec(
@@ -172,7 +172,7 @@ class LearnerLink:
             await asyncio.sleep(PROGRESS_S if starting else WATCH_S)
             for rank, part in enumerate(self._keeper.parts):
                 limit = START_S if starting else self._config.supervisor.heartbeat_timeout_s
-                progress = await part.ask(LearnerProgress, "progress", timeout_s=limit)
+                progress = await part.call_for(LearnerProgress, "progress", timeout_s=limit)
                 if starting and rank == 0:
                     self._show(progress)
 
@@ -236,9 +236,9 @@ class WeightFolder:
                 store=str(self._relays.store(0)),
                 chunk_bytes=self._relays.chunk_bytes,
             )
-            return await parts[0].ask(Published, "publish", spec)
+            return await parts[0].call_for(Published, "publish", spec)
 
-        return await self._keeper.calling(call)
+        return await self._keeper.call_with_restarts(call)
 
     async def _start(self, parts: Sequence[Part]) -> None:
         await self._relays.root_up()

@@ -42,12 +42,7 @@ class ReferenceStage:
         )
         self._keeper = Keeper(spec, incarnation)
 
-    @classmethod
-    def of(cls, incarnation: Incarnation, *, payload: PayloadHosts) -> "ReferenceStage | None":
-        """The stage of a run, where its algorithm has one."""
-        return cls(incarnation, payload=payload) if incarnation.config.algorithm.refers_in_stage else None
-
-    def submit(self, trajectory: FinishedTrajectory) -> None:
+    def submit_trajectory(self, trajectory: FinishedTrajectory) -> None:
         """Take it up as soon as the process is free."""
         self._queue.put(trajectory)
 
@@ -60,7 +55,7 @@ class ReferenceStage:
 
         Raises ConfigError if the model cannot serve, RunFailedError if its process dies too often.
         """
-        await self._keeper.up()
+        await self._keeper.bring_up()
 
     async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
         """Log-probabilities of the next trajectories that wait and are wanted. Raises RunFailedError."""
@@ -73,10 +68,10 @@ class ReferenceStage:
             (part,) = parts
             refs = (ref for one in bundle for ref in one.refs)
             request = ReferenceRequest(list(bundle), self._payload.stores_for(refs, part.place.node))
-            answer = part.ask(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
+            answer = part.call_for(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
             return await watched(answer, self._watch(part))
 
-        answer = await self._keeper.calling(call)
+        answer = await self._keeper.call_with_restarts(call)
         self._incarnation.stats.referred(answer.elapsed_s)
         return answer
 
@@ -90,7 +85,7 @@ class ReferenceStage:
             config=config,
             run_dir=str(run),
             rendezvous=str(rendezvous),
-            label=await self._payload.label(NAME, parts[0].place.node),
+            label=await self._payload.new_label(NAME, parts[0].place.node),
             store_key=self._payload.key,
         )
         await parts[0].call("start", spec)

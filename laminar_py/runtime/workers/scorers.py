@@ -47,7 +47,7 @@ class RemoteScorer:
         located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
         try:
             for some in _by_size(located):
-                await self._part.call("submit", some)
+                await self._part.call("submit_responses", some)
         except PartDiedError as error:
             raise ScorerDiedError(str(error)) from error
 
@@ -64,7 +64,7 @@ class RemoteScorer:
         scores: list[Score] = []
         while not scores:
             try:
-                scores = await self._part.ask(list[Score], "take", TAKE_S)
+                scores = await self._part.call_for(list[Score], "next_scores", TAKE_S)
             except PartDiedError as error:
                 raise ScorerDiedError(str(error)) from error
         return scores
@@ -110,7 +110,7 @@ class Scorers:
         await self._keepers[index].replace(PartDiedError(f"scorer-{index}", "died or hung"))
         return await self._scorer(index)
 
-    def tell(self, addresses: PoolAddresses) -> None:
+    def publish_addresses(self, addresses: PoolAddresses) -> None:
         """Tell all scorers, and those to come, which launched servers are up."""
         self._addresses = addresses
         for keeper in self._keepers:
@@ -127,7 +127,7 @@ class Scorers:
         await asyncio.gather(*(stop(part) for keeper in self._keepers if keeper.is_up for part in keeper.parts))
 
     async def _scorer(self, index: int) -> ScorerHandle:
-        (part,) = await self._keepers[index].up()
+        (part,) = await self._keepers[index].bring_up()
         return RemoteScorer(part, self._at_once[index], self._payload)
 
     def _spec(self, index: int) -> PartSpec:
@@ -146,7 +146,7 @@ class Scorers:
             config=config.model_dump_json(),
             run_dir=str(run.path),
             index=index,
-            label=await self._payload.label(f"scorer-{index}", parts[0].place.node),
+            label=await self._payload.new_label(f"scorer-{index}", parts[0].place.node),
             store_key=self._payload.key,
         )
         at_once = await parts[0].call("start", spec)
@@ -159,14 +159,14 @@ class Scorers:
 
 
 class RewardServers:
-    """Processes of all pools; `tell` is given what is up whenever that changes."""
+    """Processes of all pools; `publish` is given what is up whenever that changes."""
 
-    def __init__(self, incarnation: Incarnation, *, tell: Callable[[PoolAddresses], None]) -> None:
+    def __init__(self, incarnation: Incarnation, *, publish: Callable[[PoolAddresses], None]) -> None:
         self._incarnation = incarnation
         self._reward = incarnation.config.reward
-        self._tell = tell
+        self._publish = publish
         self._up = dict[tuple[str, int], ServerAddress]()
-        self._told = 0
+        self._number = 0
         launched = enumerate(self._reward.launched)
         self._keepers = [Keeper(self._spec(place, pool, index), incarnation) for place, (pool, index) in launched]
 
@@ -179,7 +179,7 @@ class RewardServers:
         """Have all servers up until cancelled. Raises RunFailedError if one never starts, or dies too often."""
         async with asyncio.TaskGroup() as tasks:
             for keeper in self._keepers:
-                tasks.create_task(keeper.calling(self._watch), name="keep-server")
+                tasks.create_task(keeper.call_with_restarts(self._watch), name="keep-server")
 
     async def _watch(self, parts: Sequence[Part]) -> None:
         """Serve until the server dies."""
@@ -212,17 +212,17 @@ class RewardServers:
             host=self._incarnation.placement.ip(node),  # loopback where the run is on this machine alone
         )
         limit_s = SERVER_START_S + self._reward.servers[pool].start_timeout_s
-        self._up[pool, index] = await part.ask(ServerAddress, "start", spec, timeout_s=limit_s)
-        self._tell_all()
+        self._up[pool, index] = await part.call_for(ServerAddress, "start", spec, timeout_s=limit_s)
+        self._publish_all()
 
     async def _settle(self, pool: str, index: int, error: PartDiedError) -> PartDiedError:
         if self._up.pop((pool, index), None) is not None:
-            self._tell_all()
+            self._publish_all()
         return error
 
-    def _tell_all(self) -> None:
-        self._told += 1
+    def _publish_all(self) -> None:
+        self._number += 1
         pools: dict[str, list[ServerAddress]] = {}
         for (pool, _), address in self._up.items():
             pools.setdefault(pool, []).append(address)
-        self._tell(PoolAddresses(self._told, pools))
+        self._publish(PoolAddresses(self._number, pools))

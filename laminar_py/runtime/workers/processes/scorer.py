@@ -39,7 +39,7 @@ class ScorerActor(PartActor):
         """Use these addresses of launched servers from now on."""
         self._launched.update(addresses)
 
-    async def submit(self, responses: list[Unscored]) -> None:
+    async def submit_responses(self, responses: list[Unscored]) -> None:
         """Begin to score responses."""
         self._scorer.submit(responses)
 
@@ -47,7 +47,7 @@ class ScorerActor(PartActor):
         """Work ahead on responses that still generate."""
         self._scorer.look_ahead(responses)
 
-    async def take(self, wait_s: float) -> list[Score]:
+    async def next_scores(self, wait_s: float) -> list[Score]:
         """Return the scores that are ready, or none after `wait_s` seconds."""
         return await self._scorer.take(wait_s)
 
