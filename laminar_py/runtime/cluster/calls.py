@@ -38,12 +38,12 @@ Kind: TypeAlias = type | str
 
 
 class FailureKind(StrEnum):
-    """What a failure means for the run."""
+    """Consequence of a failure for the run."""
 
     BUG = "bug"  # a mistake in this package: the run ends
-    USER = "user"  # the user has to mend a setting or the machine: the run ends
+    USER = "user"  # the user has to change a setting or the machine: the run ends
     UNWRITABLE = "unwritable"  # a disk is full or read-only: the run ends
-    CRASH = "crash"  # the process is of no use: another takes its place
+    CRASH = "crash"  # the process is lost: another takes its place
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ Answer: TypeAlias = Returned | Raised
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The failure that an error, or a group of errors, is for the run."""
+    """Return the failure that an error, or a group of errors, means for the run."""
     text = "".join(traceback.format_exception(error))
     if (bug := bug_in(error)) is not None:
         return Failure(kind=FailureKind.BUG, reason=f"{type(bug).__name__}: {bug}", traceback=text)
@@ -95,7 +95,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def answer_of(function: Callable[..., Scalar], *arguments: Scalar) -> Answer:
-    """Call a function; the answer says what it returned or raised."""
+    """Call a function; return its value or its error as an answer."""
     try:
         return Returned(0, function(*arguments))
     except Exception as error:  # noqa: BLE001 - the caller judges it
@@ -103,7 +103,7 @@ def answer_of(function: Callable[..., Scalar], *arguments: Scalar) -> Answer:
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """MessagePack bytes of an answer; of a value that is no scalar, or too large, those of a failure."""
+    """Encode an answer; if its value is no scalar, or too large, encode a failure instead."""
     try:
         data = encode(answer)
         assert len(data) <= MAX_FRAME, f"an answer of {len(data)} bytes"
@@ -118,7 +118,7 @@ def read_answer(data: bytes) -> Answer:
 
 
 def value_of(answer: Answer) -> Scalar:
-    """What a function on a node returned. Raises `RemoteCallError` where it raised."""
+    """Return the value of an answer. Raises `RemoteCallError` if the answer is an error."""
     if isinstance(answer, Raised):
         failure = answer.failure
         raise RemoteCallError(failure.reason, is_bug=failure.kind is FailureKind.BUG)
@@ -127,12 +127,12 @@ def value_of(answer: Answer) -> Scalar:
 
 
 def as_scalar(value: object) -> Scalar:
-    """A value as it travels: scalars as they are, records as MessagePack bytes."""
+    """Return a value as it travels: a scalar as it is, a record as MessagePack bytes."""
     return value if isinstance(value, SCALARS) else encode(value)
 
 
 def decode_arguments(method: Callable[..., object], arguments: Sequence[Scalar]) -> list[object]:
-    """Arguments as a method takes them: bytes become records where the annotation names a record type."""
+    """Decode the arguments of a method: bytes become records where the annotation names a record type."""
     if not any(isinstance(argument, bytes) for argument in arguments):
         return list(arguments)
     kinds = _record_types(method)
@@ -144,7 +144,7 @@ def decode_arguments(method: Callable[..., object], arguments: Sequence[Scalar])
 
 @functools.cache
 def _record_types(method: Callable[..., object]) -> dict[int, type]:
-    """Types of the records that a method takes, by the place of the argument; scalars are left out."""
+    """Return the record types of a method's arguments, by place; scalar arguments are left out."""
     hints = get_type_hints(method)
     names = enumerate(inspect.signature(method).parameters)
     kinds = {place: hints[name] for place, name in names if name in hints}
@@ -164,7 +164,7 @@ class Shell:
         self._threads = None if is_async else ThreadPoolExecutor(concurrency, thread_name_prefix="calls")
 
     async def answer(self, number: int, method: str, *arguments: Scalar) -> Answer:
-        """Call a method; the answer says what it returned or raised."""
+        """Call a method; return its value or its error as an answer."""
         try:
             bound = getattr(self._part, method)
             if self._threads is None:
@@ -215,7 +215,7 @@ def set_title(title: str) -> None:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next frame. Raises `asyncio.IncompleteReadError` or `OSError` where the connection ends."""
+    """Read the next frame. Raises `asyncio.IncompleteReadError` or `OSError` where the connection ends."""
     (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
     assert size <= MAX_FRAME, f"a frame of {size} bytes"
     return await reader.readexactly(size)
@@ -249,7 +249,7 @@ async def serve(shell: Shell | Refusal, reader: asyncio.StreamReader, writer: as
 
 
 class Caller:
-    """The calling end of a connection: `await caller.call_method("ping", b"...")`."""
+    """Makes calls over a connection: `await caller.call_method("ping", b"...")`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -263,7 +263,7 @@ class Caller:
         return self._end is not None
 
     async def run(self) -> None:
-        """Take answers until the connection ends."""
+        """Receive answers until the connection ends."""
         try:
             while True:
                 answer = read_answer(await read_frame(self._reader))
@@ -274,7 +274,7 @@ class Caller:
             return
 
     def call_method(self, method: str, *arguments: Scalar) -> asyncio.Future[Answer]:
-        """Make a call; its answer. The future raises `NoAnswerError` where the process ends first."""
+        """Make a call; the future is its answer, or raises `NoAnswerError` if the process ends first."""
         answer = asyncio.get_running_loop().create_future()
         if self._end is not None:
             answer.set_exception(self._end)
@@ -285,7 +285,7 @@ class Caller:
         return answer
 
     def close(self, error: NoAnswerError) -> None:
-        """Close the connection; calls without an answer, and later ones, raise `error`."""
+        """Close the connection; waiting and later calls raise `error`."""
         self._end = error
         self._writer.close()
         for waiting in self._waiting.values():

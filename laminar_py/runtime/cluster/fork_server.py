@@ -75,13 +75,13 @@ class StartProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A process is up."""
+    """Reply that the process is up."""
 
     pid: int
 
 
 def main() -> None:
-    """Preload, then fork as often as a client asks for it."""
+    """Import the preloaded modules, then fork a process for each connection."""
     kernel.end_with_parent(parent=int(sys.argv[2]))
     listener = socket.socket(fileno=int(sys.argv[1]))
     for module in PRELOADED:
@@ -104,7 +104,7 @@ def main() -> None:
         if listener in ready:
             try:
                 connection, _ = listener.accept()
-            except OSError as error:  # no descriptors are left: a client that waits is served when one is
+            except OSError as error:  # no descriptors are left; clients wait
                 print("fork server: no connection:", error, file=sys.stderr, flush=True)  # noqa: T201
                 time.sleep(PAUSE_S)
                 continue
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def _reap(guards: dict[int, socket.socket]) -> None:
-    """Tell the exit status of each child that has ended."""
+    """Send the exit status of each child that has ended to its client."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
@@ -149,7 +149,7 @@ def _fork(
 
 
 def _guard(connection: socket.socket) -> socket.socket:
-    """The end of the guard that comes with the first byte."""
+    """Receive the guard, which comes with the first byte."""
     connection.settimeout(REQUEST_S)
     _, descriptors, _, _ = socket.recv_fds(connection, len(GUARD), 1)
     if not descriptors:
@@ -174,7 +174,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _become(start: StartProcess, connection: socket.socket, guard: socket.socket) -> NoReturn:
-    """Be the process that was asked for."""
+    """Turn this forked child into the requested process."""
     fcntl.fcntl(guard, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(guard, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(guard, fcntl.F_SETFL, fcntl.fcntl(guard, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)

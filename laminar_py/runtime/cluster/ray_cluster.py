@@ -47,24 +47,24 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
-GCS_START_S = 60.0  # of the first of Ray's processes, of which nobody hears if it dies
-START_S = 180.0  # of Ray on this machine, which other work may hold up
+GCS_START_S = 60.0  # for the first of Ray's processes, which may die without a message
+START_S = 180.0  # for Ray on this machine, which other work may delay
 LOW = 10  # priority, as `nice` has it
-LOOK_S = 0.1  # between two looks for its node
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between look-ups of an actor that is away
+LOOK_S = 0.1  # between two checks for its node
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between look-ups of a missing actor
 RAY_LOGS = Path(tempfile.gettempdir()) / "ray/session_latest/logs"
 
 
 class RayCluster:
-    """The cluster that this process is connected to."""
+    """The Ray cluster that this process is connected to."""
 
     def __init__(self) -> None:
         self.here = ray.get_runtime_context().get_node_id()
 
     def start(self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = "") -> "RayProcess":
-        """An actor that hosts an object of `kind`. Ray never restarts it, and reserves no CPU for it.
+        """Start an actor that hosts an object of `kind`. Ray never restarts it, and reserves no CPU for it.
 
-        On a named node it runs there or nowhere, and sees of its GPUs those that are its own.
+        If its place names a node, it runs there or nowhere, and sees its own GPUs only.
         """
 
         def start() -> "ray.actor.ActorHandle":
@@ -83,8 +83,8 @@ class RayCluster:
         return RayProcess(call_soon(start))
 
     def nodes(self, *, taken: bool) -> list[Node]:
-        """The live nodes, with the GPUs that are free, or with `taken` with all: the controller's first."""
-        free = ray._private.state.available_resources_per_node()  # public calls tell only the sum over all nodes
+        """Return the live nodes, the controller's first, with their free GPUs, or with all GPUs if `taken`."""
+        free = ray._private.state.available_resources_per_node()  # public calls give only the sum over all nodes
         found = [
             Node(
                 id=node["NodeID"],
@@ -99,11 +99,11 @@ class RayCluster:
         return sorted(found, key=lambda node: (not node.here, node.ip, node.id))
 
     async def all_placed(self) -> bool:
-        """True once every process that this one started, or is about to, has what it asked for, or has died."""
+        """Return True once every process that this one started has its GPUs, or has died."""
         return await call_and_wait(_all_placed)
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
-        """Answer of a function from a process on that node, which ends where nobody waits for the answer any more.
+        """Run a function in a process on a node, and return its answer; the process ends if the call is cancelled.
 
         On this node the process has a low priority.
         """
@@ -123,7 +123,7 @@ class RayCluster:
         return found
 
     def close(self) -> None:
-        """Leave the cluster; one that this process started ends."""
+        """Leave the cluster; a cluster that this process started ends."""
         drain_calls()
         ray.shutdown()
 
@@ -135,7 +135,7 @@ class RayProcess:
         self._actor = actor
 
     def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
-        """Make a call once Ray takes it; the inner future is its answer, or raises `NoAnswerError`."""
+        """Call a method once Ray accepts the call; the inner future is its answer, or raises `NoAnswerError`."""
         return call_soon(self._ask, method, *arguments)
 
     def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
@@ -149,7 +149,7 @@ class RayProcess:
         return answer
 
     def kill(self) -> None:
-        """Have Ray end the process, after what it was asked for before."""
+        """End the process, after all calls to Ray that were made before."""
         call_and_forget(self._kill)
 
     def _kill(self) -> None:
@@ -158,15 +158,18 @@ class RayProcess:
 
 
 class NamedActor:
-    """An actor that its keeper starts anew under the same name, e.g. `NamedActor("math-3.1.environment-0")`."""
+    """Calls an actor by name, also after its keeper has restarted it, e.g.
+
+    `NamedActor("math-3.1.environment-0")`.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._handle: ray.actor.ActorHandle | None = None
-        self._looking = asyncio.Lock()  # one looks for all who wait
+        self._looking = asyncio.Lock()  # one caller looks it up for all
 
     async def call_method(self, method: str, *arguments: Scalar) -> Answer:
-        """The answer of a method. Raises `NoAnswerError` where the process ends over it."""
+        """Return the answer of a method. Raises `NoAnswerError` if the process ends meanwhile."""
         handle = await self._find()
         try:
             return read_answer(await handle.answer.remote(method, *arguments))
@@ -176,13 +179,13 @@ class NamedActor:
             raise NoAnswerError(_reason(error)) from error
 
     async def _find(self) -> "ray.actor.ActorHandle":
-        """The process that has the name, once one has it."""
+        """Wait for a process with the name, and return it."""
         pause_s = FIRST_PAUSE_S
         async with self._looking:
             while self._handle is None:
                 try:
                     self._handle = await asyncio.to_thread(ray.get_actor, self._name)
-                except (RayError, ValueError):  # none has it yet
+                except (RayError, ValueError):  # no actor has it yet
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             return self._handle
@@ -201,7 +204,7 @@ class _Actor:
 
 @contextlib.contextmanager
 def local_ray() -> Iterator[RayCluster]:
-    """A Ray cluster of one node on loopback with token authentication, ended with everything in it."""
+    """Start a Ray cluster of one node on loopback with token authentication; end it on exit."""
     try:
         with _patient_on_loopback():
             context = ray.init(
@@ -228,10 +231,10 @@ def local_ray() -> Iterator[RayCluster]:
 
 @contextlib.contextmanager
 def _patient_on_loopback() -> Iterator[None]:
-    """Have Ray take the loopback address as it is, and wait longer for its own processes than 30 s.
+    """Make Ray keep the loopback address, and wait longer for its own processes than 30 s.
 
-    Otherwise it puts an address in its place that others reach, and listens on all interfaces. It says neither by
-    an argument nor, for the second, by a variable.
+    By default Ray replaces the loopback address by one that other hosts reach, and listens on all interfaces. No
+    argument of Ray changes either, so this replaces two of its functions meanwhile.
     """
     constants, services = ray._private.ray_constants, ray._private.services
     clusters, get_node = constants.ENABLE_RAY_CLUSTER, services.get_node
@@ -256,16 +259,16 @@ def _patient_on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined_ray(address: str) -> Iterator[RayCluster]:
-    """A running cluster, which goes on without us. Raises `ConfigError` if there is none at `address`."""
+    """Join a running cluster, and leave it on exit. Raises `ConfigError` if there is none at `address`."""
     use_token_of_cluster()
     folder = os.getcwd()
 
     def enter() -> None:
-        with contextlib.suppress(OSError):  # a node that lacks it is found by `preflight.survey`
+        with contextlib.suppress(OSError):  # `preflight.survey` reports a node without it
             os.chdir(folder)
 
     try:
-        if address != "auto":  # where nobody listens, Ray itself takes a minute to find out
+        if address != "auto":  # without a listener, Ray itself takes a minute to fail
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         ray.init(
@@ -316,7 +319,10 @@ def _ray_task() -> "ray.remote_function.RemoteFunction":
 
 
 def _run(function: Callable[..., bytes], *arguments: str | bytes, low: bool) -> bytes:
-    """Encoded answer of a function; with `low` on a thread of low priority, as Ray uses the process again."""
+    """Run a function, and return its encoded answer.
+
+    With `low` it runs on a thread of low priority, since Ray uses the process again.
+    """
     if not low:
         return encode_answer(answer_of(function, *arguments))
 
@@ -328,9 +334,9 @@ def _run(function: Callable[..., bytes], *arguments: str | bytes, low: bool) -> 
 
 
 def _pass_on(answer: "Future[Answer]", asked: "Future[bytes]") -> None:
-    """Settle an answer with Ray's."""
+    """Copy Ray's answer to the future of a call."""
     if not answer.set_running_or_notify_cancel():
-        return  # nobody waits for it any more
+        return  # its caller was cancelled
     error = asked.exception()
     if isinstance(error, RayError):
         answer.set_exception(NoAnswerError(_reason(error), ended_by_run="ray.kill" in str(error)))
@@ -341,7 +347,7 @@ def _pass_on(answer: "Future[Answer]", asked: "Future[bytes]") -> None:
 
 
 def _reason(error: RayError) -> str:
-    """The first sentence of what Ray says last."""
+    """Return the first sentence of the last line of Ray's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OutOfMemoryError) or any("running low on memory" in line for line in lines):
         return "out of memory: Ray ended it as its node ran low"
@@ -350,15 +356,15 @@ def _reason(error: RayError) -> str:
 
 # ---- the thread that calls Ray
 
-PATIENCE_S = 300.0  # for Ray to take a call, which takes it 0.3 ms
+PATIENCE_S = 300.0  # for Ray to accept a call, which takes 0.3 ms
 
-# bounded by what the run asks for: some calls for each of its processes
+# bounded: a run makes some calls for each of its processes
 _asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
 _beginning = threading.Lock()
 
 
 def call_soon(call: Callable[..., T], *arguments: object) -> Future[T]:
-    """The result of a call, made after all that were asked for before."""
+    """Queue a call for the thread that calls Ray; the future is its result."""
     _ensure_thread()
     made: Future[T] = Future()
     _asked.put((made, functools.partial(call, *arguments)))
@@ -366,23 +372,23 @@ def call_soon(call: Callable[..., T], *arguments: object) -> Future[T]:
 
 
 def call_and_forget(call: Callable[..., object], *arguments: object) -> None:
-    """Make a call soon that nobody waits for; what it raises goes into the log."""
+    """Queue a call whose result is ignored; its error goes into the log."""
     call_soon(call, *arguments).add_done_callback(_log_failure)
 
 
 async def call_and_wait(call: Callable[..., T], *arguments: object) -> T:
-    """The result of a call, made soon. Raises RunFailedError where Ray takes no calls any more."""
+    """Queue a call, and return its result. Raises RunFailedError if Ray accepts no calls any more."""
     try:
         async with asyncio.timeout(PATIENCE_S) as limit:
             return await asyncio.wrap_future(call_soon(call, *arguments))
     except TimeoutError:
         if not limit.expired():
-            raise  # the call's own
+            raise  # raised by the call itself
         raise RunFailedError(f"Ray has taken no call in {PATIENCE_S:g} s; see its logs, and --resume") from None
 
 
 def drain_calls() -> None:
-    """Wait until all calls are made, or forget them: one that is made after Ray's end would start it again."""
+    """Wait until all queued calls are made, or cancel them: a call after Ray's end would start Ray again."""
     try:
         call_soon(lambda: None).result(PATIENCE_S)
     except TimeoutError:
@@ -405,7 +411,7 @@ def _make_calls() -> None:
     while True:
         future, call = _asked.get()
         if not future.set_running_or_notify_cancel():
-            continue  # nobody waits for it any more
+            continue  # its caller was cancelled
         try:
             result = call()
         except BaseException as error:  # noqa: BLE001 - it is the future's

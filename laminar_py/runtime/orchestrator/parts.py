@@ -1,4 +1,4 @@
-"""Pieces that the controller is built of: the queue between two loops, the scheduler, the learner's side."""
+"""Objects that the controller is built of: the queue between two loops, the scheduler, the learner's side."""
 
 import asyncio
 import gc
@@ -106,7 +106,7 @@ def make_scheduler(
 
 
 async def record_start(incarnation: Incarnation, recovered: Recovered | None) -> None:
-    """Put on record that an incarnation begins, and what it undoes of the one before."""
+    """Record that an incarnation begins, and which events of the one before it undoes."""
     checkpoint = incarnation.checkpoint
     begun = first_events(
         incarnation.config,
@@ -121,10 +121,10 @@ async def record_start(incarnation: Incarnation, recovered: Recovered | None) ->
 
 
 def seal(run: Path) -> None:
-    """Seal the record of a run that nobody writes any more."""
+    """Seal the record of a run that has ended."""
     try:
         seal_run(run)
-    except LedgerError as error:  # no reason to fail a run that is done
+    except LedgerError as error:  # a finished run does not fail for it
         log.warning("%s", error)
 
 

@@ -1,6 +1,6 @@
-"""Checks of a resume: the checkpoint that it goes back to, and whether it has the problems of the run on record.
+"""Checks of a resume: the checkpoint that the run goes back to, and whether its prompts are those on record.
 
-Called by `launch`. The record names problems by their rows and by their ids, so each must still be the same.
+Called by `launch`. The record names prompts by their rows and ids, so each must still be the same.
 """
 
 import numpy as np
@@ -17,11 +17,11 @@ from laminar_py.records.trajectory import Prompt
 from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.runtime.preflight.inputs import Inputs
 
-MOST = 1000  # prompts that are made again; another tokenizer or template shows in most, a task in its own
+MOST = 1000  # prompts to compare; another tokenizer or template changes most of them
 
 
 def refuse_simulated(run: RunFolder) -> None:
-    """Refuse the record of a simulation, which has no weights to go on from. Raises `ConfigError`."""
+    """Refuse a simulated run, which has no weights to continue from. Raises `ConfigError`."""
     started = last_start(run.live_ledger)
     if started is not None and started.simulated:
         raise ConfigError(
@@ -30,9 +30,9 @@ def refuse_simulated(run: RunFolder) -> None:
 
 
 def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
-    """Refuse rows that are others than those that a run's places and ids are of. Raises `ConfigError`.
+    """Refuse data with other rows than the run began with. Raises `ConfigError`.
 
-    Evaluation sets may come and go.
+    Evaluation sets may be added and removed.
     """
     started = last_start(run.live_ledger)
     known = started.data if started else {}
@@ -48,7 +48,7 @@ def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
 def refuse_other_prompts(run: RunFolder, inputs: Inputs, config: RunConfig) -> None:
     """Refuse a tokenizer, a chat template or a task that makes other prompts of the same rows.
 
-    Prompts on record are made again, a sample of `MOST` that is spread over all. Raises `ConfigError`.
+    Compares at most `MOST` prompts on record with newly made ones. Raises `ConfigError`.
     """
     evaluated = {prompt.id: prompt for prompts in inputs.sets.values() for prompt in prompts}
     for known in known_prompts(run.live_ledger, most=MOST):
@@ -59,9 +59,9 @@ def refuse_other_prompts(run: RunFolder, inputs: Inputs, config: RunConfig) -> N
 
 
 def tell_fallback(run: RunFolder, console: Console) -> None:
-    """Say so if the newest checkpoint of a run to resume is gone, and which one is taken.
+    """Print which checkpoint a run resumes from, if its newest one is gone.
 
-    Raises `ConfigError` if that one cannot be, or if there is none any more.
+    Raises `ConfigError` if no checkpoint is usable.
     """
     found = find_checkpoint(run)
     if found is not None and (newest := on_record(run)[0]) != found:
@@ -73,15 +73,15 @@ def tell_fallback(run: RunFolder, console: Console) -> None:
 
 
 def is_same(known: Prompt, now: Prompt) -> bool:
-    """True where a prompt on record is made as it was: text, ids and task."""
+    """Return True if a prompt has the same text, ids and task as on record."""
     return (known.text, known.task) == (now.text, now.task) and np.array_equal(known.ids, now.ids)
 
 
 def tell_change(known: Prompt, now: Prompt, tokenizer: Tokenizer, config: RunConfig, *, began: RunConfig) -> str:
-    """Words on what makes another prompt: the setting whose change explains it, and no other.
+    """Name the setting whose change explains why a prompt differs from the record.
 
-    A tokenizer shows by what it makes of the text on record, a setting of `data.chat` by the config that the run
-    `began` with, a row by a text that no template has written. What is left is the template itself.
+    The tokenizer changed if it makes other ids of the text on record; `data.chat` if it differs from the config
+    that the run `began` with; the row if no template wrote the text. Otherwise the template itself changed.
     """
     model = f"model.path={config.model.path}"
     if began.model.path != config.model.path:
@@ -100,6 +100,6 @@ def tell_change(known: Prompt, now: Prompt, tokenizer: Tokenizer, config: RunCon
 
 
 def _makes_ids(tokenizer: Tokenizer, known: Prompt) -> bool:
-    """True where a tokenizer makes the ids on record of the text on record, as of a template or as it stands."""
+    """Return True if a tokenizer makes the ids on record of the text on record, as a template or plain text."""
     made = (tokenizer.encode(known.text), tokenizer.encode_prompt(known.text))
     return any(np.array_equal(ids, known.ids) for ids in made)

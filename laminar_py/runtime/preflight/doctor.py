@@ -1,4 +1,4 @@
-"""Findings about this machine, and places for the parts of a config; what is missing comes with a remedy."""
+"""Checks of `laminar doctor`: this machine, and places for a config on a real or a pretended cluster."""
 
 import asyncio
 import importlib.metadata
@@ -34,7 +34,7 @@ CORES_A_GPU = 12  # of a node with GPUs; placement asks only how nodes compare
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Row of `laminar doctor`."""
+    """A row of `laminar doctor`."""
 
     subject: str
     state: str
@@ -46,19 +46,19 @@ class Finding:
 class Fit:
     """How a config fits a cluster."""
 
-    nodes: list[Node]  # as Ray sees them, or as they are pretended
+    nodes: list[Node]  # of the cluster, or pretended
     memory: list[GpuMemory]  # of each kind of GPU
     rows: list[tuple[str, str, str]]  # parts, address of their node, GPUs
-    warnings: list[str]  # it runs, though not as well as it could
-    faults: list[str]  # it does not run before these are mended
+    warnings: list[str]  # advice for a config that runs
+    faults: list[str]  # errors that keep the config from running
     unplaced: ConfigError | None = None  # why its parts have no place
 
 
 def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
-    """Place a config's parts on the cluster that it names, and compute the memory of their GPUs.
+    """Place a config's parts on its cluster, and compute the memory of their GPUs.
 
-    `gpu_bytes` of a GPU are by default those of the smallest that its kind is placed on, or 80 GB where no node
-    tells.
+    `gpu_bytes` is by default the size of the smallest GPU that each kind of part is placed on, or 80 GB if no node
+    reports one.
     """
 
     def smallest_gpus(held: Holders) -> dict[str, float]:
@@ -72,9 +72,9 @@ def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
 
 
 def fit_pretended(config: RunConfig, cluster: "PretendedCluster", *, gpu_bytes: float | None = None) -> Fit:
-    """Place a config's parts on a cluster that is not there, as on one that is; no node of it is looked at.
+    """Place a config's parts on a pretended cluster, whose nodes are not checked.
 
-    `gpu_bytes` of a GPU are by default those of the catalog.
+    `gpu_bytes` is by default the size in the catalog.
     """
 
     def smallest_gpus(held: Holders) -> dict[str, float]:
@@ -96,7 +96,7 @@ def _fit(
     smallest_gpus: Callable[[Holders], dict[str, float]],
     find_faults: Callable[[Placement], list[str]],
 ) -> Fit:
-    """Fit of the nodes that `see` sees, with the bytes of their smallest GPUs and what a look at them finds."""
+    """Fit a config to the nodes that `see` lists, with their smallest GPUs and the faults found on them."""
     needs, seen = Needs.from_config(config), see()
     try:
         placement, unplaced = Placement(needs, see), None
@@ -113,7 +113,7 @@ def _fit(
         return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=unplaced)
     found += find_faults(placement)
     try:
-        if (config.model.path / "config.json").is_file():  # `data.prepare` may be about to make it
+        if (config.model.path / "config.json").is_file():  # else `data.prepare` makes it later
             check_engine(config)
     except ConfigError as error:
         if not any(line.startswith(str(error)) for line in found):
@@ -123,7 +123,7 @@ def _fit(
 
 
 def _rows(needs: Needs, plan: Plan) -> list[tuple[str, str, str]]:
-    """(parts, node, GPUs) with neighbours of a kind on one node as one row."""
+    """Return (parts, node, GPUs); neighbours of a kind on one node share a row."""
     places = {
         "learner": [(place.node, place.gpus) for place in plan.learner],
         "reference": [(place.node, place.gpus) for place in (plan.reference,) if place is not None],
@@ -166,7 +166,7 @@ def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
 
 
 def examine() -> list[Finding]:
-    """Findings, the plain ones first."""
+    """Return all findings on this machine."""
     return [_machine(), _shared_memory(), _files(), _sandbox(), _torch(), _gpu(), *_optional()]
 
 
@@ -209,7 +209,7 @@ def _gpu() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """The strongest fences for programs of a model, and why no stronger ones."""
+    """Find the strongest sandbox for programs of a model, and why no stronger one works."""
     offers = available_tiers()
     best = next(offer for offer in offers if offer.offered)
     missing = [f"{offer.tier.value}: {offer.reason}" for offer in offers[: offers.index(best)]]
@@ -231,25 +231,28 @@ def _optional() -> list[Finding]:
     return findings
 
 
-# ---- a cluster that is not there
+# ---- a pretended cluster
 
 
 @dataclass(frozen=True, slots=True)
 class PretendedCluster:
-    """Nodes with the kind of their GPUs, e.g. those of `pretended_cluster(["3x8xH100", "1x64xcpu"])`."""
+    """Nodes with the kind of their GPUs, for `laminar doctor --pretend`, e.g.
+
+    `pretended_cluster(["3x8xH100", "1x64xcpu"])`.
+    """
 
     nodes: tuple[Node, ...]  # the controller's first
-    gpus: Mapping[str, Gpu]  # of each node that has some, by id
+    gpus: Mapping[str, Gpu]  # by node, where it has GPUs
 
     def gpu_bytes(self, holders: Mapping[str, Collection[str]]) -> dict[str, float]:
-        """Bytes of the smallest GPU of the nodes of each kind, 0 where it has no nodes."""
+        """Return the bytes of the smallest GPU among the nodes of each kind; 0 if it has no nodes."""
         return {
             kind: min((self.gpus[node].memory_bytes for node in held), default=0.0)
             for kind, held in holders.items()
         }
 
     def joined(self, config: RunConfig) -> RunConfig:
-        """The config of a run that has joined it. Raises `ConfigError` where its servers run elsewhere."""
+        """Return the config of a run on this cluster. Raises `ConfigError` if it names running servers."""
         needs = Needs.from_config(config)
         if needs.hosts:
             raise ConfigError(
@@ -260,7 +263,7 @@ class PretendedCluster:
         return config.model_copy(update={"cluster": cluster})
 
     def warnings(self, config: RunConfig) -> list[str]:
-        """Lines on what keeps a run of this config from having all nodes."""
+        """Return warnings about settings that keep a run from using all nodes."""
         if config.cluster.address is not None or len(self.nodes) == 1:
             return []
         return [
@@ -270,7 +273,7 @@ class PretendedCluster:
 
 
 def pretended_cluster(texts: Sequence[str]) -> PretendedCluster:
-    """The cluster of groups of nodes such as `3x8xH100` or `2x64xcpu`, several with commas between them.
+    """Read groups of nodes such as `3x8xH100` or `2x64xcpu`, separated by commas.
 
     A group is nodes x GPUs of each x their kind, or nodes x cores of each x cpu. Raises `ConfigError`.
     """
@@ -289,7 +292,7 @@ def pretended_cluster(texts: Sequence[str]) -> PretendedCluster:
 
 
 def model_fault(config: RunConfig) -> str | None:
-    """Complaint, in one line, about a model whose shape cannot be read, so that nothing is known of memory."""
+    """Return an error line if a model's config.json is missing, so that its memory is unknown, else None."""
     path = config.model.path
     if (path / "config.json").is_file() or config.data.prepare is not None or config.emulation is not None:
         return None

@@ -88,7 +88,7 @@ class EnvironmentProcesses:
             actor="laminar_py.runtime.workers.processes.environment:EnvironmentActor",
             concurrency=CALLS,
             timeout_s=PATIENCE_S,
-            places=lambda: [self._incarnation.placement.of_scorer(index)],
+            places=lambda: [self._incarnation.placement.scorer_place(index)],
             start=partial(self._start, index),
             settle=count_unless_spent,
             first_starts=FIRST_STARTS,

@@ -1,4 +1,7 @@
-"""The learner's ranks as one: started, stepped, saved and revived together. Owned by the controller."""
+"""The learner's ranks, called and restarted together; and the publisher of weights that an evaluation has instead.
+
+Owned by the controller.
+"""
 
 import asyncio
 import math
@@ -31,16 +34,16 @@ from laminar_py.runtime.workers.specs import (
 
 T = TypeVar("T")
 ACTOR = "laminar_py.runtime.workers.processes.learner:LearnerActor"
-START_S = 600.0  # a rank that imports and loads answers nothing meanwhile
+START_S = 600.0  # a rank does not answer while it imports and loads
 PROGRESS_S = 1.0
-PORT_S = 60.0  # for the first rank's host to name a port: a process starts there for it
+PORT_S = 60.0  # for the first rank's host to find a port, in a process that starts for it
 WATCH_S = 5.0
-CALLS = 6  # at once: a step, a version and a checkpoint being completed, and a look at the progress beside each
-PUBLISH_S = 3600.0  # a large model is read from a slow disk
+CALLS = 6  # at once: a step, a version, a checkpoint, and a call for the progress beside each
+PUBLISH_S = 3600.0  # a large model on a slow disk
 
 
 class LearnerLink:
-    """`world_size` learner processes that make every call together; the trainer says when they are replaced."""
+    """Calls all `world_size` learner processes together; the trainer decides when they are replaced."""
 
     def __init__(
         self,
@@ -71,18 +74,18 @@ class LearnerLink:
         self._keeper = Keeper(spec, incarnation)
 
     def spawn(self) -> None:
-        """Start the processes; `start` starts what runs in them."""
+        """Start the processes; `start` loads the model in them."""
         self._keeper.spawn()
 
     async def start(self, checkpoint: Path | None) -> LearnerStarted:
-        """Load, warm-start or restore the model on all ranks. Raises PartDiedError."""
+        """Load, warm-start or restore the model on all ranks; return its sizes. Raises PartDiedError."""
         self._checkpoint = checkpoint
         await self._keeper.begin()
-        assert self._started is not None, "a learner that is up has told its sizes"
+        assert self._started is not None, "a started learner has sizes"
         return self._started
 
     async def replace(self, death: PartDiedError) -> None:
-        """End all ranks and count that; others are there at the next `start`. Raises RunFailedError."""
+        """End all ranks and count the death; the next `start` has others. Raises RunFailedError."""
         await self._keeper.replace(death)
 
     def kill(self) -> None:
@@ -114,12 +117,12 @@ class LearnerLink:
         self._started = await self._ask(LearnerStarted, "start", requests)
 
     async def _rendezvous(self, parts: Sequence[Part]) -> str:
-        """Meeting point of the ranks: a new file if they are on one node, else a port of rank 0's."""
+        """Return the ranks' rendezvous: a new file if they are on one node, else a port on rank 0's node."""
         hosts = [part.place.node for part in parts]
         if len(set(hosts)) == 1:
             self._starts += 1
             path = self._run_dir.resolve() / f"rendezvous-{self._starts}"
-            path.unlink(missing_ok=True)  # of ranks that were killed before the run was resumed
+            path.unlink(missing_ok=True)  # left by ranks that were killed before a resume
             return str(path)
         home = hosts[0]
         assert home is not None, "a learner of several ranks has places"
@@ -133,7 +136,10 @@ class LearnerLink:
         return f"tcp://{ip}:{port}"
 
     async def fetch(self, packed: Packed[FinishedTrajectory]) -> dict[str, str]:
-        """Have each rank read the tokens of its next step; what is lost, by trajectory. Raises PartDiedError."""
+        """Have each rank read the tokens of its next step; return lost trajectories with reasons.
+
+        Raises PartDiedError.
+        """
         requests = []
         for part, bundles in zip(self._keeper.parts, packed.bundles, strict=True):
             refs = (ref for bundle in bundles for one in bundle for ref in one.refs)
@@ -146,28 +152,28 @@ class LearnerLink:
         return lost
 
     async def step(self, terms: StepTerms, *, version: int | None) -> StepOutcome:
-        """Take an optimizer step on what was fetched; publish it as `version`, if set. Raises PartDiedError."""
+        """Step on the fetched trajectories; publish the weights as `version`, if set. Raises PartDiedError."""
         request = encode(StepRequest(terms, version))
         return await self._ask(StepOutcome, "step", [request] * len(self._keeper.parts))
 
     async def publish(self, version: int) -> None:
-        """Publish the weights as they are. Raises PartDiedError."""
+        """Publish the present weights as `version`. Raises PartDiedError."""
         await self._together("publish", [version] * len(self._keeper.parts))
 
     async def completed(self, version: int) -> Published:
-        """A version that is being published, once it is complete. Raises PartDiedError."""
+        """Wait until a published version is complete, and return it. Raises PartDiedError."""
         return await self._ask(Published, "completed", [version])
 
     async def save(self, path: Path) -> None:
-        """Begin a checkpoint in `path`; returns when the state is copied. Raises PartDiedError."""
+        """Begin a checkpoint in `path`; return when the state is copied. Raises PartDiedError."""
         await self._together("save", [str(path)] * len(self._keeper.parts))
 
     async def saved(self) -> None:
-        """Until the checkpoint that was begun last is complete on disk. Raises PartDiedError."""
+        """Wait until the newest checkpoint is complete on disk. Raises PartDiedError."""
         await self._together("saved", [None] * len(self._keeper.parts))
 
     async def _watch(self, *, starting: bool) -> None:
-        """Ask every rank for its progress beside a call; raises PartDiedError when one hangs."""
+        """Call every rank for its progress, beside another call. Raises PartDiedError when a rank hangs."""
         while True:
             await asyncio.sleep(PROGRESS_S if starting else WATCH_S)
             for rank, part in enumerate(self._keeper.parts):
@@ -177,22 +183,22 @@ class LearnerLink:
                     self._show(progress)
 
     async def _ask(self, kind: type[T], method: str, arguments: Sequence[Scalar]) -> T:
-        """Answer of the first rank to a call on all."""
+        """Call all ranks, and return the answer of the first."""
         answer = (await self._together(method, arguments))[0]
         assert isinstance(answer, bytes), f"{method} answers bytes"
         return decode(kind, answer)
 
     async def _together(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
-        """Make a call on every rank, or on the first of them if there is one argument.
+        """Call every rank, or only the first if there is one argument; return the answers.
 
-        Without a limit of its own: a rank that works may take its time.
+        The call has no timeout, since a step may take long; a rank that hangs fails `progress`.
         """
         parts = self._keeper.parts
         assert len(arguments) in (1, len(parts)), f"{len(arguments)} arguments for {len(parts)} ranks"
         try:
             return await watched(self._call_ranks(method, arguments), self._watch(starting=method == "start"))
         except PartDiedError:
-            self.kill()  # the other ranks wait in a collective that will never complete
+            self.kill()  # the other ranks wait in a collective that never completes
             raise
 
     async def _call_ranks(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
@@ -207,7 +213,7 @@ class LearnerLink:
 
 
 class WeightFolder:
-    """The model of the run's config as a version."""
+    """Publishes the model of an evaluation's config as version 0."""
 
     def __init__(self, incarnation: Incarnation, *, relays: Relays) -> None:
         self._incarnation = incarnation
@@ -227,7 +233,7 @@ class WeightFolder:
         self._keeper.spawn()
 
     async def publish(self) -> Published:
-        """Publish, by another process where one dies over it. Raises RunFailedError."""
+        """Publish the model; if the process dies, start another and try again. Raises RunFailedError."""
 
         async def call(parts: Sequence[Part]) -> Published:
             spec = WeightsSpec(

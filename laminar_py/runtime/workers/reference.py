@@ -1,8 +1,8 @@
-"""The reference stage: what waits for the reference model, the process that has it, and its revival.
+"""The reference stage: the queue before the reference model, its process, and the restart of the process.
 
-Owned by the controller; the scheduler submits what is finished and gets log-probabilities back, and neither waits
-for the other. Invariant: what was submitted and is still wanted is delivered once, however often the process dies
-over it (law 6).
+Owned by the controller. The scheduler submits finished trajectories, and the loop `refer` takes log-probabilities
+in; neither waits for the other. Each submitted trajectory that is still wanted gets its log-probabilities once,
+however often the process dies (law 6).
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.specs import ReferenceAnswer, ReferenceRequest, ReferenceSpec
 
 NAME = "reference-0"
-START_S = 600.0  # while it imports and loads
+START_S = 600.0  # to import and load
 WATCH_S = 5.0
 
 
 class ReferenceStage:
-    """Packed passes over what was submitted, one after the other."""
+    """Runs packed passes over submitted trajectories, one after the other."""
 
     def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
         self._payload = payload
@@ -43,26 +43,26 @@ class ReferenceStage:
         self._keeper = Keeper(spec, incarnation)
 
     def submit_trajectory(self, trajectory: FinishedTrajectory) -> None:
-        """Take it up as soon as the process is free."""
+        """Queue a finished trajectory for the reference model."""
         self._queue.put(trajectory)
 
     def spawn(self) -> None:
-        """Start the process, which has its GPU from then on; `start` starts what runs in it."""
+        """Start the process, which holds its GPU from now on; `start` loads the model in it."""
         self._keeper.spawn()
 
     async def start(self) -> None:
-        """Bring the process up. What RL begins with must exist by now, since it may be the reference.
+        """Load the model. A warm start must be finished by now, since its result may be the reference.
 
         Raises ConfigError if the model cannot serve, RunFailedError if its process dies too often.
         """
         await self._keeper.bring_up()
 
     async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
-        """Log-probabilities of the next trajectories that wait and are wanted. Raises RunFailedError."""
+        """Return log-probabilities of the next queued trajectories that are `wanted`. Raises RunFailedError."""
         return await self._ask(await self._queue.take(wanted=wanted))
 
     async def _ask(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
-        """Answer on these, by a new process where one dies over them."""
+        """Run one packed pass, again in a new process if one dies over it."""
 
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:
             (part,) = parts
@@ -79,7 +79,7 @@ class ReferenceStage:
         self._starts += 1
         run = self._incarnation.run.path
         rendezvous = run.resolve() / f"rendezvous-{NAME}-{self._starts}"
-        rendezvous.unlink(missing_ok=True)  # of one that was killed before the run was resumed
+        rendezvous.unlink(missing_ok=True)  # left by a process that was killed before a resume
         config = self._config.model_dump_json()
         spec = ReferenceSpec(
             config=config,
@@ -91,7 +91,7 @@ class ReferenceStage:
         await parts[0].call("start", spec)
 
     async def _watch(self, part: Part) -> None:
-        """Raise PartDiedError when it hangs over a pass."""
+        """Call the process now and then during a pass. Raises PartDiedError when it hangs."""
         while True:
             await asyncio.sleep(WATCH_S)
             await part.call("pid", timeout_s=self._config.supervisor.heartbeat_timeout_s)

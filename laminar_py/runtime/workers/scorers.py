@@ -1,6 +1,8 @@
-"""The scoring stage's processes as scorers. Owned by the controller.
+"""Processes of the scoring stage, and of servers that the run launches for its terms. Owned by the controller.
 
-A process that died or hangs is replaced here; what it had is scored again (law 6).
+A scorer that died or hangs is replaced, and its responses are scored again (law 6). Scorers learn of each server
+that starts and of each that dies, so a call goes to a live server, or waits for one
+(`tests/workers/test_servers.py`).
 """
 
 import asyncio
@@ -25,17 +27,17 @@ from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.specs import ScorerSpec, ServerStart
 
 START_S, STOP_S = 60.0, 10.0
-CALLS = 4  # at the same time of the controller: scores are taken while responses, and servers' addresses, come
-MESSAGE_BYTES = 4 << 20  # after which another message begins: tests of a problem may be megabytes
-TAKE_S = 10.0  # after which a scorer that has no score says so
-SERVER_START_S = 120.0  # of the process beside a server
-SERVER_WATCH_S = 10.0  # of one look at a server
-SERVER_PATIENCE_S = 60.0  # of an answer to that
-SERVER_FIRST_STARTS = 2  # that may fail before the run does
+CALLS = 4  # at once: one for scores, others for responses and for addresses of servers
+MESSAGE_BYTES = 4 << 20  # size after which another message begins: tests of a problem may take megabytes
+TAKE_S = 10.0  # after which a scorer without scores answers
+SERVER_START_S = 120.0  # for the process beside a server
+SERVER_WATCH_S = 10.0  # length of one call that watches a server
+SERVER_PATIENCE_S = 60.0  # for its answer
+SERVER_FIRST_STARTS = 2  # failed first starts after which the run ends
 
 
 class RemoteScorer:
-    """A scoring process."""
+    """Calls one scoring process; see `records.protocols.ScorerHandle`."""
 
     def __init__(self, part: Part, at_once: int, payload: PayloadHosts) -> None:
         self._part = part
@@ -43,7 +45,7 @@ class RemoteScorer:
         self.at_once = at_once
 
     async def submit(self, responses: Sequence[Unscored]) -> None:
-        """Hand responses over. Raises `ScorerDiedError` if the process is gone."""
+        """Send responses to the scorer. Raises `ScorerDiedError` if the process is gone."""
         located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
         try:
             for some in _by_size(located):
@@ -52,7 +54,7 @@ class RemoteScorer:
             raise ScorerDiedError(str(error)) from error
 
     def look_ahead(self, responses: Sequence[Unfinished]) -> None:
-        """Show it the beginnings of responses; where the process is gone, nobody misses it."""
+        """Send the beginnings of responses, without an answer."""
         located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
         self._part.send("look_ahead", located)
 
@@ -60,7 +62,7 @@ class RemoteScorer:
         return self._payload.stores_for((one.at for one in tokens), self._part.place.node)
 
     async def take(self) -> list[Score]:
-        """Scores that are there, once there are any. Raises `ScorerDiedError` if the process is gone or hangs."""
+        """Wait for scores, and return them. Raises `ScorerDiedError` if the process is gone or hangs."""
         scores: list[Score] = []
         while not scores:
             try:
@@ -71,7 +73,7 @@ class RemoteScorer:
 
 
 def _by_size(requests: Sequence[Unscored]) -> Iterator[bytes]:
-    """Messages of these: all in one, or so many in each that the last of them takes it to `MESSAGE_BYTES`."""
+    """Yield the responses in messages, each closed as soon as it has `MESSAGE_BYTES`."""
     some, size = list[msgspec.Raw](), 0
     for request in map(encode, requests):
         some.append(msgspec.Raw(request))
@@ -84,7 +86,7 @@ def _by_size(requests: Sequence[Unscored]) -> Iterator[bytes]:
 
 
 class Scorers:
-    """Processes of the scoring stage."""
+    """Keeps the processes of the scoring stage."""
 
     def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
         self._incarnation = incarnation
@@ -95,30 +97,30 @@ class Scorers:
         self._keepers = [Keeper(self._spec(index), incarnation) for index in workers]
 
     def spawn(self) -> None:
-        """Start all processes; `start` starts what runs in them."""
+        """Start all processes; `start` starts the scorers in them."""
         for keeper in self._keepers:
             keeper.spawn()
 
     async def start(self) -> list[ScorerHandle]:
-        """Start what runs in the processes, in all at once."""
+        """Start the scorers, all at once."""
         async with asyncio.TaskGroup() as tasks:
             started = [tasks.create_task(self._scorer(index)) for index in range(len(self._keepers))]
         return [task.result() for task in started]
 
     async def restart(self, index: int) -> ScorerHandle:
-        """End process `index` and start another in its place, which counts among the run's deaths."""
+        """Replace process `index`, which counts as a death, and return the new scorer."""
         await self._keepers[index].replace(PartDiedError(f"scorer-{index}", "died or hung"))
         return await self._scorer(index)
 
     def publish_addresses(self, addresses: PoolAddresses) -> None:
-        """Tell all scorers, and those to come, which launched servers are up."""
+        """Send all present and later scorers the addresses of the launched servers that are up."""
         self._addresses = addresses
         for keeper in self._keepers:
             for part in keeper.parts:
                 part.send("reach", addresses)
 
     async def close(self) -> None:
-        """Have scorers end what they hold; of one that cannot, the next sandbox on its machine clears it away."""
+        """Have scorers end their processes and sandboxes; the next sandbox on a machine removes leftovers."""
 
         async def stop(part: Part) -> None:
             with suppress(PartDiedError):
@@ -136,7 +138,7 @@ class Scorers:
             actor=self._incarnation.kinds.scorer or "laminar_py.runtime.workers.processes.scorer:ScorerActor",
             concurrency=CALLS,
             timeout_s=START_S,
-            places=lambda: [self._incarnation.placement.of_scorer(index)],
+            places=lambda: [self._incarnation.placement.scorer_place(index)],
             start=partial(self._start, index),
         )
 
@@ -159,7 +161,7 @@ class Scorers:
 
 
 class RewardServers:
-    """Processes of all pools; `publish` is given what is up whenever that changes."""
+    """Keeps the servers of all pools; calls `publish` with the live ones whenever these change."""
 
     def __init__(self, incarnation: Incarnation, *, publish: Callable[[PoolAddresses], None]) -> None:
         self._incarnation = incarnation
@@ -176,13 +178,13 @@ class RewardServers:
             keeper.spawn()
 
     async def keep(self) -> None:
-        """Have all servers up until cancelled. Raises RunFailedError if one never starts, or dies too often."""
+        """Keep all servers alive until cancelled. Raises RunFailedError if one never starts, or dies too often."""
         async with asyncio.TaskGroup() as tasks:
             for keeper in self._keepers:
                 tasks.create_task(keeper.call_with_restarts(self._watch), name="keep-server")
 
     async def _watch(self, parts: Sequence[Part]) -> None:
-        """Serve until the server dies."""
+        """Watch a server until it dies. Raises PartDiedError."""
         (part,) = parts
         while True:
             await part.call("watch", SERVER_WATCH_S)

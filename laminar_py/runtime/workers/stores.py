@@ -97,7 +97,7 @@ class Stores:
     def _follow(self) -> None:
         """Require a store on each host on which the plan has parts that write segments."""
         plan, workers = self._placement.plan, self._incarnation.config.reward.workers
-        scorers = [self._placement.of_scorer(index) for index in range(workers)]
+        scorers = [self._placement.scorer_place(index) for index in range(workers)]
         for place in (*plan.replicas, *scorers, plan.reference):
             if place is not None and place.node is not None:
                 self.require(place.node)
