@@ -28,7 +28,7 @@ UNWRITTEN = re.compile(r"No space left on device|PytorchStreamWriter failed writ
 class PartDiedError(Exception):
     """A part died or has to be replaced; the message says why.
 
-    `vanished` is set if its process, or that of its engine, was killed and nobody knows by whom.
+    `vanished` is set if its process, or that of its engine, was killed by an unknown sender.
     """
 
     def __init__(self, part: str, reason: str, *, vanished: bool = False) -> None:

@@ -263,7 +263,7 @@ async def _call(actor: NamedPart, asked: AskedTurn, answer: asyncio.Future[Envir
         data = await actor.call("answer", asked)
         assert isinstance(data, bytes), "a turn travels as bytes"
         turn = decode(EnvironmentTurn, data)
-    except Exception as error:  # noqa: BLE001 - whoever waits raises it
+    except Exception as error:  # noqa: BLE001 - `answer` raises it
         if not answer.done():
             answer.set_exception(error)
     else:

@@ -130,7 +130,7 @@ def _of_model(config: RunConfig, model: Path) -> RunConfig:
 
 
 def find_open(settings: RunConfig, source: Path) -> RunFolder:
-    """Return the newest unfinished evaluation of `source` with these settings, if possible one that nobody runs.
+    """Return the newest unfinished evaluation of `source` with these settings, if possible an idle one.
 
     Raises `ConfigError` if there is none.
     """

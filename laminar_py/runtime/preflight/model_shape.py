@@ -1,9 +1,8 @@
-"""Parameters of a decoder by part, from its `config.json`, without torch.
+"""Parameters of a decoder by part, from its `config.json`, without torch. Called by the formulas of memory and of
+times.
 
-Called by the formulas of memory and of times.
-
-Invariant: for the Llama, Qwen2, Qwen3, Mixtral and GLM-4.5 families, mixtures among them, the counts are those of
-the model that transformers builds; for others they are near it where they have the same projections.
+For the Llama, Qwen2, Qwen3, Mixtral and GLM-4.5 families, with mixtures, the counts are those of the model that
+transformers builds (`tests/preflight/test_memory.py`). For other families with the same projections they are near.
 """
 
 from pathlib import Path

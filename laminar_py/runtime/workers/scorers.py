@@ -2,7 +2,7 @@
 
 A scorer that died or hangs is replaced, and its responses are scored again (law 6). Scorers learn of each server
 that starts and of each that dies, so a call goes to a live server, or waits for one
-(`tests/workers/test_servers.py`).
+(`tests/workers/test_scorers.py`).
 """
 
 import asyncio

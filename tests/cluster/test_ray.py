@@ -1,16 +1,20 @@
-"""Ray's start on one host: waited for on a machine that is busy, and one line where it fails."""
+"""A Ray cluster that the run starts, and the thread that calls Ray."""
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from laminar_py.runtime.cluster import ray_cluster
 from laminar_py.runtime.cluster.backend import open_cluster
-from laminar_py.runtime.cluster.errors import RunFailedError
-from laminar_py.runtime.cluster.ray_cluster import _patient_on_loopback
+from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.part import Part
+from laminar_py.runtime.cluster.ray_cluster import _patient_on_loopback, call_and_wait, call_soon
+from tests.cluster.test_part import PATIENCE_S, Faulty
 
 SERVICES = ray_cluster.ray._private.services
 
@@ -66,3 +70,56 @@ def test_a_token_in_the_users_home_is_a_cluster_s_and_reaches_no_test(tmp_path, 
         check=True,
     )
     assert (done.stdout.strip() == "that of the file") == from_file
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with open_cluster("local"):
+        yield
+
+
+async def test_a_part_is_not_blamed_for_what_ray_takes(cluster):
+    busy = threading.Event()
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=5.0)
+    assert await part.call("answer") == 1
+    call_soon(busy.wait, PATIENCE_S)
+    asyncio.get_running_loop().call_later(6.0, busy.set)
+    assert await part.call("answer") == 1
+
+
+async def test_ray_that_takes_no_calls_ends_the_run_with_one_line(cluster, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "PATIENCE_S", 0.1)
+    busy = threading.Event()
+    call_soon(busy.wait, PATIENCE_S)
+    with pytest.raises(RunFailedError, match=r"Ray has taken no call in 0\.1 s; see its logs, and --resume"):
+        await call_and_wait(print)
+    busy.set()
+
+
+async def test_nobody_waits_for_ray_and_it_hears_all_in_order(cluster):
+    busy = threading.Event()
+    call_soon(busy.wait, PATIENCE_S)
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    before = asyncio.create_task(part.call("answer"))
+    await asyncio.sleep(0)
+    part.kill()
+    after = asyncio.create_task(part.call("answer"))
+    await asyncio.sleep(0.1)
+    assert not before.done()
+    busy.set()
+    with pytest.raises(PartDiedError):
+        await after
+    await asyncio.wait([before])
+
+
+async def test_a_call_that_nobody_waits_for_any_more_is_not_made(cluster):
+    busy = threading.Event()
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    assert await part.call("answer") == 1
+    call_soon(busy.wait, PATIENCE_S)
+    vanishing = asyncio.create_task(part.call("vanish"))
+    await asyncio.sleep(0)
+    vanishing.cancel()
+    await asyncio.wait([vanishing])
+    busy.set()
+    assert await part.call("answer") == 1
