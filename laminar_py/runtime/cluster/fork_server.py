@@ -40,24 +40,14 @@ STATUS = struct.Struct("<i")
 REQUEST_S = 10.0  # for a client to send its request
 PAUSE_S = 0.1  # where the server has no descriptors left
 OOM_SCORE = "500"  # of 1000; a larger one is ended earlier
-PRELOADED = (  # what most processes of a run import; a module of a package that is not installed is left out
-    "torch",
+PRELOADED = (  # modules of processes, and what engines import; without modules of packages that are not installed
     "transformers.modeling_utils",
-    "laminar_py.learner.step",
     "laminar_py.engines.local.engine",
     "laminar_py.runtime.workers.processes.learner",
     "laminar_py.runtime.workers.processes.replica",
     "laminar_py.runtime.workers.processes.relay",
     "laminar_py.runtime.workers.processes.scorer",
     "laminar_py.runtime.workers.processes.environment",
-    "laminar_py.relay.node.relay_node",
-    "laminar_py.relay.subscriber",
-    "laminar_py.rollout.replica",
-    "laminar_py.rollout.storing",
-    "laminar_py.runtime.link.replica_link",
-    "laminar_py.reward.scorer",
-    "laminar_py.data.tokenizer",
-    "laminar_py.environment.host",
 )
 
 
@@ -105,10 +95,15 @@ def main() -> None:
             try:
                 connection, _ = listener.accept()
             except OSError as error:  # no descriptors are left; clients wait
-                print("fork server: no connection:", error, file=sys.stderr, flush=True)  # noqa: T201
+                _report(f"no connection: {error}")
                 time.sleep(PAUSE_S)
                 continue
             _fork(connection, guards, inherited=(listener, wake, woken))
+
+
+def _report(message: str) -> None:
+    """Write a line to standard error; clients quote its last line when a process does not start."""
+    print("fork server:", message, file=sys.stderr, flush=True)  # noqa: T201 (the server has no log)
 
 
 def _reap(guards: dict[int, socket.socket]) -> None:
@@ -129,7 +124,7 @@ def _fork(
         start = _request(connection)
         pid = os.fork()
     except (OSError, ValueError, msgspec.MsgspecError) as error:  # the client sees both sockets close
-        print("fork server: no process:", error, file=sys.stderr, flush=True)  # noqa: T201 (it has no log)
+        _report(f"no process: {error}")
         connection.close()
         if guard is not None:
             guard.close()
