@@ -144,7 +144,7 @@ class Measured:
 async def engine_speed(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:
     """Speed of one replica on this host; `repack.roofline_batch` overrides what was measured."""
     speed = _emulated(config) if config.emulation is not None else await _measured(config, measure)
-    return speed.keeping_to(config.repack.roofline_batch)
+    return speed.with_roofline(config.repack.roofline_batch)
 
 
 def _emulated(config: RunConfig) -> EngineSpeed:
