@@ -17,7 +17,7 @@ from laminar_py.runtime.cluster.errors import (
     PartBugError,
     PartDiedError,
     UnwritableError,
-    tell_unexpected,
+    unexpected_message,
 )
 from laminar_py.runtime.cluster.part import Part
 
@@ -107,7 +107,7 @@ async def test_a_death_for_want_of_memory_names_what_asked_for_it(cluster):
 
 
 def test_the_line_on_a_parts_bug_names_the_error_itself():
-    line = tell_unexpected(PartBugError("replica-0: TypeError: why"), Path("controller.log"))
+    line = unexpected_message(PartBugError("replica-0: TypeError: why"), Path("controller.log"))
     assert "a bug of laminar's: replica-0: TypeError: why; the traceback is in controller.log" in line
 
 

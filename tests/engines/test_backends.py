@@ -14,7 +14,7 @@ from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster.placement import Needs
 from laminar_py.runtime.preflight.inputs import check_engine
 from laminar_py.runtime.preflight.survey import Sight, inspect_node
-from laminar_py.runtime.workers.processes.replica import _telling_bugs
+from laminar_py.runtime.workers.processes.replica import _raising_bugs
 from tests.runs.runs import REPO
 
 MINIMAL = {
@@ -104,7 +104,7 @@ async def use(settings):
     check_engine(config)
     if fault := decode(Sight, inspect_node("", config.model_dump_json(), "runs", "replica")).fault:
         raise ConfigError(fault)
-    with _telling_bugs(config):
+    with _raising_bugs(config):
         await BACKENDS.get(config.rollout.engine.kind).open(config, None)
 
 

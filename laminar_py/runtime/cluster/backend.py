@@ -145,7 +145,7 @@ class NamedPart:
     async def call(self, method: str, *arguments: object) -> Scalar:
         """Return the answer of a method. If the process dies meanwhile, call the next process of that name.
 
-        Raises `RemoteCallError` where the method raises.
+        Raises `RemoteCallError` if the method raises.
         """
         sent = [as_scalar(argument) for argument in arguments]
         while True:

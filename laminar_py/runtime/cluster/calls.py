@@ -215,7 +215,7 @@ def set_title(title: str) -> None:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Read the next frame. Raises `asyncio.IncompleteReadError` or `OSError` where the connection ends."""
+    """Read the next frame. Raises `asyncio.IncompleteReadError` or `OSError` if the connection ends."""
     (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
     assert size <= MAX_FRAME, f"a frame of {size} bytes"
     return await reader.readexactly(size)

@@ -101,7 +101,7 @@ def _is_bug(error: BaseException) -> bool:
     return isinstance(error, (*MISTAKES, PartBugError)) and not isinstance(error, (ConfigError, RefusedError))
 
 
-def tell_unexpected(error: BaseException, traceback: Path) -> str:
+def unexpected_message(error: BaseException, traceback: Path) -> str:
     """Return a message about an error that is neither the user's fault nor a known end of a run."""
     told = str(error) if isinstance(error, PartBugError) else f"{type(error).__name__}: {error}"
     return f"unexpected, so probably a bug of laminar's: {' '.join(told.split())}; the traceback is in {traceback}"

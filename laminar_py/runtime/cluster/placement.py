@@ -205,7 +205,7 @@ def _place_learner(needs: Needs, nodes: Sequence[Node], free: Mapping[str, int])
 def _place_reference(
     needs: Needs, nodes: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
 ) -> Place:
-    """Place the reference where it costs no replica, where that is possible, and then beside the learner."""
+    """Place the reference on the node where it costs the fewest replicas, then on one of the learner's."""
     if not needs.rank_gpus:
         return Place(learner[0].node)
     room = [node for node in nodes if free[node.id]]
@@ -220,7 +220,7 @@ def _place_reference(
 def _cheapest(
     needs: Needs, gpus: int, room: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
 ) -> Node:
-    """The node on which so many GPUs cost the fewest replicas, then one of the learner's, then the fullest."""
+    """Choose the node where so many GPUs cost the fewest replicas, then one of the learner's, then the fullest."""
     beside, size = {place.node for place in learner}, needs.replica_gpus
 
     def cost(node: Node) -> tuple[int, bool, int]:

@@ -306,9 +306,9 @@ def _begin(
 
 @functools.cache
 def _ray_class(name: str) -> "ray.actor.ActorClass":
-    """Ray's class around a class of this name, which Ray shows as the title of its processes.
+    """Return Ray's class around a class of this name; Ray shows the name as the title of its processes.
 
-    It is made once, since Ray sends every class that it is given to its nodes.
+    The class is made once, since Ray sends every class that it is given to its nodes.
     """
     return ray.remote(type(name, (_Actor,), {}))
 

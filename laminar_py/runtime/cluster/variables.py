@@ -30,9 +30,9 @@ WORKERS_READ = {
 
 
 def use_token_of_cluster() -> None:
-    """Prepare for joining a cluster: remove this run's own token where a file has the token of the cluster.
+    """Prepare for joining a cluster: remove this run's own token if a file has the token of the cluster.
 
-    Ray reads the file only where the environment has no token.
+    Ray reads the file only if the environment has no token.
     """
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if os.environ.get("RAY_AUTH_TOKEN") == _RUN_TOKEN and file.is_file():

@@ -60,7 +60,7 @@ class AskedTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnAnswer(msgspec.Struct, frozen=True, tag="answer"):
-    """Answer to the turn that was asked for by this number, e.g. `TurnAnswer(17, EnvironmentTurn(ids=ids))`."""
+    """Answer to the call with this number, e.g. `TurnAnswer(17, EnvironmentTurn(ids=ids))`."""
 
     number: int
     turn: EnvironmentTurn

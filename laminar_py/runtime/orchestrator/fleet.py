@@ -83,7 +83,7 @@ class ElasticFleet:
         self._servers = dict(enumerate(self._config.rollout.engine.servers))
         self._hosts = dict(enumerate(self._config.rollout.engine.hosts))
         self._planning = asyncio.Lock()
-        self._told: set[int] = set()  # failing replicas that were reported
+        self._reported: set[int] = set()  # failing replicas that were reported
         self._repacks = self._config.repacks  # if not, it starts with the second replica
 
     async def run(self, *, say: Callable[[str], None]) -> None:
@@ -91,7 +91,7 @@ class ElasticFleet:
         await asyncio.to_thread(self._requests.clear)
         await asyncio.to_thread(self._requests.refuse_all, "the run was started again meanwhile; ask once more")
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._see_off(tasks, say), name="see-off")
+            tasks.create_task(self._end_leaving(tasks, say), name="end-leaving")
             while True:
                 for request in await asyncio.to_thread(self._requests.take_requests):
                     answer = await self._serve(request)
@@ -124,7 +124,7 @@ class ElasticFleet:
         before = len(self._members)
         if not change.is_none:
             await self._change(config, change)
-        return ScaleAnswer(True, self._tell(before, change))
+        return ScaleAnswer(True, self._describe_change(before, change))
 
     async def _checked(self, config: RunConfig) -> Change:
         """Choose the change to the fleet of a config, and check its new replicas. Raises `ConfigError`.
@@ -200,7 +200,7 @@ class ElasticFleet:
             await self._placement.scale(needs)
         self._issuing.wake()
 
-    def _tell(self, before: int, change: Change) -> str:
+    def _describe_change(self, before: int, change: Change) -> str:
         """Return a line on a change, e.g. "replicas 2 -> 6: 4 join; 6 have a place"."""
         places = self._placement.plan.replicas
         placed = sum(places[index] is not None for index in self._members)
@@ -215,7 +215,7 @@ class ElasticFleet:
 
     # ---- those that leave
 
-    async def _see_off(self, moving: asyncio.TaskGroup, say: Callable[[str], None]) -> None:
+    async def _end_leaving(self, moving: asyncio.TaskGroup, say: Callable[[str], None]) -> None:
         """Empty leaving replicas, end the empty ones, and report those that do not start; until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
@@ -227,8 +227,8 @@ class ElasticFleet:
                 self._members = [index for index in self._members if index not in left]
                 self._leaving = [index for index in self._leaving if index not in left]
                 await self._plan()
-            for index in set(self._replicas.failing) - self._told:
-                self._told.add(index)
+            for index in set(self._replicas.failing) - self._reported:
+                self._reported.add(index)
                 reason = self._replicas.failing[index]
                 say(f"replica {index} does not start ({reason}); it is tried again, see logs/replica-{index}.log")
             if self._leaving:

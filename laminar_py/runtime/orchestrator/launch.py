@@ -34,15 +34,15 @@ from laminar_py.runtime.cluster.errors import (
     UnwritableError,
     bug_in,
     errors_in,
-    tell_unexpected,
+    unexpected_message,
     unwritable,
 )
 from laminar_py.runtime.orchestrator.controller import Controller, Result
 from laminar_py.runtime.orchestrator.resume import (
+    print_fallback,
     refuse_other_prompts,
     refuse_other_rows,
     refuse_simulated,
-    tell_fallback,
 )
 from laminar_py.runtime.orchestrator.sources import (
     MODEL,
@@ -203,7 +203,7 @@ def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, config: RunCon
         refuse_simulated(run)
         refuse_other_rows(run, inputs.digests)
         refuse_other_prompts(run, inputs, config)
-        tell_fallback(run, console)  # refuse now rather than when all parts are up
+        print_fallback(run, console)  # refuse now rather than when all parts are up
     if reaped:
         console.print(f"ended {reaped} processes that a killed run had left")
 
@@ -236,7 +236,7 @@ def _lead_logged(opened: Opened, make: Callable[[Opened], Leader]) -> Result:
         if bug is None and told is not None:
             raise told from None
         log.critical("the run ends", exc_info=error)
-        raise RunFailedError(tell_unexpected(bug or errors[0], run.logs / CONTROLLER_LOG)) from None
+        raise RunFailedError(unexpected_message(bug or errors[0], run.logs / CONTROLLER_LOG)) from None
 
 
 def _why_unwritten(error: BaseException, run: RunFolder) -> str | None:

@@ -60,7 +60,7 @@ class Handoff(Generic[Item]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """The learner of a run, its versions, and the policies that follow these; an evaluation has none of them."""
+    """The objects of a run that an evaluation does not have: learner, versions, trainer, repacking, fleet."""
 
     learner: LearnerLink
     versions: Versions
@@ -77,9 +77,9 @@ def make_scheduler(
     versions_return: bool = False,
     fail: Callable[[str], None],
 ) -> TrajectoryScheduler:
-    """Scheduler of trajectories, with the packing of its batches; that of a resumed run awaits `restore`.
+    """Make the scheduler of trajectories; in a resumed run it waits for `restore`.
 
-    `fail` gets the reason why the run has to end, where all trajectories fail.
+    `fail` is called with a reason if all trajectories fail, so that the run ends.
     """
     config, inputs = incarnation.config, incarnation.inputs
     algorithm, sampling = config.algorithm, config.rollout.sampling

@@ -54,11 +54,11 @@ def refuse_other_prompts(run: RunFolder, inputs: Inputs, config: RunConfig) -> N
     for known in known_prompts(run.live_ledger, most=MOST):
         now = inputs.stream.find(known.id) or evaluated.get(known.id)
         if now is not None and not is_same(known, now):
-            change = tell_change(known, now, inputs.tokenizer, config, began=load_config(run.config, []))
+            change = describe_change(known, now, inputs.tokenizer, config, began=load_config(run.config, []))
             raise ConfigError(f"{change} than when {run.path} began; bring that back, or start a new run")
 
 
-def tell_fallback(run: RunFolder, console: Console) -> None:
+def print_fallback(run: RunFolder, console: Console) -> None:
     """Print which checkpoint a run resumes from, if its newest one is gone.
 
     Raises `ConfigError` if no checkpoint is usable.
@@ -77,7 +77,9 @@ def is_same(known: Prompt, now: Prompt) -> bool:
     return (known.text, known.task) == (now.text, now.task) and np.array_equal(known.ids, now.ids)
 
 
-def tell_change(known: Prompt, now: Prompt, tokenizer: Tokenizer, config: RunConfig, *, began: RunConfig) -> str:
+def describe_change(
+    known: Prompt, now: Prompt, tokenizer: Tokenizer, config: RunConfig, *, began: RunConfig
+) -> str:
     """Name the setting whose change explains why a prompt differs from the record.
 
     The tokenizer changed if it makes other ids of the text on record; `data.chat` if it differs from the config

@@ -69,7 +69,7 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """The kind of GPU of that name, in any case. Raises `ConfigError` that names those of the catalog."""
+    """Return the kind of GPU of a name, in upper or lower case. Raises `ConfigError` with the known names."""
     for gpu in GPUS:
         if gpu.name == name.upper():
             return gpu

@@ -250,7 +250,7 @@ def _engine_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str
     static = engine.static_share * gpu_bytes
 
     def room(gpus: int) -> int:
-        """Tokens of KV cache beside the weights."""
+        """Return the tokens of KV cache that fit beside the weights."""
         left = static - width * shape.total / gpus
         return max(0, int(left / kv_token_bytes(shape, gpus, width=width)))
 

@@ -199,7 +199,7 @@ class PayloadHosts:
             await self._keep(scheduler)
 
     async def _tidy(self, scheduler: TrajectoryScheduler, *, settles_s: float) -> None:
-        """Delete segments to which no reference leads; what is gone of others is lost.
+        """Delete segments without a reference; missing segments with a reference are lost.
 
         Replicas report new segments while hosts list theirs.
         """

@@ -113,7 +113,7 @@ class LearnerActor(ComputingActor):
 
     @on_compute_thread
     def step(self, request: StepRequest) -> StepOutcome:
-        """Take an optimizer step on what was fetched; then publish the weights if the request has a version."""
+        """Step on the fetched trajectories; then publish the weights if the request has a version."""
         bundles, self._bundles = self._bundles, []
         metrics = self._learner.step(microbatches(bundles, request.terms))
         stall_s = 0.0 if request.version is None else self._publish(request.version)

@@ -58,7 +58,7 @@ class ReplicaActor(PartActor):
             secret=spec.secret,
             server=spec.server,
         )
-        with _telling_bugs(config):
+        with _raising_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         keys = RelayKeys(spec.public_key, spec.secret_key)
         wire = peer_wire(keys)
@@ -103,7 +103,7 @@ class ReplicaActor(PartActor):
         """Wait until the replica ends, and raise the error that ended it, once its last report was delivered."""
         tasks = {self._link, self._task, self._listening}
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        with _telling_bugs(self._config):
+        with _raising_bugs(self._config):
             for task in (self._task, self._listening, self._link):
                 if task.done():
                     log.error("%s ended", task.get_name(), exc_info=task.exception())
@@ -118,7 +118,7 @@ def _environments(config: RunConfig, spec: ReplicaSpec, wire: Wire) -> Environme
 
 
 @contextlib.contextmanager
-def _telling_bugs(config: RunConfig) -> Iterator[None]:
+def _raising_bugs(config: RunConfig) -> Iterator[None]:
     """Raise a bug as itself, also where it ended the engine; a bug in an installed backend names its package."""
     try:
         yield
@@ -135,14 +135,17 @@ def _telling_bugs(config: RunConfig) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A measurement, which is not kept if the engine had other work too."""
+    """A measured speed; it is stored only if the engine had no other work."""
 
     speed: EngineSpeed
     alone: bool
 
 
 async def engine_speed(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:
-    """Speed of one replica on this host; `repack.roofline_batch` overrides what was measured."""
+    """Return the speed of an engine on this host: emulated, stored, or measured now.
+
+    `repack.roofline_batch` overrides the measured batch.
+    """
     speed = _emulated(config) if config.emulation is not None else await _measured(config, measure)
     return speed.with_roofline(config.repack.roofline_batch)
 
@@ -190,7 +193,7 @@ def _key(config: RunConfig) -> str:
 
 
 def _device(config: RunConfig) -> str:
-    """The name of what the engine runs on."""
+    """Return the name of the GPU or CPU that the engine runs on."""
     if config.rollout.engine.gpus:
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         try:
