@@ -19,8 +19,7 @@ from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.workers.incarnation import Supervisor
-from laminar_py.runtime.workers.learner import LearnerLink
-from laminar_py.runtime.workers.reference import ReferenceStage
+from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage
 from laminar_py.runtime.workers.scorers import Scorers
 from laminar_py.runtime.workers.specs import (
     FetchRequest,

@@ -1,4 +1,4 @@
-"""Finished trajectories that wait for a forward pass of their own. Owned by `workers.reference`.
+"""Finished trajectories that wait for a forward pass of their own. Owned by `workers.learner`.
 
 Invariant: what is taken together is at most `max_tokens` long, or one trajectory; first come, first served.
 """

@@ -87,9 +87,8 @@ from laminar_py.runtime.orchestrator.trainer import BatchLostError, StopRequest,
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.environments import EnvironmentProcesses
 from laminar_py.runtime.workers.incarnation import Opened, open_incarnation
-from laminar_py.runtime.workers.learner import LearnerLink, WeightFolder
+from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage, WeightFolder
 from laminar_py.runtime.workers.payload import PayloadHosts, take_up
-from laminar_py.runtime.workers.reference import ReferenceStage
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.replicas import Replicas
 from laminar_py.runtime.workers.trackers import Trackers

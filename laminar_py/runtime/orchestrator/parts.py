@@ -26,8 +26,7 @@ from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.trainer import Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.learner import LearnerLink
-from laminar_py.runtime.workers.reference import ReferenceStage
+from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage
 
 log = logging.getLogger(__name__)
 

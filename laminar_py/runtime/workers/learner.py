@@ -1,6 +1,9 @@
-"""The learner's ranks, called and restarted together; and the publisher of weights that an evaluation has instead.
+"""The learner's ranks, called and restarted together, and the two parts beside them that hold a model.
 
-Owned by the controller.
+Owned by the controller. `ReferenceStage` has the queue before the reference model, its process and its restart:
+the scheduler submits finished trajectories, the loop `refer` takes log-probabilities in, and neither waits for the
+other. A submitted trajectory that is still wanted gets its log-probabilities once, however often the process dies
+(law 6). `WeightFolder` publishes the weights of an evaluation, which has no learner.
 """
 
 import asyncio
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from laminar_py.learner.packing.packer import Packed, StepTerms
+from laminar_py.learner.packing.queue import PackQueue
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import LearnerProgress
@@ -27,6 +31,9 @@ from laminar_py.runtime.workers.specs import (
     FetchRequest,
     LearnerSpec,
     LearnerStarted,
+    ReferenceAnswer,
+    ReferenceRequest,
+    ReferenceSpec,
     StepOutcome,
     StepRequest,
     WeightsSpec,
@@ -39,6 +46,7 @@ PROGRESS_S = 1.0
 PORT_S = 60.0  # for the first rank's host to find a port, in a process that starts for it
 WATCH_S = 5.0
 CALLS = 6  # at once: a step, a version, a checkpoint, and a call for the progress beside each
+REFERENCE = "reference-0"
 PUBLISH_S = 3600.0  # a large model on a slow disk
 
 
@@ -207,6 +215,84 @@ class LearnerLink:
             for part, argument in zip(self._keeper.parts, arguments, strict=False)
         ]
         return await asyncio.gather(*calls)
+
+
+# ---- the reference model
+
+
+class ReferenceStage:
+    """Runs packed passes over submitted trajectories, one after the other."""
+
+    def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
+        self._payload = payload
+        self._incarnation = incarnation
+        self._config = incarnation.config
+        self._queue = PackQueue(max_tokens=incarnation.config.packer.max_tokens)
+        self._starts = 0
+        spec = PartSpec(
+            names=[REFERENCE],
+            actor="laminar_py.runtime.workers.processes.learner:ReferenceActor",
+            concurrency=2,
+            timeout_s=START_S,
+            places=lambda: [incarnation.placement.plan.reference],
+            start=self._start,
+            spares_memory="lower packer.max_tokens, or set algorithm.reference_pass=learner",
+        )
+        self._keeper = Keeper(spec, incarnation)
+
+    def submit_trajectory(self, trajectory: FinishedTrajectory) -> None:
+        """Queue a finished trajectory for the reference model."""
+        self._queue.put(trajectory)
+
+    def spawn(self) -> None:
+        """Start the process, which holds its GPU from now on; `start` loads the model in it."""
+        self._keeper.spawn()
+
+    async def start(self) -> None:
+        """Load the model. A warm start must be finished by now, since its result may be the reference.
+
+        Raises ConfigError if the model cannot serve, RunFailedError if its process dies too often.
+        """
+        await self._keeper.bring_up()
+
+    async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
+        """Return log-probabilities of the next queued trajectories that are `wanted`. Raises RunFailedError."""
+        return await self._ask(await self._queue.take(wanted=wanted))
+
+    async def _ask(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
+        """Run one packed pass, again in a new process if one dies over it."""
+
+        async def call(parts: Sequence[Part]) -> ReferenceAnswer:
+            (part,) = parts
+            refs = (ref for one in bundle for ref in one.refs)
+            request = ReferenceRequest(list(bundle), self._payload.stores_for(refs, part.place.node))
+            answer = part.call_for(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
+            return await watched(answer, self._watch(part))
+
+        answer = await self._keeper.call_with_restarts(call)
+        self._incarnation.stats.referred(answer.elapsed_s)
+        return answer
+
+    async def _start(self, parts: Sequence[Part]) -> None:
+        self._starts += 1
+        run = self._incarnation.run.path
+        rendezvous = run.resolve() / f"rendezvous-{REFERENCE}-{self._starts}"
+        rendezvous.unlink(missing_ok=True)  # left by a process that was killed before a resume
+        config = self._config.model_dump_json()
+        spec = ReferenceSpec(
+            config=config,
+            run_dir=str(run),
+            rendezvous=str(rendezvous),
+            label=await self._payload.new_label(REFERENCE, parts[0].place.node),
+            store_key=self._payload.key,
+        )
+        await parts[0].call("start", spec)
+
+    async def _watch(self, part: Part) -> None:
+        """Call the process now and then during a pass. Raises PartDiedError when it hangs."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await part.call("pid", timeout_s=self._config.supervisor.heartbeat_timeout_s)
 
 
 # ---- in place of a learner, where weights are evaluated
