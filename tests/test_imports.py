@@ -25,9 +25,7 @@ MAY_IMPORT = {  # module of a process: the heavy libraries it may have when its 
     f"{PROCESSES}scorer": {"numpy", "tokenizers"},
     f"{PROCESSES}environment": {"zmq", "numpy", "tokenizers"},
     f"{PROCESSES}replica": {"zmq", "numpy"},  # and what its engine takes
-    f"{PROCESSES}server": {"aiohttp", "numpy"},
-    f"{PROCESSES}store": {"aiohttp", "numpy"},
-    f"{PROCESSES}tracker": {"numpy"},
+    f"{PROCESSES}services": {"aiohttp", "numpy"},
     "laminar_py.reward.calls.child": {"numpy"},
     "laminar_py.sandbox.inside.zygote": set(),
 }

@@ -7,7 +7,7 @@ import pytest
 from laminar_py.config.loading import _settings
 from laminar_py.config.run import RunConfig
 from laminar_py.relay.tree import Broadcast, Links, fastest_shape, versions_at_peak
-from laminar_py.runtime.workers.replica_lines import pace_of
+from laminar_py.runtime.workers.replicas import pace_of
 from tests.runs.runs import REPO
 
 PAGE = (REPO / "docs/scale.md").read_text()

@@ -5,7 +5,7 @@ from pathlib import Path
 from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.standing import RunState, read_standings
 from laminar_py.config.section import ConfigError
-from laminar_py.runtime.preflight.inputs import check, check_shared_memory
+from laminar_py.runtime.preflight.inputs import check_inputs, check_shared_memory
 
 
 def check_runs(experiment: Experiment, *, at_once: int) -> list[Path]:
@@ -17,7 +17,7 @@ def check_runs(experiment: Experiment, *, at_once: int) -> list[Path]:
     first = {run.variant: run for run in reversed(ahead)}
     for variant, run in first.items():
         try:
-            check(run.config)
+            check_inputs(run.config)
             if run.config.cluster.address is None:
                 check_shared_memory(run.config, runs=min(at_once, len(ahead)))
         except ConfigError as error:

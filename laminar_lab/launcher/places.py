@@ -73,9 +73,9 @@ def _room(configs: Sequence[RunConfig], nodes: Sequence[Node]) -> int:
     """Runs that find room at the same time, whichever variants they are of."""
     if any(config.rollout.engine.hosts or config.relay.base_port for config in configs):
         for config in configs:
-            make_plan(Needs.of(config), nodes)
+            make_plan(Needs.from_config(config), nodes)
         return 1  # servers, or ports, that every run would take
-    return min(_room_for(Needs.of(config), nodes) for config in configs)
+    return min(_room_for(Needs.from_config(config), nodes) for config in configs)
 
 
 def _room_for(needs: Needs, nodes: Sequence[Node]) -> int:

@@ -38,7 +38,7 @@ def main() -> None:
     config = load_config(Path(sys.argv[1]), sys.argv[2:])
     try:
         with open_cluster(config.cluster.address):
-            make_plan(Needs.of(config), nodes())
+            make_plan(Needs.from_config(config), nodes())
     except ConfigError:
         raise SystemExit(1) from None
 

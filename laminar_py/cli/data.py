@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from laminar_py.data.chat import PromptEncoder
     from laminar_py.data.demonstrations import Demonstrations
     from laminar_py.data.survey import SourceFigures
-    from laminar_py.runtime.preflight.problems import Problems
+    from laminar_py.runtime.preflight.inputs import Problems
 
 MOST_NAMES = 20  # of fields or tasks, whose counts are shown
 CONFIGS = (".yaml", ".yml")
@@ -62,8 +62,7 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     from laminar_py.data.chat import PromptEncoder
     from laminar_py.data.stream import read_levels
     from laminar_py.data.tokenizer import load_tokenizer
-    from laminar_py.runtime.preflight.inputs import prepare
-    from laminar_py.runtime.preflight.problems import prompt_room, read_problems, read_warm_start
+    from laminar_py.runtime.preflight.inputs import prepare, prompt_room, read_problems, read_warm_start
 
     config = load_config(path, overrides)
     prepare(config)
@@ -101,7 +100,7 @@ def _show_source(what: str, model: Path | None, split: str, subset: str | None, 
     from laminar_py.data.prompts import read_prompts
     from laminar_py.data.sources import DataSource
     from laminar_py.data.tokenizer import load_tokenizer
-    from laminar_py.runtime.preflight.problems import Problems
+    from laminar_py.runtime.preflight.inputs import Problems
 
     if model is None:
         raise ConfigError(
@@ -131,7 +130,7 @@ def _show(
     already.
     """
     from laminar_py.data.survey import demonstration_figures, source_figures, unknown_words
-    from laminar_py.runtime.preflight.problems import shown_prompt
+    from laminar_py.runtime.preflight.inputs import shown_prompt
 
     figures = {
         (field := of.source.field): source_figures(of, level=level, max_prompt_tokens=limits.get(field))

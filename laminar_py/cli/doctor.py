@@ -15,9 +15,8 @@ from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
     from laminar_py.runtime.cluster.placement import Node
-    from laminar_py.runtime.preflight.doctor import Fit
+    from laminar_py.runtime.preflight.doctor import Fit, PretendedCluster
     from laminar_py.runtime.preflight.memory import GpuMemory
-    from laminar_py.runtime.preflight.pretended import PretendedCluster
 
 
 def doctor(
@@ -33,8 +32,7 @@ def doctor(
 ) -> None:
     """Say what this machine can run and what to install for the rest; with a config, where its parts would go and
     how much memory they take on each GPU, on its cluster or on one that is not there (`--pretend`)."""
-    from laminar_py.runtime.preflight.doctor import examine, fit, fit_pretended
-    from laminar_py.runtime.preflight.pretended import pretended_cluster
+    from laminar_py.runtime.preflight.doctor import examine, fit, fit_pretended, pretended_cluster
 
     gpu_bytes = None if gpu_gb is None else gpu_gb * 1e9
     if pretend:

@@ -113,7 +113,7 @@ def laminar() -> None:
 
 def main() -> None:
     """Entry point: whatever ends a command becomes one line; exit code 2 for the user's faults, 1 for all else."""
-    from laminar_py.runtime.cluster.errors import RunFailedError, tell_unexpected
+    from laminar_py.runtime.cluster.errors import RunFailedError, unexpected_message
 
     try:
         app()
@@ -128,7 +128,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - a mistake of ours; a run has written its traceback into its log already
         with tempfile.NamedTemporaryFile("w", prefix="laminar-", suffix=".log", delete=False) as file:
             file.write(traceback.format_exc())
-        _end(tell_unexpected(error, Path(file.name)), code=1)
+        _end(unexpected_message(error, Path(file.name)), code=1)
 
 
 def _end(line: str, *, code: int) -> NoReturn:

@@ -1,6 +1,6 @@
 """A learner that takes the time of GPUs and computes nothing, to measure schedules with the real runtime.
 
-`workers.processes.learner_part` uses it in place of `step.Learner`. Its state is the number of steps taken. Its
+`workers.processes.learner` uses it in place of `step.Learner`. Its state is the number of steps taken. Its
 weights are a few small tensors that depend on this number, so that versions differ and relays have bytes to carry.
 """
 

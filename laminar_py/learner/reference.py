@@ -1,6 +1,6 @@
 """The reference model: a frozen policy whose log-probabilities the loss compares with.
 
-`step` adds them to its microbatches, or `workers.processes.reference_part` computes them for trajectories in a
+`step` adds them to its microbatches, or `workers.processes.learner` computes them for trajectories in a
 process of its own. Both run the same forward at the same temperature over the same part of the vocabulary, so a
 token gets the same number (`tests/learner/test_reference.py`). A step runs the reference once for each microbatch.
 """

@@ -1,4 +1,4 @@
-"""The learner: optimizer steps on packed microbatches. `workers.processes.learner_part` owns one on each rank.
+"""The learner: optimizer steps on packed microbatches. `workers.processes.learner` owns one on each rank.
 
 An update depends only on its tokens and their loss weights, not on how they are split into microbatches and over
 ranks (law 5, up to fp32 rounding). That split decides which tokens are in which update of a step. The learning

@@ -19,8 +19,8 @@ from laminar_py.relay.tree import Links
 from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.links import (
     ASSUMED,
+    MeasuredHop,
     Pair,
-    Told,
     find_links,
     links_of,
     pairs,
@@ -86,14 +86,14 @@ async def test_a_link_that_is_named_is_not_measured():
 
 
 def test_an_end_of_a_probe_answers_why_it_failed():
-    assert "ZMQError" in decode(Told, receive_to_measure("127.0.0.1", "9", "short", "key")).reason
-    assert "ZMQError" in decode(Told, send_to_measure("127.0.0.1", "0", "short", "key")).reason
+    assert "ZMQError" in decode(MeasuredHop, receive_to_measure("127.0.0.1", "9", "short", "key")).reason
+    assert "ZMQError" in decode(MeasuredHop, send_to_measure("127.0.0.1", "0", "short", "key")).reason
     code = (
         "import resource; from laminar_py.records.codec import decode\n"
         "from laminar_py.runtime.cluster import links\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
         "for end in links.send_to_measure, links.receive_to_measure:\n"
-        "    print(decode(links.Told, end('127.0.0.1', '9', '', '')).reason)"
+        "    print(decode(links.MeasuredHop, end('127.0.0.1', '9', '', '')).reason)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.count("Too many open files") == 2

@@ -41,8 +41,8 @@ def start(name):
 
 async def test_one_that_dies_is_asked_again_under_its_name(cluster):
     part, actor = start("run.1.echo-0"), NamedPart("run.1.echo-0")
-    before = await actor.ask("pid", b"")
-    asked = asyncio.create_task(actor.ask("hold", b"x"))
+    before = await actor.call("pid", b"")
+    asked = asyncio.create_task(actor.call("hold", b"x"))
     await asyncio.sleep(0.2)
     os.kill(int(before), 9)
     await asyncio.sleep(0.5)
@@ -51,14 +51,14 @@ async def test_one_that_dies_is_asked_again_under_its_name(cluster):
     part.kill()  # as its keeper does, which frees the name
     part = start("run.1.echo-0")
     async with asyncio.timeout(PATIENCE_S):
-        assert await actor.ask("echo", b"y") == b"y"
-        assert await actor.ask("pid", b"") != before
+        assert await actor.call("echo", b"y") == b"y"
+        assert await actor.call("pid", b"") != before
     part.kill()
 
 
 async def test_whoever_asks_before_there_is_one_waits(cluster):
     actor = NamedPart("run.1.echo-1")
-    asked = [asyncio.create_task(actor.ask("echo", bytes([number]))) for number in range(50)]
+    asked = [asyncio.create_task(actor.call("echo", bytes([number]))) for number in range(50)]
     await asyncio.sleep(0.5)
     assert not any(task.done() for task in asked)
     part = start("run.1.echo-1")
@@ -71,5 +71,5 @@ async def test_a_mistake_in_it_is_raised_and_not_waited_over(cluster):
     part, actor = start("run.1.echo-2"), NamedPart("run.1.echo-2")
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(RemoteCallError, match="a mistake of ours"):
-            await actor.ask("err", b"")
+            await actor.call("err", b"")
     part.kill()

@@ -17,7 +17,7 @@ from laminar_py.runtime.cluster.errors import (
     PartBugError,
     PartDiedError,
     UnwritableError,
-    tell_unexpected,
+    unexpected_message,
 )
 from laminar_py.runtime.cluster.part import Part
 
@@ -107,7 +107,7 @@ async def test_a_death_for_want_of_memory_names_what_asked_for_it(cluster):
 
 
 def test_the_line_on_a_parts_bug_names_the_error_itself():
-    line = tell_unexpected(PartBugError("replica-0: TypeError: why"), Path("controller.log"))
+    line = unexpected_message(PartBugError("replica-0: TypeError: why"), Path("controller.log"))
     assert "a bug of laminar's: replica-0: TypeError: why; the traceback is in controller.log" in line
 
 
@@ -144,11 +144,12 @@ async def test_a_disk_that_is_full_for_a_replicas_tokens_costs_that_replica_and_
         await part.call("fill_store")
 
 
-async def test_a_method_that_is_not_there_shows_at_the_next_call(cluster):
+async def test_a_method_that_is_not_there_shows_at_a_later_call(cluster):
     part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
     part.send("forgotten")
-    with pytest.raises(PartBugError, match=r"part-0: AttributeError: .*forgotten"):
-        await part.call("answer")
+    with pytest.raises(PartBugError, match=r"part-0: AttributeError: .*forgotten"):  # noqa: PT012
+        while True:  # Ray may give the answers in another order
+            await part.call("answer")
 
 
 class Cancelled:

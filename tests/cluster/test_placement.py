@@ -447,8 +447,8 @@ async def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_ma
 )
 def test_a_shipped_gpu_config_fits_the_cluster_that_it_names(name, gpus, learner, rollout):
     config = load_config(REPO / "experiments" / f"{name}.yaml", [])
-    plan = make_plan(Needs.of(config), hosts(*gpus))
-    assert_laws(plan, Needs.of(config), hosts(*gpus))
+    plan = make_plan(Needs.from_config(config), hosts(*gpus))
+    assert_laws(plan, Needs.from_config(config), hosts(*gpus))
     assert sum(place.gpus for place in plan.learner) == learner
     assert sum(place.gpus for place in plan.replicas) == rollout >= learner
     assert len(plan.nodes) == len(gpus)
@@ -475,7 +475,7 @@ async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_de
         plan = placement.plan
         places = [*plan.replicas, plan.learner[0], Place(plan.relays[0])]
         parts = [Part(f"part-{i}", Witness, concurrency=1, timeout_s=60, place=p) for i, p in enumerate(places)]
-        seen = [await part.call("where") for part in parts]
+        seen = [await part.call_for(tuple[str, list[str], str], "where") for part in parts]
         assert [node for node, *_ in seen] == [place.node for place in places]
         assert [len(gpus) for _, gpus, _ in seen] == [4, 4, 4, 1, 0]
         held = [(node, gpu) for node, gpus, _ in seen for gpu in gpus]

@@ -14,7 +14,7 @@ from laminar_py.control import consumption as consumption_module
 from laminar_py.learner.packing.buffer import Packing
 from laminar_py.records.events import Consumed, Dropped
 from laminar_py.records.trajectory import DropReason
-from laminar_py.runtime.orchestrator.trainer import uncut
+from laminar_py.runtime.orchestrator.trainer import finish_despite_cancel
 from tests.control.fleet import Fleet, settle
 from tests.control.test_scheduler import assert_law_one
 from tests.depth import examples
@@ -347,7 +347,7 @@ async def test_what_is_uncut_is_done_before_who_was_cancelled_goes_on():
 
     async def call():
         try:
-            await uncut(work())
+            await finish_despite_cancel(work())
         except asyncio.CancelledError:
             did.append("cancelled")
             raise

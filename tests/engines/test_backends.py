@@ -13,8 +13,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster.placement import Needs
 from laminar_py.runtime.preflight.inputs import check_engine
-from laminar_py.runtime.preflight.survey import Sight, look
-from laminar_py.runtime.workers.processes.replica import _telling_bugs
+from laminar_py.runtime.preflight.survey import Sight, inspect_node
+from laminar_py.runtime.workers.processes.replica import _raising_bugs
 from tests.runs.runs import REPO
 
 MINIMAL = {
@@ -52,7 +52,7 @@ def test_the_controller_gets_every_backend_without_torch_and_without_an_http_cli
 )
 def test_a_section_says_which_gpus_its_engines_need(engine, replica_gpus, device):
     config = config_of(**engine)
-    needs = Needs.of(config)
+    needs = Needs.from_config(config)
     assert (needs.replica_gpus, config.learner_device) == (replica_gpus, device)
     assert needs.hosts == (("10.0.0.5", "10.0.0.6") if "urls" in engine else ())
 
@@ -87,7 +87,7 @@ def test_the_shipped_configs_are_read(path):
     ],
 )
 def test_a_section_names_the_setting_that_places_its_engines(engine, setting):
-    assert Needs.of(config_of(**engine)).placed_by == setting
+    assert Needs.from_config(config_of(**engine)).placed_by == setting
 
 
 def planted(*arguments):
@@ -102,9 +102,9 @@ async def use(settings):
     """What a run asks of a backend."""
     config = parse_config(settings)
     check_engine(config)
-    if fault := decode(Sight, look("", config.model_dump_json(), "runs", "replica")).fault:
+    if fault := decode(Sight, inspect_node("", config.model_dump_json(), "runs", "replica")).fault:
         raise ConfigError(fault)
-    with _telling_bugs(config):
+    with _raising_bugs(config):
         await BACKENDS.get(config.rollout.engine.kind).open(config, None)
 
 

@@ -9,7 +9,7 @@ import yaml
 from laminar_py.config.loading import load_config
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.runtime.preflight.problems import read_problems
+from laminar_py.runtime.preflight.inputs import read_problems
 from laminar_py.runtime.preflight.rewards import check_rewards
 from tests.data.templates import TEMPLATES, make_tokenizer_folder
 from tests.experiments.test_recipes import RECIPES

@@ -111,7 +111,7 @@ def test_doctor_accepts_a_recipe_on_a_cluster_of_ray(name, tmp_path):
 def shm_bytes(config, *gpus):
     """Shared memory of the host that needs most, bytes, once the model's true size counts."""
     nodes = hosts(*gpus)
-    plan = make_plan(Needs.of(config), nodes)
+    plan = make_plan(Needs.from_config(config), nodes)
     residents, relays = Counter(place.node for place in plan.replicas), Counter(plan.relays)
     keep = config.relay.keep_versions
     versions = (

@@ -60,7 +60,7 @@ def test_a_run_for_which_there_are_too_few_gpus_is_refused(tmp_path, monkeypatch
 )
 def test_the_gpus_of_a_run_are_those_that_its_parts_are_placed_on(tmp_path, settings):
     (run,) = make_experiment(tmp_path, set=settings | SERVED).runs
-    needs = Needs.of(run.config)
+    needs = Needs.from_config(run.config)
     plan = make_plan(needs, [Node(id="a", ip="", gpus=50)])
     placed = [place.gpus for place in (*plan.learner, *plan.replicas, *plan.servers, plan.reference) if place]
     assert run.config.gpus == sum(placed) > 6

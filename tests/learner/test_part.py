@@ -12,7 +12,7 @@ from laminar_py.learner.step import Learner
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
 from laminar_py.records.codec import decode, encode
-from laminar_py.runtime.workers.processes.learner_part import LearnerPart
+from laminar_py.runtime.workers.processes.learner import LearnerActor
 from laminar_py.runtime.workers.specs import FetchRequest, LearnerSpec, StepOutcome, StepRequest
 from tests.builders import make_trajectory
 from tests.learner.builders import full_parameters
@@ -36,7 +36,8 @@ def rank(model_folder, tmp_path):
         ranks_here=1,
     )
     try:
-        part = LearnerPart(config, spec, reader=PayloadReader(tmp_path), note=lambda progress: None)
+        part = LearnerActor()
+        part.load(config, spec, PayloadReader(tmp_path))
         part.config = config
         yield part
     finally:

@@ -144,9 +144,15 @@ class Hand:
         while not self.peer.send(frame):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    async def report(self, number, *, heard=0, answers=()):
+    async def report(self, number, *, orders_received=0, answers=()):
         await self.say(
-            Up(label=self.label, number=number, heard=heard, report=make_report(number), answers=answers)
+            Up(
+                label=self.label,
+                number=number,
+                orders_received=orders_received,
+                report=make_report(number),
+                answers=answers,
+            )
         )
 
     async def down(self):
@@ -161,7 +167,7 @@ class Hand:
 
     async def told(self, number):
         """Once a report is told."""
-        while (await self.down()).told < number:
+        while (await self.down()).reports_received < number:
             pass
 
     async def hears_nothing(self, for_s):

@@ -22,7 +22,7 @@ NUM_REPLICAS, NUM_REPORTS, NUM_ORDERS, NUM_FAULTS = 3, 60, 60, 25
 def soon(monkeypatch):
     """Whatever was lost is said again soon."""
     monkeypatch.setattr(hub_module, "RESEND_S", 0.1)
-    monkeypatch.setattr(hub_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(hub_module, "CHECK_S", 0.05)
     monkeypatch.setattr(replica_link, "RESEND_S", 0.1)
     monkeypatch.setattr(replica_link, "ACKNOWLEDGE_S", 0.05)
 
@@ -38,7 +38,7 @@ async def _order(line, rng):
     for number in range(1, NUM_ORDERS + 1):
         size = rng.choice([1, 1, 1, 1000, 200_000])
         name = str(number)
-        line.put(CallOff([name]) if size == 1 else Submit([make_assignment(name, size)]))
+        line.send_order(CallOff([name]) if size == 1 else Submit([make_assignment(name, size)]))
         await asyncio.sleep(rng.uniform(0, 0.03))
 
 
@@ -77,7 +77,7 @@ async def test_no_fault_on_the_way_loses_doubles_or_reorders_anything(seed):
         )
         asked = await asking
         await desk.until(lambda: all(len(desk.of(label)) >= NUM_REPORTS for label in labels))
-        while any(line.waits for line in lines):  # noqa: ASYNC110
+        while any(line.has_unacknowledged for line in lines):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     for label, replica in zip(labels, replicas, strict=True):
         assert desk.of(label) == list(range(1, NUM_REPORTS + 1))
@@ -90,6 +90,6 @@ async def _ask(lines, rng):
     """Surveys meanwhile, each of which is answered."""
     answers = []
     for _ in range(10):
-        answers.append(await rng.choice(lines).look())
+        answers.append(await rng.choice(lines).request_survey())
         await asyncio.sleep(rng.uniform(0, 0.05))
     return answers

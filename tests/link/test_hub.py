@@ -23,7 +23,7 @@ async def test_each_report_is_taken_in_once_and_in_order_however_often_it_comes(
                 await hand.report(number)
             await hand.told(4)
     assert desk.of(A) == [1, 2, 3, 4]
-    assert line.told == 4
+    assert line.reports_received == 4
 
 
 async def test_a_report_is_told_only_when_it_was_taken_in_and_so_are_answers_beside_it():
@@ -35,8 +35,8 @@ async def test_a_report_is_told_only_when_it_was_taken_in_and_so_are_answers_bes
             promised = asyncio.create_task(line.expect(0, ["g0.0"]))
             assert await hand.orders() == [1]
             desk.may_take.clear()
-            await hand.report(2, heard=1, answers=(Reply(0, promised=True),))
-            await hand.report(2, heard=1)
+            await hand.report(2, orders_received=1, answers=(Reply(0, promised=True),))
+            await hand.report(2, orders_received=1)
             await hand.hears_nothing(0.3)
             assert not promised.done()
             desk.may_take.set()
@@ -63,13 +63,13 @@ async def test_orders_are_sent_again_until_they_are_heard(monkeypatch):
             await hand.report(1)
             await hand.told(1)
             for name in ("x", "y", "z"):
-                line.put(Abort([name]))
+                line.send_order(Abort([name]))
             assert [await hand.orders(), await hand.orders()] == [[1, 2, 3], [1, 2, 3]]
-            await hand.say(Up(label=A, number=1, heard=2))
+            await hand.say(Up(label=A, number=1, orders_received=2))
             while (orders := await hand.orders()) != [3]:
                 assert orders == [1, 2, 3]
-            await hand.say(Up(label=A, number=1, heard=3))
-            while line.waits:  # noqa: ASYNC110
+            await hand.say(Up(label=A, number=1, orders_received=3))
+            while line.has_unacknowledged:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
@@ -80,7 +80,7 @@ async def test_lost_orders_are_not_put_off_by_those_that_follow(monkeypatch):
         with by_hand(desk.hub.endpoint, A) as hand:
             await hand.report(1)
             await hand.told(1)
-            line.put(Follow("first"))
+            line.send_order(Follow("first"))
             assert await hand.orders() == [1]
             following = asyncio.create_task(_put_often(line))
             while 1 not in await hand.orders():
@@ -90,7 +90,7 @@ async def test_lost_orders_are_not_put_off_by_those_that_follow(monkeypatch):
 
 async def _put_often(line):
     while True:
-        line.put(Follow("next"))
+        line.send_order(Follow("next"))
         await asyncio.sleep(0.05)
 
 
@@ -99,10 +99,10 @@ async def test_orders_for_a_replica_that_starts_come_with_the_answer_to_its_firs
     async with serving() as desk:
         line = desk.hub.open(A, 0)
         for name in ("x", "y"):
-            line.put(Abort([name]))
+            line.send_order(Abort([name]))
             await asyncio.sleep(0.05)
         with by_hand(desk.hub.endpoint, A) as hand:
-            await hand.say(Up(label=A, number=0, heard=0))
+            await hand.say(Up(label=A, number=0, orders_received=0))
             assert await hand.orders() == [1, 2]
 
 
@@ -113,7 +113,7 @@ async def test_orders_that_a_broken_connection_lost_come_with_the_answer_to_its_
         with by_hand(desk.hub.endpoint, A) as hand:
             await hand.report(1)
             await hand.told(1)
-            line.put(Follow("x"))
+            line.send_order(Follow("x"))
             assert await hand.orders() == [1]
             desk.may_take.clear()
             await hand.report(2)
@@ -121,10 +121,10 @@ async def test_orders_that_a_broken_connection_lost_come_with_the_answer_to_its_
         while desk.post.send(A.encode(), b""):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         desk.may_take.set()
-        await desk.until(lambda: line.told == 2)
+        await desk.until(lambda: line.reports_received == 2)
         await asyncio.sleep(0.1)
         with by_hand(desk.hub.endpoint, A) as hand:
-            await hand.say(Up(label=A, number=2, heard=0))
+            await hand.say(Up(label=A, number=2, orders_received=0))
             assert await hand.orders() == [1]
 
 
@@ -138,9 +138,9 @@ async def test_a_replica_that_claims_to_have_heard_what_was_never_said_hears_wha
     async with serving() as desk:
         line = desk.hub.open(A, 0)
         with by_hand(desk.hub.endpoint, A) as hand:
-            await hand.report(1, heard=77)
+            await hand.report(1, orders_received=77)
             await hand.told(1)
-            line.put(Follow("x"))
+            line.send_order(Follow("x"))
             assert await hand.orders() == [1]
 
 
@@ -149,8 +149,8 @@ async def test_an_order_for_which_there_is_no_frame_is_refused_where_it_is_put(m
     async with serving() as desk:
         line = desk.hub.open(A, 0)
         with pytest.raises(AssertionError, match=r"Abort of \d+ bytes for replica-0-1-0: share it out"):
-            line.put(Abort(["g0.0"] * 50))
-        assert not line.waits
+            line.send_order(Abort(["g0.0"] * 50))
+        assert not line.has_unacknowledged
 
 
 async def test_a_label_that_no_peer_can_have_is_refused():
@@ -173,7 +173,7 @@ async def test_a_line_that_falls_silent_is_lost_and_one_that_speaks_is_not():
         with by_hand(desk.hub.endpoint, A, B) as (first, second):
             await first.report(1)
             speaking = asyncio.create_task(_speak(second))
-            assert await silent.lost == "no word of it in 0.8 s"
+            assert await silent.lost == "no report in 0.8 s"
             await asyncio.sleep(0.4)
             assert not speaks.lost.done()
             speaking.cancel()
@@ -182,41 +182,44 @@ async def test_a_line_that_falls_silent_is_lost_and_one_that_speaks_is_not():
 
 async def _speak(hand):
     while True:
-        await hand.say(Up(label=hand.label, number=0, heard=0))
+        await hand.say(Up(label=hand.label, number=0, orders_received=0))
         await asyncio.sleep(0.1)
 
 
 async def test_a_line_that_never_spoke_is_lost_once_its_process_runs_and_not_while_it_starts():
     async with serving(patience_s=0.5) as desk:
         runs, starts = desk.hub.open(A, 0), desk.hub.open(B, 1)
-        desk.hub.begin(runs)
-        assert await runs.lost == "no word of it in 0.5 s"
+        desk.hub.mark_started(runs)
+        assert await runs.lost == "no report in 0.5 s"
         assert not starts.lost.done()
 
 
 async def test_whoever_asks_gets_nothing_once_the_line_is_closed():
     async with serving() as desk:
         line = desk.hub.open(A, 0)
-        survey, promise = asyncio.create_task(line.look()), asyncio.create_task(line.expect(0, ["g0.0"]))
+        survey, promise = asyncio.create_task(line.request_survey()), asyncio.create_task(line.expect(0, ["g0.0"]))
         await asyncio.sleep(0)
         await desk.hub.close(line)
         assert (await survey, await promise) == (None, False)
-        assert (await line.look(), await line.expect(0, [])) == (None, False)
-        line.put(Follow("x"))
-        desk.hub.begin(line)
-        assert not line.waits
+        assert (await line.request_survey(), await line.expect(0, [])) == (None, False)
+        line.send_order(Follow("x"))
+        desk.hub.mark_started(line)
+        assert not line.has_unacknowledged
 
 
 async def test_whoever_asks_a_silent_replica_goes_on_in_time_and_calls_off_what_that_may_promise_late():
     replica = Commands()
     async with serving() as desk:
         line = desk.hub.open(A, 0)
-        assert (await line.look(within_s=0.1), await line.expect(0, ["g0.0"], within_s=0.1)) == (None, False)
+        assert (await line.request_survey(within_s=0.1), await line.expect(0, ["g0.0"], within_s=0.1)) == (
+            None,
+            False,
+        )
         async with linked(desk.hub.endpoint, A, replica):
             async with asyncio.timeout(10):
-                while line.waits or not replica.did:  # noqa: ASYNC110
+                while line.has_unacknowledged or not replica.did:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            survey = await line.look(within_s=10)
+            survey = await line.request_survey(within_s=10)
             assert survey is not None
             assert survey.version == 0
     assert replica.did == [("expect", "g0.0"), ("call_off", "g0.0")]
@@ -225,10 +228,10 @@ async def test_whoever_asks_a_silent_replica_goes_on_in_time_and_calls_off_what_
 async def test_whoever_asks_gets_nothing_once_the_hub_has_ended():
     async with serving() as desk:
         line = desk.hub.open(A, 0)
-        survey = asyncio.create_task(line.look())
+        survey = asyncio.create_task(line.request_survey())
         await asyncio.sleep(0)
     assert await survey is None
-    line.put(Follow("x"))
+    line.send_order(Follow("x"))
     await asyncio.sleep(0)
 
 
@@ -260,13 +263,13 @@ async def test_words_of_an_old_label_or_under_anothers_name_count_for_nothing():
         new = desk.hub.open(B, 0)
         with by_hand(desk.hub.endpoint, A, B) as (late, fresh):
             await late.report(1)
-            await late.say(Up(label=B, number=1, heard=0, report=make_report(1)))
-            await fresh.say(Up(label=A, number=1, heard=0, report=make_report(1)))
+            await late.say(Up(label=B, number=1, orders_received=0, report=make_report(1)))
+            await fresh.say(Up(label=A, number=1, orders_received=0, report=make_report(1)))
             await fresh.report(1)
             await fresh.told(1)
             await late.hears_nothing(0.2)
     assert desk.taken == [(B, 1)]
-    assert new.told == 1
+    assert new.reports_received == 1
 
 
 @pytest.mark.parametrize("keys", [RelayKeys.generate(), RelayKeys(KEYS.public, RelayKeys.generate().secret)])
@@ -293,7 +296,13 @@ async def test_a_frame_that_is_no_word_costs_nothing_but_itself():
                 await stranger.send(frame)
             await hand.peer._owner.send_multipart([b"two", b"frames"])
             await hand.say(
-                Up(label=A, number=1, heard=0, report=make_report(1), answers=(Reply(99, promised=True),))
+                Up(
+                    label=A,
+                    number=1,
+                    orders_received=0,
+                    report=make_report(1),
+                    answers=(Reply(99, promised=True),),
+                )
             )
             await hand.told(1)
     assert desk.of(A) == [1]
@@ -311,7 +320,7 @@ async def test_a_frame_above_the_bound_ends_its_connection_and_nothing_else(monk
             await other.told(2)
             await careless.report(1)
             async with asyncio.timeout(10):
-                while not lines[0].told:
+                while not lines[0].reports_received:
                     await careless.report(1)
                     await asyncio.sleep(0.1)
     assert (desk.of(A), desk.of(B)) == ([1], [1, 2])
@@ -323,10 +332,10 @@ async def test_an_answer_carries_the_survey_that_was_asked_for():
         line = desk.hub.open(A, 0)
         with by_hand(desk.hub.endpoint, A) as hand:
             await hand.report(1)
-            first, second = asyncio.create_task(line.look()), asyncio.create_task(line.look())
+            first, second = asyncio.create_task(line.request_survey()), asyncio.create_task(line.request_survey())
             assert await hand.orders() == [1, 2]
             first.cancel()
-            await hand.report(2, heard=2, answers=(Reply(1, survey=survey), Reply(0)))
+            await hand.report(2, orders_received=2, answers=(Reply(1, survey=survey), Reply(0)))
             assert await second == survey
 
 

@@ -87,11 +87,11 @@ async def test_orders_that_come_twice_or_out_of_order_are_obeyed_once_and_in_ord
         orders = [CallOff([str(number)]) for number in range(1, 7)]
         for first, last in ((1, 2), (1, 2), (4, 5), (2, 3), (6, 6), (1, 3), (4, 6), (4, 6), (1, 6)):
             hand.say(1, first, *orders[first - 1 : last])
-        while (await hand.up()).heard < 6:
+        while (await hand.up()).orders_received < 6:
             pass
         assert replica.did == [("call_off", str(number)) for number in range(1, 7)]
         hand.say(1, 4, *orders[3:])
-        assert (await hand.up()).heard == 6, "it comes again, so it is told of again"
+        assert (await hand.up()).orders_received == 6, "it comes again, so it is told of again"
         assert len(replica.did) == 6
 
 
@@ -101,7 +101,7 @@ async def test_a_report_tells_of_orders_that_then_need_no_word_of_their_own(monk
         hand.say(1, 1, CallOff(["1"]))
         await done(replica, 1)
         replica.reports.put_nowait(make_report(2))
-        assert (await hand.report()).heard == 1
+        assert (await hand.report()).orders_received == 1
         hand.say(2)
         await asyncio.sleep(2 * replica_link.ACKNOWLEDGE_S)
         replica.reports.put_nowait(make_report(3))
@@ -181,7 +181,7 @@ async def test_it_follows_the_relay_that_it_is_told_of():
         relays = asyncio.Queue()
         line = desk.hub.open(A, 0)
         async with linked(desk.hub.endpoint, A, Commands(), attach=relays.put_nowait, quiet_s=0.05):
-            line.put(Follow("tcp://there"))
+            line.send_order(Follow("tcp://there"))
             assert await relays.get() == "tcp://there"
 
 
@@ -190,10 +190,10 @@ async def test_orders_of_many_megabytes_arrive_whole_and_in_order():
     async with serving() as desk:
         line, replica = desk.hub.open(A, 0), Commands()
         for number in range(12):
-            line.put(Submit([make_assignment(str(number), prompt=[number] * size)]))
+            line.send_order(Submit([make_assignment(str(number), prompt=[number] * size)]))
         async with linked(desk.hub.endpoint, A, replica, quiet_s=0.05):
             await done(replica, 12)
-            while line.waits:  # noqa: ASYNC110
+            while line.has_unacknowledged:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert replica.did == [("submit", str(number)) for number in range(12)]
 
@@ -201,8 +201,8 @@ async def test_orders_of_many_megabytes_arrive_whole_and_in_order():
 async def test_one_order_that_needs_most_of_a_frame_arrives():
     async with serving() as desk:
         line, replica = desk.hub.open(A, 0), Commands()
-        line.put(Abort(["x" * (60 * 2**20)]))
-        line.put(CallOff(["y"]))
+        line.send_order(Abort(["x" * (60 * 2**20)]))
+        line.send_order(CallOff(["y"]))
         async with linked(desk.hub.endpoint, A, replica, quiet_s=0.05):
             await done(replica, 2)
     assert [name for name, _ in replica.did] == ["abort", "call_off"]
@@ -213,5 +213,7 @@ async def test_a_replica_is_asked_what_it_has_and_for_a_promise():
         line, replica = desk.hub.open(A, 0), Commands()
         replica.version = 3
         async with linked(desk.hub.endpoint, A, replica):
-            survey, *promises = await asyncio.gather(line.look(), line.expect(3, ["g0.0"]), line.expect(4, []))
+            survey, *promises = await asyncio.gather(
+                line.request_survey(), line.expect(3, ["g0.0"]), line.expect(4, [])
+            )
     assert (survey.version, promises) == (3, [True, False])

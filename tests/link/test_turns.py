@@ -92,7 +92,7 @@ async def test_parts_come_in_order_by_one_connection():
     process = Process()
     async with sending(process) as (sender, found):
         for place in range(0, 100, 2):
-            sender.send([part(place), part(place + 1)])
+            sender.send_parts([part(place), part(place + 1)])
             await asyncio.sleep(0.001)
         await process.heard(99)
         assert process.places == list(range(100))
@@ -103,7 +103,7 @@ async def test_an_answer_goes_back_to_who_asked_once_it_is_connected():
     process, answers = Process(), asyncio.Queue()
     async with sending(process, answered=answers.put_nowait) as (sender, _):
         process.answer(asked(1), answer(5))  # not yet
-        sender.send([part(0)])
+        sender.send_parts([part(0)])
         await process.heard(0)
         process.answer(asked(2, by="replica-1"), answer(6))
         process.answer(asked(3), answer(7, length=turns.LARGEST_ANSWER))
@@ -117,7 +117,7 @@ async def test_what_is_sampled_for_a_busy_process_gathers_in_the_replica():
     process = Process(busy_s=0.005)
     async with sending(process) as (sender, _):
         for place in range(1000):
-            sender.send([part(place)])
+            sender.send_parts([part(place)])
             await asyncio.sleep(0)
         await process.heard(999)
         assert process.places == list(range(1000))
@@ -127,12 +127,12 @@ async def test_what_is_sampled_for_a_busy_process_gathers_in_the_replica():
 async def test_one_that_comes_back_elsewhere_is_found():
     before, after = Process(), Process()
     async with sending(before, after) as (sender, found):
-        sender.send([part(0)])
+        sender.send_parts([part(0)])
         await before.heard(0)
         await before.end()
         place = 1
         while not after.places:
-            sender.send([part(place)])
+            sender.send_parts([part(place)])
             place += 1
             await asyncio.sleep(0.01)
         assert after.places == sorted(after.places)
@@ -142,13 +142,13 @@ async def test_one_that_comes_back_elsewhere_is_found():
 async def test_a_connection_that_is_heard_no_more_is_made_anew(monkeypatch):
     process, answers = Process(), asyncio.Queue()
     async with sending(process, answered=answers.put_nowait) as (sender, found):
-        sender.send([part(0)])
+        sender.send_parts([part(0)])
         await process.heard(0)
         monkeypatch.setattr(sender._peer, "drain", fail)
         process.answer(asked(1), answer(5))  # by which it fails
         place = 1
         while len(found) < 2 or answers.empty():
-            sender.send([part(place)])
+            sender.send_parts([part(place)])
             place += 1
             await asyncio.sleep(0.001)
             if len(found) > 1:
@@ -171,10 +171,10 @@ async def test_what_nobody_takes_in_time_is_let_go_of(monkeypatch):
 
     sender = TurnSender(find, partial(PeerClient, wire, name="replica-0"), ignore)
     async with asyncio.timeout(PATIENCE_S):
-        sender.send([part(0)])
+        sender.send_parts([part(0)])
         await sender._task
         is_there.set()
-        sender.send([part(1)])
+        sender.send_parts([part(1)])
         await process.heard(1)
     assert process.places == [1]
     sender.close()
@@ -192,7 +192,7 @@ async def test_one_that_says_nothing_of_what_came_is_told_no_more(monkeypatch):
     sender = TurnSender(find, partial(PeerClient, wire, name="replica-0"), ignore)
     async with asyncio.timeout(PATIENCE_S):
         for place in range(200):
-            sender.send([part(place)])
+            sender.send_parts([part(place)])
             await asyncio.sleep(0.001)
         frames = 0
         while frames < turns.MOST_AHEAD:
@@ -223,7 +223,7 @@ async def test_who_has_another_key_is_not_heard_and_no_parts_cost_nothing():
                 await asyncio.sleep(0.01)
         assert not other.send(encode(PartsFrame(1, [part(6)]))), "its connection was refused"
         await process.heard(5)
-        sender.send([part(7)])
+        sender.send_parts([part(7)])
         await process.heard(7)
         assert process.places == [5, 7]
         assert not process.task.done()

@@ -27,7 +27,7 @@ from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.events import RolledBack, Undone
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
-from laminar_py.runtime.orchestrator.resume import tell_fallback
+from laminar_py.runtime.orchestrator.resume import print_fallback
 from tests.control.fleet import settle
 from tests.ledger.runs import Ticks, archive, begin, checkpoint, consume, make_ready, open_ledger
 from tests.ledger.syncs import CALLS, without_sync
@@ -262,7 +262,7 @@ async def test_a_torn_one_is_refused_and_without_it_the_one_before_is_taken(tmp_
     (tmp_path / "checkpoints/step-2").rmdir()
     assert find_checkpoint(run) == checkpoint(1, 1)
     console = Console(record=True, width=40)
-    tell_fallback(run, console)
+    print_fallback(run, console)
     told = "checkpoints/step-2 is gone: the run goes back to step 1, checkpoints/step-1\n"
     assert console.export_text() == told
     recovered = recover(tmp_path, there=run.has)

@@ -15,7 +15,13 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.records.events import RunEnded
 from laminar_py.runtime.orchestrator.launch import evaluate
-from laminar_py.runtime.orchestrator.sources import EvalRequest, EvalSource, begin, find_open, settings_of
+from laminar_py.runtime.orchestrator.sources import (
+    EvalRequest,
+    EvalSource,
+    begin_evaluation,
+    find_open,
+    settings_of,
+)
 from tests.learner.builders import full_parameters
 from tests.ledger import runs as ledgers
 from tests.orchestrator.test_exports import make_run, rotate_while_read
@@ -25,7 +31,7 @@ def begun(source: Path, *overrides: str) -> RunFolder:
     """An evaluation that was killed once it had begun."""
     settings = settings_of(EvalRequest(source=source, overrides=overrides))
     evaluation = new_run(settings)
-    begin(evaluation, settings, source)
+    begin_evaluation(evaluation, settings, source)
     return evaluation
 
 
@@ -97,7 +103,7 @@ def test_weights_that_a_killed_evaluation_left_half_written_are_cleared_away_by_
     def refuse(*_):
         raise ConfigError("no")
 
-    monkeypatch.setattr("laminar_py.runtime.orchestrator.launch.begin", refuse)
+    monkeypatch.setattr("laminar_py.runtime.orchestrator.launch.begin_evaluation", refuse)
     with pytest.raises(ConfigError, match="no"):
         evaluate(request, console=Console(file=StringIO()))
     assert sorted((tmp_path / "runs").glob("eval-*")) == sorted([kept.path, led.path])

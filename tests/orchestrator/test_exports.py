@@ -18,7 +18,7 @@ from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.marker import MARKER
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.runtime.orchestrator.exports import Exported, export
-from laminar_py.runtime.workers.processes.learner_part import start_model
+from laminar_py.runtime.workers.processes.learner import start_model
 from tests.data.templates import EOS, TEMPLATES, make_tokenizer_folder
 from tests.data.templates import SPECIAL as CHAT_SPECIAL
 from tests.engines.engine_conformance import collect, make_request

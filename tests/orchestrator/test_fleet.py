@@ -2,12 +2,17 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from laminar_py.config.loading import load_config, scaled
+from laminar_py.control.book import Phase
 from laminar_py.control.moves import Round
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.runtime.orchestrator import fleet as fleet_module
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
-from tests.control.fleet import Fleet
+from laminar_py.runtime.orchestrator.parts import make_scheduler
+from tests.builders import make_prompt
+from tests.control.fleet import Fleet, Log, ManualClock
 from tests.runs.runs import REPO
 from tests.workers.fakes import make_incarnation
 
@@ -50,3 +55,19 @@ async def test_room_is_what_a_replica_of_the_version_has_left_beside_what_is_on_
     assert fleet._rooms({0}) == {0: {0: slots - 1, 1: slots - 2}}
     assert fleet._rooms({None}) == {None: {0: 6, 1: 6, 2: 6}}
     assert fleet._rooms({5}) == {}, "nobody is asked what it has"
+
+
+@pytest.mark.parametrize(("number", "phase"), [(1, Phase.PAUSED), (2, Phase.RESTORING)])
+def test_nothing_is_handed_out_before_what_a_dead_controller_left_is_taken_up(number, phase):
+    stream = SimpleNamespace(prompt=make_prompt, tell=lambda group: None)
+    incarnation = make_incarnation(
+        config=load_config(REPO / "configs/quickstart.yaml", []),
+        inputs=SimpleNamespace(stream=stream, tokenizer=SimpleNamespace(eos_ids=(1,))),
+        ledger=Log(),
+        clock=ManualClock(),
+        number=number,
+    )
+    scheduler = make_scheduler(
+        incarnation, submit_score=lambda trajectory, prompt: None, reference=None, fail=print
+    )
+    assert scheduler.book.phase is phase

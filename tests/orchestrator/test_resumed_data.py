@@ -14,8 +14,7 @@ from laminar_py.ledger.recovery import known_prompts
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.runtime.orchestrator import resume as resumed_data
 from laminar_py.runtime.orchestrator.resume import refuse_other_prompts, refuse_other_rows
-from laminar_py.runtime.preflight.inputs import Inputs
-from laminar_py.runtime.preflight.problems import read_problems
+from laminar_py.runtime.preflight.inputs import Inputs, read_problems
 from tests.builders import make_prompt
 from tests.data.templates import TEMPLATES, make_tokenizer_folder
 from tests.ledger.runs import begin, open_ledger

@@ -28,8 +28,8 @@ from laminar_py.runtime.orchestrator.controller import train
 from laminar_py.runtime.orchestrator.evaluator import Evaluator
 from laminar_py.runtime.orchestrator.trainer import StopRequest, Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
+from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.specs import LearnerStarted, StepOutcome
-from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.control.fleet import Fleet, settle
 from tests.ledger.runs import archive, open_ledger
 from tests.orchestrator.test_checkpoints import write_checkpoint

@@ -77,7 +77,7 @@ async def test_versions_go_on_record_in_order_each_once_it_is_complete(tmp_path)
     async with open_ledger(tmp_path) as ledger, recording(ledger, learner) as versions:
         begin(ledger, versions=())
         for step in (0, 1):
-            versions.copied(versions.number(), step=step, parent=None)
+            versions.copied(versions.next_number(), step=step, parent=None)
         learner.complete(1)
         await asyncio.sleep(0)
         assert (versions.newest, ledger.newest_published) == (1, -1)
@@ -91,7 +91,7 @@ async def test_a_version_that_cannot_be_completed_ends_the_run_with_its_reason(t
     learner = Learner()
     async with open_ledger(tmp_path) as ledger:
         versions = make_versions(ledger, learner)
-        versions.copied(versions.number(), step=1, parent=None)
+        versions.copied(versions.next_number(), step=1, parent=None)
         learner.fail(0, NoRoomError("relay.shm=/dev/shm: too small"))
         with pytest.raises(NoRoomError, match=r"relay\.shm"):
             await versions.run()
@@ -101,12 +101,12 @@ async def test_the_death_of_the_learner_over_a_version_is_told_and_its_number_is
     learner = Learner()
     async with open_ledger(tmp_path) as ledger, recording(ledger, learner) as versions:
         begin(ledger, versions=())
-        versions.copied(versions.number(), step=1, parent=None)
+        versions.copied(versions.next_number(), step=1, parent=None)
         learner.fail(0, PartDiedError("learner-0", "killed"))
         await versions.any_lost()
         await versions.recorded()
         assert ledger.newest_published == -1
-        assert versions.number() == 1
+        assert versions.next_number() == 1
         versions.start_over()
         assert versions.lost is None
 
@@ -130,7 +130,7 @@ async def test_what_a_dead_learner_left_is_put_on_record_wherever_it_was_seen(tm
         ledger.append(VersionLoaded(replica=0, version=2, digest="digest2", elapsed_s=0.1))
         learner.stored = [stored(0), stored(3)]
         await versions.adopt(step=7)
-        assert (ledger.newest_published, versions.number()) == (3, 4)
+        assert (ledger.newest_published, versions.next_number()) == (3, 4)
         await versions.adopt(step=7)  # nothing is left to adopt
     assert verify(tmp_path) == []
 
@@ -147,7 +147,7 @@ class Stopped:
 
 
 async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(learner_link, "LearnerActor", Stopped)
+    monkeypatch.setattr(learner_link, "ACTOR", Stopped)
     monkeypatch.setattr(learner_link, "WATCH_S", 0.1)
     settings = {
         "name": "t",

@@ -16,7 +16,7 @@ from laminar_py.runtime.cluster.errors import PartBugError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement, make_plan
 from laminar_py.runtime.preflight import survey
 from laminar_py.runtime.preflight.doctor import _rows, fit
-from laminar_py.runtime.preflight.survey import Sight, faults, look
+from laminar_py.runtime.preflight.survey import Sight, faults, inspect_node
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.runs.runs import LAMINAR, REPO
 
@@ -64,7 +64,7 @@ def test_a_config_is_placed_on_the_cluster_that_it_names_and_every_node_looked_a
 async def test_what_a_node_lacks_is_named_with_the_node():
     with joined(FakeCluster(8)):
         config = load_config(REPO / "experiments/math_long_cot/7b_8gpu.yaml", ["relay.shm=/nowhere"])
-        placement = Placement(Needs.of(config), nodes)
+        placement = Placement(Needs.from_config(config), nodes)
         lines = await faults(config, placement)
         assert [line.split(":")[0] for line in lines] == [
             "model.path=models/Qwen2.5-7B",
@@ -85,7 +85,7 @@ async def test_what_a_node_lacks_is_named_with_the_node():
 def test_a_node_that_lacks_the_package_of_a_backend_an_algorithm_or_a_planner_says_so(section, named, tmp_path):
     settings = json.loads(with_model(tmp_path, "configs/quickstart").model_dump_json())
     told = json.dumps({**settings, section: {**settings[section], **named}})
-    sight = decode(Sight, look("", told, "runs", "replica"))
+    sight = decode(Sight, inspect_node("", told, "runs", "replica"))
     assert re.match(r"(rollout\.engine\.kind|algorithm\.name|repack\.planner)=far: unknown; choose", sight.fault)
     assert sight.model
 
@@ -107,7 +107,7 @@ def test_what_the_engines_lack_is_found_where_the_run_starts_them_too(tmp_path):
     [
         (survey.RemoteCallError("TypeError: planted", is_bug=True), pytest.raises(PartBugError, match="planted")),
         (survey.RemoteCallError("No module named laminar_py", is_bug=False), nullcontext("cannot run laminar_py")),
-        (survey.ProcessLostError("gone"), nullcontext("cannot run laminar_py")),
+        (survey.NoAnswerError("gone"), nullcontext("cannot run laminar_py")),
     ],
     ids=["bug", "environment", "node"],
 )

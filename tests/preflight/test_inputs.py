@@ -1,20 +1,32 @@
 """Room for versions: laptop, cluster and `laminar relay plan` reckon alike."""
 
+import os
+
 import pytest
 
-from laminar_py.config.loading import parse_config
+from laminar_py.config.loading import load_config, parse_config
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tiny_models import tiny_model, write_data
+from laminar_py.ledger import live
 from laminar_py.relay.plan import TreeSpec, make_relay_plan
+from laminar_py.runtime.cluster.backend import nodes
+from laminar_py.runtime.cluster.placement import Needs, Placement
 from laminar_py.runtime.preflight import inputs
 from laminar_py.runtime.preflight.inputs import (
     MemoryShare,
     check_adapters,
     memory_fault,
+    room_fault,
+    store_field,
     version_bytes,
     weights_bytes,
 )
+from laminar_py.runtime.preflight.survey import faults
+from laminar_py.sandbox.inside import kernel
 from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
+from tests.runs.fake_cluster import FakeCluster, joined
+from tests.runs.runs import REPO, quickstart_model
+from tests.runs.test_bad_input import in_process
 
 SIZE = 2**20
 
@@ -105,6 +117,72 @@ def test_unknown_words_at_a_start_are_of_a_sample_that_the_line_states(tmp_path,
         "reward": {"use": ["math"]},
     }
     monkeypatch.setattr(inputs, "MOST_LOOKED_AT", 10)
-    inputs.check(parse_config(settings))
+    inputs.check_inputs(parse_config(settings))
     (line,) = [record.getMessage() for record in caplog.records if "unknown token" in record.getMessage()]
     assert ": 10 in data.train (10 of its 50 rows looked at); the first is 'minus' in data.train=" in line
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 4 MiB."""
+    folder = tmp_path / "disk-1"  # which the second node of a cluster has for `disk`
+    folder.mkdir()
+    try:
+        kernel.mount("tmpfs", str(folder), "tmpfs", data="size=4m")
+    except PermissionError as error:
+        pytest.skip(f"no disk can be made here: {error}")
+    yield folder
+    kernel.unmount(str(folder))
+
+
+def test_a_disk_without_room_is_told_with_what_is_free_and_what_is_needed(small_disk):
+    line = room_fault("runs", small_disk / "deeper" / "runs", where=" on node 10.0.0.4")
+    assert line == (
+        f"runs={small_disk}/deeper/runs: 4 MiB are free on node 10.0.0.4, and responses are stored there; make"
+        " room for 16 MiB at least, or name another folder"
+    )
+
+
+async def test_a_host_of_a_cluster_without_room_is_named(small_disk, tmp_path, monkeypatch):
+    (tmp_path / "net").mkdir()
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(live, "network_kind", lambda folder: "nfs4" if folder.name == "net" else None)
+    quickstart_model()
+    with joined(FakeCluster(0, 0, disk=tmp_path / "disk")):
+        where = [f"runs={tmp_path}/net", f"runs_local={tmp_path}/disk"]
+        config = load_config(REPO / "configs/quickstart.yaml", where)
+        (line,) = await faults(config, Placement(Needs.from_config(config), nodes))
+    assert line.startswith(
+        f"runs_local={tmp_path}/disk: 4 MiB are free, and responses are stored there; make room"
+    )
+    assert "(on node " in line
+
+
+def test_a_run_that_could_store_nothing_is_refused_with_one_line(small_disk, monkeypatch, capsys):
+    quickstart_model()
+    code, (line,) = in_process(monkeypatch, capsys, f"runs={small_disk}/runs")
+    assert code == 2
+    assert line.startswith(f"laminar: runs={small_disk}/runs: 4 MiB are free")
+    assert list(small_disk.iterdir()) == []
+
+
+def test_over_a_network_it_is_the_own_disk_that_needs_room(small_disk, tmp_path, monkeypatch, capsys):
+    quickstart_model()
+    (tmp_path / "net").mkdir()
+    monkeypatch.setattr(live, "network_kind", lambda folder: "nfs4" if folder.name == "net" else None)
+    code, (line,) = in_process(monkeypatch, capsys, f"runs={tmp_path}/net", f"runs_local={small_disk}")
+    assert code == 2
+    assert line.startswith(f"laminar: runs_local={small_disk}: 4 MiB are free")
+    assert list((tmp_path / "net").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "fixed").mkdir(mode=0o500)
+    assert "cannot be written" in (room_fault("runs", tmp_path / "fixed" / "runs") or "")
+
+
+def test_where_there_is_room_nothing_is_said(tmp_path):
+    assert room_fault("runs", tmp_path / "runs") is None
+    config = load_config(REPO / "configs/quickstart.yaml", [f"runs={tmp_path}"])
+    assert store_field(config) == "runs"

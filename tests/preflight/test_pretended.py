@@ -10,9 +10,8 @@ from laminar_py.cli import app
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.runtime.cluster.placement import Needs, make_plan
-from laminar_py.runtime.preflight.doctor import fit, fit_pretended
+from laminar_py.runtime.preflight.doctor import fit, fit_pretended, pretended_cluster
 from laminar_py.runtime.preflight.memory import gpu_memory
-from laminar_py.runtime.preflight.pretended import pretended_cluster
 from tests.preflight.test_memory import QWEN_7B
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO
@@ -75,7 +74,7 @@ def test_memory_is_that_of_the_smallest_kind_that_a_part_is_placed_on(tmp_path):
 def test_what_a_cluster_lacks_is_said_as_placement_says_it(tmp_path):
     config, cluster = config_7b(tmp_path), pretended_cluster(["2x8xH100"])
     with pytest.raises(ConfigError) as told:
-        make_plan(Needs.of(config), cluster.nodes)
+        make_plan(Needs.from_config(config), cluster.nodes)
     found = fit_pretended(config, cluster)
     assert str(found.unplaced) == str(told.value)
     assert "rollout.replicas=16: there is room for 8" in str(told.value)

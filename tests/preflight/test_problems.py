@@ -9,7 +9,7 @@ import pytest
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import Prompt
-from laminar_py.runtime.preflight.inputs import Inputs, check
+from laminar_py.runtime.preflight.inputs import Inputs, check_inputs
 from tests.data.templates import EOS, SPECIAL, TEMPLATES, make_tokenizer_folder
 from tests.runs.runs import REPO, quickstart_model
 
@@ -37,7 +37,7 @@ def make_inputs(
         f"eval.sets={{a: {folder}/aime.jsonl}}",
     ]
     config = load_config(REPO / "configs/quickstart.yaml", [*given, f"data.train={train}", *settings])
-    return check(config, trains=trains)
+    return check_inputs(config, trains=trains)
 
 
 def test_sources_side_by_side_keep_their_ids_apart_and_tasks_of_their_own(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from laminar_py.records.codec import encode
 from laminar_py.runtime.cluster.placement import Node
 from laminar_py.runtime.preflight import survey
 from laminar_py.runtime.preflight.memory import memory_faults, smallest_gpu
-from laminar_py.runtime.preflight.survey import place
+from laminar_py.runtime.preflight.survey import place_parts
 from tests.preflight.test_memory import QWEN_7B, shipped
 from tests.runs.runs import REPO
 
@@ -38,34 +38,34 @@ async def test_a_run_that_its_gpus_cannot_hold_is_refused_with_the_line_of_the_d
     config = shipped("7b_8gpu", tmp_path, *TWO)
     tells(monkeypatch, a=80)
     with pytest.raises(ConfigError, match=re.escape(memory_faults(config)[0])):
-        await place(config)
-    await place(shipped("7b_8gpu", tmp_path))
+        await place_parts(config)
+    await place_parts(shipped("7b_8gpu", tmp_path))
     tells(monkeypatch, a=141)
-    await place(config)
+    await place_parts(config)
 
 
 async def test_only_gpus_that_a_run_uses_are_asked_for_their_memory(tmp_path, monkeypatch):
     asked = tells(monkeypatch, a=80, b=24)
-    await place(shipped("7b_8gpu", tmp_path))
+    await place_parts(shipped("7b_8gpu", tmp_path))
     assert asked == ["a"]
 
 
 async def test_the_learner_is_not_refused_for_the_gpus_of_engines(tmp_path, monkeypatch, caplog):
     config = shipped("7b_8gpu", tmp_path, *TWO, "cluster.shared_nodes=false")
     asked = tells(monkeypatch, a=141, b=80)
-    await place(config)
+    await place_parts(config)
     assert (asked, caplog.text) == (["a", "b"], "")
 
 
 @pytest.mark.parametrize(("size", "resume"), [(0, False), (80, True)])
 async def test_a_guessed_size_and_a_run_to_resume_are_warned_of(size, resume, tmp_path, monkeypatch, caplog):
     tells(monkeypatch, a=size)
-    await place(shipped("7b_8gpu", tmp_path, *TWO), resume=resume)
+    await place_parts(shipped("7b_8gpu", tmp_path, *TWO), resume=resume)
     assert "learner.world_size=2: a GPU of the learner needs 80.9 GB and has 80.0; set it to 3" in caplog.text
 
 
 async def test_on_cpus_no_gpu_is_asked_for_its_memory(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     asked = tells(monkeypatch, a=80)
-    await place(load_config(REPO / "configs" / "quickstart.yaml", [f"model.path={tmp_path}"]))
+    await place_parts(load_config(REPO / "configs" / "quickstart.yaml", [f"model.path={tmp_path}"]))
     assert asked == []

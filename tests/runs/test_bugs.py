@@ -2,6 +2,7 @@
 below a part, beside the user's own code. What all parts share is `tests/cluster/test_part.py`'s.
 """
 
+import os
 import re
 import sys
 import tempfile
@@ -60,7 +61,7 @@ sys.meta_path.insert(0, Planter())
 )
 def test_a_bug_ends_the_run_with_one_line_and_drops_nothing(tmp_path, monkeypatch, place):
     (tmp_path / "sitecustomize.py").write_text(PLANT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("PLANTED", place)
     monkeypatch.delenv(SHARED)  # the run has a fork server of its own, in which the bug is planted
     with TrainProcess(tmp_path, *SETTINGS, *ALONE, "repack.planner=none", config=CONFIG) as train:

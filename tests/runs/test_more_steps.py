@@ -17,7 +17,7 @@ import importlib.util, os, sys, time
 
 class Late:
     def find_spec(self, name, path, target=None):
-        if name != "laminar_py.runtime.workers.processes.learner_part":
+        if name != "laminar_py.runtime.workers.processes.learner":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -25,14 +25,14 @@ class Late:
 
         def exec_module(module):
             execute(module)
-            make = module.LearnerPart.__init__
+            make = module.LearnerActor.load
 
-            def init(part, *given, **named):
+            def load(part, *given):
                 while not os.path.exists(os.environ["LEARNER_MAY_START"]):
                     time.sleep(0.05)
-                make(part, *given, **named)
+                return make(part, *given)
 
-            module.LearnerPart.__init__ = init
+            module.LearnerActor.load = load
 
         spec.loader.exec_module = exec_module
         return spec

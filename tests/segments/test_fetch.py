@@ -15,7 +15,7 @@ from laminar_py.ledger.segments.fetch import StoreClient, split
 from laminar_py.ledger.segments.frames import read_frame
 from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError
 from laminar_py.ledger.segments.store import StoreLimits
-from laminar_py.ledger.segments.wire import Status, leave_address
+from laminar_py.ledger.segments.wire import AnswerStatus, leave_address
 from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.pieces import PayloadLostError, PieceRef
 from tests.segments.pieces import KEY, PATIENCE_S, STORE, LocalStore, random_piece, served
@@ -95,7 +95,7 @@ def test_a_store_of_another_run_is_none(tmp_path, client):
         client(STORE, refs)
 
 
-@pytest.mark.parametrize("status", [*Status, 7])
+@pytest.mark.parametrize("status", [*AnswerStatus, 7])
 def test_a_stranger_at_the_port_declares_nothing_lost(client, tmp_path, status):
     """Whoever has the port of a store that died."""
     answer = wire.ANSWER_HEAD.pack(bytes(32), status, 4) + b"gone"

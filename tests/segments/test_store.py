@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from laminar_py.ledger.segments import wire
 from laminar_py.ledger.segments.store import BadRequestError, PieceStore, StoreLimits, check_request
-from laminar_py.ledger.segments.wire import Status
+from laminar_py.ledger.segments.wire import AnswerStatus
 from laminar_py.ledger.segments.writer import SegmentWriter, new_name
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import PieceRef
@@ -40,7 +40,7 @@ def answer_of(connection, request):
     received = connection.makefile("rb")
     signature, status, size = wire.ANSWER_HEAD.unpack(received.read(wire.ANSWER_HEAD.size))
     answer = received.read(size)
-    line = b"" if status == Status.PIECES else answer
+    line = b"" if status == AnswerStatus.PIECES else answer
     assert signature == wire.answer_signature(KEY, request[:32], status, size, line)
     return status, answer
 
@@ -70,7 +70,7 @@ def store(folder):
 
 def test_bytes_come_in_the_order_in_which_they_are_asked_for(store):
     wanted = want((NAME, 90, 10), (NAME, 0, 3), (NAME, 1, 1))
-    assert ask(store, wanted) == (Status.PIECES, bytes([*range(90, 100), 0, 1, 2, 1]))
+    assert ask(store, wanted) == (AnswerStatus.PIECES, bytes([*range(90, 100), 0, 1, 2, 1]))
 
 
 def test_names_that_writers_give_are_names_that_stores_know():
@@ -94,7 +94,7 @@ def test_who_does_not_sign_gets_no_word(store, request_bytes):
     with connect(store) as stranger:
         stranger.sendall(request_bytes)
         assert is_closed(stranger)
-    assert ask(store, want((NAME, 0, 1)))[0] == Status.PIECES, "it serves on"
+    assert ask(store, want((NAME, 0, 1)))[0] == AnswerStatus.PIECES, "it serves on"
 
 
 @pytest.mark.parametrize("key", [b"", b"guess", bytes(31)])
@@ -127,11 +127,11 @@ def test_a_key_that_can_be_guessed_is_refused_at_construction(tmp_path, key):
 )
 def test_a_bad_request_is_answered_with_one_line(store, body):
     status, answer = ask(store, body)
-    assert status == Status.REFUSED
+    assert status == AnswerStatus.REFUSED
     assert answer.startswith(b"no request: ")
     assert b"\n" not in answer
     assert len(answer) < 300
-    assert ask(store, want((NAME, 0, 1)))[0] == Status.PIECES, "it serves on"
+    assert ask(store, want((NAME, 0, 1)))[0] == AnswerStatus.PIECES, "it serves on"
 
 
 @given(data=st.binary(max_size=200))
@@ -157,13 +157,13 @@ def test_what_is_not_there_is_told_from_all_else(store, folder, wanted, line):
     (folder / "folder.1.abcd.segment").mkdir()
     os.mkfifo(folder / "pipe.1.abcd.segment")
     status, answer = ask(store, wanted)
-    assert (status, answer.decode()) == (Status.LOST, f"{wanted.segments[0]}: {line}")
+    assert (status, answer.decode()) == (AnswerStatus.LOST, f"{wanted.segments[0]}: {line}")
 
 
 def test_several_pieces_have_a_bound_and_one_has_none(store):
     many = want((NAME, 0, wire.ANSWER_BYTES), (NAME, 0, 1))
-    assert ask(store, many)[0] == Status.REFUSED
-    assert ask(store, want((NAME, 0, 2 * wire.ANSWER_BYTES)))[0] == Status.LOST, "it would be read"
+    assert ask(store, many)[0] == AnswerStatus.REFUSED
+    assert ask(store, want((NAME, 0, 2 * wire.ANSWER_BYTES)))[0] == AnswerStatus.LOST, "it would be read"
 
 
 def is_closed(connection):
@@ -182,18 +182,18 @@ def test_connections_that_do_not_show_the_key_in_time_are_closed(folder):
             with connect(store) as stranger:
                 stranger.sendall(request[:sent])
                 assert is_closed(stranger)
-        assert ask(store, want((NAME, 0, 1)))[0] == Status.PIECES
+        assert ask(store, want((NAME, 0, 1)))[0] == AnswerStatus.PIECES
 
 
 def test_connections_beyond_the_bound_are_closed_and_others_served_on(folder):
     request = signed(want((NAME, 0, 1)))
     with served(folder, limits=StoreLimits(connections=3)) as store, connect(store) as kept:
         kept.sendall(request)
-        assert answer_of(kept, request) == (Status.PIECES, b"\0")
+        assert answer_of(kept, request) == (AnswerStatus.PIECES, b"\0")
         strangers = [connect(store) for _ in range(6)]
         assert all(is_closed(one) for one in strangers[2:])
         kept.sendall(request)
-        assert answer_of(kept, request) == (Status.PIECES, b"\0")
+        assert answer_of(kept, request) == (AnswerStatus.PIECES, b"\0")
         for one in strangers:
             one.close()
 
@@ -207,7 +207,7 @@ def test_a_client_that_does_not_read_loses_its_turn_and_others_get_theirs(tmp_pa
         slow.sendall(signed(want((ref.segment, ref.offset, ref.num_bytes))))
         time.sleep(0.1)  # so that it is the first
         status, answer = ask(store, want((ref.segment, 0, 100)))
-        assert (status, len(answer)) == (Status.PIECES, 100)
+        assert (status, len(answer)) == (AnswerStatus.PIECES, 100)
         assert is_closed(slow)
 
 
@@ -220,7 +220,7 @@ def test_when_all_turns_are_taken_others_are_told_to_ask_again(tmp_path):
     ):
         slow.sendall(signed(wanted))
         time.sleep(0.1)
-        assert ask(store, wanted) == (Status.REFUSED, b"1 answers are under way; ask again")
+        assert ask(store, wanted) == (AnswerStatus.REFUSED, b"1 answers are under way; ask again")
 
 
 def test_a_store_listens_on_loopback_unless_told_otherwise(store):
@@ -237,7 +237,7 @@ def test_a_segment_that_is_deleted_under_way_comes_to_its_end(tmp_path):
         path.unlink()
         rest = connection.makefile("rb").read(wire.ANSWER_HEAD.size + len(data) - len(begin))
         assert (begin + rest)[wire.ANSWER_HEAD.size :] == data
-        assert ask(store, want((ref.segment, ref.offset, ref.num_bytes)))[0] == Status.LOST
+        assert ask(store, want((ref.segment, ref.offset, ref.num_bytes)))[0] == AnswerStatus.LOST
 
 
 def test_a_segment_that_becomes_shorter_under_way_ends_its_answer_and_nothing_else(tmp_path, caplog):
@@ -247,7 +247,7 @@ def test_a_segment_that_becomes_shorter_under_way_ends_its_answer_and_nothing_el
         connection.recv(100)
         os.truncate(tmp_path / f"{ref.segment}.segment", 1000)
         assert is_closed(connection)
-        assert ask(store, want((ref.segment, 0, 1000)))[0] == Status.PIECES
+        assert ask(store, want((ref.segment, 0, 1000)))[0] == AnswerStatus.PIECES
     assert "an answer ended before its end: [Errno 14] Bad address" in caplog.text
 
 

@@ -24,7 +24,7 @@ from laminar_py.observe.trackers import (
     flat_settings,
 )
 from laminar_py.records.metrics import StepRow, TokenMetrics
-from laminar_py.runtime.preflight.inputs import check
+from laminar_py.runtime.preflight.inputs import check_inputs
 from tests.builders import make_evaluated
 from tests.runs.runs import REPO
 from tests.telemetry.rows import make_row
@@ -195,7 +195,7 @@ def test_it_is_refused_before_anything_is_prepared(tmp_path, monkeypatch):
     config = load_config(REPO / "configs/quickstart.yaml", changes)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"tracking.kinds=wandb: .*; pip install wandb, or"):
-        check(config)
+        check_inputs(config)
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):

@@ -7,11 +7,11 @@ from itertools import count
 
 from laminar_py.ledger.segments.salvage import Salvage
 from laminar_py.ledger.segments.writer import part_of
+from laminar_py.runtime.cluster.calls import as_scalar
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers import keeper as keeper_module
-from laminar_py.runtime.workers.incarnation import NO_KINDS, Incarnation
-from laminar_py.runtime.workers.supervisor import Supervisor
+from laminar_py.runtime.workers.incarnation import NO_KINDS, Incarnation, Supervisor
 
 
 def make_incarnation(**given):
@@ -34,7 +34,7 @@ class Hosts:
         self.lost, self.found, self.running, self.discarded = set(), [], {}, []
         self._starts = count()
 
-    async def label(self, part, node):
+    async def new_label(self, part, node):
         return f"{part}-1-{next(self._starts)}"
 
     def stores_for(self, refs, node):
@@ -59,12 +59,12 @@ class Hosts:
 
 
 class NoKills:
-    """Stands for `cluster.memory.KernelKills` where the kernel ends nothing."""
+    """Stands for `cluster.part.KernelKills` where the kernel ends nothing."""
 
-    async def meet(self, part):
+    async def note_count(self, part):
         pass
 
-    async def explain(self, death, node):
+    async def explain_death(self, death, node):
         return death
 
 
@@ -113,14 +113,14 @@ class Process:
         return answer.result()
 
     async def _answer(self, method, arguments):
-        answer = getattr(self.actor, method)(*arguments)
-        return await answer if inspect.isawaitable(answer) else answer
+        answer = getattr(self.actor, method)(*map(as_scalar, arguments))
+        return as_scalar(await answer if inspect.isawaitable(answer) else answer)
 
-    ask = Part.ask
+    call_for = Part.call_for
 
     def send(self, method, *arguments):
         """Take a call, of any thread."""
-        self._loop.call_soon_threadsafe(self.sent.put_nowait, (method, *arguments))
+        self._loop.call_soon_threadsafe(self.sent.put_nowait, (method, *map(as_scalar, arguments)))
 
     def die(self, reason="killed"):
         if not self._death.done():

@@ -18,8 +18,8 @@ from laminar_py.records.weights import Published
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
-from laminar_py.runtime.workers.learner import LearnerLink
-from laminar_py.runtime.workers.reference import ReferenceStage
+from laminar_py.runtime.workers.incarnation import Supervisor
+from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage
 from laminar_py.runtime.workers.scorers import Scorers
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
@@ -28,7 +28,6 @@ from laminar_py.runtime.workers.specs import (
     ReferenceAnswer,
     ReferenceRequest,
 )
-from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.builders import make_finished, make_ref
 from tests.reward.requests import make_requests
 from tests.runs.runs import REPO
@@ -84,8 +83,8 @@ async def test_what_the_reference_died_over_is_done_by_the_next_and_delivered_on
     stage = ReferenceStage(shared, payload=Hosts())
     async with asyncio.timeout(PATIENCE_S):
         await stage.start()
-        stage.submit(make_finished("g0.0", response=2))
-        stage.submit(make_finished("g0.9", response=2))
+        stage.submit_trajectory(make_finished("g0.0", response=2))
+        stage.submit_trajectory(make_finished("g0.9", response=2))
         answering = asyncio.create_task(stage.next_answer(wanted=lambda name: True))
         first = await processes.next()
         await first.actor.asked.wait()
@@ -106,12 +105,12 @@ class Scoring(Actor):
     def start(self, data):
         return 1
 
-    async def submit(self, data):
+    async def submit_responses(self, data):
         self.names += [one.id for one in decode(list[Unscored], data)]
         self.asked.set()
         self.come.set()
 
-    async def take(self, wait_s):
+    async def next_scores(self, wait_s):
         await self.may_work.wait()
         await self.come.wait()
         self.come.clear()

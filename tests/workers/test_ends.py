@@ -14,9 +14,9 @@ import pytest
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.forked import SHARED, start_server
 from laminar_py.runtime.cluster.part import Part
+from laminar_py.runtime.workers.processes.base import PartActor
+from laminar_py.runtime.workers.processes.learner import WeightsActor
 from laminar_py.runtime.workers.processes.replica import ReplicaActor
-from laminar_py.runtime.workers.processes.setup import PartActor
-from laminar_py.runtime.workers.processes.weights import WeightsActor
 
 PATIENCE_S = 60.0
 CLIENT = """

@@ -9,8 +9,8 @@ from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.records.events import PartDied, PartStarted
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.workers.fakes import Processes, make_incarnation
 
 PATIENCE_S = 10.0
@@ -78,7 +78,7 @@ class Life:
 @asynccontextmanager
 async def kept(life):
     async with asyncio.timeout(PATIENCE_S):
-        task = asyncio.create_task(life.keeper.calling(life.serve))
+        task = asyncio.create_task(life.keeper.call_with_restarts(life.serve))
         try:
             yield
         finally:
@@ -116,14 +116,14 @@ async def test_what_a_part_died_over_is_asked_of_the_next(monkeypatch):
             raise PartDiedError("part-0", "killed")
         return 42
 
-    assert await life.keeper.calling(call) == 42
+    assert await life.keeper.call_with_restarts(call) == 42
     assert asked[0] != asked[1]
 
 
 async def test_failed_starts_in_a_row_are_rested_for_ever_longer(monkeypatch):
     life = Life(monkeypatch, fails=3)
     async with asyncio.timeout(PATIENCE_S):
-        await life.keeper.up()
+        await life.keeper.bring_up()
     assert life.rests == [1, 2, 3]
     assert [(await life.processes.next()).is_dead for _ in range(4)] == [True, True, True, False]
 
@@ -131,13 +131,13 @@ async def test_failed_starts_in_a_row_are_rested_for_ever_longer(monkeypatch):
 async def test_a_first_start_that_fails_too_often_ends_the_run(monkeypatch):
     life = Life(monkeypatch, fails=2, first_starts=2)
     with pytest.raises(RunFailedError, match=r"part-0 does not start: out of memory; see logs/part-0\.log"):
-        await life.keeper.up()
+        await life.keeper.bring_up()
 
 
 async def test_deaths_beyond_the_limit_end_the_run(monkeypatch):
     life = Life(monkeypatch, fails=9, max_restarts=3)
     with pytest.raises(RunFailedError, match=r"part-0 died 4 times.*supervisor\.max_restarts=3"):
-        await life.keeper.up()
+        await life.keeper.bring_up()
 
 
 async def test_a_death_on_purpose_is_not_counted(monkeypatch):
@@ -208,7 +208,7 @@ async def test_the_second_death_for_want_of_memory_ends_the_run_and_names_what_t
     life = Life(monkeypatch, start=start, max_restarts=9, spares_memory="lower packer.max_tokens")
     told = r"part-0 ran out of memory twice, last: out of memory in step: .* 2.00 GiB; lower packer\.max_tokens"
     with pytest.raises(RunFailedError, match=told):
-        await life.keeper.up()
+        await life.keeper.bring_up()
     assert sum(isinstance(event, PartDied) for event in life.events) == 2
 
 
@@ -218,13 +218,13 @@ STARVES = PartDiedError("part-0", "out of memory in step")
 def test_a_part_that_forgives_a_death_for_want_of_memory_does_so_after_its_time_of_health(monkeypatch):
     async def starve():
         life = Life(monkeypatch, max_restarts=9, spares_memory="lower packer.max_tokens", forgives_s=3600.0)
-        await life.keeper.up()
+        await life.keeper.bring_up()
         await life.keeper.replace(STARVES)
         for _ in range(3):
-            await life.keeper.up()
+            await life.keeper.bring_up()
             await asyncio.sleep(3600.0)
             await life.keeper.replace(STARVES)
-        await life.keeper.up()
+        await life.keeper.bring_up()
         await asyncio.sleep(3599.0)
         with pytest.raises(RunFailedError, match="ran out of memory twice"):
             await life.keeper.replace(STARVES)
@@ -235,10 +235,10 @@ def test_a_part_that_forgives_a_death_for_want_of_memory_does_so_after_its_time_
 def test_the_second_death_for_want_of_memory_ends_the_run_also_hours_after_the_first(monkeypatch):
     async def starve():
         life = Life(monkeypatch, max_restarts=9, spares_memory="lower packer.max_tokens")
-        await life.keeper.up()
+        await life.keeper.bring_up()
         await asyncio.sleep(70 * 60.0)
         await life.keeper.replace(STARVES)
-        await life.keeper.up()
+        await life.keeper.bring_up()
         await asyncio.sleep(70 * 60.0)
         with pytest.raises(RunFailedError, match="ran out of memory twice"):
             await life.keeper.replace(STARVES)
@@ -249,4 +249,4 @@ def test_the_second_death_for_want_of_memory_ends_the_run_also_hours_after_the_f
 async def test_a_part_whose_memory_no_setting_spares_dies_of_it_as_of_anything(monkeypatch):
     life = Life(monkeypatch, fails=3)
     async with asyncio.timeout(PATIENCE_S):
-        await life.keeper.up()
+        await life.keeper.bring_up()

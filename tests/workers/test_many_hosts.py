@@ -21,12 +21,12 @@ from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Consumed
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason
-from laminar_py.runtime.cluster.errors import ProcessLostError
+from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.workers import payload as payload_module
+from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.payload import PayloadHosts, take_up
 from laminar_py.runtime.workers.replicas import Replicas
-from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.control.fleet import Fleet, make_piece
 from tests.ledger.runs import begin, checkpoint, consume, open_ledger
 from tests.runs.runs import REPO
@@ -81,7 +81,7 @@ class Cluster:
     async def _on_node(self, node, function, *arguments, apart):
         await asyncio.sleep(0)
         if node not in {one.id for one in self.nodes}:
-            raise ProcessLostError("the node died")
+            raise NoAnswerError("the node died")
         self._asked = node
         run = str(RunFolder(self.path).segments)
         return function(*(str(self.folder(node)) if one == run else one for one in arguments))
@@ -131,7 +131,7 @@ class Incarnation:
 
     async def begin(self, index):
         node = self.node_of(index)
-        label = await self.payload.label(f"replica-{index}", node)
+        label = await self.payload.new_label(f"replica-{index}", node)
         self.replicas._labels[index] = label
         self.fleet.writers[index] = SegmentWriter(self.cluster.folder(node), label)
 
@@ -303,7 +303,7 @@ async def test_a_run_of_64_hosts_is_resumed_where_three_of_them_never_come_back(
             run.fleet.scheduler.pause()
             await run.start()
             await take_up(recovered, run.payload, run.fleet.scheduler)
-            assert not run.payload.stores.name(make_node(HOSTS + len(GONE)).id), "nobody needs one there"
+            assert not run.payload.stores.name_of(make_node(HOSTS + len(GONE)).id), "nobody needs one there"
             lengths = {one.length for one in run.fleet.scheduler.book.live.values()}
             assert {2, 8} <= lengths, "what the journals had, alone and after what was told"
             run.fleet.scheduler.continue_live()

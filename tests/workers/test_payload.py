@@ -149,7 +149,7 @@ async def test_journals_go_once_what_they_had_is_on_record_and_a_dead_parts_own_
         payload = hosts(monkeypatch, tmp_path, ledger)
         await fleet.report(0)
         name, item = next(iter(fleet.running[0].items()))
-        label = await payload.label("replica-0", "a")
+        label = await payload.new_label("replica-0", "a")
         journal = Journal(folder, label)
         for one in (journal, other):
             one.write([make_piece(item, 0, 2, (Span(0, 0, 2),))])
@@ -169,7 +169,7 @@ async def test_a_host_whose_disk_stands_still_holds_nobody_up(monkeypatch, tmp_p
         fleet = Fleet(replicas=1, capacity=1, recorder=ledger)
         payload = hosts(monkeypatch, tmp_path, ledger)
         await fleet.report(0)
-        label = await payload.label("replica-0", "a")
+        label = await payload.new_label("replica-0", "a")
         monkeypatch.setattr(payload_module, "on_node", stuck)
         monkeypatch.setattr(payload_module, "ANSWER_S", 0.05)
         monkeypatch.setattr(payload_module, "WRITE_S", 0.05)
@@ -221,7 +221,7 @@ async def test_what_two_salvages_found_stays_until_each_is_told(monkeypatch, tmp
         await fleet.report(0)
         answers = []
         for part, item in zip(("replica-0", "replica-1"), fleet.running[0].values(), strict=False):
-            label = await payload.label(part, "a")
+            label = await payload.new_label(part, "a")
             Journal(folder, label).write([make_piece(item, 0, 2, (Span(0, 0, 2),))])
             answers.append(await payload.salvage(label, fleet.scheduler.reports.running_on(0)))
 

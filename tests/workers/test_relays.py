@@ -182,7 +182,7 @@ async def test_a_mistake_of_ours_on_a_host_is_no_death_of_it(tmp_path, monkeypat
     relays = make_relays(tmp_path, None)
     relays._hosts[0] = "a"
     assert await relays.published() == []
-    assert "relay-0: OSError: unreadable from node a; what it holds is left out" in caplog.text
+    assert "relay-0: OSError: unreadable from node a; its versions are ignored" in caplog.text
     with pytest.raises(PartBugError, match="relay-0: TypeError: planted"):
         await relays.published()
 

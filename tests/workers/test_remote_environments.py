@@ -7,12 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar_py.records.codec import decode, encode
+from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.relay.sockets import RelayKeys, peer_sockets
-from laminar_py.runtime.link.turns import AskedTurn, TurnReceiver
-from laminar_py.runtime.workers import remote_environments
-from laminar_py.runtime.workers.remote_environments import RemoteEnvironments
+from laminar_py.runtime.link import turns
+from laminar_py.runtime.link.turns import RemoteEnvironments, TurnReceiver
 from tests.environment.turns import problem
 
 KEYS = RelayKeys.generate()
@@ -28,12 +27,12 @@ class FarActor:
         self.task = asyncio.create_task(self.receiver.run(self.heard.put_nowait))
         self.is_there = True
 
-    async def ask(self, method, data):
+    async def call(self, method, argument=None):
         if method == "turns_address":
             if not self.is_there:
                 await asyncio.Event().wait()
-            return self.receiver.endpoint.encode()
-        self.asked = decode(AskedTurn, data)
+            return self.receiver.endpoint
+        self.asked = argument
         await self.way()
         return encode(EnvironmentTurn(ids=self.asked.turn.response_ids, elapsed_s=0.01))
 
@@ -45,7 +44,7 @@ class FarActor:
 async def environments_in(monkeypatch, *actors):
     """Environments in these, as a replica has them."""
     named = {f"environment-{place}": actor for place, actor in enumerate(actors)}
-    monkeypatch.setattr(remote_environments, "NamedPart", named.get)
+    monkeypatch.setattr(turns, "NamedPart", named.get)
     wire = peer_sockets(KEYS)
     environments = RemoteEnvironments(list(named), wire, "replica-0")
     try:
@@ -78,8 +77,8 @@ async def test_the_time_of_an_answer_is_all_that_passed_until_it_was_here(monkey
 class BothActor(FarActor):
     """One whose answers are told by frames, too, after the calls have returned."""
 
-    async def ask(self, method, data):
-        answer = await super().ask(method, data)
+    async def call(self, method, argument=None):
+        answer = await super().call(method, argument)
         if method == "answer":
             late = EnvironmentTurn(ids=np.array([99], np.int32))
             asyncio.get_running_loop().call_later(0.05, self.receiver.answer, self.asked, late)

@@ -30,10 +30,9 @@ from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.orchestrator.controller import generate, issue
 from laminar_py.runtime.orchestrator.parts import Handoff
 from laminar_py.runtime.workers import replicas as replicas_module
-from laminar_py.runtime.workers.replica_lines import pace_of
-from laminar_py.runtime.workers.replicas import Replicas
+from laminar_py.runtime.workers.incarnation import Supervisor
+from laminar_py.runtime.workers.replicas import Replicas, pace_of
 from laminar_py.runtime.workers.specs import ReplicaSpec
-from laminar_py.runtime.workers.supervisor import Supervisor
 from tests.builders import make_ref
 from tests.control.fleet import Fleet, make_tokens
 from tests.runs.runs import REPO
@@ -185,7 +184,7 @@ class World:
             ),
             payload=self.payload,
             issuing=self.issuing,
-            take=self.reports.put,
+            take=self.reports.hand_over,
         )
 
     def _issue(self):

@@ -96,7 +96,7 @@ async def test_a_store_that_is_killed_comes_back_and_who_fetches_notices_nothing
     placement = spread()
     async with kept(tmp_path, placement) as stores:
         hosts = [place.node for place in placement.plan.replicas]
-        names = [stores.name(node) for node in hosts]
+        names = [stores.name_of(node) for node in hosts]
         assert len(set(names)) == 2
         piece = random_piece(tokens=3000)
         ref = SegmentWriter(RunFolder(tmp_path).segments, "replica-0-1-0").write(piece)
@@ -108,7 +108,7 @@ async def test_a_store_that_is_killed_comes_back_and_who_fetches_notices_nothing
         with suppress(OSError), socket.create_server(before):  # it takes connections, and does not answer
             got = await asyncio.to_thread(client, names[1], [ref])
             assert read_frame(memoryview(got[0]), ref.digest) == piece
-            assert await stores.up(hosts[1]) == stores.name(hosts[1]) == names[1]
+            assert await stores.bring_up(hosts[1]) == stores.name_of(hosts[1]) == names[1]
         client.close()
 
 
@@ -117,10 +117,10 @@ async def test_a_run_on_one_host_has_no_store(tmp_path):
     placement = Placement(Needs(ranks=1, rank_gpus=0, replicas=2, replica_gpus=0), lambda: nodes()[:1])
     async with kept(tmp_path, placement) as stores:
         (node,) = placement.plan.nodes
-        stores.need(node)
-        assert (stores._keepers, stores.name(node)) == ({}, "")
+        stores.require(node)
+        assert (stores._keepers, stores.name_of(node)) == ({}, "")
         with pytest.raises(PartDiedError, match="has none"):
-            await stores.up(node)
+            await stores.bring_up(node)
 
 
 async def test_what_runs_on_a_host_ends_with_the_patience_of_who_asked(tmp_path, cluster):
@@ -143,8 +143,8 @@ async def test_a_host_without_parts_has_a_store_as_soon_as_one_is_asked_for_also
     node = placement.plan.replicas[1].node
     async with asyncio.timeout(PATIENCE_S):
         try:
-            first, second = await asyncio.gather(stores.up(node), stores.up(node))
-            assert first == second == stores.name(node) != ""
+            first, second = await asyncio.gather(stores.bring_up(node), stores.bring_up(node))
+            assert first == second == stores.name_of(node) != ""
         finally:
             stores._keepers[node].kill()
 
@@ -153,11 +153,11 @@ async def test_a_store_ends_with_its_host_and_counts_no_more_deaths(tmp_path, cl
     placement = spread()
     async with kept(tmp_path, placement) as stores:
         lost = cluster.id_of(1)
-        name = stores.name(lost)
+        name = stores.name_of(lost)
         cluster.kill(1)
         await asyncio.to_thread(wait_for_a_death, 1)
         while lost in stores._keepers:
             await stores._changed.wait()
-        assert stores.name(lost) == name, "readers are told that it is away"
+        assert stores.name_of(lost) == name, "readers are told that it is away"
         with pytest.raises(PartDiedError, match="store-"):
-            await stores.up(lost)
+            await stores.bring_up(lost)

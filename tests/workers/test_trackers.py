@@ -147,7 +147,7 @@ async def test_what_does_not_fit_the_queue_is_dropped_with_one_warning(run, inca
     link = make_link(incarnation, queued=2)
     with caplog.at_level(logging.WARNING):
         for step in range(5):
-            link.tell(Values(step, {}))
+            link.enqueue_message(Values(step, {}))
     assert [record.getMessage() for record in caplog.records] == [
         "tracker tensorboard: messages are dropped: 2 wait for it"
     ]
@@ -163,7 +163,7 @@ async def test_a_server_that_never_answers_holds_nothing_up(run, incarnation, mo
         link = make_link(incarnation, kind=TrackerKind.MLFLOW, queued=3)
         link.start()
         for step in range(4):
-            link.tell(Values(step, {}))
+            link.enqueue_message(Values(step, {}))
             await asyncio.sleep(0)
         async with asyncio.timeout(ENOUGH_S):
             await asyncio.get_running_loop().sock_accept(set_nonblocking(silent))  # it has asked, and waits
@@ -182,12 +182,12 @@ def set_nonblocking(server):
 async def test_a_tracker_that_is_killed_comes_back_and_goes_on(run, incarnation):
     link = make_link(incarnation, retry_s=1.1)  # its files are ordered by the second they were begun in
     link.start()
-    link.tell(Values(1, {"tokens/entropy": 1.0}))
+    link.enqueue_message(Values(1, {"tokens/entropy": 1.0}))
     await until_read(run, (1, 1.0))
     (child,) = tracker_processes()
     child.kill()
-    link.tell(Values(2, {"tokens/entropy": 2.0}))  # lost with it
-    link.tell(Values(3, {"tokens/entropy": 3.0}))
+    link.enqueue_message(Values(2, {"tokens/entropy": 2.0}))  # lost with it
+    link.enqueue_message(Values(3, {"tokens/entropy": 3.0}))
     await until_read(run, (1, 1.0), (3, 3.0))
     await link.close({}, limit_s=ENOUGH_S)
     assert link.undelivered == 1
@@ -200,7 +200,7 @@ async def test_a_tracker_that_cannot_begin_costs_its_own_messages_alone(run, inc
     link = make_link(incarnation, retry_s=0.05)
     link.start()
     for step in range(3):
-        link.tell(Values(step, {}))
+        link.enqueue_message(Values(step, {}))
     await link.close({}, limit_s=ENOUGH_S)
     assert link.undelivered == 4
     assert "its process died (TrackerError: FileExistsError" in caplog.text

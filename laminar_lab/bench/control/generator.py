@@ -204,7 +204,7 @@ class Generators:
         self._count = count
         self._actors: list[Process] = []
 
-    def make(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
+    def make(self, name: str, kind: type | str, *, concurrency: int, timeout_s: float, place: Place) -> Part:
         """A part for the replica of this name."""
         if len(self._actors) < self._count:
             self._actors.append(cluster().start(GeneratorActor, title="generator", concurrency=CALLS, place=place))
@@ -229,7 +229,7 @@ class ReadingScorerActor(PartActor):
     async def look_ahead(self, data: bytes) -> None:
         """Nothing is worked ahead."""
 
-    async def submit(self, data: bytes) -> None:
+    async def submit_responses(self, data: bytes) -> None:
         """Read a list of `Unscored`."""
         for one in decode(list[Unscored], data):
             self._scores.put_nowait(self._score(one))
@@ -241,7 +241,7 @@ class ReadingScorerActor(PartActor):
             return Score(trajectory_id=unscored.id, value=None, failure=DropReason.HOST_LOST, detail=str(error))
         return Score(trajectory_id=unscored.id, value=float(crc32(unscored.id.encode()) & 1))
 
-    async def take(self, wait_s: float) -> bytes:
+    async def next_scores(self, wait_s: float) -> bytes:
         """A list of `Score`."""
         scores: list[Score] = []
         try:

@@ -76,7 +76,7 @@ class EndpointBench:
     async def alone(self, case: Conversations, *, streams: bool) -> Timed:
         """Have the engine answer a round by itself."""
         again = RoundAlone(name=case.name, lengths=case.lengths(), streams=streams)
-        return await self._parts.replica.ask(Timed, "alone", encode(again))
+        return await self._parts.replica.call_for(Timed, "alone", encode(again))
 
 
 @asynccontextmanager

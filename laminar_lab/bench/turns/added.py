@@ -106,7 +106,7 @@ class TurnsBench:
     async def round(self, case: Case, number: int) -> TurnTimes:
         """Times of a round."""
         play = Play(assignments=case.assignments(number), keeps=case.keeps)
-        played = await self._parts.replica.ask(Played, "play", encode(play))
+        played = await self._parts.replica.call_for(Played, "play", encode(play))
         return TurnTimes.of({name: json.loads((self._times / name).read_text()) for name in played}, played)
 
 

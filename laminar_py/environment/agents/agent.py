@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from laminar_py.config.environment import Words
-from laminar_py.environment.agents.connections import RefusedError
+from laminar_py.environment.agents.connections import HttpStatusError
 from laminar_py.environment.agents.history import (
     AgentHistory,
     AssistantMessages,
@@ -224,13 +224,13 @@ class AgentEnvironment:
     ) -> list[AgentRequest]:
         """Requests for as many answers to the same, or none; those that were sent before are these again.
 
-        Raises `RefusedError`.
+        Raises `HttpStatusError`.
         """
         new = [digest for digest in digests if digest not in self._requests]
         if new and self._ended:
-            raise RefusedError(410, ENDED)
+            raise HttpStatusError(410, ENDED)
         if self._inbox.qsize() + len(new) > MOST_WAITING:
-            raise RefusedError(429, f"{MOST_WAITING} requests wait already; try again")
+            raise HttpStatusError(429, f"{MOST_WAITING} requests wait already; try again")
         for digest in new:
             request = AgentRequest(digest=digest, prompt=prompt, role=role, listens=listens)
             self._requests[digest] = request
@@ -240,42 +240,42 @@ class AgentEnvironment:
     async def python(self, code: str) -> str:
         """Run code in the sandbox, in a session of this agent; its output, as a terminal shows it.
 
-        Raises `RefusedError`, also where the sandbox itself fails.
+        Raises `HttpStatusError`, also where the sandbox itself fails.
         """
         if self._session is None:
-            raise RefusedError(404, "the run has no sandbox for agents; set environment.python")
+            raise HttpStatusError(404, "the run has no sandbox for agents; set environment.python")
         return await self._inside(self._session.python, code)
 
     async def shell(self, command: str) -> str:
         """`python`, with a command of a shell."""
         if self._session is None or not self._session.has_shell:
             absent = "no shell for agents; set environment.python and sandbox.programs"
-            raise RefusedError(404, f"the run has {absent}")
+            raise HttpStatusError(404, f"the run has {absent}")
         return await self._inside(self._session.shell, command)
 
     async def _inside(self, run: Callable[[str], Awaitable[str]], text: str) -> str:
         if self._ended:
-            raise RefusedError(410, ENDED)
+            raise HttpStatusError(410, ENDED)
         try:
             return await run(text)
         except SessionClosedError:
-            raise RefusedError(410, ENDED) from None
+            raise HttpStatusError(410, ENDED) from None
         except SandboxError as error:
-            raise RefusedError(503, f"the sandbox failed: {error}") from None
+            raise HttpStatusError(503, f"the sandbox failed: {error}") from None
 
     def reward(self, value: float | dict[str, float] | None) -> None:
         """End the trajectory with a reward, one for each role, or none.
 
-        Raises `RefusedError` where it has ended, and where a role that has turns has no reward.
+        Raises `HttpStatusError` where it has ended, and where a role that has turns has no reward.
         """
         if self._ended or self._last is not None:
-            raise RefusedError(410, ENDED)
+            raise HttpStatusError(410, ENDED)
         if isinstance(value, dict):
             roles = self._roles if self._present is None else [*self._roles, self._present.role]
             try:
                 credits_of(value, roles)
             except ValueError as error:
-                raise RefusedError(400, f"reward: {error}") from None
+                raise HttpStatusError(400, f"reward: {error}") from None
         self._end(End(value))
 
     def _left(self, fault: str) -> None:
@@ -301,7 +301,7 @@ class AgentEnvironment:
                 words = given.prompt.join(self._history, turn=len(self._roles) + 1)
             except WordsTooLongError as error:
                 del self._requests[given.digest]
-                given.refuse(RefusedError(413, str(error)))
+                given.refuse(HttpStatusError(413, str(error)))
                 continue
             self._present = given
             return words
@@ -309,4 +309,4 @@ class AgentEnvironment:
     def _finish(self) -> None:
         self._ended = True
         for request in self._requests.values():
-            request.refuse(RefusedError(410, ENDED))
+            request.refuse(HttpStatusError(410, ENDED))

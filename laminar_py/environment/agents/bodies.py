@@ -15,7 +15,7 @@ import numpy as np
 
 from laminar_py.config.environment import Words
 from laminar_py.environment.agents.agent import AgentAnswer
-from laminar_py.environment.agents.connections import RefusedError
+from laminar_py.environment.agents.connections import HttpStatusError
 from laminar_py.environment.agents.history import Chat, Prompt, TextPrompt, TokenPrompt
 from laminar_py.environment.protocol import MOST_TOKENS
 from laminar_py.records.codec import IntArray
@@ -75,10 +75,10 @@ class AnyRequest(msgspec.Struct, kw_only=True):
 
     @property
     def choices(self) -> int:
-        """Number of turns that answer it. Raises `RefusedError`."""
+        """Number of turns that answer it. Raises `HttpStatusError`."""
         choices = 1 if self.n is None else self.n
         if not 1 <= choices <= MOST_CHOICES or (choices > 1 and self.stream):
-            raise RefusedError(400, f"n={choices}: give 1 to {MOST_CHOICES}, and 1 for a stream")
+            raise HttpStatusError(400, f"n={choices}: give 1 to {MOST_CHOICES}, and 1 for a stream")
         return choices
 
 
@@ -91,9 +91,9 @@ class ChatRequest(AnyRequest):
     max_completion_tokens: TurnLimit = None
 
     def prompt_of_turn(self) -> Prompt:
-        """Messages as chat templates know them. Raises `RefusedError`."""
+        """Messages as chat templates know them. Raises `HttpStatusError`."""
         if not self.messages or self.messages[-1].role == "assistant":
-            raise RefusedError(400, "messages: there are none, or the last is the assistant's")
+            raise HttpStatusError(400, "messages: there are none, or the last is the assistant's")
         plain = [msgspec.to_builtins(message) for message in self.messages]
         messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in plain]
         most = _least(self.max_tokens, self.max_completion_tokens)
@@ -108,11 +108,11 @@ class CompletionRequest(AnyRequest):
     echo: bool | None = None
 
     def prompt_of_turn(self) -> Prompt:
-        """The text or the ids. Raises `RefusedError`."""
+        """The text or the ids. Raises `HttpStatusError`."""
         if not self.prompt:
-            raise RefusedError(400, "prompt: is empty")
+            raise HttpStatusError(400, "prompt: is empty")
         if self.echo:
-            raise RefusedError(400, "echo: is not done here")
+            raise HttpStatusError(400, "echo: is not done here")
         if isinstance(self.prompt, str):
             return TextPrompt(self.prompt, self.max_tokens)
         return TokenPrompt(_ids(self.prompt), self.max_tokens)
@@ -131,11 +131,11 @@ class TokensRequest(AnyRequest):
     sampling_params: SamplingFields | None = None
 
     def prompt_of_turn(self) -> Prompt:
-        """The ids. Raises `RefusedError`."""
+        """The ids. Raises `HttpStatusError`."""
         if not self.token_ids:
-            raise RefusedError(400, "token_ids: there are none")
+            raise HttpStatusError(400, "token_ids: there are none")
         if self.stream:
-            raise RefusedError(400, "stream: is not done here; leave it out")
+            raise HttpStatusError(400, "stream: is not done here; leave it out")
         sampled = None if self.sampling_params is None else self.sampling_params.max_tokens
         return TokenPrompt(_ids(self.token_ids), _least(self.max_tokens, sampled))
 
@@ -237,7 +237,7 @@ def finish_of(answer: AgentAnswer) -> str:
 
 def error_body(error: BaseException) -> dict[str, Any]:
     """A fault in the form that clients of the API read."""
-    kind = HTTPStatus(error.status).phrase if isinstance(error, RefusedError) else type(error).__name__
+    kind = HTTPStatus(error.status).phrase if isinstance(error, HttpStatusError) else type(error).__name__
     return {"error": {"message": str(error), "type": kind, "code": None, "param": None}}
 
 
@@ -252,5 +252,5 @@ def _least(*limits: int | None) -> int | None:
 
 def _ids(given: list[int]) -> IntArray:
     if min(given) < 0 or max(given) > np.iinfo(np.int32).max:
-        raise RefusedError(400, "tokens: one of them is no id of the model")
+        raise HttpStatusError(400, "tokens: one of them is no id of the model")
     return np.array(given, np.int32)

@@ -33,8 +33,8 @@ REFUSAL = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After:
 TOO_SLOW, TOO_MANY = "408 Request Timeout", "503 Service Unavailable"
 
 
-class RefusedError(Exception):
-    """A request that has a status for an answer, e.g. `RefusedError(410, "the trajectory has ended")`."""
+class HttpStatusError(Exception):
+    """A request that has a status for an answer, e.g. `HttpStatusError(410, "the trajectory has ended")`."""
 
     def __init__(self, status: int, reason: str, *, closes: bool = False) -> None:
         super().__init__(reason)
@@ -177,7 +177,7 @@ class AgentConnections:
 
     @contextmanager
     def answering(self, transport: asyncio.BaseTransport | None, agent: object | None) -> Iterator[None]:
-        """Know whose a connection is while its request is answered. Raises `RefusedError`.
+        """Know whose a connection is while its request is answered. Raises `HttpStatusError`.
 
         A connection without an agent waits for a trajectory, and may be closed like any that waits.
         """
@@ -189,7 +189,7 @@ class AgentConnections:
             yield
             return
         if self._answering[agent] >= MOST_AT_ONCE:
-            raise RefusedError(429, f"{MOST_AT_ONCE} requests are being answered")
+            raise HttpStatusError(429, f"{MOST_AT_ONCE} requests are being answered")
         del self._idle[one]
         self._busy.add(one)
         with _held(self._answering, agent, 1):
@@ -202,17 +202,17 @@ class AgentConnections:
 
     @contextmanager
     def keeping(self, agent: object | None, count: int) -> Iterator[None]:
-        """Keep a body of so many bytes for an agent until it is answered. Raises `RefusedError`."""
+        """Keep a body of so many bytes for an agent until it is answered. Raises `HttpStatusError`."""
         if self._kept[agent] + count > BODIES_KEPT * self.bounds.max_body_bytes:
-            raise RefusedError(503, BODIES_FULL)
+            raise HttpStatusError(503, BODIES_FULL)
         with _held(self._kept, agent, count):
             yield
 
     @contextmanager
     def reading(self, count: int) -> Iterator[None]:
-        """Read a body of so many bytes. Raises `RefusedError`."""
+        """Read a body of so many bytes. Raises `HttpStatusError`."""
         if self._reading + count > self.bounds.bodies_bytes:
-            raise RefusedError(503, BODIES_FULL)
+            raise HttpStatusError(503, BODIES_FULL)
         self._reading += count
         try:
             yield

@@ -37,7 +37,7 @@ from laminar_py.environment.agents.connections import (
     AgentConnection,
     AgentConnections,
     ConnectionBounds,
-    RefusedError,
+    HttpStatusError,
 )
 from laminar_py.environment.agents.runner import ExternalAgents
 from laminar_py.environment.agents.streamed import EventStream
@@ -87,7 +87,7 @@ class AgentEndpoint:
         """Answer a request, or say by a status why not."""
         try:
             return await self._admit(request, handler)
-        except RefusedError as refusal:
+        except HttpStatusError as refusal:
             headers = TRY_AGAIN if refusal.status == web.HTTPServiceUnavailable.status_code else None
             response = _json(error_body(refusal), status=refusal.status, headers=headers)
             if refusal.closes:
@@ -98,7 +98,7 @@ class AgentEndpoint:
         """Read a request of an agent, and handle it; others are refused before they are read, and closed."""
         agent = None if self._is_external(request) else self._agent(request)
         if request.headers.get("Content-Encoding", "identity") != "identity":
-            raise RefusedError(415, "a body is to be plain JSON")
+            raise HttpStatusError(415, "a body is to be plain JSON")
         bounds, length = self._connections.bounds, request.content_length
         most = bounds.max_body_bytes if length is None else min(length, bounds.max_body_bytes)
         count = most if request.can_read_body else 0
@@ -109,7 +109,7 @@ class AgentEndpoint:
                         await request.read()
                 except TimeoutError:
                     reason = f"the body took longer than {bounds.read_s:g} s"
-                    raise RefusedError(408, reason, closes=True) from None
+                    raise HttpStatusError(408, reason, closes=True) from None
             return await handler(request)
 
     def _is_external(self, request: web.Request) -> bool:
@@ -118,10 +118,10 @@ class AgentEndpoint:
         return self._external is not None and secrets.compare_digest(key, self._external.key.encode())
 
     def _agent(self, request: web.Request) -> AgentEnvironment:
-        """The agent whose key the request has. Raises `RefusedError`."""
+        """The agent whose key the request has. Raises `HttpStatusError`."""
         agent = self._keys.agent(_key_of(request))
         if agent is None:
-            raise RefusedError(401, "no trajectory that goes on has this key", closes=True)
+            raise HttpStatusError(401, "no trajectory that goes on has this key", closes=True)
         return agent
 
     # ---- turns
@@ -151,11 +151,11 @@ class AgentEndpoint:
         agent = self._agent(request)
         named = request.match_info.get("trajectory")
         if named is not None and named != agent.trajectory_id:
-            raise RefusedError(403, f"the key is not that of {named}")
+            raise HttpStatusError(403, f"the key is not that of {named}")
         value = (await _body(request, RewardRequest)).reward
         for one in value.values() if isinstance(value, dict) else [value]:
             if one is not None and abs(one) > LARGEST:
-                raise RefusedError(400, f"reward={one:g}: give a number up to {LARGEST:g}")
+                raise HttpStatusError(400, f"reward={one:g}: give a number up to {LARGEST:g}")
         agent.reward(value)
         return _json({"reward": value})
 
@@ -171,7 +171,7 @@ class AgentEndpoint:
         """A trajectory for an external agent, or the word that none waits now."""
         assert self._external is not None, "who starts agents hands none out"
         if not self._is_external(request):
-            raise RefusedError(401, "this is not the key of the run")
+            raise HttpStatusError(401, "this is not the key of the run")
         offer = await self._external.take(PATIENCE_S)
         if offer is None:
             return _json({"id": None})
@@ -228,11 +228,11 @@ def _accept(connections: AgentConnections, server: web.Server) -> AgentConnectio
 
 
 async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
-    """Body of a request. Raises `RefusedError`."""
+    """Body of a request. Raises `HttpStatusError`."""
     try:
         return msgspec.json.decode(await request.read(), type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RefusedError(400, str(error)) from None
+        raise HttpStatusError(400, str(error)) from None
 
 
 def _digest(request: web.Request, body: bytes) -> bytes:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from laminar_py.ledger.segments import wire
 from laminar_py.ledger.segments.reader import StoreAwayError
-from laminar_py.ledger.segments.wire import Status
+from laminar_py.ledger.segments.wire import AnswerStatus
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import PayloadLostError, PieceRef
 
@@ -129,21 +129,21 @@ class StoreClient:
         try:
             connection.send(wire.REQUEST_HEAD.pack(request, len(body)) + body)
             signature, status, size = wire.ANSWER_HEAD.unpack(connection.receive(wire.ANSWER_HEAD.size))
-            line = b"" if status == Status.PIECES else connection.receive(min(size, wire.LINE_BYTES))
+            line = b"" if status == AnswerStatus.PIECES else connection.receive(min(size, wire.LINE_BYTES))
             right = wire.answer_signature(self._key, request, status, size, line)
             if not hmac.compare_digest(signature, right):
                 raise ConnectionError("what answers there does not have the run's key")
-            if status == Status.PIECES and size != sum(sizes):
+            if status == AnswerStatus.PIECES and size != sum(sizes):
                 raise ConnectionError(f"{size} bytes, where {sum(sizes)} were asked for")
-            pieces = [connection.receive(one) for one in sizes] if status == Status.PIECES else []
+            pieces = [connection.receive(one) for one in sizes] if status == AnswerStatus.PIECES else []
         except OSError:
             connection.close()
             raise
         self._keep(store, connection)
         told = line.decode(errors="replace")
-        if status == Status.LOST:
+        if status == AnswerStatus.LOST:
             raise PayloadLostError(f"{told} ({store})")
-        if status == Status.REFUSED:
+        if status == AnswerStatus.REFUSED:
             raise ConnectionError(told)
         return pieces
 

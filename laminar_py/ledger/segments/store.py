@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.ledger.segments import wire
-from laminar_py.ledger.segments.wire import PieceRequest, Status
+from laminar_py.ledger.segments.wire import AnswerStatus, PieceRequest
 from laminar_py.ledger.segments.writer import SEGMENT
 from laminar_py.records.codec import decode
 from laminar_py.records.pieces import PayloadLostError
@@ -157,31 +157,31 @@ class PieceStore:
         deadline = time.monotonic() + self._limits.turn_s + self._limits.answer_s
         if not self._turns.acquire(timeout=self._limits.turn_s):
             line = f"{self._limits.answers} answers are under way; ask again"
-            self._send(connection, signature, Status.REFUSED, line, deadline)
+            self._send(connection, signature, AnswerStatus.REFUSED, line, deadline)
             return
         deadline = time.monotonic() + self._limits.answer_s
         try:
             wanted = check_request(body)
             pieces = map_pieces(self._folder, wanted)
         except PayloadLostError as error:
-            self._send(connection, signature, Status.LOST, str(error), deadline)
+            self._send(connection, signature, AnswerStatus.LOST, str(error), deadline)
         except BadRequestError as error:
-            self._send(connection, signature, Status.REFUSED, str(error), deadline)
+            self._send(connection, signature, AnswerStatus.REFUSED, str(error), deadline)
         except OSError as error:  # too many open files, say: the pieces may well be there
             log.warning("no answer: %s", error)
-            self._send(connection, signature, Status.REFUSED, f"{error.strerror}; ask again", deadline)
+            self._send(connection, signature, AnswerStatus.REFUSED, f"{error.strerror}; ask again", deadline)
         else:
-            send_all(connection, [self._head(signature, Status.PIECES, wanted.num_bytes), *pieces], deadline)
+            send_all(connection, [self._head(signature, AnswerStatus.PIECES, wanted.num_bytes), *pieces], deadline)
         finally:
             self._turns.release()
 
     def _send(
-        self, connection: socket.socket, signature: bytes, status: Status, text: str, deadline: float
+        self, connection: socket.socket, signature: bytes, status: AnswerStatus, text: str, deadline: float
     ) -> None:
         line = text.encode()[: wire.LINE_BYTES]
         send_all(connection, [self._head(signature, status, len(line), line), memoryview(line)], deadline)
 
-    def _head(self, signature: bytes, status: Status, size: int, line: bytes = b"") -> memoryview:
+    def _head(self, signature: bytes, status: AnswerStatus, size: int, line: bytes = b"") -> memoryview:
         signed = wire.answer_signature(self._key, signature, status, size, line)
         return memoryview(wire.ANSWER_HEAD.pack(signed, status, size))
 

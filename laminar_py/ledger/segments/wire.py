@@ -1,7 +1,7 @@
 """Talk of readers with the stores of other hosts: requests, signatures, bounds, and where a store is.
 
     reader -> store  signature and size of a `PieceRequest` in MessagePack, and the request
-    store -> reader  signature, `Status` and size of the answer; then the bytes of the pieces in a row, or one line
+    store -> reader  signature, `AnswerStatus` and size of the answer; then the bytes of the pieces, or one line
 
 A store leaves its present address in the run's folder, which all hosts see, under its name; readers look there
 before they connect. So a store that died may come back at any port.
@@ -44,7 +44,7 @@ Name = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9_-]{1,64}\.[0-9a-f]{1,16}\
 """Name of a segment, as `writer.new_name` makes it: no part of it leads out of a folder."""
 
 
-class Status(IntEnum):
+class AnswerStatus(IntEnum):
     """Meaning of an answer."""
 
     PIECES = 0  # their bytes follow

@@ -1,6 +1,6 @@
-"""The cluster that a run's processes are on: this host alone, with forked processes, or one of Ray.
+"""The cluster of a run: this host alone, with forked processes, or a Ray cluster.
 
-`open_cluster` opens one; from then on parts start there (`part.Part`), and functions run on its nodes.
+`open_cluster` opens it. From then on parts start there (`part.Part`), and functions run on its nodes.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from laminar_py.records.codec import encode
-from laminar_py.runtime.cluster.calls import Answer, Scalar, value_of
-from laminar_py.runtime.cluster.errors import ProcessLostError
+from laminar_py.runtime.cluster.calls import Answer, Kind, Scalar, as_scalar, value_of
+from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.forked import SESSION, ForkedCluster, NamedProcess
 from laminar_py.runtime.cluster.placement import Node, Place
 
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 RAY_HERE = "local"  # cluster.address of a Ray cluster that the run starts on this machine
-AWAY_S = 0.1  # before a process is asked again that died over a call: the dead one may still have its name
+AWAY_S = 0.1  # before a call to a named process is repeated: the dead process may still have the name
 
 
 class Process(Protocol):
     """A process of the run, seen from the process that started it."""
 
-    def ask(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
-        """Make a call once the process, or Ray, takes it; the inner future is its answer."""
+    def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
+        """Call a method once the process is up; the inner future is the answer of the method."""
         ...
 
     def kill(self) -> None:
@@ -38,27 +38,27 @@ class Process(Protocol):
 
 
 class Cluster(Protocol):
-    """Starts processes on nodes; see `ForkedCluster` and `RayCluster`."""
+    """Starts processes on nodes. Implemented by `ForkedCluster` and `RayCluster`."""
 
     here: str  # this process's node
 
-    def start(self, kind: type, *, title: str, concurrency: int, place: Place, known_as: str = "") -> Process:
-        """A process that hosts an object of `kind`; other processes of the run call it by the name `known_as`.
+    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = "") -> Process:
+        """Start a process that hosts an object of `kind`, and return it.
 
-        `ps` and `top` show its `title`.
+        Other processes of the run call it by the name `known_as`. `ps` and `top` show its `title`.
         """
         ...
 
     def nodes(self, *, taken: bool) -> list[Node]:
-        """Its nodes with the GPUs that are free, or with `taken` with all; this process's first."""
+        """Return the nodes, the controller's first, with their free GPUs, or with all GPUs if `taken`."""
         ...
 
     async def all_placed(self) -> bool:
-        """True once every process has what it asked for, or has died."""
+        """Return True once every process has its GPUs, or has died."""
         ...
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
-        """Answer of a function in a process on that node."""
+        """Run a function in a process on a node, and return its answer."""
         ...
 
 
@@ -67,10 +67,10 @@ _opened: list[Cluster] = []
 
 @contextlib.contextmanager
 def open_cluster(address: str | None) -> Iterator[None]:
-    """Open the cluster at `cluster.address`; all that the run starts there ends with it.
+    """Open the cluster at `cluster.address`; all processes of the run end when it closes.
 
-    None: this host, with forked processes; `local`: Ray, started on this machine; else Ray, joined, which goes on.
-    Raises `ConfigError` if there is none to join.
+    None: this host, with forked processes; `local`: a Ray cluster started on this machine; any other address: a
+    running Ray cluster, which keeps running. Raises `ConfigError` if there is no cluster to join.
     """
     with contextlib.ExitStack() as stack:
         cluster: Cluster
@@ -89,7 +89,7 @@ def open_cluster(address: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_session() -> Iterator[None]:
-    """Have processes of this run find each other by Ray, also where the run was started by a forked process."""
+    """Let processes of this run find each other by Ray, also if a forked process started the run."""
     outer = os.environ.pop(SESSION, None)
     try:
         yield
@@ -99,28 +99,28 @@ def _no_session() -> Iterator[None]:
 
 
 def cluster() -> Cluster:
-    """The open cluster."""
+    """Return the open cluster."""
     assert _opened, "a cluster is open"
     return _opened[-1]
 
 
 def nodes(*, taken: bool = False) -> list[Node]:
-    """Live nodes with their free GPUs, or with `taken` with all: this process's first, then by address."""
+    """Return the live nodes, this process's first, with their free GPUs, or with all GPUs if `taken`."""
     return cluster().nodes(taken=taken)
 
 
 async def all_placed() -> bool:
-    """True once every process that this one started, or is about to, has what it asked for, or has died."""
+    """Return True once every process that this one started has its GPUs, or has died."""
     return await cluster().all_placed()
 
 
 async def on_node(
     node: str, function: Callable[..., bytes], *arguments: str | bytes, apart: bool = False
 ) -> bytes:
-    """Answer of a function of this package on that node. Raises `ProcessLostError`, or `RemoteCallError`.
+    """Run a function of this package on a node, and return its answer. Raises `NoAnswerError`, `RemoteCallError`.
 
-    On this node the function runs on a thread, and raises its own errors. Set `apart` for heavy work: the function
-    then runs in a process of low priority here, too.
+    On this node the function runs on a thread, and raises its own errors. With `apart`, for heavy work, it runs in
+    a process of low priority on this node, too.
     """
     if not apart and node == cluster().here:
         return await asyncio.to_thread(function, *arguments)
@@ -128,7 +128,7 @@ async def on_node(
 
 
 class NamedPart:
-    """A part that any process of the run calls by name, whichever process has the name now.
+    """Calls a part by name from any process of the run, also after the part has restarted.
 
     E.g. `NamedPart("math-3.1.environment-0")`.
     """
@@ -142,29 +142,27 @@ class NamedPart:
 
             self._process = NamedActor(name)
 
-    async def ask(self, method: str, data: bytes) -> bytes:
-        """The answer of a method. Where the process dies over the call, the call is made again on the next one.
+    async def call(self, method: str, *arguments: object) -> Scalar:
+        """Return the answer of a method. If the process dies meanwhile, call the next process of that name.
 
-        Raises `RemoteCallError` where the method raises.
+        Raises `RemoteCallError` if the method raises.
         """
+        sent = [as_scalar(argument) for argument in arguments]
         while True:
             try:
-                answer = value_of(await self._process.ask(method, data))
-            except ProcessLostError as error:
-                if type(error) is not ProcessLostError:
-                    raise  # what the method raised
-                log.info("%s is away: %s", self._name, error)
+                return value_of(await self._process.call_method(method, *sent))
+            except NoAnswerError as error:
+                if type(error) is not NoAnswerError:
+                    raise  # an error of the method itself
+                log.info("%s does not answer: %s", self._name, error)
                 await asyncio.sleep(AWAY_S)
-            else:
-                assert isinstance(answer, bytes), f"{method} answers bytes"
-                return answer
 
 
 class _Named(Protocol):
-    async def ask(self, method: str, *arguments: Scalar) -> Answer: ...
+    async def call_method(self, method: str, *arguments: Scalar) -> Answer: ...
 
 
 def free_port(ip: str) -> bytes:
-    """A port that this host can listen on."""
+    """Return an encoded free port of this host at the address `ip`."""
     with socket.create_server((ip, 0)) as listener:
         return encode(listener.getsockname()[1])

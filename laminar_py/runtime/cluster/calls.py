@@ -2,41 +2,48 @@
 
 A frame is a length (four bytes, little-endian) and a MessagePack record. A connection carries `Call` one way and
 `Returned` or `Raised` the other way, in any order; numbers match answers to calls. Ray carries the same answers.
-Law 7: arguments and answers are bytes or scalars, and nothing is pickled.
+
+Arguments and answers travel as scalars or as the bytes of a typed record, and nothing is pickled (law 7). The
+annotations of a method say which records it takes: `Shell` decodes the arguments before the call, and encodes the
+answer after it.
 """
 
 import asyncio
+import functools
 import importlib
 import inspect
 import struct
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 import msgspec
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.protocols import StoreFullError
-from laminar_py.runtime.cluster.errors import ProcessLostError, RemoteCallError, bug_in, errors_in, unwritable
+from laminar_py.runtime.cluster.errors import NoAnswerError, RemoteCallError, bug_in, errors_in, unwritable
 
 HEAD = struct.Struct("<I")
 MAX_FRAME = 1 << 30  # bytes; the largest frames are a learner's requests of some megabytes
 
 Scalar: TypeAlias = bytes | str | int | float | bool | None
+SCALARS = (bytes, str, int, float, bool, type(None))
+Kind: TypeAlias = type | str
+"""A class, or "module:Class" where the caller should not import the module, e.g. because it imports torch."""
 
 
 class FailureKind(StrEnum):
-    """What a failure means for the run."""
+    """Consequence of a failure for the run."""
 
     BUG = "bug"  # a mistake in this package: the run ends
-    USER = "user"  # the user has to mend a setting or the machine: the run ends
+    USER = "user"  # the user has to change a setting or the machine: the run ends
     UNWRITABLE = "unwritable"  # a disk is full or read-only: the run ends
-    CRASH = "crash"  # the process is of no use: another takes its place
+    CRASH = "crash"  # the process is lost: another takes its place
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +80,7 @@ Answer: TypeAlias = Returned | Raised
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The failure that an error, or a group of errors, is for the run."""
+    """Return the failure that an error, or a group of errors, means for the run."""
     text = "".join(traceback.format_exception(error))
     if (bug := bug_in(error)) is not None:
         return Failure(kind=FailureKind.BUG, reason=f"{type(bug).__name__}: {bug}", traceback=text)
@@ -88,7 +95,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def answer_of(function: Callable[..., Scalar], *arguments: Scalar) -> Answer:
-    """Call a function; the answer says what it returned or raised."""
+    """Call a function; return its value or its error as an answer."""
     try:
         return Returned(0, function(*arguments))
     except Exception as error:  # noqa: BLE001 - the caller judges it
@@ -96,7 +103,7 @@ def answer_of(function: Callable[..., Scalar], *arguments: Scalar) -> Answer:
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """MessagePack bytes of an answer; of a value that is no scalar, or too large, those of a failure."""
+    """Encode an answer; if its value is no scalar, or too large, encode a failure instead."""
     try:
         data = encode(answer)
         assert len(data) <= MAX_FRAME, f"an answer of {len(data)} bytes"
@@ -111,7 +118,7 @@ def read_answer(data: bytes) -> Answer:
 
 
 def value_of(answer: Answer) -> Scalar:
-    """What a function on a node returned. Raises `RemoteCallError` where it raised."""
+    """Return the value of an answer. Raises `RemoteCallError` if the answer is an error."""
     if isinstance(answer, Raised):
         failure = answer.failure
         raise RemoteCallError(failure.reason, is_bug=failure.kind is FailureKind.BUG)
@@ -119,45 +126,87 @@ def value_of(answer: Answer) -> Scalar:
     return value
 
 
-def is_async(kind: type) -> bool:
-    """True where a class has a coroutine method: all its methods then run on an event loop."""
-    return any(inspect.iscoroutinefunction(method) for _, method in inspect.getmembers(kind, inspect.isfunction))
+def as_scalar(value: object) -> Scalar:
+    """Return a value as it travels: a scalar as it is, a record as MessagePack bytes."""
+    return value if isinstance(value, SCALARS) else encode(value)
+
+
+def decode_arguments(method: Callable[..., object], arguments: Sequence[Scalar]) -> list[object]:
+    """Decode the arguments of a method: bytes become records where the annotation names a record type."""
+    if not any(isinstance(argument, bytes) for argument in arguments):
+        return list(arguments)
+    kinds = _record_types(method)
+    return [
+        decode(kinds[place], argument) if isinstance(argument, bytes) and place in kinds else argument
+        for place, argument in enumerate(arguments)
+    ]
+
+
+@functools.cache
+def _record_types(method: Callable[..., object]) -> dict[int, type]:
+    """Return the record types of a method's arguments, by place; scalar arguments are left out."""
+    hints = get_type_hints(method)
+    names = enumerate(inspect.signature(method).parameters)
+    kinds = {place: hints[name] for place, name in names if name in hints}
+    return {place: kind for place, kind in kinds.items() if kind not in SCALARS and bytes not in get_args(kind)}
 
 
 class Shell:
-    """Hosts an object in its process: `await shell.answer("ping", b"...")`.
+    """Hosts an object in its process: `await shell.answer(7, "ping", b"...")` calls its method `ping`.
 
-    Methods of a class with coroutines run on the event loop, those of another class on `concurrency` threads.
+    If the class has coroutine methods, all methods run on the event loop; otherwise on `concurrency` threads.
     """
 
     def __init__(self, kind: type, *, concurrency: int) -> None:
         self._part = kind()
-        self._threads = None if is_async(kind) else ThreadPoolExecutor(concurrency, thread_name_prefix="calls")
+        methods = inspect.getmembers(kind, inspect.isfunction)
+        is_async = any(inspect.iscoroutinefunction(method) for _, method in methods)
+        self._threads = None if is_async else ThreadPoolExecutor(concurrency, thread_name_prefix="calls")
 
     async def answer(self, number: int, method: str, *arguments: Scalar) -> Answer:
-        """Call a method; the answer says what it returned or raised."""
+        """Call a method; return its value or its error as an answer."""
         try:
             bound = getattr(self._part, method)
             if self._threads is None:
-                value = bound(*arguments)
-                value = await value if inspect.isawaitable(value) else value
+                value = bound(*decode_arguments(bound, arguments))
+                value = as_scalar(await value if inspect.isawaitable(value) else value)
             else:
-                value = await asyncio.get_running_loop().run_in_executor(self._threads, bound, *arguments)
-            answer = Returned(number, value)
+                loop = asyncio.get_running_loop()
+                value = await loop.run_in_executor(self._threads, _call_method, bound, arguments)
+            return Returned(number, value)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the caller judges it
             return Raised(number, failure_of(error))
-        return answer
+
+
+def _call_method(bound: Callable[..., object], arguments: Sequence[Scalar]) -> Scalar:
+    return as_scalar(bound(*decode_arguments(bound, arguments)))
 
 
 class Refusal:
-    """Stands for the shell of an object that could not be made: each call raises what its constructor raised."""
+    """Stands for the shell of an object whose constructor raised: each call raises the same error."""
 
     def __init__(self, error: Exception) -> None:
         self._failure = failure_of(error)
 
     async def answer(self, number: int, method: str, *arguments: Scalar) -> Answer:
-        """The failure."""
+        """Answer with the failure of the constructor."""
         return Raised(number, self._failure)
+
+
+def open_shell(path: str, *, concurrency: int) -> Shell | Refusal:
+    """Import the class at "module:Class", make an object of it, and host it; a `Refusal` if either raises."""
+    try:
+        module, _, name = path.partition(":")
+        kind: object = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        assert isinstance(kind, type), f"{path} is a class"
+        return Shell(kind, concurrency=concurrency)
+    except Exception as error:  # noqa: BLE001 - the caller judges it
+        return Refusal(error)
+
+
+def class_path(kind: Kind) -> str:
+    """The "module:Class" of a class, e.g. "tests.cluster.test_part:Faulty"."""
+    return kind if isinstance(kind, str) else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def set_title(title: str) -> None:
@@ -165,17 +214,8 @@ def set_title(title: str) -> None:
     Path("/proc/self/comm").write_text(title)
 
 
-def load_class(module: str, name: str) -> type:
-    """The class of that name."""
-    found: object = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    assert isinstance(found, type), f"{module}.{name} is a class"
-    return found
-
-
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next frame. Raises `asyncio.IncompleteReadError` or `OSError` where the connection ends."""
+    """Read the next frame. Raises `asyncio.IncompleteReadError` or `OSError` if the connection ends."""
     (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
     assert size <= MAX_FRAME, f"a frame of {size} bytes"
     return await reader.readexactly(size)
@@ -209,13 +249,13 @@ async def serve(shell: Shell | Refusal, reader: asyncio.StreamReader, writer: as
 
 
 class Caller:
-    """The calling end of a connection: `await caller.ask("ping", b"...")`."""
+    """Makes calls over a connection: `await caller.call_method("ping", b"...")`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._numbers = count()
         self._waiting = dict[int, asyncio.Future[Answer]]()
-        self._end: ProcessLostError | None = None
+        self._end: NoAnswerError | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -223,7 +263,7 @@ class Caller:
         return self._end is not None
 
     async def run(self) -> None:
-        """Take answers until the connection ends."""
+        """Receive answers until the connection ends."""
         try:
             while True:
                 answer = read_answer(await read_frame(self._reader))
@@ -233,8 +273,8 @@ class Caller:
         except (asyncio.IncompleteReadError, OSError):
             return
 
-    def ask(self, method: str, *arguments: Scalar) -> asyncio.Future[Answer]:
-        """Make a call; its answer. The future raises `ProcessLostError` where the process ends first."""
+    def call_method(self, method: str, *arguments: Scalar) -> asyncio.Future[Answer]:
+        """Make a call; the future is its answer, or raises `NoAnswerError` if the process ends first."""
         answer = asyncio.get_running_loop().create_future()
         if self._end is not None:
             answer.set_exception(self._end)
@@ -244,8 +284,8 @@ class Caller:
             write_frame(self._writer, Call(number, method, list(arguments)))
         return answer
 
-    def close(self, error: ProcessLostError) -> None:
-        """Close the connection; calls without an answer, and later ones, raise `error`."""
+    def close(self, error: NoAnswerError) -> None:
+        """Close the connection; waiting and later calls raise `error`."""
         self._end = error
         self._writer.close()
         for waiting in self._waiting.values():

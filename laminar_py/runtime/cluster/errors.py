@@ -1,4 +1,7 @@
-"""Ways in which a part and a run end before their time. The command line tells a run's in one line."""
+"""Errors that end a part or a run, and how to tell them apart.
+
+The command line shows a run's error in one line.
+"""
 
 import errno
 import re
@@ -10,7 +13,7 @@ from laminar_py.records.protocols import RefusedError
 
 MISTAKES = (ValueError, TypeError, AssertionError, AttributeError, LookupError, NameError, ArithmeticError)
 
-# Ray's own, where its watch over a node's memory ended the process, torch's, Python's, the C library's, SGLang's
+# of Ray, where its memory monitor ended the process, torch, Python, libc and SGLang
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|OUT_OF_MEMORY|running low on memory|MemoryError|can.?t allocate memory"
     r"|cannot allocate memory|not enough memory",
@@ -19,13 +22,13 @@ OUT_OF_MEMORY = re.compile(
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 SQLITE_UNWRITABLE = {8, 10, 13, 14}  # codes of SQLite: READONLY, IOERR, FULL, CANTOPEN
-UNWRITTEN = re.compile(r"No space left on device|PytorchStreamWriter failed writing")  # wherever it was wrapped
+UNWRITTEN = re.compile(r"No space left on device|PytorchStreamWriter failed writing")  # in any message
 
 
 class PartDiedError(Exception):
-    """A supervised part is gone or of no use any more; the message says why.
+    """A part died or has to be replaced; the message says why.
 
-    `vanished` where somebody ended its process, or its engine's, and neither it nor this run says who.
+    `vanished` is set if its process, or that of its engine, was killed by an unknown sender.
     """
 
     def __init__(self, part: str, reason: str, *, vanished: bool = False) -> None:
@@ -35,10 +38,10 @@ class PartDiedError(Exception):
         self.vanished = vanished
 
 
-class ProcessLostError(Exception):
+class NoAnswerError(Exception):
     """A process, or its node, gives no answer; the message says why.
 
-    `ended_by_run` where the run itself ended the process.
+    `ended_by_run` is set if the run itself ended the process.
     """
 
     def __init__(self, reason: str, *, ended_by_run: bool = False) -> None:
@@ -46,8 +49,8 @@ class ProcessLostError(Exception):
         self.ended_by_run = ended_by_run
 
 
-class RemoteCallError(ProcessLostError):
-    """A function raised on a node; `is_bug` where only a mistake in this package raises that."""
+class RemoteCallError(NoAnswerError):
+    """A function raised an error on a node; `is_bug` is set if the error is a mistake in this package."""
 
     def __init__(self, reason: str, *, is_bug: bool) -> None:
         super().__init__(reason)
@@ -55,12 +58,12 @@ class RemoteCallError(ProcessLostError):
 
 
 def for_memory(words: str) -> bool:
-    """True where what a part said last is that memory ran out, of the host or of a GPU."""
+    """Return True if an error message says that the memory of the host or of a GPU ran out."""
     return OUT_OF_MEMORY.search(words) is not None
 
 
 def unwritable(error: BaseException) -> str | None:
-    """Reason why a file could not be written, where that is for its disk or its folder; None for another error."""
+    """Return why a file could not be written, if its disk or folder is the cause; None for any other error."""
     if isinstance(error, OSError) and error.errno in FULL:
         return str(error)
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in SQLITE_UNWRITABLE:
@@ -69,11 +72,11 @@ def unwritable(error: BaseException) -> str | None:
 
 
 class PartBugError(Exception):
-    """A part raised what only a mistake in this package raises; starting it anew would hide that."""
+    """A part raised an error that is a mistake in this package; a restart would hide the mistake."""
 
 
 class RunFailedError(Exception):
-    """The run cannot go on; the message says why, in one line, and where to look."""
+    """The run cannot continue; the message says why, in one line, and where to look."""
 
 
 class UnwritableError(RunFailedError):
@@ -81,7 +84,7 @@ class UnwritableError(RunFailedError):
 
 
 def errors_in(error: BaseException) -> Iterator[BaseException]:
-    """Errors in a group, at any depth; one that is no group is alone."""
+    """Yield the errors of a group, at any depth, or the error itself if it is no group."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from errors_in(inner)
@@ -90,7 +93,7 @@ def errors_in(error: BaseException) -> Iterator[BaseException]:
 
 
 def bug_in(error: BaseException) -> BaseException | None:
-    """The first mistake of ours in an error or a group of errors, if there is one."""
+    """Return the first mistake in this package among an error or a group of errors, if there is one."""
     return next((inner for inner in errors_in(error) if _is_bug(inner)), None)
 
 
@@ -98,7 +101,7 @@ def _is_bug(error: BaseException) -> bool:
     return isinstance(error, (*MISTAKES, PartBugError)) and not isinstance(error, (ConfigError, RefusedError))
 
 
-def tell_unexpected(error: BaseException, traceback: Path) -> str:
-    """Sentence on an error that is neither the user's fault nor a known end of a run."""
+def unexpected_message(error: BaseException, traceback: Path) -> str:
+    """Return a message about an error that is neither the user's fault nor a known end of a run."""
     told = str(error) if isinstance(error, PartBugError) else f"{type(error).__name__}: {error}"
     return f"unexpected, so probably a bug of laminar's: {' '.join(told.split())}; the traceback is in {traceback}"

@@ -32,7 +32,7 @@ from typing import NoReturn
 import msgspec
 
 from laminar_py.records.codec import decode
-from laminar_py.runtime.cluster.calls import HEAD, Refusal, Shell, load_class, serve, set_title, write_frame
+from laminar_py.runtime.cluster.calls import HEAD, open_shell, serve, set_title, write_frame
 from laminar_py.sandbox.inside import kernel
 
 GUARD = b"g"  # the byte with which a client sends the guard
@@ -40,32 +40,21 @@ STATUS = struct.Struct("<i")
 REQUEST_S = 10.0  # for a client to send its request
 PAUSE_S = 0.1  # where the server has no descriptors left
 OOM_SCORE = "500"  # of 1000; a larger one is ended earlier
-PRELOADED = (  # what most processes of a run import; a module of a package that is not installed is left out
-    "torch",
+PRELOADED = (  # modules of processes, and what engines import; without modules of packages that are not installed
     "transformers.modeling_utils",
-    "laminar_py.learner.step",
     "laminar_py.engines.local.engine",
-    "laminar_py.runtime.workers.processes.learner_part",
+    "laminar_py.runtime.workers.processes.learner",
     "laminar_py.runtime.workers.processes.replica",
     "laminar_py.runtime.workers.processes.relay",
     "laminar_py.runtime.workers.processes.scorer",
     "laminar_py.runtime.workers.processes.environment",
-    "laminar_py.relay.node",
-    "laminar_py.relay.subscriber",
-    "laminar_py.rollout.replica",
-    "laminar_py.rollout.storing",
-    "laminar_py.runtime.link.replica_link",
-    "laminar_py.reward.scorer",
-    "laminar_py.data.tokenizer",
-    "laminar_py.environment.host",
 )
 
 
 class StartProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Start of a process that hosts an object of a class."""
 
-    module: str
-    name: str  # of the class in it
+    kind: str  # "module:Class"
     title: str  # that `ps` shows
     concurrency: int
     environment: dict[str, str]
@@ -76,13 +65,13 @@ class StartProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A process is up."""
+    """Reply that the process is up."""
 
     pid: int
 
 
 def main() -> None:
-    """Preload, then fork as often as a client asks for it."""
+    """Import the preloaded modules, then fork a process for each connection."""
     kernel.end_with_parent(parent=int(sys.argv[2]))
     listener = socket.socket(fileno=int(sys.argv[1]))
     for module in PRELOADED:
@@ -105,15 +94,20 @@ def main() -> None:
         if listener in ready:
             try:
                 connection, _ = listener.accept()
-            except OSError as error:  # no descriptors are left: a client that waits is served when one is
-                print("fork server: no connection:", error, file=sys.stderr, flush=True)  # noqa: T201
+            except OSError as error:  # no descriptors are left; clients wait
+                _report(f"no connection: {error}")
                 time.sleep(PAUSE_S)
                 continue
             _fork(connection, guards, inherited=(listener, wake, woken))
 
 
+def _report(message: str) -> None:
+    """Write a line to standard error; clients quote its last line when a process does not start."""
+    print("fork server:", message, file=sys.stderr, flush=True)  # noqa: T201 (the server has no log)
+
+
 def _reap(guards: dict[int, socket.socket]) -> None:
-    """Tell the exit status of each child that has ended."""
+    """Send the exit status of each child that has ended to its client."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
@@ -130,7 +124,7 @@ def _fork(
         start = _request(connection)
         pid = os.fork()
     except (OSError, ValueError, msgspec.MsgspecError) as error:  # the client sees both sockets close
-        print("fork server: no process:", error, file=sys.stderr, flush=True)  # noqa: T201 (it has no log)
+        _report(f"no process: {error}")
         connection.close()
         if guard is not None:
             guard.close()
@@ -150,7 +144,7 @@ def _fork(
 
 
 def _guard(connection: socket.socket) -> socket.socket:
-    """The end of the guard that comes with the first byte."""
+    """Receive the guard, which comes with the first byte."""
     connection.settimeout(REQUEST_S)
     _, descriptors, _, _ = socket.recv_fds(connection, len(GUARD), 1)
     if not descriptors:
@@ -175,7 +169,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _become(start: StartProcess, connection: socket.socket, guard: socket.socket) -> NoReturn:
-    """Be the process that was asked for."""
+    """Turn this forked child into the requested process."""
     fcntl.fcntl(guard, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(guard, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(guard, fcntl.F_SETFL, fcntl.fcntl(guard, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
@@ -206,11 +200,7 @@ async def _serve(start: StartProcess, connection: socket.socket) -> None:
     """Host the object until the client is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     write_frame(writer, Started(os.getpid()))
-    shell: Shell | Refusal
-    try:
-        shell = Shell(load_class(start.module, start.name), concurrency=start.concurrency)
-    except Exception as error:  # noqa: BLE001 - the caller judges it
-        shell = Refusal(error)
+    shell = open_shell(start.kind, concurrency=start.concurrency)
     if start.listen:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(start.listen)  # of the process before

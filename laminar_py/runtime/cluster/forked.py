@@ -1,7 +1,7 @@
 """Processes of a run on this host alone, forked from a process with all imports done. No Ray.
 
 The client of `fork_server`. Calls travel over Unix sockets in a folder of the run's owner, so nothing listens on a
-network. All I/O runs on one event loop in a thread of its own, so that a part can be called from any loop.
+network. All I/O runs on one event loop in a thread of its own, so a part can be called from any loop.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from typing import TypeVar
 import msgspec
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.runtime.cluster.calls import HEAD, Answer, Caller, Scalar, read_frame, value_of
-from laminar_py.runtime.cluster.errors import ProcessLostError
+from laminar_py.runtime.cluster.calls import HEAD, Answer, Caller, Kind, Scalar, class_path, read_frame, value_of
+from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.fork_server import GUARD, STATUS, Started, StartProcess
 from laminar_py.runtime.cluster.placement import Node, Place
 
@@ -37,10 +37,10 @@ LOOPBACK = "127.0.0.1"
 SHARED = "LAMINAR_FORK_SERVER"  # variable: the socket of a server that several runs use, such as those of a test
 SESSION = "LAMINAR_SESSION"  # variable, in processes of a run: the folder of its sockets
 LOW = 10  # priority, as `nice` has it
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between looks for a process that is away
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between tries to connect to a process without a socket
 START_S = 180.0  # for the server to import, and to fork
 END_S = 10.0  # for the kernel to end the processes
-LAST_BYTES = 4096  # of a file, in which its last line is looked for
+LAST_BYTES = 4096  # of a file, among which its last line is searched
 BUFFER_BYTES = 1 << 20  # of a connection
 MAX_FOLDER = 60  # characters of a temporary folder: a socket's path has 107 at most
 
@@ -66,12 +66,11 @@ class ForkedCluster:
             self._start_server()
 
     def start(
-        self, kind: type, *, title: str, concurrency: int, place: Place, known_as: str = ""
+        self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = ""
     ) -> "ForkedProcess":
-        """A process that hosts an object of `kind`, once as many GPUs are free as it needs; it sees no others."""
+        """Start a process that hosts an object of `kind`, once its GPUs are free; it sees no other GPUs."""
         start = StartProcess(
-            module=kind.__module__,
-            name=kind.__qualname__,
+            kind=class_path(kind),
             title=title,
             concurrency=concurrency,
             environment=dict(os.environ),
@@ -93,19 +92,19 @@ class ForkedCluster:
         return process
 
     def nodes(self, *, taken: bool) -> list[Node]:
-        """This host, with its free GPUs, or with `taken` with all."""
+        """Return this host, with its free GPUs, or with all GPUs if `taken`."""
         gpus = self._gpus.all if taken else self._gpus.free
         return [Node(id=HERE, ip=LOOPBACK, gpus=len(gpus), cpus=len(os.sched_getaffinity(0)), here=True)]
 
     async def all_placed(self) -> bool:
-        """True while no process waits for GPUs."""
+        """Return True if no process waits for GPUs."""
         return self._gpus.num_waiting == 0
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
-        """Answer of a function in a process of low priority, which ends with the call."""
+        """Run a function in a process of low priority, which ends with the call; return its answer."""
         process = self.start(_LowPriority, title=function.__name__, concurrency=1, place=Place())
         try:
-            asked = process.ask("call", function.__module__, function.__qualname__, *arguments)
+            asked = process.call_method("call", function.__module__, function.__qualname__, *arguments)
             answer = await asyncio.wrap_future(asked)
             found = value_of(await asyncio.wrap_future(answer))
         finally:
@@ -139,7 +138,7 @@ class ForkedCluster:
         return Path(os.environ.get(SHARED) or self._session / "server")
 
     def _connect(self) -> socket.socket:
-        """A connection to the server, which is started again if it has ended."""
+        """Connect to the server, which is started again if it has ended."""
         if SHARED not in os.environ and (self._server is None or self._server.poll() is not None):
             self._start_server()
         connection = socket.socket(socket.AF_UNIX)
@@ -157,7 +156,7 @@ class ForkedCluster:
 
 
 def start_server(path: Path) -> "subprocess.Popen[bytes]":
-    """A fork server that listens at once at `path`, and answers when its imports are done."""
+    """Start a fork server that listens at `path` at once, and answers when its imports are done."""
     with socket.socket(socket.AF_UNIX) as listener, _errors_of(path).open("ab") as errors:
         listener.bind(str(path))
         listener.listen(1024)
@@ -181,13 +180,13 @@ class GpuPool:
         self.num_waiting = 0
         self._changed = asyncio.Event()  # set, and replaced, when GPUs come back or a process is killed
 
-    async def take(self, number: int, *, unless: Callable[[], bool]) -> tuple[str, ...]:
-        """So many GPUs, as soon as they are free. Raises `ProcessLostError` where `unless` becomes true first."""
+    async def take_gpus(self, number: int, *, unless: Callable[[], bool]) -> tuple[str, ...]:
+        """Wait for free GPUs and take them. Raises `NoAnswerError` if `unless` becomes true first."""
         self.num_waiting += 1
         try:
             while len(self.free) < number:
                 if unless():
-                    raise ProcessLostError("the run ended it before it had its GPUs", ended_by_run=True)
+                    raise NoAnswerError("the run ended it before it had its GPUs", ended_by_run=True)
                 await self._changed.wait()
         finally:
             self.num_waiting -= 1
@@ -195,7 +194,7 @@ class GpuPool:
         return taken
 
     def give_back(self, gpus: Sequence[str]) -> None:
-        """Free these GPUs, and have each process that waits look again."""
+        """Free these GPUs, and wake all processes that wait."""
         self.free += tuple(gpus)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -214,7 +213,7 @@ class ForkedProcess:
         connect: Callable[[], socket.socket],
         server: Path,
     ) -> None:
-        self.ended = Future[str]()  # how it ended
+        self.ended = Future[str]()  # reason
         self.is_up = False
         self._start = start
         self._loop = loop
@@ -226,12 +225,12 @@ class ForkedProcess:
         self._caller = self._soon(self._open())
         self._soon(self._watch())
 
-    def ask(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
-        """Make a call once the process is up; the inner future is its answer, or raises `ProcessLostError`."""
+    def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
+        """Call a method once the process is up; the inner future is its answer, or raises `NoAnswerError`."""
         return self._soon(self._ask(method, *arguments))
 
     def kill(self) -> None:
-        """Have the kernel end the process."""
+        """End the process, by a signal of the kernel."""
         with contextlib.suppress(RuntimeError):  # the cluster is closed
             self._loop.call_soon_threadsafe(self._kill)
 
@@ -245,10 +244,10 @@ class ForkedProcess:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _open(self) -> Caller:
-        """Ask the server for the process, and wait until it is up. Raises `ProcessLostError`."""
+        """Request the process from the server, and wait until it is up. Raises `NoAnswerError`."""
         try:
             with self._theirs:
-                self._taken = await self._gpus.take(self._num_gpus, unless=lambda: self._killed)
+                self._taken = await self._gpus.take_gpus(self._num_gpus, unless=lambda: self._killed)
                 visible = {"CUDA_VISIBLE_DEVICES": ",".join(self._taken)}
                 environment = self._start.environment | visible
                 request = encode(msgspec.structs.replace(self._start, environment=environment))
@@ -262,7 +261,7 @@ class ForkedProcess:
         except (asyncio.IncompleteReadError, OSError) as error:  # a timeout is one too
             self._kill_unstarted()
             last = _last_line(Path(self._start.errors)) or _last_line(_errors_of(self._server)) or str(error)
-            raise ProcessLostError(f"its process did not start: {last}", ended_by_run=self._killed) from None
+            raise NoAnswerError(f"its process did not start: {last}", ended_by_run=self._killed) from None
         self.is_up = True
         caller = Caller(reader, writer)
         self._loop.create_task(self._take_answers(caller), name="answers")
@@ -278,10 +277,10 @@ class ForkedProcess:
             await caller.run()
             reason = await asyncio.wrap_future(self.ended)
         finally:
-            caller.close(ProcessLostError(reason, ended_by_run=self._killed))
+            caller.close(NoAnswerError(reason, ended_by_run=self._killed))
 
     async def _watch(self) -> None:
-        """Wait for the exit status; without one the server is gone, or had nothing to fork."""
+        """Wait for the exit status of the process; there is none if the server died or could not fork."""
         try:
             status = await self._loop.sock_recv(self._guard, STATUS.size)
         except OSError:
@@ -290,12 +289,12 @@ class ForkedProcess:
         self._gpus.give_back(self._taken)
         self._taken = ()
         last = "" if self._killed else _last_line(Path(self._start.errors))
-        self.ended.set_result(_told(status) + (f"; it last wrote: {last}" if last else ""))
+        self.ended.set_result(_exit_reason(status) + (f"; it last wrote: {last}" if last else ""))
 
     async def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
         answer = Future[Answer]()
-        caller = await asyncio.shield(asyncio.wrap_future(self._caller))  # others wait for it, too
-        asked = caller.ask(method, *arguments)
+        caller = await asyncio.shield(asyncio.wrap_future(self._caller))  # other calls wait for it, too
+        asked = caller.call_method(method, *arguments)
         asked.add_done_callback(functools.partial(_pass_on, answer))
         return answer
 
@@ -304,7 +303,7 @@ class _LowPriority:
     """Calls one function in a process of low priority."""
 
     def call(self, module: str, name: str, *arguments: Scalar) -> bytes:
-        """What the function returns."""
+        """Call the function, and return its answer."""
         os.nice(LOW)
         answer = getattr(importlib.import_module(module), name)(*arguments)
         assert isinstance(answer, bytes), f"{name} answers bytes"
@@ -312,17 +311,20 @@ class _LowPriority:
 
 
 class NamedProcess:
-    """A process of the run that others than the controller call, e.g. `NamedProcess("math-3.1.environment-0")`."""
+    """Calls a process of the run by name, from another process than the controller, e.g.
+
+    `NamedProcess("math-3.1.environment-0")`.
+    """
 
     def __init__(self, name: str) -> None:
         self._path = _socket_of(Path(os.environ[SESSION]), name)
         self._caller: Caller | None = None
-        self._looking = asyncio.Lock()  # one looks for all who wait
+        self._looking = asyncio.Lock()  # one caller connects for all
         self._tasks = set[asyncio.Task[None]]()
 
-    async def ask(self, method: str, *arguments: Scalar) -> Answer:
-        """The answer of a method. Raises `ProcessLostError` where the process ends over it."""
-        return await (await self._find()).ask(method, *arguments)
+    async def call_method(self, method: str, *arguments: Scalar) -> Answer:
+        """Return the answer of a method. Raises `NoAnswerError` if the process ends meanwhile."""
+        return await (await self._find()).call_method(method, *arguments)
 
     async def _find(self) -> Caller:
         async with self._looking:
@@ -344,34 +346,34 @@ class NamedProcess:
         try:
             await caller.run()
         finally:
-            caller.close(ProcessLostError("its process is gone"))
+            caller.close(NoAnswerError("its process is gone"))
 
 
 def _socket_of(session: Path, name: str) -> Path:
-    """Socket of a named process; a digest, since the path of a socket has 107 characters at most."""
+    """Return the socket of a named process; its name is a digest, since the path has 107 characters at most."""
     return session / hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
 async def _settle() -> None:
-    """Return once each call of an ended process has raised."""
+    """Wait until each call to an ended process has raised."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others)
 
 
 def _pass_on(answer: "Future[Answer]", asked: "asyncio.Future[Answer]") -> None:
-    """Settle a future of any thread with one of the loop."""
+    """Copy the result of a future of the loop to a future of any thread."""
     error = asked.exception()
     if not answer.set_running_or_notify_cancel():
-        return  # nobody waits for it any more
+        return  # its caller was cancelled
     if error is not None:
         answer.set_exception(error)
     else:
         answer.set_result(asked.result())
 
 
-def _told(status: bytes) -> str:
-    """How a process ended, from its exit status."""
+def _exit_reason(status: bytes) -> str:
+    """Return how a process ended, by its exit status."""
     if len(status) < STATUS.size:
         return "its process ended with the fork server"
     code = os.waitstatus_to_exitcode(STATUS.unpack(status)[0])
@@ -382,12 +384,12 @@ def _told(status: bytes) -> str:
 
 
 def _errors_of(server: Path) -> Path:
-    """File for what a fork server writes to standard error."""
+    """Return the file for the standard error of a fork server."""
     return server.with_suffix(".err")
 
 
 def _last_line(path: Path) -> str:
-    """The last line of a file that has a word in it; empty where there is none."""
+    """Return the last line of a file that is not blank; "" if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LAST_BYTES))
@@ -398,7 +400,7 @@ def _last_line(path: Path) -> str:
 
 
 def _visible_gpus() -> list[str]:
-    """Names of this host's GPUs, as `CUDA_VISIBLE_DEVICES` has them."""
+    """Return the names of this host's GPUs, as in `CUDA_VISIBLE_DEVICES`."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]

@@ -1,7 +1,7 @@
-"""Links between a run's hosts: measured, named by `relay.link_gbit_per_s`, or assumed.
+"""Speed of the links between a run's hosts: measured, given by `relay.link_gbit_per_s`, or assumed.
 
-Asked by the owner of the relays when a run starts. Invariant: a measurement that fails costs a line in the log and
-nothing else.
+Called by the owner of the relays when a run starts. If a measurement fails, a default is assumed and a warning is
+logged (`tests/cluster/test_links.py`).
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from laminar_py.relay.link_speed import LinkSpeed, MeasurementError, measure_lin
 from laminar_py.relay.sockets import RelayKeys
 from laminar_py.relay.tree import Links
 from laminar_py.runtime.cluster.backend import free_port, on_node
-from laminar_py.runtime.cluster.errors import ProcessLostError
+from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.placement import Placement
 
 log = logging.getLogger(__name__)
 
-ASSUMED = LinkSpeed(1.25e9, 200e-6)  # of hosts that nobody measured: 10 Gb/s
-FEWEST_NODES = 3  # of a tree that can have more than one shape
-MEASURE_S = 90.0  # with the start of a process on each of the two hosts
+ASSUMED = LinkSpeed(1.25e9, 200e-6)  # of unmeasured links: 10 Gb/s
+FEWEST_NODES = 3  # with fewer, a tree has only one shape
+MEASURE_S = 90.0  # includes the start of a process on each of the two hosts
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two relays by number between which a hop is measured: `sender` is nearer to the root."""
+    """Numbers of two relays between which a hop is measured; `sender` is nearer to the root."""
 
     sender: int
     receiver: int
@@ -39,7 +39,7 @@ class Pair:
 async def find_links(
     relay: RelayConfig, hosts: Sequence[str], zones: Sequence[str], placement: Placement, keys: RelayKeys
 ) -> Links:
-    """The links of a tree whose relays are on these Ray nodes ([N] ids) in these zones ([N] labels)."""
+    """Return the links of a tree whose relays are on these nodes ([N] ids) in these zones ([N] labels)."""
     near, far = pairs([placement.ip(host) for host in hosts], zones)
     inside = outside = None
     if relay.link_gbit_per_s is not None:
@@ -51,9 +51,9 @@ async def find_links(
 
 
 def pairs(addresses: Sequence[str], zones: Sequence[str]) -> tuple[Pair | None, Pair | None]:
-    """Pairs whose hops tell of a zone's inside, and of the way between zones; [N] of each relay, the root first.
+    """Choose a pair of relays within a zone and a pair between zones, to measure; [N] relays, the root first.
 
-    From the root, if its zone has two hosts; None where there are no such two hosts.
+    The first pair is in the root's zone if that has two hosts. None: no such two hosts exist.
     """
     firsts: dict[str, int] = {}  # relay of each zone
     near: dict[int, Pair] = {}  # by sender, which is such a first one
@@ -68,9 +68,9 @@ def pairs(addresses: Sequence[str], zones: Sequence[str]) -> tuple[Pair | None, 
 
 
 def links_of(cap: float | None, *, inside: LinkSpeed | None, outside: LinkSpeed | None) -> Links:
-    """The network in bytes and seconds, where these hops were measured within a zone and between two.
+    """Return the speed of links, given measured hops within a zone and between zones (None: not measured).
 
-    No relay sends more bytes per second than its `cap`, whatever the network would give.
+    No relay sends more bytes per second than `cap`, whatever the network allows.
     """
     hop = inside or outside or ASSUMED
     between = math.inf if outside is None else outside.bytes_per_s
@@ -85,8 +85,8 @@ async def _measure(pair: Pair, hosts: Sequence[str], placement: Placement, keys:
             port = decode(int, await on_node(sender, free_port, ip))
             where = (ip, str(port), keys.public, keys.secret)
             ends = on_node(sender, send_to_measure, *where), on_node(receiver, receive_to_measure, *where)
-            sent, taken = (decode(Told, told) for told in await asyncio.gather(*ends))
-    except (ProcessLostError, OSError) as error:  # a timeout is one too
+            sent, taken = (decode(MeasuredHop, told) for told in await asyncio.gather(*ends))
+    except (NoAnswerError, OSError) as error:  # a timeout is one too
         reason = (str(error).strip().splitlines() or [f"no answer in {MEASURE_S:g} s"])[-1]
     else:
         if taken.hop is not None:
@@ -98,26 +98,26 @@ async def _measure(pair: Pair, hosts: Sequence[str], placement: Placement, keys:
     return None
 
 
-class Told(msgspec.Struct, frozen=True):
-    """Answer of an end of a link measurement: the receiving one's hop, or why there is none."""
+class MeasuredHop(msgspec.Struct, frozen=True):
+    """Answer of one end of a link measurement: the hop, from the receiving end, or why there is none."""
 
     hop: LinkSpeed | None = None
     reason: str = ""
 
 
 def send_to_measure(host: str, port: str, public_key: str, secret_key: str) -> bytes:
-    """Be the sending end, on the host that this runs on; `Told`."""
+    """Send chunks from this host for a measurement; return an encoded `MeasuredHop`."""
     try:
         asyncio.run(send_chunks(host, int(port), RelayKeys(public_key, secret_key)))
-    except (MeasurementError, OSError) as error:  # OSError: no files are left for an event loop
-        return encode(Told(reason=str(error)))
-    return encode(Told())
+    except (MeasurementError, OSError) as error:  # OSError: an event loop finds no free descriptors
+        return encode(MeasuredHop(reason=str(error)))
+    return encode(MeasuredHop())
 
 
 def receive_to_measure(host: str, port: str, public_key: str, secret_key: str) -> bytes:
-    """Be the receiving end, on the host that this runs on; `Told`."""
+    """Receive chunks on this host for a measurement; return an encoded `MeasuredHop`."""
     try:
         hop = asyncio.run(measure_link(f"tcp://{host}:{port}", RelayKeys(public_key, secret_key)))
     except (MeasurementError, OSError) as error:  # as above
-        return encode(Told(reason=str(error)))
-    return encode(Told(hop))
+        return encode(MeasuredHop(reason=str(error)))
+    return encode(MeasuredHop(hop))

@@ -1,24 +1,28 @@
-"""Parts: the processes of a run, called with a limit.
+"""Parts: the processes of a run, called with a timeout.
 
-Calls carry bytes or scalars. A process that died, hangs, or raised what the world did to it becomes a
-`PartDiedError`, after which its keeper in `workers` starts another. What the user has to mend crosses as
-`ConfigError`, and a mistake in our own code as `PartBugError`: both end the run.
+Calls carry typed records or scalars. A call raises `PartDiedError` if the process died, hangs, or raised an error
+of its machine or data; its keeper in `workers` then starts another. It raises `ConfigError` if the user has to
+change a setting, and `PartBugError` for a mistake in this package: both end the run.
 """
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from laminar_py.config.section import ConfigError
-from laminar_py.records.codec import decode
-from laminar_py.runtime.cluster.backend import Process, cluster
-from laminar_py.runtime.cluster.calls import Answer, Failure, FailureKind, Raised, Scalar
+from laminar_py.records.codec import decode, encode
+from laminar_py.runtime.cluster.backend import Process, cluster, on_node
+from laminar_py.runtime.cluster.calls import Answer, Failure, FailureKind, Kind, Raised, Scalar, as_scalar
 from laminar_py.runtime.cluster.errors import (
+    NoAnswerError,
     PartBugError,
     PartDiedError,
-    ProcessLostError,
     UnwritableError,
     for_memory,
 )
@@ -28,19 +32,22 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANYWHERE = Place()
-ENGINE_KILLED = "ended with code 137"  # as a shell says SIGKILL; `engines.sglang.server` says it of its server
+PROC = Path("/proc")
+GROUPS = Path("/sys/fs/cgroup")
+LOOK_S = 20.0  # for a node to say how many kills it counts; a process starts there for it
+ENGINE_KILLED = "ended with code 137"  # a SIGKILL, as shells and `engines.sglang.server` report it
 
 
 class Part:
     """A process of the run, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)` on any node.
 
-    Others of the run find one that is `known_as` something by that name (`backend.NamedPart`).
+    Other processes of the run call it by the name `known_as` (`backend.NamedPart`).
     """
 
     def __init__(
         self,
         name: str,
-        kind: type,
+        kind: Kind,
         *,
         concurrency: int,
         timeout_s: float,
@@ -50,27 +57,26 @@ class Part:
         self.name = name
         self.place = place
         self._timeout_s = timeout_s
-        self._bug: PartBugError | None = None  # in a call that nobody waits for
+        self._bug: PartBugError | None = None  # raised by a call of `send`
         self._process: Process = cluster().start(
             kind, title=name, concurrency=concurrency, place=place, known_as=known_as
         )
 
-    async def call(self, method: str, *arguments: Scalar, timeout_s: float | None = None) -> Scalar:
-        """The result of a method. Raises PartDiedError if there is none in `timeout_s`, or it raised.
+    async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Scalar:
+        """Call a method, and return its answer. Raises PartDiedError after `timeout_s`, or if the process died.
 
-        Raises ConfigError where the user has to mend something: a model, a port, memory that only the part could
-        see. Raises UnwritableError where a disk is full that the run needs, PartBugError for a mistake
-        in our own code.
+        Raises ConfigError if the user has to change a setting, such as a model, a port, or memory that only the
+        part could check; UnwritableError if a disk is full; PartBugError for a mistake in this package.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
-            asked = await asyncio.wrap_future(self._process.ask(method, *arguments))
+            asked = await asyncio.wrap_future(self._process.call_method(method, *map(as_scalar, arguments)))
             async with asyncio.timeout(limit):
                 answer = await asyncio.wrap_future(asked)
         except TimeoutError:
             self.kill()
             raise PartDiedError(self.name, f"no answer to {method} in {limit:g} s") from None
-        except ProcessLostError as error:
+        except NoAnswerError as error:
             self.kill()
             raise PartDiedError(self.name, str(error), vanished=not error.ended_by_run) from error
         if isinstance(answer, Raised):
@@ -81,14 +87,14 @@ class Part:
         value: Scalar = answer.value
         return value
 
-    async def ask(self, kind: type[T], method: str, *arguments: Scalar, timeout_s: float | None = None) -> T:
-        """`call` of a method that answers with the bytes of a typed record."""
+    async def call_for(self, kind: type[T], method: str, *arguments: object, timeout_s: float | None = None) -> T:
+        """Call a method whose answer is a typed record, and decode the answer; errors as in `call`."""
         answer = await self.call(method, *arguments, timeout_s=timeout_s)
         assert isinstance(answer, bytes), f"{method} answers bytes"
         return decode(kind, answer)
 
-    def send(self, method: str, *arguments: Scalar) -> None:
-        """Call without waiting; a death or a bug shows at the next `call`, another error in the log."""
+    def send(self, method: str, *arguments: object) -> None:
+        """Call a method without waiting; a death or a bug shows at a later `call`, other errors in the log."""
 
         def answered(done: "Future[Answer]") -> None:
             if not done.cancelled() and done.exception() is None and isinstance(answer := done.result(), Raised):
@@ -99,10 +105,10 @@ class Part:
             if not done.cancelled() and done.exception() is None:
                 done.result().add_done_callback(answered)
 
-        self._process.ask(method, *arguments).add_done_callback(asked)
+        self._process.call_method(method, *map(as_scalar, arguments)).add_done_callback(asked)
 
     def _error(self, method: str, failure: Failure) -> Exception:
-        """Meaning of a method's failure for the run; its traceback goes into the log."""
+        """Return the error that a method's failure means for the run; log its traceback."""
         log.error("%s.%s raised %s", self.name, method, failure.traceback)
         reason = failure.reason
         match failure.kind:
@@ -122,15 +128,15 @@ class Part:
 
 
 class MakePart(Protocol):
-    """Maker of a process; `Part` itself is one."""
+    """Makes a part; `Part` itself is one."""
 
-    def __call__(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
-        """The running process."""
+    def __call__(self, name: str, kind: Kind, *, concurrency: int, timeout_s: float, place: Place) -> Part:
+        """Start the process of a part."""
         ...
 
 
 async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, object, None]) -> T:
-    """The result of `work`, which has no limit of its own; `watch` beside it never ends but by an error."""
+    """Return the result of `work`; if `watch`, which never returns, raises first, raise its error."""
     working, watching = asyncio.create_task(work, name="work"), asyncio.create_task(watch, name="watch")
     try:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -141,3 +147,70 @@ async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, o
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+# ---- deaths for want of memory
+
+
+class Kills(msgspec.Struct, frozen=True):
+    """Number of processes that the kernel has killed for want of memory so far, e.g. `Kills(2, own=True)`."""
+
+    count: int
+    own: bool  # of this process's control group; otherwise of the whole host, also of foreign processes
+
+
+def kernel_kills() -> bytes:
+    """Return the encoded `Kills` of this process's control group, or of the host if the group does not count."""
+    for path, own in [*((path, True) for path in _counters_of_group()), (PROC / "vmstat", False)]:
+        with suppress(OSError):
+            for name, _, count in (line.partition(" ") for line in path.read_text().splitlines()):
+                if name == "oom_kill":
+                    return encode(Kills(int(count), own))
+    return encode(Kills(0, own=False))
+
+
+def _counters_of_group() -> Iterator[Path]:
+    """Yield files that may count the kills of this process's control group; a container sees it as topmost."""
+    with suppress(OSError):
+        for line in (PROC / "self/cgroup").read_text().splitlines():
+            _, kinds, group = line.split(":", 2)
+            if not kinds:
+                yield from (folder / "memory.events" for folder in (GROUPS / group.lstrip("/"), GROUPS))
+            elif kinds == "memory":
+                top = GROUPS / "memory"
+                yield from (folder / "memory.oom_control" for folder in (top / group.lstrip("/"), top))
+
+
+class KernelKills:
+    """Explains deaths of parts by rises in their nodes' counts of kills for want of memory.
+
+    Each kill explains one death on its node, the first that asks, and never that of a part that started later.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, int]] = {}  # part -> its node, and the last known count there
+        self._told: set[tuple[str, int]] = set()  # kills that explained a death: node, and its count then
+
+    async def note_count(self, part: Part) -> None:
+        """Note the present count of kills on the node of a part that has started."""
+        if part.place.node is not None:
+            self._found[part.name] = part.place.node, (await part.call_for(Kills, "kernel_kills")).count
+
+    async def explain_death(self, death: PartDiedError, node: str | None) -> PartDiedError:
+        """Return a death with its cause: a process that vanished may have been killed for want of memory."""
+        home, before = self._found.get(death.part, (None, 0))
+        if not death.vanished or home is None or home != node or for_memory(death.reason):
+            return death
+        try:
+            async with asyncio.timeout(LOOK_S):
+                found = decode(Kills, await on_node(node, kernel_kills))
+        except (NoAnswerError, TimeoutError):  # the node is gone or hangs, which explains the death
+            return death
+        self._found[death.part] = node, found.count
+        kills = ((node, count) for count in range(before + 1, found.count + 1))
+        kill = next((kill for kill in kills if kill not in self._told), None)
+        if kill is None:
+            return death
+        self._told.add(kill)
+        cause = "the kernel ended a process" if found.own else "the kernel ended a process of its host, perhaps it"
+        return PartDiedError(death.part, f"out of memory: {cause} ({death.reason})", vanished=True)

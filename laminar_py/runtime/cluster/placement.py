@@ -1,53 +1,125 @@
-"""Places of a run's parts: which Ray node, and how many of its GPUs. Nodes are looked at in a thread.
+"""Places of a run's parts: which cluster node, and how many of its GPUs. A thread lists the nodes.
 
-Asked by the owners of the parts (relays, replicas, learner, reference, servers, scorers) when they start one, and
-by `laminar doctor`. Invariant: no GPU is promised twice, the GPUs of a part are on one node, the root relay is
-beside learner rank 0, and every host with replicas has a relay. Which of its node's GPUs a part gets is Ray's own
-accounting: it sets CUDA_VISIBLE_DEVICES in the part's process, to nothing where it has none.
+Called by the owners of the parts (relays, replicas, learner, reference, servers, scorers) when they start one, and
+by `laminar doctor`. In a plan no GPU is promised twice, all GPUs of a part are on one node, the root relay is
+beside learner rank 0, and every host with replicas has a relay (`tests/cluster/test_placement.py`). The cluster
+chooses which GPUs of its node a part gets: it sets CUDA_VISIBLE_DEVICES in the part's process, to nothing if it
+has none.
 """
 
 import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from laminar_py.config.cluster import Device
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.tree import Topology
 from laminar_py.runtime.cluster.errors import RunFailedError
-from laminar_py.runtime.cluster.needs import Needs as Needs
-from laminar_py.runtime.cluster.needs import Node as Node
-from laminar_py.runtime.cluster.needs import Place as Place
-from laminar_py.runtime.cluster.relay_places import place_relays
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A live node of the cluster, e.g. `Node(id="5a97e58a", ip="10.0.0.4", gpus=8, cpus=96)`."""
+
+    id: str
+    ip: str
+    gpus: int = 0  # free GPUs
+    cpus: int = 1
+    here: bool = False  # the controller runs on it
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a part: a node, None for any, and the number of its GPUs that only this part uses."""
+
+    node: str | None = None
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Demand of a run on a cluster, e.g. six replicas on a GPU each beside two learner ranks:
+
+    `Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1)`.
+    """
+
+    ranks: int
+    rank_gpus: int
+    replicas: int  # present and past ones; their numbers are below this
+    replica_gpus: int  # tensor-parallel, on one node
+    relays: int = 1  # nodes of the tree if all parts are on one host
+    shared_nodes: bool = True  # of learner and replicas
+    hosts: tuple[
+        str, ...
+    ] = ()  # [replicas] host of the server that a replica attaches to; empty: they launch theirs
+    reference: bool = False  # a process with as many GPUs as a rank
+    servers: tuple[tuple[str, int], ...] = ()  # of the reward: pool, GPUs on one node
+    placed_by: str = "rollout.engine"  # the setting that says how many GPUs replicas have, or which hosts
+    gone: frozenset[int] = frozenset()  # replicas that have left
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "Needs":
+        """Return the demand of a config."""
+        rollout, engine, cluster = config.rollout, config.rollout.engine, config.cluster
+        return cls(
+            ranks=config.learner.world_size,
+            rank_gpus=1 if config.learner_device is Device.CUDA else 0,
+            replicas=rollout.replicas,
+            replica_gpus=0 if engine.hosts else engine.gpus,
+            relays=config.relay.nodes,
+            shared_nodes=cluster.shared_nodes,
+            hosts=engine.hosts,
+            placed_by=engine.placed_by,
+            reference=config.algorithm.refers_in_stage,
+            servers=tuple((pool, config.reward.servers[pool].gpus) for pool, _ in config.reward.launched),
+        )
+
+    @property
+    def server_gpus(self) -> int:
+        """GPUs of all servers of the reward."""
+        return sum(gpus for _, gpus in self.servers)
+
+    @property
+    def before_replicas(self) -> str:
+        """Words for the GPUs of parts that are placed before replicas, e.g.
+
+        "the learner's 4 and the reference's 1".
+        """
+        reference = f" and the reference's {self.rank_gpus}" if self.reference else ""
+        servers = f" and reward.servers' {self.server_gpus}" if self.server_gpus else ""
+        return f"the learner's {self.ranks * self.rank_gpus}{reference}{servers}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Every part's place; relay 0 is the root.
 
-    None: after a death, or where the fleet grows, a replica or a server that has no room, a replica that has left,
-    and a relay that nobody needs.
+    None stands for a replica or a server without room (after a death, or in a fleet that grows), a replica that
+    has left, and a relay that no replica needs.
     """
 
     learner: tuple[Place, ...]  # [ranks]
     replicas: tuple[Place | None, ...]  # [replicas]
-    relays: tuple[str | None, ...]  # [relay nodes] Ray node of each
-    reference: Place | None = None  # where it is a stage
+    relays: tuple[str | None, ...]  # [relays] cluster node of each
+    reference: Place | None = None  # only if the reference is a stage
     servers: tuple[Place | None, ...] = ()  # as in `Needs.servers`
 
     @cached_property
     def nodes(self) -> frozenset[str]:
-        """Ray nodes in use."""
+        """Cluster nodes in use."""
         parts = (*self.learner, *self.replicas, *self.servers, self.reference)
         places = (place.node for place in parts if place is not None)
         return frozenset(node for node in (*places, *self.relays) if node is not None)
 
     def relay_of(self, replica: int, tree: Topology) -> int:
-        """The relay that a replica pulls from: that of its host, or where all are on one host, leaves in turn."""
+        """Return the relay that a replica pulls from: that of its host, or on a single host one of the leaves."""
         if len(set(self.relays)) == 1:
             return tree.node_of_replica(replica)
         place = self.replicas[replica]
@@ -56,11 +128,11 @@ class Plan:
 
 
 def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) -> Plan:
-    """Places for all parts on `nodes`, the controller's among them.
+    """Place all parts on `nodes`, which include the controller's.
 
-    `keep` is a plan of which some nodes have died, or of a fleet of another size: what lives stays where it is,
-    and replicas for which there is no room have no place, nor servers of which another of the pool has one. The
-    learner's ranks live and die together. Raises `ConfigError` if there is not enough of something.
+    `keep` is an earlier plan, whose nodes may have died or whose fleet had another size: live parts keep their
+    places. Replicas without room then have no place, nor has a server if another of its pool has one. The
+    learner's ranks live and die together. Raises `ConfigError` if there are too few nodes or GPUs.
     """
     alive = {node.id for node in nodes}
     free = Counter({node.id: node.gpus for node in nodes})
@@ -121,7 +193,7 @@ def _place_learner(needs: Needs, nodes: Sequence[Node], free: Mapping[str, int])
     gpus = wanted - len(chosen)
 
     def cost(node: Node) -> tuple[int, bool, int]:
-        """Replicas that find no room on it any more; whether it is not the controller's; its GPUs."""
+        """Rank a node: replicas that lose their room there, whether it is not the controller's, its free GPUs."""
         have, size = free[node.id], needs.replica_gpus
         left = have - gpus if needs.shared_nodes else 0
         return (have // size - left // size if size else 0, not node.here, have)
@@ -133,7 +205,7 @@ def _place_learner(needs: Needs, nodes: Sequence[Node], free: Mapping[str, int])
 def _place_reference(
     needs: Needs, nodes: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
 ) -> Place:
-    """Place the reference where it costs no replica, where that is possible, and then beside the learner."""
+    """Place the reference on the node where it costs the fewest replicas, then on one of the learner's."""
     if not needs.rank_gpus:
         return Place(learner[0].node)
     room = [node for node in nodes if free[node.id]]
@@ -148,11 +220,11 @@ def _place_reference(
 def _cheapest(
     needs: Needs, gpus: int, room: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
 ) -> Node:
-    """The node on which so many GPUs cost the fewest replicas, then one of the learner's, then the fullest."""
+    """Choose the node where so many GPUs cost the fewest replicas, then one of the learner's, then the fullest."""
     beside, size = {place.node for place in learner}, needs.replica_gpus
 
     def cost(node: Node) -> tuple[int, bool, int]:
-        """Rank a node: replicas lost there, is it not the learner's, how many GPUs are free."""
+        """Rank a node: replicas that lose their room there, whether it is not the learner's, its free GPUs."""
         serves = size > 0 and (needs.shared_nodes or node.id not in beside)
         lost = free[node.id] // size - (free[node.id] - gpus) // size if serves else 0
         return (lost, node.id not in beside, free[node.id])
@@ -169,9 +241,9 @@ def _place_server(
     *,
     first: bool,
 ) -> Place | None:
-    """Servers with GPUs are where they cost the fewest replicas, others over all nodes by their CPUs.
+    """Place a server: with GPUs where it costs the fewest replicas, without them by the CPUs of all nodes.
 
-    None where there is no room, unless that is in the first plan or leaves no server of the pool.
+    Returns None without room. Raises `ConfigError` in a first plan, or if no server of its pool has a place.
     """
     pool, gpus = needs.servers[index]
     room = [node for node in nodes if free[node.id] >= gpus]
@@ -202,7 +274,7 @@ def _place_replicas(
     *,
     first: bool,
 ) -> dict[int, Place]:
-    """Places of replicas: those `there`, and others as far as there is room, which a first plan must have."""
+    """Place the replicas that are not `there` yet, where there is room; a first plan must have room for all."""
     replicas = dict(there)
     apart = {place.node for place in learner} if not needs.shared_nodes else set()
     pool = [node for node in nodes if node.id not in apart]
@@ -222,7 +294,7 @@ def _place_replicas(
 def _place_replica(
     needs: Needs, index: int, pool: Sequence[Node], free: Mapping[str, int], residents: Counter[str | None]
 ) -> Place:
-    """Replicas with GPUs are on as few nodes as possible, others spread over all nodes by their CPUs."""
+    """Place a replica: with GPUs on as few nodes as possible, without them by the CPUs of all nodes."""
     size = needs.replica_gpus
     if not pool:
         raise ConfigError(
@@ -245,7 +317,7 @@ def _place_replica(
 
 
 def _nodes_of_server(needs: Needs, index: int, nodes: Sequence[Node]) -> list[Node]:
-    """Nodes of a server's host, which reads versions from its own shared memory."""
+    """Return the nodes on a server's host: the server reads versions from that host's shared memory."""
     host = needs.hosts[index]
     loopback = host in ("localhost", "::1") or host.startswith("127.")
     found = [node for node in nodes if node.ip == host or (loopback and node.here)]
@@ -258,8 +330,36 @@ def _nodes_of_server(needs: Needs, index: int, nodes: Sequence[Node]) -> list[No
     return found
 
 
+def place_relays(
+    num_relays: int,
+    *,
+    learner: Sequence[str | None],
+    hosts: Sequence[str | None],
+    alive: Collection[str],
+    before: Sequence[str | None],
+) -> tuple[str | None, ...]:
+    """Return the host of each relay: the root's, and each other host of a replica; on a single node `num_relays`.
+
+    `learner` and `hosts` are the hosts of ranks and replicas; `before` are those of the relays in the plan before.
+    A live and needed relay keeps its number and host. None: no replica needs the relay now.
+    """
+    root, hosts = learner[0], list(dict.fromkeys(hosts))
+    # relays of a run on one node stay there, since its replicas pull from them
+    relays = [host if host in alive and (host in hosts or host == root) else None for host in before[1:]]
+    if not relays and {root, *learner, *hosts} == {root}:
+        relays = [root] * (num_relays - 1)
+    for host in hosts:
+        if host != root and host not in relays:
+            if None in relays:
+                relays[relays.index(None)] = host
+            else:
+                relays.append(host)
+    gaps = max(0, len(before) - 1 - len(relays))  # an index in use stays within range
+    return (root, *relays, *[None] * gaps)
+
+
 class Placement:
-    """The plan in force, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a death.
+    """Holds the present plan, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a death.
 
     GPUs that were free when a node was first used are this run's from then on. Raises `ConfigError` as `make_plan`
     does when it is made.
@@ -269,17 +369,17 @@ class Placement:
         self._needs = needs
         self._see = see
         self._known = {node.id: node for node in see()}
-        self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that have died
+        self._ips = {node.id: node.ip for node in self._known.values()}  # also of dead nodes
         self._here = next((node.id for node in self._known.values() if node.here), None)
         self.plan = make_plan(needs, list(self._known.values()))
         self.used = set(self.plan.nodes)  # of all plans so far
         self._looking = asyncio.Lock()
-        self._looked = -math.inf  # when the last look began, on the loop's clock
+        self._looked = -math.inf  # when nodes were last listed, on the loop's clock
 
     async def refresh(self, *, age_s: float = 0.0) -> None:
-        """Plan anew if a node in use died or a replica has no place; `RunFailedError` if too little is left.
+        """Make a new plan if a node in use died or a replica has no place; `RunFailedError` if too little is left.
 
-        Callers share a look that began after they asked, or at most `age_s` before.
+        Callers share one list of nodes, which is at most `age_s` older than the call.
         """
         loop = asyncio.get_running_loop()
         oldest = loop.time() - age_s
@@ -290,25 +390,25 @@ class Placement:
                 self._looked = began
 
     async def scale(self, needs: Needs) -> None:
-        """Plan anew for a fleet of another size; what lives stays where it is. Raises `RunFailedError`."""
+        """Make a new plan for a fleet of another size; live parts keep their places. Raises `RunFailedError`."""
         async with self._looking:
             self._needs = needs
             self._plan_anew(await asyncio.to_thread(self._see), scaled=True)
 
     @property
     def needs(self) -> Needs:
-        """Demand of the run, as it is now."""
+        """Present demand of the run."""
         return self._needs
 
     def _plan_anew(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
         alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
-        self._known = {id: node for id, node in self._known.items() if id in alive}  # others join below
+        self._known = {id: node for id, node in self._known.items() if id in alive}  # new nodes are added below
         dead = self.plan.nodes - set(alive)
         replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self._needs.gone]
         if not dead and not scaled and None not in (*replicas, *self.plan.servers):
             return
-        # where it has nothing others may have taken GPUs since, or given some back
+        # on unused nodes other programs may have taken or freed GPUs
         self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes}
         before = self.plan
         try:
@@ -323,17 +423,17 @@ class Placement:
 
     @property
     def spread(self) -> bool:
-        """True where parts, the controller among them, are on more than one node."""
+        """True if the parts and the controller are on more than one node."""
         nodes = self.plan.nodes
         return len(nodes) + (self._here is not None and self._here not in nodes) > 1
 
     @property
     def alive(self) -> list[str]:
-        """Nodes that were there at the last look, the controller's first."""
+        """Nodes that were alive when last listed, the controller's first."""
         return sorted(self._known, key=lambda node: (not self._known[node].here, node))
 
     def is_alive(self, node: str) -> bool:
-        """True where a node was there at the last look."""
+        """Return True if a node was alive when last listed."""
         return node in self._known
 
     @property
@@ -341,12 +441,12 @@ class Placement:
         """The controller's own node, on its CPUs."""
         return Place(next(node.id for node in self._known.values() if node.here))
 
-    def of_scorer(self, index: int) -> Place:
-        """Scorers are on the nodes of the run in turn, on the learner's first."""
+    def scorer_place(self, index: int) -> Place:
+        """Return the place of a scorer: the nodes of the run in turn, the learner's first."""
         first = self.plan.learner[0].node
         nodes = sorted(self.plan.nodes, key=lambda node: (node != first, node))
         return Place(nodes[index % len(nodes)])
 
     def ip(self, node: str) -> str:
-        """Address of a node that is or was alive."""
+        """Return the address of a node that is or was alive."""
         return self._ips[node]

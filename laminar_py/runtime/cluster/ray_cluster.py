@@ -1,8 +1,14 @@
-"""A Ray cluster: joined, or started on this machine; its processes host the same objects as forked ones."""
+"""A Ray cluster: joined, or started on this machine; its processes host the same objects as forked ones.
+
+One thread makes all calls that may wait for Ray's processes, since an event loop would stand still with them. Ray
+receives the calls in the order in which they were asked for: the start of a process, calls on it, its end. The
+thread ends with this process, also where Ray has not answered it.
+"""
 
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import shutil
 import socket
@@ -12,54 +18,59 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.config.section import ConfigError
-from laminar_py.runtime.cluster import WORKERS_READ, use_token_of_cluster
 from laminar_py.runtime.cluster.calls import (
     Answer,
+    Kind,
     Scalar,
-    Shell,
     answer_of,
+    class_path,
     encode_answer,
-    is_async,
-    load_class,
+    open_shell,
     read_answer,
     set_title,
     value_of,
 )
-from laminar_py.runtime.cluster.errors import ProcessLostError, RunFailedError
+from laminar_py.runtime.cluster.errors import NoAnswerError, RunFailedError
 from laminar_py.runtime.cluster.placement import Node, Place
-from laminar_py.runtime.cluster.ray_thread import drain, made, soon, tell
+from laminar_py.runtime.cluster.variables import WORKERS_READ, use_token_of_cluster
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
-GCS_START_S = 60.0  # of the first of Ray's processes, of which nobody hears if it dies
-START_S = 180.0  # of Ray on this machine, which other work may hold up
+GCS_START_S = 60.0  # for the first of Ray's processes, which may die without a message
+START_S = 180.0  # for Ray on this machine, which other work may delay
 LOW = 10  # priority, as `nice` has it
-LOOK_S = 0.1  # between two looks for its node
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between look-ups of an actor that is away
+LOOK_S = 0.1  # between two checks for its node
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between look-ups of a missing actor
 RAY_LOGS = Path(tempfile.gettempdir()) / "ray/session_latest/logs"
 
 
 class RayCluster:
-    """The cluster that this process is connected to."""
+    """The Ray cluster that this process is connected to."""
 
     def __init__(self) -> None:
         self.here = ray.get_runtime_context().get_node_id()
 
-    def start(self, kind: type, *, title: str, concurrency: int, place: Place, known_as: str = "") -> "RayProcess":
-        """An actor that hosts an object of `kind`. Ray never restarts it, and reserves no CPU for it.
+    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = "") -> "RayProcess":
+        """Start an actor that hosts an object of `kind`. Ray never restarts it, and reserves no CPU for it.
 
-        On a named node it runs there or nowhere, and sees of its GPUs those that are its own.
+        If its place names a node, it runs there or nowhere, and sees its own GPUs only.
         """
 
         def start() -> "ray.actor.ActorHandle":
             strategy = NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
-            options = _ray_class(kind).options(
+            path = class_path(kind)
+            options = _ray_class(path.rpartition(":")[2]).options(
                 num_cpus=0,
                 num_gpus=place.gpus,
                 max_restarts=0,
@@ -67,13 +78,13 @@ class RayCluster:
                 name=known_as or None,
                 scheduling_strategy=strategy,
             )
-            return options.remote(kind.__module__, kind.__qualname__, title)
+            return options.remote(path, title, concurrency)
 
-        return RayProcess(soon(start))
+        return RayProcess(call_soon(start))
 
     def nodes(self, *, taken: bool) -> list[Node]:
-        """The live nodes, with the GPUs that are free, or with `taken` with all: the controller's first."""
-        free = ray._private.state.available_resources_per_node()  # public calls tell only the sum over all nodes
+        """Return the live nodes, the controller's first, with their free GPUs, or with all GPUs if `taken`."""
+        free = ray._private.state.available_resources_per_node()  # public calls give only the sum over all nodes
         found = [
             Node(
                 id=node["NodeID"],
@@ -88,32 +99,32 @@ class RayCluster:
         return sorted(found, key=lambda node: (not node.here, node.ip, node.id))
 
     async def all_placed(self) -> bool:
-        """True once every process that this one started, or is about to, has what it asked for, or has died."""
-        return await made(_all_placed)
+        """Return True once every process that this one started has its GPUs, or has died."""
+        return await call_and_wait(_all_placed)
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
-        """Answer of a function from a process on that node, which ends where nobody waits for the answer any more.
+        """Run a function in a process on a node, and return its answer; the process ends if the call is cancelled.
 
         On this node the process has a low priority.
         """
         low = node == self.here
-        begun = soon(_begin, node, function, arguments, low)
+        begun = call_soon(_begin, node, function, arguments, low)
         try:
             reference = await asyncio.wrap_future(begun)  # its caller has a limit
             answer = await asyncio.wrap_future(reference.future())
         except RayError as error:
-            raise ProcessLostError(_reason(error)) from error
+            raise NoAnswerError(_reason(error)) from error
         except asyncio.CancelledError:
             if not begun.cancel():
-                tell(lambda: ray.cancel(begun.result(), force=True))
+                call_and_forget(lambda: ray.cancel(begun.result(), force=True))
             raise
         found = value_of(read_answer(answer))
         assert isinstance(found, bytes), f"{function} answers bytes"
         return found
 
     def close(self) -> None:
-        """Leave the cluster; one that this process started ends."""
-        drain()
+        """Leave the cluster; a cluster that this process started ends."""
+        drain_calls()
         ray.shutdown()
 
 
@@ -123,23 +134,23 @@ class RayProcess:
     def __init__(self, actor: "Future[ray.actor.ActorHandle]") -> None:
         self._actor = actor
 
-    def ask(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
-        """Make a call once Ray takes it; the inner future is its answer, or raises `ProcessLostError`."""
-        return soon(self._ask, method, *arguments)
+    def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
+        """Call a method once Ray accepts the call; the inner future is its answer, or raises `NoAnswerError`."""
+        return call_soon(self._ask, method, *arguments)
 
     def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
         answer = Future[Answer]()
         try:
             asked = self._actor.result().answer.remote(method, *arguments).future()
         except RayError as error:  # its creation failed
-            answer.set_exception(ProcessLostError(_reason(error)))
+            answer.set_exception(NoAnswerError(_reason(error)))
         else:
             asked.add_done_callback(functools.partial(_pass_on, answer))
         return answer
 
     def kill(self) -> None:
-        """Have Ray end the process, after what it was asked for before."""
-        tell(self._kill)
+        """End the process, after all calls to Ray that were made before."""
+        call_and_forget(self._kill)
 
     def _kill(self) -> None:
         with contextlib.suppress(RayError):
@@ -147,61 +158,53 @@ class RayProcess:
 
 
 class NamedActor:
-    """An actor that its keeper starts anew under the same name, e.g. `NamedActor("math-3.1.environment-0")`."""
+    """Calls an actor by name, also after its keeper has restarted it, e.g.
+
+    `NamedActor("math-3.1.environment-0")`.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._handle: ray.actor.ActorHandle | None = None
-        self._looking = asyncio.Lock()  # one looks for all who wait
+        self._looking = asyncio.Lock()  # one caller looks it up for all
 
-    async def ask(self, method: str, *arguments: Scalar) -> Answer:
-        """The answer of a method. Raises `ProcessLostError` where the process ends over it."""
+    async def call_method(self, method: str, *arguments: Scalar) -> Answer:
+        """Return the answer of a method. Raises `NoAnswerError` if the process ends meanwhile."""
         handle = await self._find()
         try:
             return read_answer(await handle.answer.remote(method, *arguments))
         except RayError as error:
             if self._handle is handle:
                 self._handle = None
-            raise ProcessLostError(_reason(error)) from error
+            raise NoAnswerError(_reason(error)) from error
 
     async def _find(self) -> "ray.actor.ActorHandle":
-        """The process that has the name, once one has it."""
+        """Wait for a process with the name, and return it."""
         pause_s = FIRST_PAUSE_S
         async with self._looking:
             while self._handle is None:
                 try:
                     self._handle = await asyncio.to_thread(ray.get_actor, self._name)
-                except (RayError, ValueError):  # none has it yet
+                except (RayError, ValueError):  # no actor has it yet
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             return self._handle
 
 
-class _AsyncActor:
-    """Ray's actor around an object with coroutines."""
+class _Actor:
+    """Ray's actor around an object of a class."""
 
-    def __init__(self, module: str, name: str, title: str) -> None:
+    def __init__(self, path: str, title: str, concurrency: int) -> None:
         set_title(title)
-        self._shell = Shell(load_class(module, name), concurrency=1)
+        self._shell = open_shell(path, concurrency=concurrency)
 
     async def answer(self, method: str, *arguments: Scalar) -> bytes:
         return encode_answer(await self._shell.answer(0, method, *arguments))
 
 
-class _ThreadedActor:
-    """Ray's actor around an object whose calls come on threads."""
-
-    def __init__(self, module: str, name: str, title: str) -> None:
-        set_title(title)
-        self._part = load_class(module, name)()
-
-    def answer(self, method: str, *arguments: Scalar) -> bytes:
-        return encode_answer(answer_of(lambda *given: getattr(self._part, method)(*given), *arguments))
-
-
 @contextlib.contextmanager
 def local_ray() -> Iterator[RayCluster]:
-    """A Ray cluster of one node on loopback with token authentication, ended with everything in it."""
+    """Start a Ray cluster of one node on loopback with token authentication; end it on exit."""
     try:
         with _patient_on_loopback():
             context = ray.init(
@@ -228,10 +231,10 @@ def local_ray() -> Iterator[RayCluster]:
 
 @contextlib.contextmanager
 def _patient_on_loopback() -> Iterator[None]:
-    """Have Ray take the loopback address as it is, and wait longer for its own processes than 30 s.
+    """Make Ray keep the loopback address, and wait longer for its own processes than 30 s.
 
-    Otherwise it puts an address in its place that others reach, and listens on all interfaces. It says neither by
-    an argument nor, for the second, by a variable.
+    By default Ray replaces the loopback address by one that other hosts reach, and listens on all interfaces. No
+    argument of Ray changes either, so this replaces two of its functions meanwhile.
     """
     constants, services = ray._private.ray_constants, ray._private.services
     clusters, get_node = constants.ENABLE_RAY_CLUSTER, services.get_node
@@ -256,16 +259,16 @@ def _patient_on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined_ray(address: str) -> Iterator[RayCluster]:
-    """A running cluster, which goes on without us. Raises `ConfigError` if there is none at `address`."""
+    """Join a running cluster, and leave it on exit. Raises `ConfigError` if there is none at `address`."""
     use_token_of_cluster()
     folder = os.getcwd()
 
     def enter() -> None:
-        with contextlib.suppress(OSError):  # a node that lacks it is found by `preflight.survey`
+        with contextlib.suppress(OSError):  # `preflight.survey` reports a node without it
             os.chdir(folder)
 
     try:
-        if address != "auto":  # where nobody listens, Ray itself takes a minute to find out
+        if address != "auto":  # without a listener, Ray itself takes a minute to fail
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         ray.init(
@@ -302,12 +305,12 @@ def _begin(
 
 
 @functools.cache
-def _ray_class(kind: type) -> "ray.actor.ActorClass":
-    """Ray's class around `kind`, made once, since Ray sends every class that it is given to its nodes.
+def _ray_class(name: str) -> "ray.actor.ActorClass":
+    """Return Ray's class around a class of this name; Ray shows the name as the title of its processes.
 
-    It has the name of `kind`, which Ray shows as the title of its processes.
+    The class is made once, since Ray sends every class that it is given to its nodes.
     """
-    return ray.remote(type(kind.__name__, (_AsyncActor if is_async(kind) else _ThreadedActor,), {}))
+    return ray.remote(type(name, (_Actor,), {}))
 
 
 @functools.cache
@@ -316,7 +319,10 @@ def _ray_task() -> "ray.remote_function.RemoteFunction":
 
 
 def _run(function: Callable[..., bytes], *arguments: str | bytes, low: bool) -> bytes:
-    """Encoded answer of a function; with `low` on a thread of low priority, as Ray uses the process again."""
+    """Run a function, and return its encoded answer.
+
+    With `low` it runs on a thread of low priority, since Ray uses the process again.
+    """
     if not low:
         return encode_answer(answer_of(function, *arguments))
 
@@ -328,12 +334,12 @@ def _run(function: Callable[..., bytes], *arguments: str | bytes, low: bool) -> 
 
 
 def _pass_on(answer: "Future[Answer]", asked: "Future[bytes]") -> None:
-    """Settle an answer with Ray's."""
+    """Copy Ray's answer to the future of a call."""
     if not answer.set_running_or_notify_cancel():
-        return  # nobody waits for it any more
+        return  # its caller was cancelled
     error = asked.exception()
     if isinstance(error, RayError):
-        answer.set_exception(ProcessLostError(_reason(error), ended_by_run="ray.kill" in str(error)))
+        answer.set_exception(NoAnswerError(_reason(error), ended_by_run="ray.kill" in str(error)))
     elif error is not None:
         answer.set_exception(error)
     else:
@@ -341,8 +347,79 @@ def _pass_on(answer: "Future[Answer]", asked: "Future[bytes]") -> None:
 
 
 def _reason(error: RayError) -> str:
-    """The first sentence of what Ray says last."""
+    """Return the first sentence of the last line of Ray's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OutOfMemoryError) or any("running low on memory" in line for line in lines):
         return "out of memory: Ray ended it as its node ran low"
     return lines[-1].split(". ")[0] if lines else type(error).__name__
+
+
+# ---- the thread that calls Ray
+
+PATIENCE_S = 300.0  # for Ray to accept a call, which takes 0.3 ms
+
+# bounded: a run makes some calls for each of its processes
+_asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+_beginning = threading.Lock()
+
+
+def call_soon(call: Callable[..., T], *arguments: object) -> Future[T]:
+    """Queue a call for the thread that calls Ray; the future is its result."""
+    _ensure_thread()
+    made: Future[T] = Future()
+    _asked.put((made, functools.partial(call, *arguments)))
+    return made
+
+
+def call_and_forget(call: Callable[..., object], *arguments: object) -> None:
+    """Queue a call whose result is ignored; its error goes into the log."""
+    call_soon(call, *arguments).add_done_callback(_log_failure)
+
+
+async def call_and_wait(call: Callable[..., T], *arguments: object) -> T:
+    """Queue a call, and return its result. Raises RunFailedError if Ray accepts no calls any more."""
+    try:
+        async with asyncio.timeout(PATIENCE_S) as limit:
+            return await asyncio.wrap_future(call_soon(call, *arguments))
+    except TimeoutError:
+        if not limit.expired():
+            raise  # raised by the call itself
+        raise RunFailedError(f"Ray has taken no call in {PATIENCE_S:g} s; see its logs, and --resume") from None
+
+
+def drain_calls() -> None:
+    """Wait until all queued calls are made, or cancel them: a call after Ray's end would start Ray again."""
+    try:
+        call_soon(lambda: None).result(PATIENCE_S)
+    except TimeoutError:
+        log.error("Ray has taken no call in %g s; it is ended all the same", PATIENCE_S)
+        while not _asked.empty():
+            _asked.get()[0].cancel()
+
+
+def _ensure_thread() -> None:
+    with _beginning:
+        _start_thread()
+
+
+@functools.cache
+def _start_thread() -> None:
+    threading.Thread(target=_make_calls, name="ray", daemon=True).start()
+
+
+def _make_calls() -> None:
+    while True:
+        future, call = _asked.get()
+        if not future.set_running_or_notify_cancel():
+            continue  # its caller was cancelled
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - it is the future's
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+def _log_failure(done: "Future[object]") -> None:
+    if (error := done.exception()) is not None:
+        log.error("a call of Ray failed: %s", error, exc_info=error)

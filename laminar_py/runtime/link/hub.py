@@ -1,14 +1,14 @@
-"""The controller's end of the link: reports of all replicas come in on one socket, and orders go out.
+"""The controller's end of the link: reports of all replicas arrive on one socket, and orders leave from it.
 
-Owned by `workers.replicas`. A line is one life of a replica:
+Owned by `workers.replicas`. A line is the connection to one life of a replica:
 
-    open    -> running  its process has started (`begin`), or spoken: from now on it may not be silent
-    running -> lost     it was silent for too long, or its owner has no more use for it (`lose`)
+    open    -> running  its process has started (`mark_started`), or sent a frame: silence counts from now on
+    running -> lost     it was silent for too long, or its owner calls `lose`
     any     -> closed   its process has ended (`close`), or the hub has
 
-Invariant: each report of an open line is taken in once, in order, and told only then; orders reach the replica
-once, in the order in which they were put, or are lost with its process. Once a line is closed nothing of it is
-taken in any more. Work grows with what is said, not with the number of replicas.
+The hub takes in each report of an open line once, in order, and only then acknowledges it. Orders reach the
+replica once, in the order of `send_order`, or are lost with its process. A closed line delivers nothing more
+(`tests/link/test_faults.py`). The work of the hub grows with the number of frames, not of replicas.
 """
 
 import asyncio
@@ -23,102 +23,105 @@ from laminar_py.records.replica import ReplicaReport, Survey
 from laminar_py.relay.sockets import MAX_FRAME_BYTES, PeerServer, read_record
 from laminar_py.runtime.link.messages import MOST_LABEL, CallOff, Down, Expect, Look, Order, Reply, Up
 
-LOOK_S = 0.5  # at most, between two looks for lines that are silent, or that have not heard
-MOST_BEHIND_S = 5.0  # that a look is put off while there is more to take in
-RESEND_S = 2.0  # after which orders that were not heard are sent again
-MOST_FRAMES = 128  # heard at once: what waits in the socket for long is sent again
-MOST_REPORTS = 16  # taken in before the event loop goes on with other work
+CHECK_S = 0.5  # at most, between two checks for silent lines and for orders to resend
+MOST_BEHIND_S = 5.0  # by which a check is postponed while more frames wait
+RESEND_S = 2.0  # after which orders without an acknowledgement are sent again
+MOST_FRAMES = 128  # received at once: replicas resend frames that wait in the socket for long
+MOST_REPORTS = 16  # taken in before the event loop gets its turn
 MOST_REST_S = 0.02  # in which reports gather, where there are many
 FRAME_BYTES = MAX_FRAME_BYTES // 8  # of orders in one frame, unless one alone is larger
 MOST_ORDER_BYTES = MAX_FRAME_BYTES - 1024  # the frame has a head
 
 
 class Line:
-    """The controller's end of one replica's life; `lost` has the reason once it is of no use any more."""
+    """The controller's end of one life of a replica; `lost` gets the reason when the replica is given up."""
 
     def __init__(self, hub: "ReplicaHub", label: str, replica: int) -> None:
         self.replica = replica
         self.label = label
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.told = 0  # reports that were taken in
-        self.heard = 0  # orders that came to the replica
-        self._came = 0  # reports, taken in or being so
+        self.reports_received = 0  # number of the last report that was taken in
+        self.orders_received = 0  # number of the last order that the replica acknowledged
+        self._came = 0  # number of the last report that arrived
         self._hub = hub
         self._sent = 0
-        self._unheard: deque[tuple[int, bytes]] = deque()
-        self._number = 0  # of the last order
+        self._unacknowledged: deque[tuple[int, bytes]] = deque()
+        self._number = 0  # of the newest order
         self._ids = count()
-        self._asked: dict[int, asyncio.Future[Reply | None]] = {}
-        self._is_there = False  # it has spoken, and could be reached since
+        self._requests: dict[int, asyncio.Future[Reply | None]] = {}
+        self._is_there = False  # the replica has sent a frame, and every frame to it could be sent since
         self._closed = False
 
-    def put(self, order: Order) -> None:
-        """Have the replica do something: at the end of this turn of the event loop, or once it is there."""
+    def send_order(self, order: Order) -> None:
+        """Send an order at the end of this turn of the event loop, or once the replica is connected.
+
+        An order to a closed line is dropped.
+        """
         data = encode(order)
         size = len(data)
         assert size <= MOST_ORDER_BYTES, f"{type(order).__name__} of {size} bytes for {self.label}: share it out"
         if not self._closed:
             self._number += 1
-            self._unheard.append((self._number, data))
+            self._unacknowledged.append((self._number, data))
             if self._is_there:
-                self._hub.has_word(self)
+                self._hub.send_soon(self)
 
-    async def look(self, *, within_s: float | None = None) -> Survey | None:
-        """Survey of what it has at this moment; None if its process ends, or the time is over, first."""
+    async def request_survey(self, *, within_s: float | None = None) -> Survey | None:
+        """Return a survey of the replica's trajectories; None if its process ends or `within_s` passes first."""
         id = next(self._ids)
-        answer = await self._ask(id, Look(id), within_s)
+        answer = await self._request(id, Look(id), within_s)
         return None if answer is None else answer.survey
 
     async def expect(self, version: int, trajectory_ids: Sequence[str], *, within_s: float | None = None) -> bool:
-        """True if it promises to keep `version` until these have come or are called off.
+        """Return True if the replica promises to keep `version` until these trajectories arrive or are called off.
 
-        What comes late is no promise: the question is followed by a `CallOff` once the time is over.
+        A late answer counts as no: a `CallOff` follows the question after `within_s`.
         """
         id = next(self._ids)
-        answer = await self._ask(id, Expect(id, version, list(trajectory_ids)), within_s)
+        answer = await self._request(id, Expect(id, version, list(trajectory_ids)), within_s)
         if answer is None:
-            self.put(CallOff(list(trajectory_ids)))
+            self.send_order(CallOff(list(trajectory_ids)))
         return answer is not None and answer.promised
 
     def lose(self, reason: str) -> None:
-        """Have its owner end it."""
+        """Tell the owner of the line, by `lost`, to end the replica."""
         if not self.lost.done():
             self.lost.set_result(reason)
 
     # ---- what the hub calls
 
-    def hear(self, up: Up) -> bool:
-        """Take the replica's word; True if it brings a report that is to be taken in now."""
+    def receive(self, up: Up) -> bool:
+        """Take in a frame; return True if it has a report that is next in order."""
         self._is_there = True
-        self.heard = max(self.heard, min(up.heard, self._number))
-        while self._unheard and self._unheard[0][0] <= self.heard:
-            self._unheard.popleft()
+        self.orders_received = max(self.orders_received, min(up.orders_received, self._number))
+        while self._unacknowledged and self._unacknowledged[0][0] <= self.orders_received:
+            self._unacknowledged.popleft()
         if self._number > self._sent:
-            self._hub.has_word(self)  # it could not be reached before
+            self._hub.send_soon(self)  # it could not be sent before
         if up.report is None:
             return False
-        if up.number <= self.told:
-            self._hub.has_word(self)  # what told it was lost
+        if up.number <= self.reports_received:
+            self._hub.send_soon(self)  # the acknowledgement was lost
         if up.number != self._came + 1:
             return False
         self._came = up.number
         return True
 
-    def tell(self, up: Up) -> None:
-        """Say that a report was taken in, and give the answers beside it to those who asked."""
-        self.told = up.number
+    def acknowledge(self, up: Up) -> None:
+        """Acknowledge the report of a frame, and pass its answers to the callers that wait for them."""
+        self.reports_received = up.number
         for answer in up.answers:
-            asked = self._asked.pop(answer.id, None)
+            asked = self._requests.pop(answer.id, None)
             if asked is not None and not asked.done():
                 asked.set_result(answer)
         if not self._closed:
-            self._hub.has_word(self)
+            self._hub.send_soon(self)
 
-    def words(self, *, again: bool) -> list[Down]:
-        """Frames of what is to be said now; with `again` of all that was not heard."""
+    def next_frames(self, *, again: bool) -> list[Down]:
+        """Return the frames to send now: new orders, or with `again` all orders without an acknowledgement."""
         if again:
-            self._sent = self.heard
-        orders = [(number, order) for number, order in self._unheard if number > self._sent]
+            self._sent = self.orders_received
+        orders = [(number, order) for number, order in self._unacknowledged if number > self._sent]
         self._sent = self._number
         downs, some, size = list[Down](), list[bytes](), 0
         for number, order in orders:
@@ -129,45 +132,48 @@ class Line:
             size += len(order)
         return [*downs, self._down(self._number + 1 - len(some), some)]
 
-    def was_cut_off(self) -> None:
-        """Say all that was not heard with the next word: what was sent before may be lost."""
-        self._sent = self.heard
+    def mark_disconnected(self) -> None:
+        """Resend all unacknowledged orders with the next frame, since the frames sent before may be lost."""
+        self._sent = self.orders_received
         self._is_there = False
 
     def close(self) -> None:
-        """Whoever waits for an answer gets none, nor does whoever asks from now on."""
+        """End all requests without an answer, those that wait and those to come; drop later orders."""
         self._closed = True
-        for asked in self._asked.values():
+        for asked in self._requests.values():
             if not asked.done():
                 asked.set_result(None)
-        self._asked.clear()
-        self._unheard.clear()
+        self._requests.clear()
+        self._unacknowledged.clear()
 
     @property
-    def waits(self) -> bool:
-        """True while orders are out that were not heard."""
-        return bool(self._unheard)
+    def has_unacknowledged(self) -> bool:
+        """True while the replica has not acknowledged all orders."""
+        return bool(self._unacknowledged)
 
     def _down(self, first: int, orders: Sequence[bytes]) -> Down:
-        return Down(self.told, first, tuple(map(msgspec.Raw, orders)))
+        return Down(self.reports_received, first, tuple(map(msgspec.Raw, orders)))
 
-    async def _ask(self, id: int, question: Look | Expect, within_s: float | None) -> Reply | None:
+    async def _request(self, id: int, question: Look | Expect, within_s: float | None) -> Reply | None:
         if self._closed:
             return None
         answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
-        self._asked[id] = answer
-        self.put(question)
+        self._requests[id] = answer
+        self.send_order(question)
         try:
             async with asyncio.timeout(within_s):
                 return await answer
         except TimeoutError:
             return None
         finally:
-            self._asked.pop(id, None)
+            self._requests.pop(id, None)
 
 
 class ReplicaHub:
-    """Hub of all lines; `take` has the new reports of a moment. A line that is silent for `patience_s` is lost."""
+    """Serves all lines; awaits `take` with the reports that arrive together.
+
+    A line silent for `patience_s` is lost.
+    """
 
     def __init__(
         self,
@@ -179,15 +185,15 @@ class ReplicaHub:
         self._post = post
         self._take = take
         self._patience_s = patience_s
-        self._look_s = min(LOOK_S, patience_s / 8)
+        self._check_s = min(CHECK_S, patience_s / 8)
         self._loop = asyncio.get_running_loop()
         self._lines: dict[bytes, Line] = {}
-        self._last_s: dict[Line, float] = {}  # when each was heard of last, the longest ago first
-        self._sent_s: dict[Line, float] = {}  # when orders were sent that are not heard, the longest ago first
-        self._to_say: dict[Line, None] = {}
-        self._due = False  # what is to be said goes out at the end of this turn of the loop
-        self._looked_s = self._loop.time()
-        self._taking = asyncio.Lock()  # while reports are taken in
+        self._last_s: dict[Line, float] = {}  # when the last frame of each line arrived, the oldest first
+        self._sent_s: dict[Line, float] = {}  # when unacknowledged orders were sent, the oldest first
+        self._to_send: dict[Line, None] = {}
+        self._due = False  # `_send_due` runs at the end of this turn of the loop
+        self._checked_s = self._loop.time()
+        self._taking = asyncio.Lock()  # held while reports are taken in
 
     @property
     def endpoint(self) -> str:
@@ -195,54 +201,54 @@ class ReplicaHub:
         return self._post.endpoint
 
     def open(self, label: str, replica: int) -> Line:
-        """The line of a replica that is about to start under this label, which no other has had."""
+        """Open a line for a replica that is about to start under this label, which no other has had."""
         assert 0 < len(label.encode()) <= MOST_LABEL, f"label {label!r}: longer than {MOST_LABEL} bytes, or empty"
         line = Line(self, label, replica)
         self._lines[label.encode()] = line
         return line
 
-    def begin(self, line: Line) -> None:
-        """Have a line count as silent from now on until it speaks: its process has started."""
+    def mark_started(self, line: Line) -> None:
+        """Count the silence of a line from now on: its process has started."""
         if self._lines.get(line.label.encode()) is line:
             self._last_s.setdefault(line, self._loop.time())
 
     async def close(self, line: Line) -> None:
-        """Hear no more of it; returns when what came of it before was taken in."""
+        """Close a line; return when the reports that arrived before are taken in."""
         self._drop(line)
         async with self._taking:
             pass
 
-    def has_word(self, line: Line) -> None:
-        """Say what a line has to say at the end of this turn of the event loop."""
-        self._to_say[line] = None
+    def send_soon(self, line: Line) -> None:
+        """Send the due frames of a line at the end of this turn of the event loop."""
+        self._to_send[line] = None
         if not self._due:
             self._due = True
-            self._loop.call_soon(self._say)
+            self._loop.call_soon(self._send_due)
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        self._looked_s = self._loop.time()
+        self._checked_s = self._loop.time()
         while True:
-            if await self._post.wait(self._look_s):
+            if await self._post.wait(self._check_s):
                 began = self._loop.time()
                 await self._receive()
-                await asyncio.sleep(min(MOST_REST_S, self._loop.time() - began))  # more gathers meanwhile
-            self._look()
+                await asyncio.sleep(min(MOST_REST_S, self._loop.time() - began))  # more frames gather meanwhile
+            self._check_silence()
 
     def end(self) -> None:
-        """Close all lines, and the socket, over which the garbage collector would wait for ever."""
+        """Close all lines, and the socket, for which the garbage collector would otherwise wait forever."""
         for line in list(self._lines.values()):
             self._drop(line)
         self._post.close()
 
     def _drop(self, line: Line) -> None:
         self._lines.pop(line.label.encode(), None)
-        for of in (self._last_s, self._sent_s, self._to_say):
+        for of in (self._last_s, self._sent_s, self._to_send):
             of.pop(line, None)
         line.close()
 
     async def _receive(self) -> None:
-        """Hear what there is, a bounded part of it, and take the reports in."""
+        """Receive at most `MOST_FRAMES` frames, and take in their reports."""
         came: list[tuple[Line, Up, ReplicaReport]] = []
         now = self._loop.time()
         for sender, frame in self._post.drain(MOST_FRAMES):
@@ -251,50 +257,54 @@ class ReplicaHub:
             if line is None or up is None or up.label != line.label:
                 continue
             _move_to_end(self._last_s, line, now)
-            if self._hear(line, up, now) and up.report is not None:
+            if self._receive_frame(line, up, now) and up.report is not None:
                 came.append((line, up, up.report))
         async with self._taking:
             for first in range(0, len(came), MOST_REPORTS):
                 some = came[first : first + MOST_REPORTS]
                 await self._take([(line, report) for line, _, report in some])
                 for line, up, _ in some:
-                    line.tell(up)
+                    line.acknowledge(up)
                 await asyncio.sleep(0)
 
-    def _hear(self, line: Line, up: Up, now: float) -> bool:
-        """Have a line take a word; orders that it has not heard yet have time anew if it has heard others."""
-        heard = line.heard
-        has_report = line.hear(up)
-        if line.heard > heard and self._sent_s.pop(line, None) is not None and line.waits:
+    def _receive_frame(self, line: Line, up: Up, now: float) -> bool:
+        """Pass a frame to its line. If it acknowledges some orders, the time to resend the others starts again."""
+        received = line.orders_received
+        has_report = line.receive(up)
+        if (
+            line.orders_received > received
+            and self._sent_s.pop(line, None) is not None
+            and line.has_unacknowledged
+        ):
             self._sent_s[line] = now
         return has_report
 
-    def _look(self) -> None:
-        """Lose lines that are silent, and say again what was not heard. Called when all that came is taken in."""
+    def _check_silence(self) -> None:
+        """Lose silent lines, and resend unacknowledged orders. Called when all received frames are taken in."""
         now = self._loop.time()
-        behind = self._post.has_more and now < self._looked_s + MOST_BEHIND_S
-        if behind or now < self._looked_s + self._look_s:
+        behind = self._post.has_more and now < self._checked_s + MOST_BEHIND_S
+        if behind or now < self._checked_s + self._check_s:
             return
-        if now > self._looked_s + self._patience_s / 2:
-            self._last_s = dict.fromkeys(self._last_s, now)  # this process stood still, not they
-        self._looked_s = now
+        if now > self._checked_s + self._patience_s / 2:
+            self._last_s = dict.fromkeys(self._last_s, now)  # this process stood still, not the replicas
+        self._checked_s = now
         while self._last_s and (oldest := next(iter(self._last_s.items())))[1] < now - self._patience_s:
             del self._last_s[oldest[0]]
-            oldest[0].lose(f"no word of it in {self._patience_s:g} s")
+            oldest[0].lose(f"no report in {self._patience_s:g} s")
         while self._sent_s and (late := next(iter(self._sent_s.items())))[1] < now - RESEND_S:
             self._send(late[0], again=True)
 
-    def _say(self) -> None:
+    def _send_due(self) -> None:
         self._due = False
-        lines, self._to_say = self._to_say, {}
+        lines, self._to_send = self._to_send, {}
         for line in lines:
             self._send(line, again=False)
 
     def _send(self, line: Line, *, again: bool) -> None:
-        """Send what a line has to say; to one that is not connected when it speaks next."""
-        for down in line.words(again=again):
+        """Send the due frames of a line; if it is not connected, they wait for its next frame."""
+        for down in line.next_frames(again=again):
             if not self._post.send(line.label.encode(), encode(down)):
-                line.was_cut_off()
+                line.mark_disconnected()
                 self._sent_s.pop(line, None)
                 return
             if again or (down.orders and line not in self._sent_s):

@@ -1,12 +1,12 @@
 """Frames between the controller and its replicas, and the orders in them. No behaviour.
 
-A replica speaks first. Both sides number what they say in one life of the replica, from 1, and say again what the
-other has not heard; what comes twice, or after something that was missed, is passed over.
+A replica sends the first frame. In one life of a replica, reports and orders are numbered from 1. Each side
+resends until the other acknowledges, and ignores duplicates and frames that follow a lost one.
 
-    Up(label, number, heard)           -> Down(first, orders)   it is there: orders that waited for it come
-    Up(label, number, heard, report)   -> Down(told)            a report is sent until it is told; one at a time
-    Down(first, orders)                -> Up(heard)             orders are sent until they are heard, in order
-    Look(id), Expect(id)               -> Up(report, answers)   answers come with a report that goes at once
+    Up(label, number)           -> Down(first, orders)      the replica is up: orders that waited for it are sent
+    Up(label, number, report)   -> Down(reports_received)   resent until acknowledged, one report at a time
+    Down(first, orders)         -> Up(orders_received)      resent until acknowledged, in order
+    Look(id), Expect(id)        -> Up(report, answers)      answers travel with a report that is sent at once
 """
 
 from typing import Annotated, TypeAlias
@@ -21,29 +21,29 @@ Label = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_LABEL)]
 
 
 class Command(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
-    """Base of what the controller has a replica do."""
+    """Base of the orders that the controller sends to a replica."""
 
 
 class Submit(Command, frozen=True):
-    """Run these."""
+    """Start these trajectories."""
 
     assignments: list[Assignment]
 
 
 class Abort(Command, frozen=True):
-    """End these wherever they are."""
+    """End these trajectories, whether they wait or run."""
 
     trajectory_ids: list[str]
 
 
 class GiveUp(Command, frozen=True):
-    """End these, which go on elsewhere, and report them at once."""
+    """End these trajectories and report them at once: they continue on other replicas."""
 
     trajectory_ids: list[str]
 
 
 class CallOff(Command, frozen=True):
-    """Expect these trajectories, and more of these passes, no more."""
+    """Stop waiting for these trajectories, and for further ones of these evaluation passes."""
 
     names: list[str]
 
@@ -61,13 +61,13 @@ class Follow(Command, frozen=True):
 
 
 class Look(Command, frozen=True):
-    """Reply with a survey."""
+    """Answer with a survey of all running and waiting trajectories."""
 
     id: Count
 
 
 class Expect(Command, frozen=True):
-    """Reply whether it keeps `version` until all of these have come or are called off."""
+    """Answer whether the replica keeps `version` until these trajectories have arrived or are called off."""
 
     id: Count
     version: int
@@ -78,7 +78,7 @@ Order: TypeAlias = Submit | Abort | GiveUp | CallOff | Stop | Follow | Look | Ex
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Reply to the `Look` or `Expect` of that id."""
+    """Answer to the `Look` or `Expect` of this id."""
 
     id: Count
     survey: Survey | None = None
@@ -86,18 +86,21 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Up(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Word of a replica, e.g. `Up(label="replica-0-1-3", number=0, heard=0)`: without a report, what was heard."""
+    """Frame of a replica, with or without a report.
+
+    E.g. `Up(label="replica-0-1-3", number=0, orders_received=0)`.
+    """
 
     label: Label  # of the replica's life, as of its segments
     number: Count  # of the report
-    heard: Count  # number of the last order that came
+    orders_received: Count  # number of the last order that came
     report: ReplicaReport | None = None
     answers: tuple[Reply, ...] = ()
 
 
 class Down(msgspec.Struct, frozen=True, array_like=True):
-    """Word of the controller: the last report that it took in, and orders numbered from `first`."""
+    """Frame of the controller: the number of the last report that it took in, and orders numbered from `first`."""
 
-    told: Count
+    reports_received: Count
     first: Count = 0
     orders: tuple[msgspec.Raw, ...] = ()

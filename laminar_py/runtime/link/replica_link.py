@@ -1,8 +1,8 @@
-"""A replica's end of the link: its reports go out, one at a time, and orders come in.
+"""A replica's end of the link: it sends reports, one at a time, and receives orders.
 
-Owned by the replica's process. A report is sent until the controller says that it was told, after ever longer
-waits; what happens meanwhile gathers for the next, so reports become fewer as the controller has more to do.
-Invariant: orders are obeyed once, in the order in which they were given, by calls that begin in that order.
+Owned by the replica's process. A report is resent, after ever longer waits, until the controller acknowledges it.
+Meanwhile news gathers for the next report, so reports become fewer when the controller has more to do. Orders
+begin once, in the order in which the controller sent them (`tests/link/test_replica_link.py`).
 """
 
 import asyncio
@@ -28,53 +28,53 @@ from laminar_py.runtime.link.messages import (
     Up,
 )
 
-UNSENT_S = 0.05  # after which what could not be sent is tried again, at first
-RESEND_S = 1.0  # after which a report that was not told is sent again, at first
-ACKNOWLEDGE_S = 0.5  # in which a report may say that orders were heard, before a word of its own does
+UNSENT_S = 0.05  # before the first retry of a frame that could not be sent
+RESEND_S = 1.0  # before a report without an acknowledgement is first sent again
+ACKNOWLEDGE_S = 0.5  # to wait for a report that acknowledges orders, before a frame of its own does
 
 
 class Commanded(Protocol):
-    """A replica, as the link needs it (`rollout.replica.Replica`)."""
+    """The methods of `rollout.replica.Replica` that orders call."""
 
     def start_assignments(self, assignments: Sequence[Assignment]) -> None:
-        """Start these."""
+        """Start these trajectories."""
         ...
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
-        """End these."""
+        """End these trajectories."""
         ...
 
     async def give_up(self, trajectory_ids: Sequence[str]) -> None:
-        """End these, and report them at once."""
+        """End these trajectories, and report them at once."""
         ...
 
     def call_off(self, names: Sequence[str]) -> None:
-        """Expect these no more."""
+        """Stop waiting for these trajectories or passes."""
         ...
 
     async def stop(self, *, evaluations: bool) -> None:
-        """Interrupt all training, and evaluations too."""
+        """Interrupt all training trajectories, and with `evaluations` those of evaluations."""
         ...
 
     async def survey(self) -> Survey:
-        """Tell all that it has now."""
+        """Return a survey of all running and waiting trajectories."""
         ...
 
     def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """Promise to keep a version, or not."""
+        """Return True as a promise to keep a version until these trajectories arrive."""
         ...
 
     def report_soon(self) -> None:
-        """Have the next report go out at once."""
+        """Make the next report due at once."""
         ...
 
     async def next_report(self, timeout_s: float) -> ReplicaReport:
-        """The next report."""
+        """Return the next report, after `timeout_s` at the latest."""
         ...
 
 
 class ReplicaLink:
-    """Carries one life of a replica, under the label of its segments."""
+    """Connects one life of a replica, under the label of its segments, with the controller."""
 
     def __init__(
         self,
@@ -91,83 +91,92 @@ class ReplicaLink:
         self._attach = attach
         self._quiet_s = quiet_s
         self._number = 0  # of the last report
-        self._told = 0
-        self._heard = 0  # orders
-        self._acknowledged = 0  # orders of which the controller knows that they were heard, unless a word was lost
-        self._was_told = asyncio.Event()
+        self._reports_received = 0
+        self._orders_received = 0  # orders
+        self._acknowledged = 0  # orders that a sent frame has acknowledged
+        self._acknowledged_event = asyncio.Event()
         self._answers: list[Reply] = []
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises what ended the replica, after its last report was told."""
+        """Serve until cancelled.
+
+        Raises the error that ended the replica, after its last report is acknowledged.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen(tasks), name="orders")
-                tasks.create_task(self._tell(), name="reports")
+                tasks.create_task(self._send_reports(), name="reports")
         except ExceptionGroup as group:
             error = group.exceptions[0]
             raise error from error.__cause__  # which says whether it is a mistake of ours
         finally:
             self._peer.close()
 
-    async def _tell(self) -> None:
-        await self._greet()
+    async def _send_reports(self) -> None:
+        await self._announce()
         while True:
             report = await self._replica.next_report(self._quiet_s)
             answers, self._answers = self._answers, []
             self._number += 1
-            await self._tell_one(report, tuple(answers))
+            await self._send_report(report, tuple(answers))
 
-    async def _greet(self) -> None:
-        """Say that it is there, for orders wait for that."""
-        while not self._peer.send(self._word()):  # noqa: ASYNC110 (nobody tells when the connection is there)
+    async def _announce(self) -> None:
+        """Send a first frame, since orders wait for it."""
+        while not self._peer.send(self._frame()):  # noqa: ASYNC110 (no event says when the connection is up)
             await asyncio.sleep(UNSENT_S)
 
-    async def _tell_one(self, report: ReplicaReport, answers: tuple[Reply, ...]) -> None:
-        """Send a report until it is told."""
+    async def _send_report(self, report: ReplicaReport, answers: tuple[Reply, ...]) -> None:
+        """Send a report until the controller acknowledges it."""
         unsent_s, wait_s = UNSENT_S, RESEND_S
-        while self._told < self._number:
-            self._was_told.clear()
-            if self._peer.send(self._word(report, answers)):
-                await self._until_told(wait_s)
+        while self._reports_received < self._number:
+            self._acknowledged_event.clear()
+            if self._peer.send(self._frame(report, answers)):
+                await self._wait_acknowledged(wait_s)
                 wait_s = min(max(RESEND_S, self._quiet_s), 2 * wait_s)
             else:
-                await self._until_told(unsent_s)
+                await self._wait_acknowledged(unsent_s)
                 unsent_s = min(RESEND_S, 2 * unsent_s)
 
-    async def _until_told(self, timeout_s: float) -> None:
+    async def _wait_acknowledged(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._was_told.wait()
+                await self._acknowledged_event.wait()
 
-    def _word(self, report: ReplicaReport | None = None, answers: tuple[Reply, ...] = ()) -> bytes:
-        self._acknowledged = self._heard
-        up = Up(label=self._label, number=self._number, heard=self._heard, report=report, answers=answers)
+    def _frame(self, report: ReplicaReport | None = None, answers: tuple[Reply, ...] = ()) -> bytes:
+        self._acknowledged = self._orders_received
+        up = Up(
+            label=self._label,
+            number=self._number,
+            orders_received=self._orders_received,
+            report=report,
+            answers=answers,
+        )
         return encode(up)
 
     def _acknowledge(self) -> None:
-        """Tell of orders that no report has told of."""
-        if self._acknowledged < self._heard and not self._peer.closed:
-            self._peer.send(self._word())
+        """Acknowledge orders that no report has acknowledged yet."""
+        if self._acknowledged < self._orders_received and not self._peer.closed:
+            self._peer.send(self._frame())
 
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             down = read_record(Down, await self._peer.receive())
             if down is None:
                 continue
-            self._told = max(self._told, down.told)
-            if self._told >= self._number:
-                self._was_told.set()
+            self._reports_received = max(self._reports_received, down.reports_received)
+            if self._reports_received >= self._number:
+                self._acknowledged_event.set()
             if down.orders:
-                self._acknowledged = min(self._acknowledged, down.first - 1)  # what comes again was not told of
+                self._acknowledged = min(self._acknowledged, down.first - 1)  # these are resent
             for number, order in enumerate(down.orders, down.first):
-                if number == self._heard + 1:
-                    self._heard = number
-                    await self._obey(decode(Order, order), tasks)  # type: ignore[arg-type]
+                if number == self._orders_received + 1:
+                    self._orders_received = number
+                    await self._begin_order(decode(Order, order), tasks)  # type: ignore[arg-type]
             if down.orders:
                 asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._acknowledge)
 
-    async def _obey(self, order: Order, tasks: asyncio.TaskGroup) -> None:
-        """Begin what is ordered; it may go on beside what comes next."""
+    async def _begin_order(self, order: Order, tasks: asyncio.TaskGroup) -> None:
+        """Begin an order; it may still run when the next one begins."""
         replica = self._replica
         match order:
             case Submit(assignments):

@@ -1,49 +1,57 @@
-"""Turns on their way to environments that listen, as they are sampled, and answers on their way back.
+"""Environments as a replica reaches them, and turns that are streamed to them while they are sampled.
 
-Frames go straight from the replica to the process that has the environment. It says now and then how many have
-come, and a replica is never more than `MOST_AHEAD` frames ahead of that: what is sampled meanwhile gathers for the
-next. So a process that is busy is told less often, and no socket ever holds more of them. An answer goes back by
-a frame, ahead of the call of Ray that asked for it; as many may wait in a socket as turns were asked for.
-Invariant: no turn depends on a frame, and nobody waits for one alone. What is lost with a connection or a process
-comes over Ray, with the whole turn or its answer.
+A replica calls the process of an environment by name (`RemoteEnvironments`), and repeats the call on the next
+process of that name until there is an answer. All replicas choose the same process for a trajectory, so a turn
+that moved to another replica reaches the same environment.
+
+Environments that listen also get the tokens of a turn over a socket, as frames from the replica. The process
+acknowledges every eighth frame, and a replica stays at most `MOST_AHEAD` frames ahead; tokens gather meanwhile for
+the next frame. So a busy process gets fewer frames, and no socket holds more than these. The answer may come back
+as a frame before the call returns. No turn depends on a frame: a lost frame costs nothing but time, since the call
+has the whole turn (`tests/link/test_turns.py`).
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import count
 from typing import TypeAlias
 
 import msgspec
+from blake3 import blake3
 
-from laminar_py.records.codec import encode
+from laminar_py.records.codec import decode, encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
-from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, SocketError, read_record
+from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, SocketError, SocketFactory, read_record
+from laminar_py.runtime.cluster.backend import NamedPart
 
 log = logging.getLogger(__name__)
 
-SAY_EVERY = 8  # frames, of which a process says that they have come
-MOST_AHEAD = 4 * SAY_EVERY  # far below what a socket takes in before it stops reading
-MOST_FRAMES = 16  # heard before the event loop goes on with other work
+ACKNOWLEDGE_EVERY = 8  # frames
+MOST_AHEAD = 4 * ACKNOWLEDGE_EVERY  # far below what a socket takes in before it stops reading
+MOST_FRAMES = 16  # received before the event loop gets its turn
 UNSENT_S = 0.01  # between two tries to send to a process that is busy, or not connected yet
-LARGEST_ANSWER = 2**20  # bytes; what is longer comes over Ray alone
-AWAY_S = 5.0  # after which what gathered for a process that takes nothing is let go of
+LARGEST_ANSWER = 2**20  # bytes; a longer answer comes by the call alone
+AWAY_S = 5.0  # after which tokens that a process does not take are dropped
 
 
 class PartsFrame(msgspec.Struct, frozen=True):
-    """Frame of a sender, by its number, the first is 1."""
+    """Parts of turns from one replica, in a frame with its number; the first is 1."""
 
     number: int
     parts: list[TurnPart]
 
 
 class PartsHeard(msgspec.Struct, frozen=True, tag="heard"):
-    """Word that a sender's frames have come, up to that of this number, e.g. `PartsHeard(8)`."""
+    """Acknowledgement of all frames up to this number, e.g. `PartsHeard(8)`."""
 
     number: int
 
 
 class AskedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn that is to be answered, over Ray, e.g. `AskedTurn(asker="replica-0-3-2", number=17, turn=turn)`."""
+    """A call for the answer to a turn, e.g. `AskedTurn(asker="replica-0-3-2", number=17, turn=turn)`."""
 
     asker: str  # label of the replica, by which frames find it
     number: int  # by which it knows the answer
@@ -51,7 +59,7 @@ class AskedTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnAnswer(msgspec.Struct, frozen=True, tag="answer"):
-    """Answer to the turn that was asked for by this number, e.g. `TurnAnswer(17, EnvironmentTurn(ids=ids))`."""
+    """Answer to the call with this number, e.g. `TurnAnswer(17, EnvironmentTurn(ids=ids))`."""
 
     number: int
     turn: EnvironmentTurn
@@ -61,23 +69,23 @@ ToReplica: TypeAlias = PartsHeard | TurnAnswer
 
 
 class TurnReceiver:
-    """The end of a process of environments, with an address of its own. Raises `ConfigError` without one."""
+    """The environment process's socket for frames of replicas. Raises `ConfigError` if it cannot listen."""
 
     def __init__(self, keys: RelayKeys, host: str) -> None:
         self._post = PeerServer(keys, host)
         self.endpoint = self._post.endpoint
 
     def answer(self, asked: AskedTurn, turn: EnvironmentTurn) -> None:
-        """Tell a replica the answer to what it asked for, if it is connected."""
+        """Send the answer to a replica as a frame, if it is connected."""
         frame = encode(TurnAnswer(asked.number, turn))
         try:
             if len(frame) <= LARGEST_ANSWER:
                 self._post.send(asked.asker.encode(), frame)
         except SocketError as error:
-            log.warning("an answer goes over Ray alone: %s", error)
+            log.warning("an answer is sent without a frame: %s", error)
 
     async def run(self, hear: Callable[[Sequence[TurnPart]], None]) -> None:
-        """Have `hear` told of what comes, until cancelled. Raises what that raises."""
+        """Call `hear` with the parts of each frame until cancelled. Raises the error that `hear` raises."""
         try:
             while True:
                 await self._post.wait()
@@ -86,7 +94,7 @@ class TurnReceiver:
                     if told is None:
                         continue
                     hear(told.parts)
-                    if told.number % SAY_EVERY == 0:
+                    if told.number % ACKNOWLEDGE_EVERY == 0:
                         self._post.send(sender, encode(PartsHeard(told.number)))
                 await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
         finally:
@@ -94,10 +102,9 @@ class TurnReceiver:
 
 
 class TurnSender:
-    """A replica's end of the way to one process; it connects with the first part.
+    """A replica's connection to one environment process; it connects with the first part.
 
-    `find` gives the address that the process has now, once there is one, `connect` connects to it, and `answered`
-    is told of answers.
+    `find` waits for the address of the process, `connect` connects to it, and `answered` gets the answers.
     """
 
     def __init__(
@@ -112,13 +119,13 @@ class TurnSender:
         self._peer: PeerClient | None = None
         self._endpoint = ""
         self._number = 0  # of the last frame
-        self._heard = 0  # frames that have come, or were given up
+        self._heard = 0  # frames that were acknowledged, or given up
         self._gathered: list[TurnPart] = []
-        self._task: asyncio.Task[None] | None = None  # that sends what could not be sent at once
+        self._task: asyncio.Task[None] | None = None  # sends parts that could not be sent at once
         self._listening: asyncio.Task[None] | None = None  # to the process, while there is a connection
 
-    def send(self, parts: Sequence[TurnPart]) -> None:
-        """Have parts sent, in their order: at once, or as soon as the process takes them."""
+    def send_parts(self, parts: Sequence[TurnPart]) -> None:
+        """Send parts in their order: at once, or as soon as the process takes them."""
         self._gathered += parts
         if (self._task is None or self._task.done()) and not self._sent():
             self._task = asyncio.get_running_loop().create_task(self._bring(), name="turn-parts")
@@ -131,31 +138,31 @@ class TurnSender:
 
     @property
     def _ahead(self) -> int:
-        """Frames of which nobody has said that they came."""
+        """Number of frames without an acknowledgement."""
         return self._number - self._heard
 
     def _sent(self) -> bool:
-        """Send all that has gathered; False while there is no connection, or it is too far ahead."""
+        """Send the gathered parts; return False without a connection, or too far ahead of the acknowledgements."""
         if self._peer is None or self._ahead >= MOST_AHEAD:
             return False
         try:
             if not self._peer.send(encode(PartsFrame(self._number + 1, self._gathered))):
                 return False
         except SocketError as error:
-            log.warning("what is sampled is not told: %s", error)
+            log.warning("parts of turns are not sent: %s", error)
             return False
         self._number += 1
         self._gathered = []
         return True
 
     async def _bring(self) -> None:
-        """Send what gathers until nothing is left; what is not taken in time comes with whole turns alone."""
+        """Send gathered parts until none is left; drop those that the process does not take in time."""
         while self._gathered:
             try:
                 async with asyncio.timeout(AWAY_S):
                     await self._reach()
             except Exception as error:  # noqa: BLE001 - whatever it is, no turn depends on it
-                log.info("what is sampled was not heard: %s", str(error) or type(error).__name__)
+                log.info("parts of turns were dropped: %s", str(error) or type(error).__name__)
                 self._gathered, self._heard = [], self._number
 
     async def _reach(self) -> None:
@@ -165,7 +172,7 @@ class TurnSender:
             self._disconnect()
             self._peer, self._endpoint, self._heard = self._connect(endpoint), endpoint, self._number
             self._listening = asyncio.get_running_loop().create_task(self._listen(self._peer), name="turn-answers")
-        while not self._sent():  # noqa: ASYNC110 (nobody tells when the connection is there)
+        while not self._sent():  # noqa: ASYNC110 (no event says when the connection is up)
             await asyncio.sleep(UNSENT_S)
 
     async def _listen(self, peer: PeerClient) -> None:
@@ -176,7 +183,7 @@ class TurnSender:
                     self._take(read_record(ToReplica, frame))  # type: ignore[arg-type]
                 await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
         except SocketError as error:
-            log.warning("a process of environments is not heard: %s", error)
+            log.warning("no answers come from an environment process: %s", error)
 
     def _take(self, told: ToReplica | None) -> None:
         match told:
@@ -191,3 +198,79 @@ class TurnSender:
         if self._peer is not None:
             self._peer.close()
         self._listening = self._peer = None
+
+
+# ---- the environments of a replica
+
+
+class RemoteEnvironments:
+    """Environments in processes of these names; `label` is unique to this life of the replica."""
+
+    def __init__(self, names: Sequence[str], wire: SocketFactory, label: str) -> None:
+        self._actors = [NamedPart(name) for name in names]
+        self._label = label
+        self._numbers = count()
+        self._awaited: dict[int, asyncio.Future[EnvironmentTurn]] = {}  # by the number of the call
+        connect = partial(PeerClient, wire, name=label)
+        self._senders = [
+            TurnSender(partial(_turns_address, actor), connect, self._answered) for actor in self._actors
+        ]
+
+    async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
+        """Return the environment's answer to a turn; `elapsed_s` includes the time of transport."""
+        actor, began = self._actors[self._process(turn.trajectory_id)], time.monotonic()
+        asked = AskedTurn(asker=self._label, number=next(self._numbers), turn=turn)
+        answer = self._awaited[asked.number] = asyncio.get_running_loop().create_future()
+        call = asyncio.create_task(_call(actor, asked, answer), name=f"ask-{turn.trajectory_id}")
+        try:
+            answered: EnvironmentTurn = await answer
+        finally:
+            del self._awaited[asked.number]
+            call.cancel()
+        return msgspec.structs.replace(answered, elapsed_s=time.monotonic() - began)
+
+    def hear(self, parts: Sequence[TurnPart]) -> None:
+        """Stream parts of turns to environments that listen, without waiting."""
+        told: dict[int, list[TurnPart]] = {}
+        for part in parts:
+            told.setdefault(self._process(part.trajectory_id), []).append(part)
+        for process, its in told.items():
+            self._senders[process].send_parts(its)
+
+    async def forget(self, trajectory_id: str) -> None:
+        """Have the environment of a trajectory that has ended and is stored deleted."""
+        await self._actors[self._process(trajectory_id)].call("forget", [trajectory_id])
+
+    def close(self) -> None:
+        """End the connections to the environment processes."""
+        for sender in self._senders:
+            sender.close()
+
+    def _answered(self, answer: TurnAnswer) -> None:
+        awaited = self._awaited.get(answer.number)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(answer.turn)
+
+    def _process(self, trajectory_id: str) -> int:
+        """Return the index of the process that has a trajectory."""
+        return int.from_bytes(blake3(trajectory_id.encode()).digest(length=8), "little") % len(self._actors)
+
+
+async def _call(actor: NamedPart, asked: AskedTurn, answer: asyncio.Future[EnvironmentTurn]) -> None:
+    """Call for an answer and set it, unless a frame has brought it before."""
+    try:
+        data = await actor.call("answer", asked)
+        assert isinstance(data, bytes), "a turn travels as bytes"
+        turn = decode(EnvironmentTurn, data)
+    except Exception as error:  # noqa: BLE001 - `answer` raises it
+        if not answer.done():
+            answer.set_exception(error)
+    else:
+        if not answer.done():
+            answer.set_result(turn)
+    finally:
+        answer.cancel()  # which is done, unless the call was cancelled
+
+
+async def _turns_address(actor: NamedPart) -> str:
+    return str(await actor.call("turns_address"))

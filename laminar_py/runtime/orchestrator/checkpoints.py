@@ -1,10 +1,10 @@
-"""Checkpoints of a run: begun between two steps, completed beside the next ones, put on record, and deleted.
+"""Checkpoints of a run: begun between two steps, completed beside the next ones, recorded, and deleted.
 
-Owned by the trainer. States of one: the learner copies (`begin`) -> its files are written -> complete on disk ->
-on record -> older ones deleted. There is one at a time. Invariant: the ledger speaks of a checkpoint only when all
-of it is on disk, and an older one is deleted only when that word is on disk too, also in the run's folder. So a
-death or a power cut at any moment leaves the one before it, and what was consumed since can be undone (law 1).
-Each that is kept can be gone back to: what one of them may need is not archived.
+Owned by the trainer. States of a checkpoint: the learner copies its state (`begin`) -> its files are written ->
+complete on disk -> on record -> older ones are deleted. There is one at a time. The ledger has a checkpoint only
+when all its files are on disk, and an older one is deleted only when that record is on disk too, also in the run's
+folder. So a death or a power cut at any moment leaves the checkpoint before, and the steps since can be undone
+(law 1). Pieces that a kept checkpoint may need are not archived.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ _OURS = re.compile(r"step-\d+-\d+\.\d+(\.tmp)?(\.gone)?")
 
 
 def checkpoint_name(step: int, *, incarnation: int, restarts: int) -> str:
-    """Name of a checkpoint's folder, e.g. `step-40-1.0`; no other of the run has it."""
+    """Return the name of a checkpoint's folder, e.g. `step-40-1.0`, which is unique in the run."""
     return f"step-{step}-{incarnation}.{restarts}"
 
 
 def on_record(run: RunFolder) -> list[Checkpointed]:
-    """Checkpoints that the ledger knows, the newest first, whether or not their folders are there."""
+    """Return the checkpoints in the ledger, the newest first, also those whose folders are gone."""
     with reading(run.live_ledger) as connection:
         return checkpoints_on_record(connection)
 
 
 def find_checkpoint(run: RunFolder) -> Checkpointed | None:
-    """The newest on record whose folder is there; None if none was made yet.
+    """Return the newest checkpoint on record whose folder exists; None if none was made yet.
 
-    Raises `ConfigError` if that one is half written or damaged, or if all are gone.
+    Raises `ConfigError` if it is half written or damaged, or if all are gone.
     """
     recorded = on_record(run)
     found = newest_there(recorded, run.has)
@@ -59,10 +59,10 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
 
 
 class Checkpoints:
-    """Has the learner `save` into a folder, waits until that is `saved` and its version is `recorded`.
+    """Makes checkpoints: the learner saves (`save`), completes the files (`saved`), the version is `recorded`.
 
-    `settled(step)` is called when steps up to `step` can no longer be undone, `archive(step)` for what nobody
-    needs who goes back to `step` or a later one.
+    `settled(step)` is called when steps up to `step` can no longer be undone. `archive(step)` archives pieces that
+    no rollback to `step` or later needs.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Checkpoints:
         settled: Callable[[int], None],
         archive: Callable[[int], Awaitable[object]],
     ) -> None:
-        self.last = incarnation.checkpoint  # on record
+        self.last = incarnation.checkpoint  # the newest on record
         self._run = incarnation.run
         self._ledger = incarnation.ledger
         self._clock = incarnation.clock
@@ -90,11 +90,11 @@ class Checkpoints:
 
     @property
     def failure(self) -> BaseException | None:
-        """Error that the checkpoint begun last failed with: PartDiedError if the learner died over it."""
+        """Error of the newest checkpoint: PartDiedError if the learner died before it was complete."""
         return self._writing.exception() if self._writing is not None and self._writing.done() else None
 
     async def begin(self, name: str, *, step: int, version: int) -> None:
-        """Have the learner's state copied; returns when the learner may go on. Raises what `finish` raises."""
+        """Begin a checkpoint; return when the state is copied and the learner may step. Raises as `finish`."""
         began = self._clock.now()
         await self.finish()
         folder = self._run.checkpoints / name
@@ -104,19 +104,19 @@ class Checkpoints:
         self._writing = asyncio.create_task(work, name=f"checkpoint-{step}")
 
     async def finish(self) -> None:
-        """Until the one that was begun last is on record. Raises PartDiedError if the learner died over it."""
+        """Wait until the newest checkpoint is on record. Raises PartDiedError if the learner died before."""
         if self._writing is not None:
             await self._writing
 
     async def any_failure(self) -> None:
-        """Until there is a `failure`."""
+        """Wait until there is a `failure`."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
         if self.failure is None:
             await asyncio.Event().wait()  # nothing is written, so nothing can fail
 
     async def settle(self) -> PartDiedError | None:
-        """The learner is dead: when what was being written is on record, or how the learner died over it."""
+        """Wait, after the learner's death, for its checkpoint; return the death if it was not completed."""
         try:
             await self.finish()
         except PartDiedError as error:
@@ -124,11 +124,11 @@ class Checkpoints:
         return None
 
     def start_over(self) -> None:
-        """Forget what was begun: there is a new learner."""
+        """Forget the unfinished checkpoint of a dead learner."""
         self._writing = None
 
     async def close(self) -> None:
-        """The run ends: give up what is still being written. Whoever ends it knows of a `failure`."""
+        """Cancel the unfinished checkpoint at the end of the run."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
@@ -149,9 +149,9 @@ class Checkpoints:
         await self._archive(self._kept[0].step)
 
     def _delete_others(self) -> None:
-        """Delete older checkpoints, and what a death left half written, unrecorded or half deleted.
+        """Delete older checkpoints, and folders that a death left half written, unrecorded or half deleted.
 
-        It is renamed first: what reads it finds all of it or nothing.
+        A folder is renamed first, so that a reader finds all of it or nothing.
         """
         kept = {self._run.path / one.path for one in self._kept}
         for folder in sorted(self._run.checkpoints.iterdir(), reverse=True):  # `x.gone` before an `x`

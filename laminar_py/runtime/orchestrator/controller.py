@@ -19,7 +19,7 @@
           '----------------------> | publish | --> relays --> replicas
                                    +---------+
 
-Each loop is a function below. The queues, each bounded so that nobody waits in a circle:
+Each loop is a function below. Each queue is bounded so that no circle of waits can form:
 
     queue      type                   owner                           bound
     waiting    LiveTrajectory         control.waiting                 live trajectories: `buffer.capacity`
@@ -32,10 +32,11 @@ Each loop is a function below. The queues, each bounded so that nobody waits in 
     copied     version                versions                        one: the learner completes it before the next
 
 An evaluation has no learner: `train`, `refer` and `publish` are missing, the weights stay version 0, and each set
-is evaluated once. Beside the data path `processes` keeps all processes alive, `housekeeping` does timed chores.
+is evaluated once. Beside the data path, `processes` keeps all processes alive and `housekeeping` does timed
+chores.
 
 Phases: start parts -> first version -> evaluation -> RL -> stop replicas -> evaluations -> summary. Runs in the
-process of `laminar train` or `laminar eval`; every part that is a process of its own has a keeper in `workers`.
+process of `laminar train` or `laminar eval`; each part in a process of its own has a keeper in `workers`.
 """
 
 import asyncio
@@ -86,35 +87,33 @@ from laminar_py.runtime.orchestrator.trainer import BatchLostError, StopRequest,
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.environments import EnvironmentProcesses
 from laminar_py.runtime.workers.incarnation import Opened, open_incarnation
-from laminar_py.runtime.workers.learner import LearnerLink
+from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage, WeightFolder
 from laminar_py.runtime.workers.payload import PayloadHosts, take_up
-from laminar_py.runtime.workers.reference import ReferenceStage
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.replicas import Replicas
 from laminar_py.runtime.workers.trackers import Trackers
-from laminar_py.runtime.workers.weights import WeightFolder
 
 log = logging.getLogger(__name__)
 
 Reports: TypeAlias = Sequence[tuple[Line, ReplicaReport]]
 Result: TypeAlias = Summary | EvalSummary
 
-SCORES_AT_ONCE = 16  # taken in before the event loop goes on with other work
-PROGRESS_S = 15.0  # between lines on how far an evaluation is
+SCORES_AT_ONCE = 16  # taken in before the event loop gets its turn
+PROGRESS_S = 15.0  # between lines on the progress of an evaluation
 
 
 # ---- the loops
 
 
 def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuing: Tick, stats: Stats) -> None:
-    """Send replicas their work: one turn of the loop of `issuing`, at once or every `DISPATCH_S` at most."""
+    """Send orders to replicas: aborts, assignments, called-off moves. One turn of the loop of `issuing`."""
     replicas.heed_plan()
     for index, trajectory_ids in scheduler.book.take_aborts().items():
-        replicas.send(index, Abort(list(trajectory_ids)))
+        replicas.send_order(index, Abort(list(trajectory_ids)))
     for index, assignments in scheduler.dispatcher.dispatch().items():
         replicas.assign(index, assignments)
     for index, trajectory_ids in scheduler.moves.take_called_off().items():
-        replicas.send(index, CallOff(list(trajectory_ids)))
+        replicas.send_order(index, CallOff(list(trajectory_ids)))
     stats.generating(scheduler.views.in_flight > 0)
     if scheduler.dispatcher.has_more:
         issuing.wake()
@@ -130,8 +129,8 @@ async def generate(
 ) -> None:
     """Take in the reports of replicas: tokens of responses, finished ones, and how much room there is.
 
-    Finished responses go to the scorers and the reference. A replica that may have nothing to do is answered at
-    once, all others together.
+    Finished responses go to the scorers and the reference. If a replica may be idle, the loop `issue` runs at
+    once; otherwise it runs within `DISPATCH_S`.
     """
     async for several in reports.items():
         is_urgent = False
@@ -154,7 +153,7 @@ async def generate(
 async def score(
     scores: Handoff[Sequence[Score]], *, scheduler: TrajectoryScheduler, scoring: Scoring, issuing: Tick
 ) -> None:
-    """Take in scores: a group that has all of them goes to the learner, or makes room for another."""
+    """Take in scores: a group with all scores goes to the learner, or is dropped and makes room for another."""
     async for several in scores.items():
         of_responses = scoring.without_trials(several)
         lost = {one.trajectory_id: one.detail for one in of_responses if one.failure is DropReason.HOST_LOST}
@@ -167,13 +166,13 @@ async def score(
                 continue
             trajectory = scheduler.book.live.get(one.trajectory_id)
             if trajectory is not None:
-                scoring.note(one, trajectory)
+                scoring.count_score(one, trajectory)
             await scheduler.closing.on_score(one)
-        issuing.wake()  # with the last score of a batch another may be issued
+        issuing.wake()  # the last score of a batch makes room for another batch
 
 
 async def refer(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) -> None:
-    """Take in log-probabilities of the reference model, which a group needs before it goes to the learner."""
+    """Take in log-probabilities of the reference model, which groups need before they go to the learner."""
     while True:
         answer = await reference.next_answer(wanted=scheduler.is_live)
         for trajectory_id, logprobs in answer.logprobs.items():
@@ -182,9 +181,9 @@ async def refer(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) ->
 
 
 async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
-    """Make a step of each batch of ready groups until all steps are done or the run is to end, then checkpoint.
+    """Train on batches of ready groups until all steps are done or the run is to end, then save a checkpoint.
 
-    The learner may die over any of these: it goes back to its last checkpoint, and the batch is ready again.
+    If the learner dies, it restarts from its last checkpoint, and the batch is ready again.
     """
     while not trainer.is_done:
         batch = None
@@ -204,7 +203,7 @@ async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
             await scheduler.lost_tokens.drop_trajectories(error.lost)
             continue
         trainer.pause_if_last(batch)
-        if batch.groups:  # else others are generated
+        if batch.groups:  # a batch without groups is no step
             await trainer.commit(batch, outcome)
             await trainer.save_if_due()
     await trainer.save_last()
@@ -214,7 +213,7 @@ async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
 
 
 class Controller:
-    """Leader of a run, or of the evaluation of a `source`, from its start or a resume to its end."""
+    """Leads a run, or the evaluation of a `source`, from its start or a resume to its end."""
 
     def __init__(self, opened: Opened, *, view: View, source: EvalSource | None = None) -> None:
         config, run = opened.config, opened.run
@@ -230,7 +229,9 @@ class Controller:
         self._issuing = Tick(self._issue, every_s=DISPATCH_S)
         self._trackers = Trackers(incarnation, resumed=goes_on)
         self._payload = payload = PayloadHosts(incarnation)
-        self._reference = ReferenceStage.of(incarnation, payload=payload)
+        self._reference = (
+            ReferenceStage(incarnation, payload=payload) if incarnation.config.algorithm.refers_in_stage else None
+        )
         self._scheduler = scheduler = make_scheduler(
             incarnation,
             submit_score=self._finished,
@@ -246,7 +247,7 @@ class Controller:
             relays=relays,
             payload=payload,
             issuing=self._issuing,
-            take=self._reports.put,
+            take=self._reports.hand_over,
         )
         self._scoring = self._make_scoring()
         self._evaluator = self._make_evaluator()
@@ -254,7 +255,7 @@ class Controller:
         self._learning = self._make_learning() if source is None else None
 
     def interrupt(self) -> None:
-        """Finish the step in hand, checkpoint, end."""
+        """End the run after the present step and a checkpoint."""
         self._stop.asked.set()
 
     def _make_scoring(self) -> Scoring:
@@ -262,7 +263,7 @@ class Controller:
             self._incarnation,
             scheduler=self._scheduler,
             payload=self._payload,
-            deliver=self._scores.put,
+            deliver=self._scores.hand_over,
             say=self._view.notice,
             end=self._stop.fail,
             trains=self._source is None,
@@ -314,7 +315,7 @@ class Controller:
     # ---- phases
 
     async def lead(self) -> Result:
-        """Run to the end, or to the step in hand after `interrupt`."""
+        """Run to the end, or to the present step after `interrupt`; return the summary."""
         await self._incarnation.ledger.start()
         self._trackers.start()
         summary: Result | None = None
@@ -337,7 +338,7 @@ class Controller:
             await self._close(summary)
 
     async def _start_parts(self) -> None:
-        """Spawn the processes of all parts and have relays and scorers up; a resumed run goes on meanwhile."""
+        """Spawn all processes, start those that need no learner, and continue interrupted trajectories."""
         makes_versions = self._weights if self._learning is None else self._learning.learner
         parts = (self._scoring, self._environments, makes_versions, self._replicas, self._reference)
         for part in (self._payload.stores, *(one for one in parts if one is not None)):
@@ -346,13 +347,13 @@ class Controller:
             for started in (self._payload.stores, self._relays, self._scoring, self._environments):
                 tasks.create_task(started.start())
         if self._recovered is not None and self._learning is not None:
-            self._scoring.grow_by(len(self._recovered.live))  # the fleet may have been larger
+            self._scoring.grow_by(len(self._recovered.live))  # the fleet may have been larger before
             await self._ask_for_open_passes(self._recovered)
             await self._take_up()
-            self._scheduler.continue_live()  # interrupted trajectories go on while the learner starts
+            self._scheduler.continue_live()  # interrupted trajectories continue while the learner starts
 
     def _loops(self) -> dict[str, Coroutine[object, object, None]]:
-        """Loops that run from the start; `train` runs in the task of `lead`."""
+        """Return the loops that run from the start; `train` runs in the task of `lead`."""
         scheduler, issuing, stats = self._scheduler, self._issuing, self._incarnation.stats
         loops: dict[str, Coroutine[object, object, None]] = {
             "processes": self._keep_processes(),
@@ -370,7 +371,7 @@ class Controller:
     async def _start_learning(
         self, learning: Learning
     ) -> AsyncIterator[tuple[str, Coroutine[object, object, None]]]:
-        """Start the learner, publish its first version, and start parts that need one; their loops."""
+        """Start the learner and the parts that need its first version, and yield their loops."""
         await learning.trainer.start()
         if self._reference is not None:
             await self._reference.start()
@@ -382,12 +383,12 @@ class Controller:
             yield "repack", learning.migration.run(speed)
 
     async def _lead_rl(self, trainer: Trainer) -> bool:
-        """Evaluate, train, evaluate; False if the run ends before its time."""
+        """Evaluate, train, evaluate; return False if the run ends early."""
         stats, scheduler = self._incarnation.stats, self._scheduler
         if trainer.step == 0:
             await self._unless_stopped(self._evaluator.first(trainer.moment))
         stats.rl_phase(True)
-        if scheduler.book.groups or not self._stop.asked.is_set():  # nothing begins for a run that is about to end
+        if scheduler.book.groups or not self._stop.asked.is_set():  # no work begins in a run that is about to end
             scheduler.admit()
             self._issuing.at_once()
         await train(trainer, scheduler=scheduler)
@@ -398,15 +399,15 @@ class Controller:
         return await self._unless_stopped(self._finish_evaluations(trainer))
 
     async def _finish_evaluations(self, trainer: Trainer) -> None:
-        """Do what is left of evaluations once all steps are done."""
+        """Finish the evaluations once all steps are done."""
         await self._replicas.stop(evaluations=False)
         await self._evaluator.finish(trainer.moment)
 
     async def _lead_evaluation(self) -> bool:
-        """Publish the weights and evaluate every set under them; False if stopped.
+        """Publish the weights and evaluate every set under them; return False if stopped.
 
-        Passes are asked for once version 0 is published: a replica that asks for a version that no relay has calls
-        it lost. Trajectories of an earlier controller are taken up after that, since they belong to these passes.
+        Passes begin once version 0 is published, since a replica calls a version lost that no relay has.
+        Trajectories of an earlier controller belong to these passes, so they continue after that.
         """
         assert self._weights is not None, "an evaluation publishes the weights of its source"
         assert self._source is not None, "an evaluation has a source"
@@ -423,14 +424,14 @@ class Controller:
         return await self._unless_stopped(self._finish_passes(passes))
 
     async def _finish_passes(self, passes: "Sequence[asyncio.Task[None]]") -> None:
-        """Wait for all passes; the result of each is on disk at once."""
+        """Wait for all passes; write the result of each to disk at once."""
         for done in asyncio.as_completed(passes):
             await done
             await self._incarnation.ledger.commit()
             await self._incarnation.ledger.copy()
 
     async def _end(self, *, finished: bool) -> Result:
-        """Interrupt what still runs, unless the run is finished, and put its end on record."""
+        """Stop replicas and evaluations of an unfinished run, record its end, and return the summary."""
         incarnation, config = self._incarnation, self._incarnation.config
         if not finished:
             self._evaluator.abandon()
@@ -456,14 +457,14 @@ class Controller:
         return summary
 
     async def _close(self, summary: Result | None) -> None:
-        """Close checkpoints, scorers, ledger and trackers after any end; a run with a summary is sealed."""
+        """Close checkpoints, scorers, ledger and trackers after any end; seal the record if there is a summary."""
         try:
             try:
                 if self._learning is not None:
                     await self._learning.fleet.close()
                     await self._learning.trainer.close()
             finally:
-                await self._scoring.close()  # a scorer that goes on would write beside the seal
+                await self._scoring.close()  # a running scorer would write after the seal
             await self._incarnation.ledger.close()
             if summary is not None:
                 await asyncio.to_thread(seal, self._incarnation.run.path)
@@ -471,7 +472,7 @@ class Controller:
             await self._trackers.close(summary if isinstance(summary, Summary) else None)
 
     async def _unless_stopped(self, work: Coroutine[object, object, None]) -> bool:
-        """Do it, or until the run is to end; False then."""
+        """Do work until the run is to end; return False if it is to end."""
         task = asyncio.create_task(work, name="unless-stopped")
         stop = asyncio.create_task(self._stop.asked.wait(), name="stop")
         try:
@@ -486,7 +487,7 @@ class Controller:
     # ---- a resume
 
     async def _ask_for_open_passes(self, recovered: Recovered) -> None:
-        """Ask again for evaluations that were under way, and for none that is on record."""
+        """Continue evaluations that were under way when the earlier controller ended."""
         step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
         self._evaluator.take_up(
             await asyncio.to_thread(open_passes, run.live_ledger),
@@ -497,7 +498,7 @@ class Controller:
         )
 
     async def _take_up(self) -> None:
-        """Take up trajectories that an earlier controller left, if there was one."""
+        """Continue the trajectories that an earlier controller left, if there was one."""
         if self._recovered is not None:
             await take_up(self._recovered, self._payload, self._scheduler)
             self._recovered = None
@@ -505,7 +506,7 @@ class Controller:
     # ---- beside the data path
 
     async def _keep_processes(self) -> None:
-        """Keep the processes of all parts but the learner alive until cancelled."""
+        """Keep the processes of all parts except the learner alive until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._relays.keep(), name="keep-relays")
             tasks.create_task(self._payload.stores.keep(), name="keep-stores")
@@ -514,7 +515,7 @@ class Controller:
             tasks.create_task(self._scoring.run(), name="keep-scorers")
 
     async def _keep_house(self) -> None:
-        """Do all that happens at its own times and changes no data: each chore is a loop with an interval."""
+        """Run the chores, each a loop with an interval, until cancelled."""
         run, stats, book = self._incarnation.run, self._incarnation.stats, self._scheduler.book
         shm = run.shm(self._incarnation.config.relay.shm)
         async with asyncio.TaskGroup() as chores:
@@ -529,7 +530,7 @@ class Controller:
                 chores.create_task(self._learning.fleet.run(say=self._view.notice), name="scale")
 
     async def _keep_deadlines(self) -> None:
-        """Enforce deadlines, which no report and no score brings about, and show how far the run is."""
+        """Enforce deadlines, which depend on time alone, and show the progress of the run."""
         clock, said_s, said = self._incarnation.clock, 0.0, ""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
@@ -559,7 +560,7 @@ class Controller:
         self._view.refresh(stats, trainer.step, version, [waits.line, self._scoring.failures.text])
 
     def _is_followed(self, trajectory_id: str) -> bool:
-        """True where a turn of it may still come: of any, before those of an earlier controller are taken up."""
+        """Return True if a turn of a trajectory may still come; of any, before a resume has restored them."""
         return self._recovered is not None or self._scheduler.is_live(trajectory_id)
 
     # ---- between the parts
@@ -568,19 +569,19 @@ class Controller:
         issue(self._scheduler, replicas=self._replicas, issuing=self._issuing, stats=self._incarnation.stats)
 
     def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
-        """A response is finished and is to be scored."""
+        """Send a finished response to the scorers."""
         if self._learning is not None and trajectory.kind is Kind.TRAIN:
             self._learning.migration.finished(trajectory)
-        self._scoring.submit(trajectory, prompt)
+        self._scoring.submit_response(trajectory, prompt)
 
     async def _hold(self, version: int) -> None:
-        """Have the relays keep a version for its evaluation."""
+        """Make the relays keep a version for its evaluation."""
         assert self._learning is not None, "an evaluation holds no version"
-        await self._learning.versions.recorded()  # on its way there before
+        await self._learning.versions.recorded()  # it may not be complete yet
         await self._relays.hold(version)
 
     def _evaluated(self, result: Evaluated) -> None:
-        """Put the result of an evaluation on record and show it."""
+        """Record the result of an evaluation, and show it."""
         self._incarnation.ledger.append(result)
         self._evaluations.append(result)
         shown = settled(self._evaluations)[-1]
@@ -591,7 +592,7 @@ class Controller:
         self._trackers.evaluated(shown)
 
     def _stepped(self, row: StepRow) -> None:
-        """Show a step that is on record; other groups may be issued now."""
+        """Show a recorded step, and wake `issue`, since the step makes room for groups."""
         self._issuing.wake()
         self._view.step(row)
         self._trackers.step(row)

@@ -1,8 +1,8 @@
 """Held-out evaluation: when, under which version, and with what result. Owned by the controller.
 
 An evaluation during RL begins at once, among the training trajectories, under the newest version that a replica
-serves then; its result is of that version's step. A deferred one has its version held by the root relay and runs
-when RL is over. `laminar eval` evaluates each set once, under the only version that there is.
+serves at that time; its result belongs to that version's step. A deferred evaluation runs after RL, and the root
+relay keeps its version until then. `laminar eval` evaluates each set once, under its only version.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A version, the step it came from, and when in the RL phase that was, in seconds."""
+    """A version, its step, and its time in the RL phase, in seconds."""
 
     version: int
     step: int
@@ -34,10 +34,10 @@ class Moment:
 
 
 class Evaluator:
-    """Evaluates the sets; `hold` makes the relays keep a version, `publish` takes results, `say` lines.
+    """Evaluates the sets. `hold` makes the relays keep a version, `publish` gets results, `say` shows lines.
 
-    A resumed run repeats no marks of the RL phase that are over and no results, and goes on with passes that were
-    open. A run that `trains` goes on without an evaluation whose version is lost; `laminar eval` fails.
+    A resumed run continues open passes, and repeats neither results nor past marks of `at_seconds`. A run that
+    `trains` skips an evaluation whose version is lost; `laminar eval` fails.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Evaluator:
         self._say = say
         to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
         self._marks_s = sorted(to_come, reverse=True)
-        self._held: list[tuple[Moment, list[str]]] = []  # with the sets to evaluate
+        self._held: list[tuple[Moment, list[str]]] = []  # deferred: moment and sets
         self._running: set[asyncio.Task[None]] = set()
         self._previous: Moment | None = None
-        self._moments: dict[int, Moment] = {}  # when each version came
-        self._results: set[tuple[int, str]] = set()  # step and set of each
+        self._moments: dict[int, Moment] = {}  # by version
+        self._results: set[tuple[int, str]] = set()  # (step, set) of each
 
     @property
     def _all(self) -> list[str]:
@@ -87,10 +87,10 @@ class Evaluator:
         now: Moment,
         passed_s: Mapping[int, float],
     ) -> None:
-        """Go on with passes that were open when the run stopped, but for those of sets that are asked otherwise.
+        """Continue passes that were open when the run stopped, unless the settings of their set have changed.
 
-        `results` are on record; `requests` are those of then, as in `EvalConfig.requests`; `passed_s` has the
-        seconds of RL by step.
+        `results` are on record; `requests` are the earlier settings, as in `EvalConfig.requests`; `passed_s` has
+        the seconds of RL by step.
         """
         self._results |= {(one.step, one.set_name) for one in results}
         for one in passes:
@@ -106,9 +106,9 @@ class Evaluator:
             )
 
     async def first(self, moment: Moment) -> None:
-        """Evaluate this version, and have one response scored of each task whose reward no set is scored by.
+        """Evaluate the first version, and score one response of each task that no set covers.
 
-        What a reward makes of a task is known before RL; only the held-out answers make figures.
+        So every reward is tried before RL; only the held-out answers count in figures.
         """
         sets = (prompts for name, prompts in self._inputs.sets.items() if name not in self._reward.by_set)
         tasks = {prompt.task for prompts in sets for prompt in prompts}
@@ -117,7 +117,7 @@ class Evaluator:
             for prompt in self._inputs.first_of_tasks
             if prompt.task not in tasks and self._reward.of_task(prompt.task)
         ]
-        if self._running:  # those that were taken up
+        if self._running:  # continued passes
             await asyncio.wait(self._running)
         under_way = [self._begin(moment, name, moment.version) for name in self._missing(moment)]
         scored = [self._scheduler.evaluations.request(others, moment.version)] if others else []
@@ -125,12 +125,12 @@ class Evaluator:
         await asyncio.gather(*scored, return_exceptions=True)
 
     def version_came(self, moment: Moment) -> None:
-        """A version came, with a step or with a learner that starts; results of later steps are undone then."""
+        """Note a new version, of a step or of a learner that starts; forget results of later, undone steps."""
         self._moments.setdefault(moment.version, moment)
         self._results = {(step, name) for step, name in self._results if step <= moment.step}
 
     async def stepped(self, moment: Moment, *, last: bool) -> None:
-        """A step was committed: evaluate if it is time to. The last one is evaluated anyway, by `finish`."""
+        """Begin the evaluations that are due after a committed step; `finish` evaluates the last one."""
         self.version_came(moment)
         previous, self._previous = self._previous, moment
         while self._marks_s and moment.rl_s >= self._marks_s[-1]:
@@ -144,7 +144,7 @@ class Evaluator:
             task.result()
 
     async def finish(self, last: Moment) -> None:
-        """RL is over and the replicas are idle: do what was deferred, then the last version."""
+        """After RL, with idle replicas, run the deferred evaluations and that of the last version."""
         if not self._all:
             return
         await asyncio.gather(*self._running)
@@ -162,7 +162,7 @@ class Evaluator:
     def every_set(
         self, moment: Moment, *, done: Container[str], answers: Mapping[str, Mapping[str, EvalAnswer]]
     ) -> "list[asyncio.Task[None]]":
-        """Evaluate each set once; passes that are `done` are left out, `answers` on record are kept, by pass."""
+        """Begin a pass over each set, unless its pass is `done`; `answers` on record are kept, by pass."""
         begun = []
         for index, name in enumerate(self._all):
             if (id := pass_id(index, name)) not in done:
@@ -171,12 +171,12 @@ class Evaluator:
         return begun
 
     def abandon(self) -> None:
-        """The run stops: nothing more will be evaluated."""
+        """Cancel all evaluations, since the run stops."""
         for task in self._running:
             task.cancel()
 
     def _missing(self, moment: Moment) -> list[str]:
-        """Sets without a result of that step."""
+        """Return the sets without a result at this step."""
         return [name for name in self._all if (moment.step, name) not in self._results]
 
     async def _schedule(self, moment: Moment, names: list[str]) -> None:
@@ -197,7 +197,7 @@ class Evaluator:
         index: int | None = None,
         answers: Mapping[str, EvalAnswer] | None = None,
     ) -> "asyncio.Task[None]":
-        """Ask for it now, but for the `answers` that are known; the task ends with its result."""
+        """Request an evaluation of a set, without known `answers`; the task ends when its result is published."""
         asked = self._scheduler.evaluations.request(
             self._inputs.sets[name],
             version,
@@ -229,7 +229,7 @@ class Evaluator:
 
 
 async def _evaluated(evaluation: Evaluation, name: str, moment: Moment) -> Evaluated | None:
-    """Result of a pass that is done; None where no answer has a score."""
+    """Compute the result of a finished pass; None if no answer has a score."""
     figures = await asyncio.to_thread(set_figures, list(evaluation.answers.values()), samples=evaluation.samples)
     if figures is None:
         return None

@@ -1,6 +1,6 @@
 """`laminar export`: the weights of a checkpoint as a plain Hugging Face folder. Called by the command line.
 
-Invariant: it reads a run, also one that goes on, and changes nothing of it.
+It only reads a run, which may be running (`tests/orchestrator/test_exports.py`).
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from laminar_py.runtime.preflight.inputs import check_adapters, stop_ids
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Checkpoint that was written out, e.g. `Exported(Path("runs/math-1/checkpoints/step-40-1.0"), 40)`."""
+    """The exported checkpoint, e.g. `Exported(Path("runs/math-1/checkpoints/step-40-1.0"), 40)`."""
 
-    checkpoint: Path  # which the run may have deleted since
+    checkpoint: Path  # a running run may have deleted it since
     step: int
 
 
 def export(source: Path, out: Path, *, dtype: str | None = None) -> Exported:
-    """Write `out` from a run's newest checkpoint, or from the checkpoint that `source` is; which one it was.
+    """Write `out` from `source`, a checkpoint or a run's newest one; return which checkpoint was written.
 
-    Without a `dtype` it has that of the model, in which the run served it. Raises ConfigError.
+    Without a `dtype`, weights have the dtype in which the run served the model. Raises ConfigError.
     """
     if out.exists():
         raise ConfigError(f"out={out}: is there already; name a folder that is not, or delete it")
@@ -49,7 +49,7 @@ def export(source: Path, out: Path, *, dtype: str | None = None) -> Exported:
 
 
 def run_of(source: Path) -> RunFolder:
-    """The run that `source` is, or is a checkpoint of. Raises ConfigError."""
+    """Return the run that `source` is, or that has the checkpoint `source`. Raises ConfigError."""
     for path in (source, source.absolute().parent.parent):
         if (path / "config.yaml").is_file():
             return RunFolder(path)
@@ -85,8 +85,8 @@ def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> E
 
 
 def _base(config: RunConfig) -> Path:
-    """Model that the run's adapters are added to."""
-    from laminar_py.runtime.workers.processes.learner_part import start_model
+    """Return the model to which the run's adapters are added."""
+    from laminar_py.runtime.workers.processes.learner import start_model
 
     check_adapters(config)
     warm_start = config.warm_start

@@ -1,14 +1,14 @@
-"""The replicas that a run is to have, while it runs: who joins, who leaves, and what becomes of what they had.
+"""The size of the fleet of a running run: which replicas join and leave, and where the work of a leaving one goes.
 
-Owned by the controller. `laminar scale` asks by files in the run's folder (`ledger.scaling`); each request is
-checked like a config, on record as `Scaled`, and answered. A replica passes these states:
+Owned by the controller. `laminar scale` writes requests into the run's folder (`ledger.scaling`). Each request is
+checked like a config, recorded as `Scaled`, and answered. States of a replica:
 
-    JOINED -> LEAVING  the fleet is to be smaller, or without its server: it is given nothing new
-    LEAVING -> JOINED  it is wanted again before it had nothing left
-    LEAVING -> LEFT    it has nothing: what it had ended there, or moved to others
+    JOINED -> LEAVING  the fleet shrinks, or loses its server: the replica gets no new work
+    LEAVING -> JOINED  the fleet grows again before the replica is empty
+    LEAVING -> LEFT    the replica is empty: its work has ended there, or moved to others
 
-Invariant: nothing is lost by a change of size (law 1): what a leaving replica has goes to one of its version with
-a slot free, by the moves of repacking, and ends where it runs if there is none. Nobody else stops or reloads.
+A change of size loses no work (law 1): trajectories of a leaving replica move to replicas of the same version with
+room, by the moves of repacking, or end where they run. Other replicas neither stop nor reload.
 """
 
 import asyncio
@@ -40,22 +40,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Step from one fleet to another, e.g. `Change(stay=[0, 1], back=[], leave=[], join=4, servers=[])`."""
+    """Change of the fleet, e.g. `Change(stay=[0, 1], back=[], leave=[], join=4, servers=[])`."""
 
     stay: list[int]
-    back: list[int]  # that were to leave, and are wanted again
+    back: list[int]  # leaving ones that stay after all
     leave: list[int]
-    join: int  # how many are new
-    servers: list[str]  # [join] that the new ones attach to; empty where the run starts its engines
+    join: int  # number of new ones
+    servers: list[str]  # [join] URLs for the new ones; empty if the run starts its engines
 
     @property
     def is_none(self) -> bool:
-        """True where everybody stays, and nobody comes."""
+        """True if all replicas stay and none joins."""
         return not (self.back or self.leave or self.join)
 
 
 class ElasticFleet:
-    """Members of the fleet by number; `run` is the loop that serves requests, and sees leaving replicas off."""
+    """Changes the size of the fleet on request, and empties and ends leaving replicas."""
 
     def __init__(
         self,
@@ -75,23 +75,23 @@ class ElasticFleet:
         self._migration = migration
         self._scoring = scoring
         self._issuing = issuing
-        self._config = incarnation.config  # as the fleet is wanted now
+        self._config = incarnation.config  # with the present size of the fleet
         self._requests = ScaleRequests(incarnation.run.path)
-        self._members = list(range(self._config.rollout.replicas))  # that stay
+        self._members = list(range(self._config.rollout.replicas))  # numbers of replicas, without leaving ones
         self._leaving: list[int] = []
         self._gone: set[int] = set()
         self._servers = dict(enumerate(self._config.rollout.engine.servers))
         self._hosts = dict(enumerate(self._config.rollout.engine.hosts))
         self._planning = asyncio.Lock()
-        self._told: set[int] = set()  # that do not start
-        self._repacks = self._config.repacks  # else from when there is more than one replica
+        self._reported: set[int] = set()  # failing replicas that were reported
+        self._repacks = self._config.repacks  # if not, it starts with the second replica
 
     async def run(self, *, say: Callable[[str], None]) -> None:
-        """Serve requests until cancelled; those of before are answered, and not done."""
+        """Serve requests until cancelled; refuse those that were made before the start."""
         await asyncio.to_thread(self._requests.clear)
         await asyncio.to_thread(self._requests.refuse_all, "the run was started again meanwhile; ask once more")
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._see_off(tasks, say), name="see-off")
+            tasks.create_task(self._end_leaving(tasks, say), name="end-leaving")
             while True:
                 for request in await asyncio.to_thread(self._requests.take_requests):
                     answer = await self._serve(request)
@@ -103,11 +103,11 @@ class ElasticFleet:
                 await asyncio.sleep(HOUSEKEEPING_S)
 
     async def close(self) -> None:
-        """Answer what nobody will do any more."""
+        """Refuse all open requests, since the run ends."""
         await asyncio.to_thread(self._requests.refuse_all, "the run ends; go on with it under --resume")
 
     async def _repack(self) -> None:
-        """Have a fleet repack that began as one replica."""
+        """Start to repack a fleet that began with one replica."""
         await self._migration.run(await self._replicas.speed())
 
     # ---- requests
@@ -118,18 +118,18 @@ class ElasticFleet:
             change = await self._checked(config)
         except ConfigError as error:
             return ScaleAnswer(False, str(error))
-        except Exception:  # a check of a backend that fails ends no run that goes on
+        except Exception:  # a failed check of a backend must not end the run
             log.exception("%s could not be checked", request)
             return ScaleAnswer(False, f"{request}: could not be checked; see logs/controller.log")
         before = len(self._members)
         if not change.is_none:
             await self._change(config, change)
-        return ScaleAnswer(True, self._tell(before, change))
+        return ScaleAnswer(True, self._describe_change(before, change))
 
     async def _checked(self, config: RunConfig) -> Change:
-        """Step to the fleet of a config as it is at this moment, whose new ones were checked.
+        """Choose the change to the fleet of a config, and check its new replicas. Raises `ConfigError`.
 
-        Raises `ConfigError`. Others leave while a check goes on: what was chosen before it may hold no more.
+        Chooses again if replicas have left during the check.
         """
         checked = self._choose(config)
         while True:
@@ -140,7 +140,7 @@ class ElasticFleet:
             checked = change
 
     def _choose(self, config: RunConfig) -> Change:
-        """Step to the fleet of a config; first those leave that have no place, then those with the least to do."""
+        """Choose the change to a config's fleet: replicas without a process leave first, then the least busy."""
         members = [index for index in self._members if not self._replicas.is_ended(index)]
         may_return = [index for index in self._leaving if not self._replicas.is_ended(index)]
         wanted = [_plain(url) for url in config.rollout.engine.servers]
@@ -164,11 +164,11 @@ class ElasticFleet:
         )
 
     def _worth(self, index: int) -> tuple[bool, int, int]:
-        """Order in which replicas stay."""
+        """Return a sort key: replicas with the smallest keys stay."""
         return (not self._replicas.has_process(index), -len(self._views.by_index[index].in_flight), index)
 
     async def _change(self, config: RunConfig, change: Change) -> None:
-        """Have it so; on disk, and in the run's folder, before whoever asked is told."""
+        """Change the fleet, and record the change on disk before the request is answered."""
         first = len(self._views.by_index)
         joining = list(range(first, first + change.join))
         servers = dict(zip(joining, change.servers, strict=False))
@@ -192,16 +192,16 @@ class ElasticFleet:
         await self._incarnation.ledger.copy()
 
     async def _plan(self) -> None:
-        """Have the plan follow: places for those that joined, none for those that have left."""
-        async with self._planning:  # so that the last of two has the newest needs
+        """Make a plan with places for joined replicas and none for those that have left."""
+        async with self._planning:  # so that the last of two plans has the newest demand
             count = len(self._views.by_index)
             hosts = tuple(self._hosts[index] for index in range(count)) if self._hosts else ()
             needs = replace(self._placement.needs, replicas=count, gone=frozenset(self._gone), hosts=hosts)
             await self._placement.scale(needs)
         self._issuing.wake()
 
-    def _tell(self, before: int, change: Change) -> str:
-        """Words on what is done, e.g. "replicas 2 -> 6: 4 join; 6 have a place"."""
+    def _describe_change(self, before: int, change: Change) -> str:
+        """Return a line on a change, e.g. "replicas 2 -> 6: 4 join; 6 have a place"."""
         places = self._placement.plan.replicas
         placed = sum(places[index] is not None for index in self._members)
         words = [
@@ -215,8 +215,8 @@ class ElasticFleet:
 
     # ---- those that leave
 
-    async def _see_off(self, moving: asyncio.TaskGroup, say: Callable[[str], None]) -> None:
-        """Empty leaving replicas, and end those that have nothing, until cancelled."""
+    async def _end_leaving(self, moving: asyncio.TaskGroup, say: Callable[[str], None]) -> None:
+        """Empty leaving replicas, end the empty ones, and report those that do not start; until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             if left := self._replicas.take_left():
@@ -227,23 +227,23 @@ class ElasticFleet:
                 self._members = [index for index in self._members if index not in left]
                 self._leaving = [index for index in self._leaving if index not in left]
                 await self._plan()
-            for index in set(self._replicas.failing) - self._told:
-                self._told.add(index)
+            for index in set(self._replicas.failing) - self._reported:
+                self._reported.add(index)
                 reason = self._replicas.failing[index]
                 say(f"replica {index} does not start ({reason}); it is tried again, see logs/replica-{index}.log")
             if self._leaving:
-                self._issuing.at_once()  # what nobody else can go on with goes out to them first
+                self._issuing.at_once()  # partial responses that only they can continue go to them first
             for index in [index for index in self._leaving if not self._replicas.is_ended(index)]:
                 if not self._views.by_index[index].in_flight and not self._scheduler.moves.expected(index):
                     self._replicas.remove(index)
             await self._empty(moving)
 
     async def _empty(self, moving: asyncio.TaskGroup) -> None:
-        """Have what leaving replicas have go where there is room for it; one plan for all of a version."""
+        """Move the work of leaving replicas to others with room; one plan for each version."""
         drains = self._config.rollout.on_new_weights is OnNewWeights.DRAIN
         by_version: dict[int | None, list[int]] = {}
         for index in self._leaving:
-            view = self._views.running(index)  # others have no answer yet
+            view = self._views.running(index)  # a replica that starts cannot answer
             if view is not None and view.in_flight and not self._replicas.is_ended(index):
                 by_version.setdefault(view.version if drains else None, []).append(index)
         rooms = self._rooms(by_version)
@@ -251,9 +251,9 @@ class ElasticFleet:
         await asyncio.gather(*plans)
 
     def _rooms(self, versions: Collection[int | None]) -> dict[int | None, dict[int, int]]:
-        """Trajectories that each replica that stays has room for, by version, of those where any has.
+        """Return version -> replica -> number of trajectories that it has room for, where there is any.
 
-        Where versions are kept, what is on its way to a replica counts as there; None is any version.
+        None stands for any version. If versions are kept, trajectories on their way to a replica count as there.
         """
         rooms: dict[int | None, dict[int, int]] = {}
         if not versions:
@@ -272,7 +272,7 @@ class ElasticFleet:
     async def _empty_all(
         self, version: int | None, leaving: Sequence[int], room: Mapping[int, int], moving: asyncio.TaskGroup
     ) -> None:
-        """Empty replicas of one version, or of any, into what room there is."""
+        """Move work of leaving replicas of one version, or of any, to the `room` of others."""
         asked = await asyncio.gather(*(self._replicas.survey(index) for index in leaving))
         surveys = [survey for survey in asked if survey is not None and version in (None, survey.version)]
         moves = plan_leaving(surveys, room=room, is_moving=self._scheduler.moves.is_open)
@@ -287,7 +287,7 @@ class ElasticFleet:
 
 
 def _check_new(config: RunConfig, change: Change) -> None:
-    """Look at servers that are new to the run, and for room for what others hold. Raises `ConfigError`."""
+    """Check new servers, and the room in shared memory for more replicas. Raises `ConfigError`."""
     rollout, shm = config.rollout, config.relay.shm
     if change.join and config.cluster.address is None:
         free, needed = shutil.disk_usage(shm).free, change.join * version_bytes(config)

@@ -34,36 +34,36 @@ from laminar_py.runtime.cluster.errors import (
     UnwritableError,
     bug_in,
     errors_in,
-    tell_unexpected,
+    unexpected_message,
     unwritable,
 )
 from laminar_py.runtime.orchestrator.controller import Controller, Result
 from laminar_py.runtime.orchestrator.resume import (
+    print_fallback,
     refuse_other_prompts,
     refuse_other_rows,
     refuse_simulated,
-    tell_fallback,
 )
 from laminar_py.runtime.orchestrator.sources import (
     MODEL,
     EvalRequest,
     EvalSummary,
-    begin,
+    begin_evaluation,
     clear_unbegun,
     find_open,
     read_source,
     settings_of,
 )
-from laminar_py.runtime.preflight.inputs import Inputs, check
-from laminar_py.runtime.preflight.survey import clear, place
+from laminar_py.runtime.preflight.inputs import Inputs, check_inputs
+from laminar_py.runtime.preflight.survey import delete_everywhere, place_parts
 from laminar_py.runtime.workers.incarnation import Opened
 
 log = logging.getLogger(__name__)
 
 CONTROLLER_LOG = "controller.log"
 ENDED_AT_ONCE = b"laminar: ended at once, as asked three times; go on with --resume\n"
-SAME_S = 1.0  # in which SIGTERM and SIGINT are one request: the end of a job comes by a run's launcher, too
-SHOW_CURSOR = b"\x1b[?25h"  # the view had hidden it
+SAME_S = 1.0  # within which SIGTERM and SIGINT are one request: a launcher may pass a job's end on
+SHOW_CURSOR = b"\x1b[?25h"  # the view hides it
 UNBOUNDED = (
     "staleness.max_staleness=null: nothing bounds staleness; set it to 4 to 8, or see in `laminar report` how much"
     " of the weight of old data is gone"
@@ -71,7 +71,7 @@ UNBOUNDED = (
 
 
 class RunInterruptedError(Exception):
-    """The run was stopped by a signal, with a checkpoint to go on from."""
+    """The run was stopped by a signal, with a checkpoint to resume from."""
 
     def __init__(self, summary: Summary) -> None:
         super().__init__(f"{summary.run} stopped at step {summary.steps}")
@@ -83,19 +83,19 @@ class EvalInterruptedError(Exception):
 
 
 class Leader(Protocol):
-    """Controller of a run, or of an evaluation."""
+    """A controller of a run, or a benchmark's replacement for it."""
 
     def interrupt(self) -> None:
-        """End soon, so that it can be resumed."""
+        """End the run soon, so that it can be resumed."""
         ...
 
     async def lead(self) -> Result:
-        """Lead it from its start, or a resume, to its end."""
+        """Lead the run from its start, or a resume, to its end."""
         ...
 
 
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
-    """Start a run, or go on with one. Raises ConfigError, RunFailedError or RunInterruptedError."""
+    """Start or resume a run; return its summary. Raises ConfigError, RunFailedError or RunInterruptedError."""
     what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
     with ExitStack() as views:
         summary = lead(
@@ -112,7 +112,7 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
 
 
 def evaluate(request: EvalRequest, *, console: Console) -> EvalSummary:
-    """Evaluate, or resume that. Raises ConfigError, RunFailedError or EvalInterruptedError."""
+    """Start or resume an evaluation. Raises ConfigError, RunFailedError or EvalInterruptedError."""
     settings = settings_of(request)
     if request.resume:
         return _evaluate(find_open(settings, request.source), resumed=True, console=console)
@@ -120,16 +120,16 @@ def evaluate(request: EvalRequest, *, console: Console) -> EvalSummary:
     run = new_run(settings)
     run.lock()
     try:
-        begin(run, settings, request.source)
+        begin_evaluation(run, settings, request.source)
         return _evaluate(run, resumed=False, console=console)
     except (ConfigError, KeyboardInterrupt):
-        if not run.has_ledger:  # an evaluation that could not begin leaves nothing behind
+        if not run.has_ledger:  # delete the folder of an evaluation that could not begin
             shutil.rmtree(run.path)
         raise
 
 
 def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary:
-    """Evaluate the source that a folder names."""
+    """Lead the evaluation in a folder, which names its source."""
     source, config = read_source(run), load_config(run.config, [])
     assert source is not None, f"{run.path} has not begun"
     summary = lead(
@@ -144,12 +144,12 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     assert isinstance(summary, EvalSummary), f"{summary} is of no evaluation"
     if not summary.finished:
         raise EvalInterruptedError(summary.run)
-    shutil.rmtree(run.path / MODEL, ignore_errors=True)  # not there where a model folder was evaluated
+    shutil.rmtree(run.path / MODEL, ignore_errors=True)  # missing if a model folder was evaluated
     return summary
 
 
 def make_controller(opened: Opened, console: Console, views: ExitStack) -> Controller:
-    """Controller of a run, with a view that `views` closes."""
+    """Make the controller of a run, with a view that `views` closes."""
     config = opened.config
     if config.staleness.unbounded(config.schedule):
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
@@ -168,18 +168,18 @@ def lead(
     begun: RunFolder | None = None,
     trains: bool = True,
 ) -> Result:
-    """Have what `make` makes led in a run folder on a cluster; the console is told `what` it is.
+    """Check the inputs, open the cluster, place the parts, and run the controller that `make` makes; its result.
 
-    `begun` is a new run's folder that is locked already; without it one is made when all has its place. What does
-    not train reads no problems to train on. Raises ConfigError and RunFailedError.
+    The console shows `what` runs. `begun` is a locked folder of a new run; without it, one is made after all parts
+    have a place. A run that does not train (`trains`) reads no training data. Raises ConfigError, RunFailedError.
     """
     disk = own_disk(resume.path if resume else config.runs, config.runs_local)
-    inputs = check(config, trains=trains)
+    inputs = check_inputs(config, trains=trains)
     if resume:
         _take_up(resume, inputs, console, config=config, disk=disk)
     with open_cluster(config.cluster.address):
-        # what cannot be placed leaves no run behind
-        placement = asyncio.run(place(config, resume=resume is not None))
+        # a run that cannot be placed leaves no folder
+        placement = asyncio.run(place_parts(config, resume=resume is not None))
         run = resume or begun or new_run(config)
         if run not in (resume, begun):
             run.lock()
@@ -190,12 +190,12 @@ def lead(
         opened = Opened(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
         ending = _lead_logged(opened, make)
         if ending.finished:
-            asyncio.run(clear(placement, run.shm(config.relay.shm)))
+            asyncio.run(delete_everywhere(placement, run.shm(config.relay.shm)))
     return ending
 
 
 def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, config: RunConfig, disk: Path | None) -> None:
-    """Own a run to go on with, and end what a killed controller left of it. Raises ConfigError."""
+    """Lock a run to resume, end processes of a killed controller, check the run. Raises ConfigError."""
     run.lock()
     reaped = run.reap()
     _settle_ledger(run, disk, console)
@@ -203,7 +203,7 @@ def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, config: RunCon
         refuse_simulated(run)
         refuse_other_rows(run, inputs.digests)
         refuse_other_prompts(run, inputs, config)
-        tell_fallback(run, console)  # better refused now than when all parts are up
+        print_fallback(run, console)  # refuse now rather than when all parts are up
     if reaped:
         console.print(f"ended {reaped} processes that a killed run had left")
 
@@ -214,9 +214,9 @@ def _settle_ledger(run: RunFolder, disk: Path | None, console: Console) -> None:
 
 
 def _lead_logged(opened: Opened, make: Callable[[Opened], Leader]) -> Result:
-    """Lead it, with a log in its folder; what ends it is one error for the user."""
+    """Run the controller with a log in the run's folder; turn any error into one line for the user."""
     run = opened.run
-    logging.raiseExceptions = False  # a full disk is told in one line, and not for each line of a log
+    logging.raiseExceptions = False  # else a full disk prints an error for each line of the log
     logging.basicConfig(
         filename=run.logs / CONTROLLER_LOG,
         level=logging.INFO,
@@ -236,11 +236,11 @@ def _lead_logged(opened: Opened, make: Callable[[Opened], Leader]) -> Result:
         if bug is None and told is not None:
             raise told from None
         log.critical("the run ends", exc_info=error)
-        raise RunFailedError(tell_unexpected(bug or errors[0], run.logs / CONTROLLER_LOG)) from None
+        raise RunFailedError(unexpected_message(bug or errors[0], run.logs / CONTROLLER_LOG)) from None
 
 
 def _why_unwritten(error: BaseException, run: RunFolder) -> str | None:
-    """Reason why the run folder could not be written; None for another error."""
+    """Return why the run folder could not be written; None for any other error."""
     if isinstance(error, UnwritableError):
         return str(error)
     if isinstance(error, PermissionError) and error.filename and run.path in Path(error.filename).parents:
@@ -249,11 +249,11 @@ def _why_unwritten(error: BaseException, run: RunFolder) -> str | None:
 
 
 def _needs(run: RunFolder, reason: str) -> str:
-    """Line on a run folder that could not be written: why, and what it needs."""
+    """Return a message about a run folder that cannot be written: the reason, and the space it needs."""
     free = shutil.disk_usage(run.path).free / 2**20
     saved = [folder_bytes(folder) / 2**20 for folder in run.checkpoints.glob("*/")]
     checkpoint = f"{max(saved):,.0f} MiB for each checkpoint" if saved else "room for checkpoints"
-    disk = run.live_ledger.parent.parent  # the folder on it is gone once all is in the run's
+    disk = run.live_ledger.parent.parent  # its folder is gone once all data is in the run's
     is_elsewhere = run.live_ledger != run.ledger
     beside = f", {shutil.disk_usage(disk).free / 2**20:,.0f} MiB in {disk}" if is_elsewhere else ""
     return (
@@ -266,7 +266,7 @@ async def _lead(controller: Leader) -> Result:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    # the first request; a second one ends at once, but for SIGTERM, which the kernel may send twice for a launcher
+    # the first request; a second SIGINT ends at once, but no SIGTERM, which the kernel may send twice
     asked: tuple[signal.Signals, float] | None = None
 
     def stop(number: signal.Signals) -> None:
@@ -287,9 +287,9 @@ async def _lead(controller: Leader) -> Result:
 
 
 def _end_at_once(family: Sequence[psutil.Process], number: int, frame: FrameType | None) -> None:
-    """Leave as a kill would, with all processes below this one; the record stands.
+    """Kill all processes below this one and exit at once; the record stays valid.
 
-    `family` are those of a moment before: some are below it no more once Ray has begun to end.
+    `family` was listed a moment before, since Ray's processes detach when Ray begins to end.
     """
     for process in {*family, *psutil.Process().children(recursive=True)}:
         with contextlib.suppress(psutil.NoSuchProcess):

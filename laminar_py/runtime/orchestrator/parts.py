@@ -1,4 +1,4 @@
-"""Pieces that the controller is built of: the queue between two loops, the scheduler, the learner's side."""
+"""Objects that the controller is built of: the queue between two loops, the scheduler, the learner's side."""
 
 import asyncio
 import gc
@@ -26,8 +26,7 @@ from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.trainer import Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.learner import LearnerLink
-from laminar_py.runtime.workers.reference import ReferenceStage
+from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +38,12 @@ NEVER = 1_000_000_000  # collections of younger objects, after which Python woul
 
 
 class Handoff(Generic[Item]):
-    """Queue of one item between two tasks: `put` returns once the reader has done with the item."""
+    """Queue of one item between two tasks: `hand_over` returns once the reader has done with the item."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[tuple[Item, asyncio.Event]] = asyncio.Queue(1)
 
-    async def put(self, item: Item) -> None:
+    async def hand_over(self, item: Item) -> None:
         """Hand an item over, and wait until the reader asks for the next one."""
         done = asyncio.Event()
         await self._queue.put((item, done))
@@ -60,7 +59,7 @@ class Handoff(Generic[Item]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """The learner of a run, its versions, and the policies that follow these; an evaluation has none of them."""
+    """The objects of a run that an evaluation does not have: learner, versions, trainer, repacking, fleet."""
 
     learner: LearnerLink
     versions: Versions
@@ -77,9 +76,9 @@ def make_scheduler(
     versions_return: bool = False,
     fail: Callable[[str], None],
 ) -> TrajectoryScheduler:
-    """Scheduler of trajectories, with the packing of its batches; that of a resumed run awaits `restore`.
+    """Make the scheduler of trajectories; in a resumed run it waits for `restore`.
 
-    `fail` gets the reason why the run has to end, where all trajectories fail.
+    `fail` is called with a reason if all trajectories fail, so that the run ends.
     """
     config, inputs = incarnation.config, incarnation.inputs
     algorithm, sampling = config.algorithm, config.rollout.sampling
@@ -90,7 +89,9 @@ def make_scheduler(
         on_rewards=inputs.stream.tell,
         on_failing=fail,
         recorder=incarnation.ledger,
-        stages=Stages(submit_score=submit_score, submit_reference=None if reference is None else reference.submit),
+        stages=Stages(
+            submit_score=submit_score, submit_reference=None if reference is None else reference.submit_trajectory
+        ),
         credit=Credit(
             group_advantages(algorithm.advantage),
             overlong_cost(sampling.max_new_tokens, algorithm.overlong_tokens),
@@ -104,7 +105,7 @@ def make_scheduler(
 
 
 async def record_start(incarnation: Incarnation, recovered: Recovered | None) -> None:
-    """Put on record that an incarnation begins, and what it undoes of the one before."""
+    """Record that an incarnation begins, and which events of the one before it undoes."""
     checkpoint = incarnation.checkpoint
     begun = first_events(
         incarnation.config,
@@ -119,10 +120,10 @@ async def record_start(incarnation: Incarnation, recovered: Recovered | None) ->
 
 
 def seal(run: Path) -> None:
-    """Seal the record of a run that nobody writes any more."""
+    """Seal the record of a run that has ended."""
     try:
         seal_run(run)
-    except LedgerError as error:  # no reason to fail a run that is done
+    except LedgerError as error:  # a finished run does not fail for it
         log.warning("%s", error)
 
 

@@ -1,7 +1,7 @@
-"""Scoring of a run: finished trajectories to the stage, and the failures of the reward. Owned by the controller.
+"""Scoring of a run: finished trajectories go to the scoring stage, and failures of the reward are counted.
 
-The loop that takes the scores in is `controller.score`. A response that cannot be scored is reported at once,
-before RL by trials of the reward; a run in which nothing can be scored ends.
+Owned by the controller, whose loop `score` takes in the scores. A response that cannot be scored is reported at
+once. Before RL, trials of the reward find such errors. A run in which no response can be scored ends.
 """
 
 import asyncio
@@ -33,18 +33,17 @@ from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.preflight.inputs import Inputs
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.payload import PayloadHosts
-from laminar_py.runtime.workers.scorers import Scorers
-from laminar_py.runtime.workers.servers import RewardServers
+from laminar_py.runtime.workers.scorers import RewardServers, Scorers
 
 log = logging.getLogger(__name__)
 
-OUTAGE_REST_S = 5.0  # of a scorer between responses in an outage
-LOOK_S = 1.0  # between two looks at responses that still generate
-AT_A_TIME = 8  # of these responses, some 100 kB of ids
+OUTAGE_REST_S = 5.0  # pause of a scorer between responses in an outage
+LOOK_S = 1.0  # between two requests to work ahead
+AT_A_TIME = 8  # responses, with some 100 kB of ids
 
 
 def max_scored(config: RunConfig, inputs: Inputs) -> int:
-    """Trajectories that can wait for a score: live ones, all of evaluations, and a trial."""
+    """Return how many trajectories can wait for a score: live ones, those of evaluations, and a trial."""
     sets = inputs.sets
     answers = sum(config.eval.sets[name].samples * len(prompts) for name, prompts in sets.items())
     evaluations = (2 + config.num_evaluations) * answers + len(inputs.first_of_tasks)
@@ -52,12 +51,12 @@ def max_scored(config: RunConfig, inputs: Inputs) -> int:
 
 
 class Scoring:
-    """Scoring stage, its processes, and the servers that they ask where the run launches some.
+    """The scoring stage, its processes, and the servers that the run launches for its terms.
 
-    `deliver` returns once scores were taken in. `say` takes lines for the user, `end` the reason why the run
-    cannot go on: nothing can be scored. An evaluation alone has nothing that `trains`. In an outage each scorer
-    tries one response, which is dropped where that fails, and rests; all others wait, and the first value ends the
-    rest of all scorers.
+    `deliver` returns once scores are taken in. `say` shows lines to the user; `end` ends the run with a reason,
+    since nothing can be scored. `laminar eval` does not train (`trains`). In an outage each scorer tries one
+    response at a time, which is dropped if it fails, and then pauses; the first score ends the pause of all
+    scorers.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Scoring:
         config, inputs = incarnation.config, incarnation.inputs
         self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step, trains=trains)
         self._scorers = Scorers(incarnation, payload=payload)
-        self._servers = RewardServers(incarnation, tell=self._scorers.tell)
+        self._servers = RewardServers(incarnation, publish=self._scorers.publish_addresses)
         self._scheduler = scheduler
         self._stats = incarnation.stats
         self._clock = incarnation.clock
@@ -92,12 +91,12 @@ class Scoring:
         self._stage: ScoringStage | None = None
 
     def spawn(self) -> None:
-        """Start the processes; `start` starts what runs in them."""
+        """Start the processes; `start` starts the scorers in them."""
         self._scorers.spawn()
         self._servers.spawn()
 
     async def start(self) -> None:
-        """Bring the processes up, and have the reward tried. Raises ConfigError where it cannot be loaded."""
+        """Start the scorers, and begin the trials of the reward. Raises ConfigError if it cannot be loaded."""
         self._stage = ScoringStage(
             await self._scorers.start(),
             queue=self._most,
@@ -109,7 +108,10 @@ class Scoring:
         self._try_next()
 
     async def run(self) -> None:
-        """Serve until cancelled; scorers wait for servers that start. Raises RunFailedError if one never does."""
+        """Serve until cancelled; scorers wait for servers that start.
+
+        Raises RunFailedError if one never starts.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._ready.run(), name="scoring-stage")
             tasks.create_task(self._servers.keep(), name="keep-reward-servers")
@@ -117,19 +119,19 @@ class Scoring:
                 tasks.create_task(self._look_ahead(), name="look-ahead")
 
     async def close(self) -> None:
-        """End what scorers hold."""
+        """End processes and sandboxes of the scorers."""
         await self._scorers.close()
 
     def grow(self, queue: int) -> None:
-        """Let as many wait as a larger fleet finishes."""
+        """Enlarge the queue to `queue` trajectories, for a larger fleet."""
         self._ready.grow(queue)
 
     def grow_by(self, number: int) -> None:
-        """Let so many more wait, which an earlier incarnation left."""
+        """Enlarge the queue by the number of trajectories that an earlier incarnation left."""
         self._ready.grow(self._most + number)
 
-    def submit(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
-        """Take it up as soon as a scorer is free."""
+    def submit_response(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
+        """Queue a finished response for a score."""
         self._ready.submit(
             Unscored(
                 tokens=trajectory.tokens,
@@ -150,14 +152,14 @@ class Scoring:
         )
 
     async def _look_ahead(self) -> None:
-        """Show scorers what still generates, a little now and then."""
+        """Show scorers now and then some of the responses that still generate."""
         while True:
             await asyncio.sleep(LOOK_S)
             self._ready.look_ahead(self._foresight.choose(self._scheduler.book.live))
 
     @property
     def waits(self) -> str:
-        """Words on responses without a score, e.g. "scores of 64 responses, the oldest 35 s"; "" without any."""
+        """Words for responses without a score, e.g. "scores of 64 responses, the oldest 35 s"; "" without any."""
         if self._stage is None or not self._stage.num_unscored:
             return ""
         return f"scores of {self._stage.num_unscored} responses, the oldest {self._stage.oldest_s:.0f} s"
@@ -168,7 +170,7 @@ class Scoring:
         return self._stage
 
     def _try_next(self) -> None:
-        """Have the reward tried once more; one at a time, since it may hang, and be told of at the first."""
+        """Begin the next trial of the reward; one at a time, so that a hanging reward is reported once."""
         if self._trials:
             self._ready.submit(Unscored(request=self._trials[0].request))
 
@@ -179,17 +181,17 @@ class Scoring:
         return bool(self._trials) and trajectory_id == self._trials[0].request.trajectory_id
 
     def without_trials(self, scores: Sequence[Score]) -> list[Score]:
-        """Scores of responses; those of the reward's trials are taken in here."""
+        """Return the scores of responses; take in the scores of trials here."""
         rest: list[Score] = []
         for score in scores:
             if self._is_trial(score.trajectory_id):
-                self._tried(score)
+                self._finish_trial(score)
             else:
                 rest.append(score)
         return rest
 
-    def note(self, score: Score, trajectory: LiveTrajectory) -> None:
-        """Count a score of a response: its value in the figures, its failure towards an outage or a fault."""
+    def count_score(self, score: Score, trajectory: LiveTrajectory) -> None:
+        """Count the score of a response: its value in the statistics, its failure towards an outage or a fault."""
         line = self.failures.add(
             score,
             task=trajectory.prompt.task,
@@ -198,7 +200,7 @@ class Scoring:
             now_s=self._clock.now(),
         )
         if line is not None:
-            self._tell(line)
+            self._warn_user(line)
         if (fault := self.failures.fault) is not None:
             self._end(fault)
         if trajectory.trains and score.value is not None:
@@ -206,16 +208,16 @@ class Scoring:
             if trajectory.environment_s:
                 self._stats.turned(num_turns(trajectory.token_spans), trajectory.environment_s)
 
-    def _tried(self, score: Score) -> None:
+    def _finish_trial(self, score: Score) -> None:
         trial = self._trials.popleft()
         self.failures.tried(score)
         if score.value is None and score.detail not in self._complaints:
             self._complaints.add(score.detail)
-            self._tell(trial.complaint(score, title=self._reward.title))
+            self._warn_user(trial.complaint(score, title=self._reward.title))
         self._try_next()
 
     async def _deliver(self, scores: Sequence[Score]) -> None:
-        """Have scores taken in, then rest in an outage; the scorer gets no other response meanwhile."""
+        """Deliver scores, then pause in an outage; the scorer gets no other response meanwhile."""
         await self._deliver_to(scores)
         if not self.failures.is_outage:
             self._scored.set()
@@ -225,16 +227,16 @@ class Scoring:
             async with asyncio.timeout(OUTAGE_REST_S):
                 await self._scored.wait()
 
-    def _tell(self, line: str) -> None:
+    def _warn_user(self, line: str) -> None:
         log.warning("%s", line)
         self._say(line)
 
 
 class Foresight:
-    """Choice of the responses that scorers see while these still generate; remembers how much it showed of each.
+    """Chooses responses that scorers see while they still generate, and remembers how much it showed of each.
 
-    Terms that work ahead (`config.reward.ForesightedReward`) see the responses first that have grown most, few at
-    a time: a long one every so often, a short one perhaps not before its end. Only time depends on the choice.
+    Terms that work ahead (`config.reward.ForesightedReward`) first see the responses that have grown most, a few
+    at a time: a long one now and then, a short one perhaps only at its end. The choice affects time only.
     """
 
     def __init__(self, reward: RewardConfig) -> None:
@@ -243,7 +245,7 @@ class Foresight:
         self.is_wanted = reward.looks_ahead
 
     def choose(self, live: Mapping[str, LiveTrajectory]) -> list[Unfinished]:
-        """Beginnings of those that have grown most since they were shown, at most `AT_A_TIME`."""
+        """Return at most `AT_A_TIME` responses that have grown most since they were shown."""
         self._shown = {name: shown for name, shown in self._shown.items() if name in live}
         news = {
             name: trajectory.length - self._shown.get(name, 0)

@@ -1,7 +1,8 @@
 """What `laminar eval` evaluates: the settings, the folder and the weights of an evaluation. Called by `launch`.
 
-The evaluation is a run of its own, `runs/eval-<name>-<n>`, whose weights never change; those of a checkpoint are
-written out inside it. Invariant: it changes nothing of the run that it is of, and nothing of another evaluation.
+An evaluation is a run of its own, `runs/eval-<name>-<n>`, whose weights never change; the weights of a checkpoint
+are exported into it. It changes neither the run that it evaluates nor another evaluation
+(`tests/orchestrator/test_eval_launch.py`).
 """
 
 import shutil
@@ -29,13 +30,16 @@ from laminar_py.records.weights import Published
 from laminar_py.runtime.orchestrator.exports import export, run_of
 from laminar_py.runtime.orchestrator.versions import record_version
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.weights import WeightFolder
+from laminar_py.runtime.workers.learner import WeightFolder
 
-MODEL = "model"  # folder in it, of the weights of a checkpoint
+MODEL = "model"  # folder in the evaluation, for the exported weights of a checkpoint
 
 
 class EvalSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Checkpoint or model folder, e.g. `EvalSource(path="runs/math-1/checkpoints/step-40-1.0", step=40)`."""
+    """The evaluated checkpoint or model folder, e.g.
+
+    `EvalSource(path="runs/math-1/checkpoints/step-40-1.0", step=40)`.
+    """
 
     path: str
     step: int  # of the checkpoint; 0 for a folder
@@ -52,7 +56,7 @@ class EvalSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """Request for an evaluation; without `sets` all are evaluated, without a `config` those of the run."""
+    """Request for an evaluation; without `sets` all are evaluated; without `config` the config is the run's."""
 
     source: Path
     config: Path | None = None
@@ -62,7 +66,7 @@ class EvalRequest:
 
 
 def settings_of(request: EvalRequest) -> RunConfig:
-    """Config of the evaluation but for its model: nothing trains, and each set is evaluated once."""
+    """Return the config of an evaluation, without its model: nothing trains, and each set is evaluated once."""
     if request.config is not None:
         path = request.config
     elif _is_model(request.source):
@@ -83,7 +87,7 @@ def settings_of(request: EvalRequest) -> RunConfig:
 
 
 def _chosen(config: RunConfig, names: Sequence[str]) -> list[str]:
-    """Sets to evaluate, in the order of the config."""
+    """Return the sets to evaluate, in the order of the config."""
     known = list(config.eval.sets)
     if not known:
         raise ConfigError("eval.sets: has no set; add one, e.g. eval.sets.math=math.jsonl")
@@ -93,13 +97,13 @@ def _chosen(config: RunConfig, names: Sequence[str]) -> list[str]:
     return [name for name in known if name in names or not names]
 
 
-def begin(run: RunFolder, settings: RunConfig, source: Path) -> None:
-    """Put into the evaluation's folder what it is of: weights, config, and last the source."""
+def begin_evaluation(run: RunFolder, settings: RunConfig, source: Path) -> None:
+    """Write weights, config and, last, the source into the evaluation's folder."""
     if _is_model(source):
         evaluated, model = EvalSource(path=str(source), step=0), source
     else:
         model = run.path / MODEL
-        exported = export(source, model)  # of a run that goes on it may be a newer one than was there just now
+        exported = export(source, model)  # a running run may have a newer one by now
         evaluated = EvalSource(path=str(exported.checkpoint), step=exported.step)
     run.config.write_text(dump_config(_of_model(settings, model)))
     partial = run.source.with_name(f"{run.source.name}.tmp")
@@ -108,7 +112,7 @@ def begin(run: RunFolder, settings: RunConfig, source: Path) -> None:
 
 
 def clear_unbegun(settings: RunConfig) -> None:
-    """Delete what evaluations left that were killed while they wrote their weights out."""
+    """Delete the folders of evaluations that were killed while they exported their weights."""
     for run in runs_of(settings):
         if (run.path / MODEL).is_dir() and read_source(run) is None and run.try_lock():
             shutil.rmtree(run.path)
@@ -126,9 +130,9 @@ def _of_model(config: RunConfig, model: Path) -> RunConfig:
 
 
 def find_open(settings: RunConfig, source: Path) -> RunFolder:
-    """The newest evaluation of `source` with these settings that is not finished, rather one that nobody leads.
+    """Return the newest unfinished evaluation of `source` with these settings, if possible an idle one.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if there is none.
     """
     known = [run for run in runs_of(settings) if _is_of(run, source)]
     if not known:
@@ -151,20 +155,20 @@ def find_open(settings: RunConfig, source: Path) -> RunFolder:
 
 
 def _is_of(run: RunFolder, source: Path) -> bool:
-    """True for an evaluation of `source`, or of a checkpoint in it."""
+    """Return True for an evaluation of `source`, or of a checkpoint in it."""
     found = read_source(run)
     return found is not None and Path(found.path).resolve().is_relative_to(source.resolve())
 
 
 def read_source(run: RunFolder) -> EvalSource | None:
-    """Source of an evaluation; None where it was killed before it began."""
+    """Return the source of an evaluation; None if it was killed before it began."""
     with suppress(FileNotFoundError):
         return msgspec.json.decode(run.source.read_bytes(), type=EvalSource)
     return None
 
 
 def _difference(run: RunFolder, settings: RunConfig) -> str | None:
-    """The first setting that an evaluation did not begin with, and what it was then; None where all are equal."""
+    """Return the first setting that an evaluation had otherwise, with both values; None if all are equal."""
     try:
         then = load_config(run.config, [])
     except ConfigError as error:
@@ -181,16 +185,16 @@ def _difference(run: RunFolder, settings: RunConfig) -> str | None:
 def answers_on_record(
     run: RunFolder, names: Sequence[str], *, done: Container[str]
 ) -> dict[str, Mapping[str, EvalAnswer]]:
-    """Answers of the passes over these sets that are not `done`, by pass."""
+    """Return the answers of the passes over these sets that are not `done`, by pass."""
     ids = [pass_id(index, name) for index, name in enumerate(names)]
     with reading(run.live_ledger) as connection:
         return {id: read_answers(connection, id) for id in ids if id not in done}
 
 
 async def publish_source(incarnation: Incarnation, weights: WeightFolder, *, step: int) -> Published:
-    """Serve the weights of an evaluation as version 0, which are of this step.
+    """Publish the weights of an evaluation, which are of this step, as version 0.
 
-    Raises `ConfigError` where they differ from those that the evaluation began with.
+    Raises `ConfigError` if they differ from the weights that the evaluation began with.
     """
     published = await weights.publish()
     with reading(incarnation.run.live_ledger) as connection:

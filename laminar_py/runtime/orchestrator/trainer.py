@@ -1,7 +1,7 @@
-"""One learner step and what surrounds it: the batch, the commit, the checkpoint, and the way back after a death.
+"""The learner's side of a run: batches, steps, checkpoints, and the restart after a death of the learner.
 
-The loop that calls these is `controller.train`. Invariant: a step and the consumption of its trajectories are one
-transaction of the ledger, and steps after the last checkpoint can be undone (law 1).
+Called by the loop `controller.train`. A step and the consumption of its trajectories are one transaction of the
+ledger, and steps after the last checkpoint can be undone (law 1).
 """
 
 import asyncio
@@ -34,11 +34,11 @@ from laminar_py.runtime.workers.specs import StepOutcome
 
 log = logging.getLogger(__name__)
 
-MAX_SKIPPED = 3  # steps in a row without an update, after which the run ends
+MAX_SKIPPED = 3  # steps in a row without a finite gradient, after which the run ends
 
 
 class BatchLostError(Exception):
-    """Tokens of a batch are gone; `lost` has what, by trajectory."""
+    """Tokens of a batch are lost; `lost` has a reason for each trajectory."""
 
     def __init__(self, lost: Mapping[str, str]) -> None:
         super().__init__(f"tokens of {len(lost)} trajectories of a batch are gone")
@@ -46,7 +46,7 @@ class BatchLostError(Exception):
 
 
 class StopRequest:
-    """Request to end a run before its time: by the user, or for a `fault` that makes the run fail."""
+    """Request to end a run early: by the user, or for a `fault` that makes the run fail."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -54,14 +54,14 @@ class StopRequest:
         self.fault: str | None = None  # the first
 
     def fail(self, fault: str) -> None:
-        """Have the run fail with this line after the step in hand, whose checkpoint is written."""
+        """End the run after the present step and its checkpoint, as failed with this line."""
         self.fault = self.fault or fault
         self.asked.set()
         self.failed.set()
 
 
 class Trainer:
-    """Steps of the learner; `step` and `version` say how far it is."""
+    """Makes the steps of a run: batches, checkpoints, and the restart of the learner after its death."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class Trainer:
             max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=stop.fail
         )
         self._skipped = 0  # steps in a row without a finite gradient
-        self._saved_step = -1  # of the checkpoint that was begun last
+        self._saved_step = -1  # step of the newest checkpoint, which may be unfinished
 
     @property
     def version(self) -> int:
-        """The newest that the learner published, -1 before the first."""
+        """The newest version that the learner has copied, -1 before the first."""
         return self._versions.newest
 
     @property
@@ -115,31 +115,31 @@ class Trainer:
 
     @property
     def moment(self) -> Moment:
-        """Version, step and time of now."""
+        """Present version, step and time."""
         return Moment(self.version, self.step, self._stats.rl_s)
 
     async def start(self) -> None:
-        """Bring the learner up from the last checkpoint, publish what it holds, have a checkpoint of it."""
+        """Start the learner from the last checkpoint, publish its weights, and save a first checkpoint."""
         while True:
             try:
                 await self._start()
             except PartDiedError as error:
-                await self._replace(await self._bury(error))
+                await self._replace(await self._kill_and_settle(error))
             else:
                 self._evaluator.version_came(self.moment)
                 return
 
     async def close(self) -> None:
-        """Give up a checkpoint that is still being written."""
+        """Cancel a checkpoint that is still being written."""
         await self._checkpoints.close()
 
     # ---- one step
 
     async def next_batch(self) -> StepBatch | None:
-        """The next batch, or None when the run is to end.
+        """Wait for the next batch; return None if the run is to end.
 
-        Raises PartDiedError if the learner dies over the version that the batch may be waiting for, or over a
-        checkpoint; and whatever else a checkpoint fails with.
+        Raises PartDiedError if the learner dies while it completes a version or a checkpoint, and any other error
+        of a checkpoint.
         """
         if self.is_done:
             return None
@@ -168,10 +168,10 @@ class Trainer:
         return None
 
     async def _asked_to_stop(self) -> None:
-        """Until the run is to stop here. Under `sync` a batch that has begun is trained first: nothing is cut.
+        """Wait until the run is to stop before the next batch, and pause the scheduler.
 
-        Once the scheduler is paused no batch is completed any more, whatever is live, and perhaps none of a run
-        that fails, before it is asked to stop or after.
+        Under `sync`, a batch whose generation has begun is trained first. This does not hold for a run that fails,
+        nor for a scheduler that is paused, since neither may complete a batch.
         """
         await self._stop.asked.wait()
         book = self._scheduler.book
@@ -180,9 +180,9 @@ class Trainer:
         self._scheduler.pause()
 
     async def learn(self, batch: StepBatch) -> StepOutcome | None:
-        """Take an optimizer step; None if no group of the batch has signal.
+        """Take an optimizer step on a batch; return None if no group of it has signal.
 
-        Raises PartDiedError, or BatchLostError where tokens of it are gone, and nothing was learned.
+        Raises PartDiedError, or BatchLostError if tokens of the batch are lost and nothing was learned.
         """
         if not batch.trajectories:
             return None
@@ -205,19 +205,19 @@ class Trainer:
         step = self.step + 1
         unpublished = 1 + self._scheduler.book.ages.of(self.version)  # steps, with this one
         publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
-        return await self._learner.step(packed.terms, version=self._versions.number() if publishes else None)
+        return await self._learner.step(packed.terms, version=self._versions.next_number() if publishes else None)
 
     def pause_if_last(self, batch: StepBatch) -> None:
-        """Pause the scheduler where no further step comes: trajectories that began now would be interrupted.
+        """Pause the scheduler if no further step follows, since new trajectories would be interrupted.
 
-        A batch that `rollout.max_refill` left short is put on record, and ends a run that gets no signal at all.
+        Records a batch that `rollout.max_refill` left short; too many of them without signal end the run.
         """
         self._refill.observe_batch(batch, self._scheduler.consumption.refill_stopped(batch, self.step + 1))
         if self._stop.asked.is_set() or self.step + bool(batch.groups) == self._config.steps:
             self._scheduler.pause()
 
     async def commit(self, batch: StepBatch, outcome: StepOutcome | None) -> None:
-        """Put a step on record, and begin the evaluations that are due. Raises RunFailedError (`MAX_SKIPPED`)."""
+        """Record a step, and begin the evaluations that are due. Raises RunFailedError (`MAX_SKIPPED`)."""
         self.step += 1
         row = self._stats.row(
             step=self.step,
@@ -230,7 +230,7 @@ class Trainer:
             stall_s=outcome.stall_s if outcome else 0.0,
         )
         row = msgspec.structs.replace(row, order=self._stream.figures)
-        await uncut(self._record(batch, row, outcome))
+        await finish_despite_cancel(self._record(batch, row, outcome))
         with open_rows(self._run.metrics) as file:
             append_row(file, row)
         self._show(row)
@@ -238,7 +238,7 @@ class Trainer:
         self._count_skipped(outcome)
 
     async def _record(self, batch: StepBatch, row: StepRow, outcome: StepOutcome | None) -> None:
-        """Put a step on record, in one transaction; the next one need not wait for the disk."""
+        """Record a step in one transaction, without waiting for the disk."""
         skipped = outcome.metrics.skipped if outcome else 0
         with self._ledger.together():
             await self._scheduler.consumption.commit(batch, self.step)
@@ -247,7 +247,7 @@ class Trainer:
                 self._copied(outcome.version, parent=batch.version)
 
     def _count_skipped(self, outcome: StepOutcome | None) -> None:
-        """Raises RunFailedError after too many steps in a row that taught nothing."""
+        """Count steps without a finite gradient. Raises RunFailedError after too many in a row."""
         if outcome is None:
             return
         metrics = outcome.metrics
@@ -261,7 +261,7 @@ class Trainer:
             )
 
     def _copied(self, version: int, *, parent: int | None) -> None:
-        """The learner has copied its weights."""
+        """Tell scheduler and versions that the learner has copied its weights as `version`."""
         self._scheduler.published(version)
         self._versions.copied(version, step=self.step, parent=parent)
 
@@ -275,7 +275,7 @@ class Trainer:
         await self._checkpoints.begin(name, step=self.step, version=self.version)
 
     async def save_if_due(self) -> None:
-        """Begin a checkpoint every `learner.checkpoint_every` steps; the last one is on record on return."""
+        """Begin a checkpoint every `learner.checkpoint_every` steps; wait for the one of the last step."""
         if self.step % self._config.learner.checkpoint_every and not self.is_done:
             return
         try:
@@ -286,13 +286,13 @@ class Trainer:
             await self.go_back(error)
 
     async def save_last(self) -> None:
-        """Save where the run ends; if the learner dies over this checkpoint, the one before it stands."""
+        """Save a checkpoint at the end of the run; if the learner dies meanwhile, keep the one before."""
         try:
             if self._saved_step != self.step:
                 await self._save()
             await self._checkpoints.finish()
         except PartDiedError as error:
-            death = await self._bury(error)
+            death = await self._kill_and_settle(error)
             standing = self._checkpoints.last
             assert standing is not None, "a learner trains only once there is a checkpoint"
             log.warning("the checkpoint of step %d is lost; %s stands", self.step, standing.path)
@@ -303,7 +303,7 @@ class Trainer:
     async def _start(self) -> None:
         checkpoint = self._checkpoints.last
         started = await self._learner.start(self._run.path / checkpoint.path if checkpoint else None)
-        # A step without signal counts, though the learner saw none.
+        # a step without signal counts, though the learner took none
         self.step = self._saved_step = checkpoint.step if checkpoint else 0
         log.info("learner: %d parameters, attention %s", started.num_parameters, started.attention)
         self._attention_share = attention_share(
@@ -312,7 +312,7 @@ class Trainer:
             num_parameters=started.num_parameters,
         )
         await self._adopt()
-        version = self._versions.number()
+        version = self._versions.next_number()
         await self._learner.publish(version)
         self._copied(version, parent=checkpoint.version if checkpoint else None)
         await self._versions.recorded()
@@ -324,13 +324,13 @@ class Trainer:
             await self._checkpoints.finish()
 
     async def _adopt(self) -> None:
-        """Put on record what a dead learner published without a word."""
+        """Record versions that a dead learner completed but did not report."""
         for version in await self._versions.adopt(step=self.step):
             self._scheduler.book.ages.published(version)
 
     async def go_back(self, error: PartDiedError) -> None:
-        """The learner died: start it from the last checkpoint; trajectories consumed since are ready again."""
-        first = await self._bury(error)
+        """Restart a dead learner from its last checkpoint; trajectories consumed since are ready again."""
+        first = await self._kill_and_settle(error)
         checkpoint = self._checkpoints.last
         assert checkpoint is not None, "a learner trains only once there is a checkpoint"
         await self._versions.recorded()
@@ -344,21 +344,21 @@ class Trainer:
         await self.start()
         self._scheduler.admit()
 
-    async def _bury(self, error: PartDiedError) -> PartDiedError:
-        """End what is left of the learner, settle its last checkpoint; what it died of."""
+    async def _kill_and_settle(self, error: PartDiedError) -> PartDiedError:
+        """Kill the learner, and wait for its last checkpoint; return the error that it died of."""
         self._learner.kill()
         return await self._checkpoints.settle() or error
 
     async def _replace(self, death: PartDiedError) -> None:
-        """Count how the learner died, and let another one start over."""
+        """Count the death of the learner, and end its processes, so that another can start."""
         self._versions.start_over()
         self._checkpoints.start_over()
         await self._learner.replace(death)
 
 
-async def uncut(work: Coroutine[object, object, None]) -> None:
-    """Do work of a moment to its end, also where the caller is cancelled meanwhile, which goes on after it."""
-    task = asyncio.create_task(work, name="uncut")
+async def finish_despite_cancel(work: Coroutine[object, object, None]) -> None:
+    """Finish short work also if the caller is cancelled meanwhile; the cancellation is raised afterwards."""
+    task = asyncio.create_task(work, name="finish-despite-cancel")
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -1,8 +1,8 @@
-"""Weight versions on their way onto the record: their numbers, their order, and those of a learner that died.
+"""Weight versions of a run: their numbers, and their way onto the record, also after the death of a learner.
 
-Owned by the controller, which runs it beside the trainer, so that the learner goes on (law 8). Invariants: no
-number is given twice, nor one that any part has spoken of; versions go on record in the order of their numbers,
-each once it is complete.
+Owned by the controller, which runs it beside the trainer, so that the learner does not wait (law 8). No number is
+given twice, nor one that any part has used. Versions go on record in the order of their numbers, each once it is
+complete (`tests/orchestrator/test_versions.py`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A version that the learner has copied out of its memory and that is being completed."""
+    """A version that the learner has copied out of its memory and that is not complete yet."""
 
     version: int
     step: int
@@ -30,7 +30,7 @@ class _Copied:
 
 
 class Versions:
-    """Versions of a run. `completed` waits for one of the learner's, `stored` looks into the relays' stores."""
+    """Numbers and records versions. `completed` waits for one of the learner, `stored` lists those of relays."""
 
     def __init__(
         self,
@@ -40,28 +40,28 @@ class Versions:
         stored: Callable[[], Awaitable[list[Manifest]]],
     ) -> None:
         self.newest = -1  # that the learner has copied
-        self.lost: PartDiedError | None = None  # how the learner died over the newest, until `start_over`
+        self.lost: PartDiedError | None = None  # death of the learner, until `start_over`
         self._ledger = incarnation.ledger
         self._completed = completed
         self._stored = stored
         self._incarnation = incarnation
         self._given = -1
-        self._copied: deque[_Copied] = deque()  # few: the learner completes one before it copies the next
+        self._copied: deque[_Copied] = deque()  # short: the learner completes one before it copies the next
         self._changed = asyncio.Event()  # set, and replaced, when one of these changes
 
-    def number(self) -> int:
-        """Number of the next version, never given again, even if the learner dies before it has used it."""
+    def next_number(self) -> int:
+        """Return the number of the next version; it is never given again, even if the learner dies meanwhile."""
         self._given = max(self._given, self._ledger.newest_version) + 1
         return self._given
 
     def copied(self, version: int, *, step: int, parent: int | None) -> None:
-        """The learner goes on; the version goes on record as soon as it is complete."""
+        """Note that the learner has copied a version, which is recorded as soon as it is complete."""
         self.newest = version
         self._copied.append(_Copied(version, step, parent))
         self._notify()
 
     async def run(self) -> None:
-        """Record versions until cancelled. Raises whatever fails but the death of the learner, which is `lost`."""
+        """Record versions until cancelled. The death of the learner is kept in `lost`; other errors are raised."""
         while True:
             await self._until(lambda: bool(self._copied))
             first = self._copied[0]
@@ -77,30 +77,30 @@ class Versions:
             self._notify()
 
     async def recorded(self) -> None:
-        """Until all are complete and on record, but for those that are `lost`."""
+        """Wait until all copied versions are on record or lost."""
         await self._until(lambda: not self._copied)
 
     async def on_record(self, version: int) -> None:
-        """Until that one is on record. Raises PartDiedError if the learner died over it."""
+        """Wait until a version is on record. Raises PartDiedError if the learner died before."""
         await self._until(lambda: self._ledger.newest_published >= version or self.lost is not None)
         if self.lost is not None and self._ledger.newest_published < version:
             raise self.lost
 
     async def recorded_after(self, version: int) -> int:
-        """The newest on record, once that is above `version`."""
+        """Wait until a version above `version` is on record, and return the newest."""
         await self._until(lambda: self._ledger.newest_published > version)
         return self._ledger.newest_published
 
     async def any_lost(self) -> None:
-        """Until the learner has died over a version."""
+        """Wait until the learner has died before a version was complete."""
         await self._until(lambda: self.lost is not None)
 
     def start_over(self) -> None:
-        """Forget the loss: there is a new learner."""
+        """Forget the death: there is a new learner."""
         self.lost = None
 
     async def adopt(self, *, step: int) -> list[int]:
-        """Record versions of a learner that died before it could say so, which replicas may serve; which ones."""
+        """Record complete versions that a dead learner did not report, which replicas may serve; return them."""
         orphans = {orphan.version: orphan for orphan in self._ledger.unpublished()}
         for found in await self._stored():
             orphans[found.version] = Published(found.version, found.digest, found.num_bytes, 0.0)
@@ -124,7 +124,7 @@ class Versions:
 
 
 def record_version(incarnation: Incarnation, published: Published, *, step: int, parent: int | None) -> None:
-    """Put a complete version on record."""
+    """Record a complete version."""
     incarnation.ledger.append(
         VersionPublished(
             version=published.version,

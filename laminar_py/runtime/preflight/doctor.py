@@ -1,4 +1,4 @@
-"""Findings about this machine, and places for the parts of a config; what is missing comes with a remedy."""
+"""Checks of `laminar doctor`: this machine, and places for a config on a real or a pretended cluster."""
 
 import asyncio
 import importlib.metadata
@@ -8,7 +8,7 @@ import resource
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 
 import psutil
@@ -18,9 +18,9 @@ from laminar_py.config.section import ConfigError
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement, Plan
 from laminar_py.runtime.preflight import survey
+from laminar_py.runtime.preflight.gpus import Gpu, read_group
 from laminar_py.runtime.preflight.inputs import check_engine
 from laminar_py.runtime.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
-from laminar_py.runtime.preflight.pretended import PretendedCluster, model_fault
 from laminar_py.sandbox.pool import REMEDY, available_tiers
 from laminar_py.sandbox.records import SandboxTier
 
@@ -29,11 +29,12 @@ SHM_WANTED = 1 << 30
 
 Holders = Mapping[str, Collection[str]]
 """Nodes on which each kind of GPU of a plan is."""
+CORES_A_GPU = 12  # of a node with GPUs; placement asks only how nodes compare
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Row of `laminar doctor`."""
+    """A row of `laminar doctor`."""
 
     subject: str
     state: str
@@ -45,44 +46,46 @@ class Finding:
 class Fit:
     """How a config fits a cluster."""
 
-    nodes: list[Node]  # as Ray sees them, or as they are pretended
+    nodes: list[Node]  # of the cluster, or pretended
     memory: list[GpuMemory]  # of each kind of GPU
     rows: list[tuple[str, str, str]]  # parts, address of their node, GPUs
-    warnings: list[str]  # it runs, though not as well as it could
-    faults: list[str]  # it does not run before these are mended
+    warnings: list[str]  # advice for a config that runs
+    faults: list[str]  # errors that keep the config from running
     unplaced: ConfigError | None = None  # why its parts have no place
 
 
 def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
-    """Place a config's parts on the cluster that it names, and compute the memory of their GPUs.
+    """Place a config's parts on its cluster, and compute the memory of their GPUs.
 
-    `gpu_bytes` of a GPU are by default those of the smallest that its kind is placed on, or 80 GB where no node
-    tells.
+    `gpu_bytes` is by default the size of the smallest GPU that each kind of part is placed on, or 80 GB if no node
+    reports one.
     """
 
-    def tell(held: Holders) -> dict[str, float]:
+    def smallest_gpus(held: Holders) -> dict[str, float]:
         return {kind: gpu_bytes or told for kind, told in asyncio.run(survey.gpu_bytes(held)).items()}
 
-    def look(placement: Placement) -> list[str]:
+    def find_faults(placement: Placement) -> list[str]:
         return asyncio.run(survey.faults(config, placement))
 
     with open_cluster(config.cluster.address):
-        return _fit(config, nodes, tell=tell, look=look)
+        return _fit(config, nodes, smallest_gpus=smallest_gpus, find_faults=find_faults)
 
 
-def fit_pretended(config: RunConfig, cluster: PretendedCluster, *, gpu_bytes: float | None = None) -> Fit:
-    """Place a config's parts on a cluster that is not there, as on one that is; no node of it is looked at.
+def fit_pretended(config: RunConfig, cluster: "PretendedCluster", *, gpu_bytes: float | None = None) -> Fit:
+    """Place a config's parts on a pretended cluster, whose nodes are not checked.
 
-    `gpu_bytes` of a GPU are by default those of the catalog.
+    `gpu_bytes` is by default the size in the catalog.
     """
 
-    def tell(held: Holders) -> dict[str, float]:
+    def smallest_gpus(held: Holders) -> dict[str, float]:
         return {kind: gpu_bytes or told for kind, told in cluster.gpu_bytes(held).items()}
 
-    def look(placement: Placement) -> list[str]:
+    def find_faults(placement: Placement) -> list[str]:
         return [fault] if (fault := model_fault(config)) is not None else []
 
-    found = _fit(cluster.joined(config), lambda: list(cluster.nodes), tell=tell, look=look)
+    found = _fit(
+        cluster.joined(config), lambda: list(cluster.nodes), smallest_gpus=smallest_gpus, find_faults=find_faults
+    )
     return replace(found, warnings=cluster.warnings(config) + found.warnings)
 
 
@@ -90,11 +93,11 @@ def _fit(
     config: RunConfig,
     see: Callable[[], list[Node]],
     *,
-    tell: Callable[[Holders], dict[str, float]],
-    look: Callable[[Placement], list[str]],
+    smallest_gpus: Callable[[Holders], dict[str, float]],
+    find_faults: Callable[[Placement], list[str]],
 ) -> Fit:
-    """Fit of the nodes that `see` sees, with the bytes of their smallest GPUs and what a look at them finds."""
-    needs, seen = Needs.of(config), see()
+    """Fit a config to the nodes that `see` lists, with their smallest GPUs and the faults found on them."""
+    needs, seen = Needs.from_config(config), see()
     try:
         placement, unplaced = Placement(needs, see), None
         held = survey.gpu_nodes(placement.plan)
@@ -102,15 +105,15 @@ def _fit(
         placement, unplaced = None, error
         held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}
     memory, found = [], []
-    for kind, told in tell(held).items():
+    for kind, told in smallest_gpus(held).items():
         size = told or GPU_BYTES
         memory += gpu_memory(config, gpu_bytes=size, kinds=[kind])
         found += memory_faults(config, gpu_bytes=size, kinds=[kind])
     if placement is None:
         return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=unplaced)
-    found += look(placement)
+    found += find_faults(placement)
     try:
-        if (config.model.path / "config.json").is_file():  # `data.prepare` may be about to make it
+        if (config.model.path / "config.json").is_file():  # else `data.prepare` makes it later
             check_engine(config)
     except ConfigError as error:
         if not any(line.startswith(str(error)) for line in found):
@@ -120,7 +123,7 @@ def _fit(
 
 
 def _rows(needs: Needs, plan: Plan) -> list[tuple[str, str, str]]:
-    """(parts, node, GPUs) with neighbours of a kind on one node as one row."""
+    """Return (parts, node, GPUs); neighbours of a kind on one node share a row."""
     places = {
         "learner": [(place.node, place.gpus) for place in plan.learner],
         "reference": [(place.node, place.gpus) for place in (plan.reference,) if place is not None],
@@ -163,7 +166,7 @@ def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
 
 
 def examine() -> list[Finding]:
-    """Findings, the plain ones first."""
+    """Return all findings on this machine."""
     return [_machine(), _shared_memory(), _files(), _sandbox(), _torch(), _gpu(), *_optional()]
 
 
@@ -206,7 +209,7 @@ def _gpu() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """The strongest fences for programs of a model, and why no stronger ones."""
+    """Find the strongest sandbox for programs of a model, and why no stronger one works."""
     offers = available_tiers()
     best = next(offer for offer in offers if offer.offered)
     missing = [f"{offer.tier.value}: {offer.reason}" for offer in offers[: offers.index(best)]]
@@ -226,3 +229,71 @@ def _optional() -> list[Finding]:
         state = importlib.metadata.version(module.replace("_", "-")) if present else "not installed"
         findings.append(Finding(module, state, present, "" if present else remedy))
     return findings
+
+
+# ---- a pretended cluster
+
+
+@dataclass(frozen=True, slots=True)
+class PretendedCluster:
+    """Nodes with the kind of their GPUs, for `laminar doctor --pretend`, e.g.
+
+    `pretended_cluster(["3x8xH100", "1x64xcpu"])`.
+    """
+
+    nodes: tuple[Node, ...]  # the controller's first
+    gpus: Mapping[str, Gpu]  # by node, where it has GPUs
+
+    def gpu_bytes(self, holders: Mapping[str, Collection[str]]) -> dict[str, float]:
+        """Return the bytes of the smallest GPU among the nodes of each kind; 0 if it has no nodes."""
+        return {
+            kind: min((self.gpus[node].memory_bytes for node in held), default=0.0)
+            for kind, held in holders.items()
+        }
+
+    def joined(self, config: RunConfig) -> RunConfig:
+        """Return the config of a run on this cluster. Raises `ConfigError` if it names running servers."""
+        needs = Needs.from_config(config)
+        if needs.hosts:
+            raise ConfigError(
+                f"{needs.placed_by}: names servers that run, and no host of a pretended cluster has them; leave it"
+                " out"
+            )
+        cluster = config.cluster.model_copy(update={"address": config.cluster.address or "auto"})
+        return config.model_copy(update={"cluster": cluster})
+
+    def warnings(self, config: RunConfig) -> list[str]:
+        """Return warnings about settings that keep a run from using all nodes."""
+        if config.cluster.address is not None or len(self.nodes) == 1:
+            return []
+        return [
+            f"cluster.address is not set, so that a run has one node and not {len(self.nodes)}; set it to auto on"
+            " a node of the cluster"
+        ]
+
+
+def pretended_cluster(texts: Sequence[str]) -> PretendedCluster:
+    """Read groups of nodes such as `3x8xH100` or `2x64xcpu`, separated by commas.
+
+    A group is nodes x GPUs of each x their kind, or nodes x cores of each x cpu. Raises `ConfigError`.
+    """
+    nodes: list[Node] = []
+    gpus: dict[str, Gpu] = {}
+    indices = count()
+    for text in (group for joined in texts for group in joined.split(",")):
+        group = read_group(text, option="--pretend")
+        for _ in range(group.nodes):
+            name = f"node-{next(indices)}"
+            num_gpus, cores = (0, group.each) if group.gpu is None else (group.each, group.each * CORES_A_GPU)
+            nodes.append(Node(id=name, ip=name, gpus=num_gpus, cpus=cores, here=not nodes))
+            if group.gpu is not None:
+                gpus[name] = group.gpu
+    return PretendedCluster(tuple(nodes), gpus)
+
+
+def model_fault(config: RunConfig) -> str | None:
+    """Return an error line if a model's config.json is missing, so that its memory is unknown, else None."""
+    path = config.model.path
+    if (path / "config.json").is_file() or config.data.prepare is not None or config.emulation is not None:
+        return None
+    return f"model.path={path}: no config.json in it, which tells what its GPUs hold; put the model's there"

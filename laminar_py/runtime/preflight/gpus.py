@@ -1,7 +1,7 @@
-"""Catalog of the kinds of GPU that a fleet which is not here may be made of. Pure data; figures of their makers.
+"""Catalog of kinds of GPU, with their makers' figures, and the groups of nodes that users write. Pure data.
 
-Used by `laminar doctor --pretend` and by whoever computes times of GPUs that are not at hand. Figures are peaks as
-they are published: dense, without what a model or a network reaches of them.
+Used by `laminar doctor --pretend` and by predictions of step times. Figures are published peaks: dense, and higher
+than a model or a network reaches.
 """
 
 import re
@@ -69,7 +69,7 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """The kind of GPU of that name, in any case. Raises `ConfigError` that names those of the catalog."""
+    """Return the kind of GPU of a name, in upper or lower case. Raises `ConfigError` with the known names."""
     for gpu in GPUS:
         if gpu.name == name.upper():
             return gpu

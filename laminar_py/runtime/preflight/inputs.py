@@ -1,10 +1,11 @@
-"""Everything that can be wrong is found before a process is started. Called by the command line.
+"""Checks of a config before any process starts, and the inputs that they read. Called by the command line.
 
-Raises ConfigError with one line that names field, value and remedy; returns what was read on the way.
+A check raises ConfigError with one line that names field, value and remedy.
 """
 
 import importlib.util
 import logging
+import os
 import re
 import shutil
 import socket
@@ -14,52 +15,126 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.config.cluster import Device
+from laminar_py.config.data import SourceConfig
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.prompts import check_disjoint, first_of_tasks
+from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
+from laminar_py.data.problems import ProblemSet
+from laminar_py.data.prompts import check_disjoint, first_of_tasks, read_prompts
+from laminar_py.data.sources import DataSource
 from laminar_py.data.stream import PromptStream
 from laminar_py.data.survey import UnknownWords, unknown_words
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
+from laminar_py.ledger.live import own_disk
+from laminar_py.ledger.segments.local import LEAST_FREE
 from laminar_py.observe.trackers import check_trackers
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
+from laminar_py.records.visible import visible
 from laminar_py.relay.tree import versions_at_peak
-from laminar_py.runtime.preflight.problems import Problems, read_problems, read_warm_start, shown_prompt
 from laminar_py.runtime.preflight.rewards import check_rewards
-from laminar_py.runtime.preflight.room import room_fault, store_field
 
 PREPARE_S = 600
-MOST_LOOKED_AT = 10_000  # rows of a source, for unknown words: a second or two
+MOST_LOOKED_AT = 10_000  # rows of a source, searched for unknown words in a second or two
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 log = logging.getLogger(__name__)
+SHOWN_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """The problems of each source of `data.train` and of each set of `eval`."""
+
+    train: list[ProblemSet]
+    sets: dict[str, ProblemSet]
+
+    @property
+    def all(self) -> list[ProblemSet]:
+        """All sources and sets."""
+        return [*self.train, *self.sets.values()]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digest of the rows of each source or set, by its field of the config."""
+        return {problems.source.field: problems.digest for problems in self.all}
+
+
+def prompt_room(config: RunConfig) -> dict[str, int]:
+    """Return the longest prompt, in tokens, with room for a whole response: by evaluation set, "" for training."""
+    run = config.rollout.sampling.params()
+    caps = {name: one.sampling(run).max_new_tokens for name, one in config.eval.sets.items()}
+    caps[""] = config.rollout.sampling.max_new_tokens
+    return {name: config.rollout.max_len - cap for name, cap in caps.items()}
+
+
+def read_problems(config: RunConfig, encoder: PromptEncoder, *, limited: bool, trains: bool = True) -> Problems:
+    """Read the evaluation sets of a run, and its training data if it `trains`. Raises `ConfigError`.
+
+    `limited` refuses prompts without room for a whole response. A prefix makes the ids of several sources unique.
+    """
+    given = config.data.train if trains else ()
+    room = prompt_room(config)
+
+    def read(field: str, settings: SourceConfig, prefix: str, name: str) -> ProblemSet:
+        limit = room[name] if limited else None
+        source = DataSource(field, settings)
+        return read_prompts(source, encoder=encoder, max_prompt_tokens=limit, prefix=prefix)
+
+    if len(given) == 1:
+        train = [read("data.train", given[0], "", "")]
+    else:
+        train = [read(f"data.train.{index}", one, f"train.{index}/", "") for index, one in enumerate(given)]
+    sets = {name: read(f"eval.sets.{name}", one, f"{name}/", name) for name, one in config.eval.sets.items()}
+    return Problems(train, sets)
+
+
+def read_warm_start(config: RunConfig, encoder: PromptEncoder, *, limited: bool) -> Demonstrations | None:
+    """Read the demonstrations of a run; return None without a warm start. Raises `ConfigError`.
+
+    `limited` refuses demonstrations that are longer than a step of the warm start.
+    """
+    settings = config.warm_start
+    if settings is None:
+        return None
+    source = DataSource("warm_start.data", settings.data)
+    limit = settings.tokens_per_step if limited else None
+    return Demonstrations(source, read_demonstrations(source, encoder=encoder, max_tokens=limit))
+
+
+def shown_prompt(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    """Return lines with a prompt as the model gets it, control characters visible, and its end-of-response ids."""
+    ends = " or ".join(f"{tokenizer.word(id)!r} (id {id})" for id in tokenizer.eos_ids)
+    text = prompt.text[:SHOWN_CHARS] + ("..." if len(prompt.text) > SHOWN_CHARS else "")
+    indented = "\n".join(f"  {visible(line)}" for line in text.split("\n"))
+    return f"prompt {prompt.id}, {len(prompt.ids)} tokens; a response ends with {ends}\n{indented}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Inputs of a run: tokenizer, the stream of prompts, those of each set of `eval`, digests of their rows."""
+    """Inputs of a run: tokenizer, training prompts, evaluation prompts, and digests of their rows."""
 
     tokenizer: Tokenizer
     stream: PromptStream
     sets: dict[str, list[Prompt]]
-    first_of_tasks: list[Prompt]  # of each: one to train on, or a held-out one where it is evaluated alone
+    first_of_tasks: list[Prompt]  # one prompt of each task, from the training data if possible
     digests: dict[str, str]  # by field of the config
-    messages: bool = False  # prompts are written by the chat template, some at least
+    messages: bool = False  # True if the chat template writes some of the prompts
 
     @property
     def example(self) -> str:
-        """Lines for the start of a run: a prompt as the model gets it."""
+        """Lines that show a first prompt as the model gets it."""
         return shown_prompt(self.first_of_tasks[0], self.tokenizer)
 
 
-def check(config: RunConfig, *, trains: bool = True) -> Inputs:
-    """Prepare the run's files if it has a script for that, then check files, reward, ports and memory.
+def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
+    """Run `data.prepare` if it is set, check files, reward, ports and memory, and return the inputs.
 
-    Without training its problems are not read.
+    Training data is read only if the run `trains`. Raises `ConfigError`.
     """
     check_trackers(config.tracking.kinds)
     prepare(config)
@@ -85,7 +160,7 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
         _check_room(config)
         _check_ports(config)
     return Inputs(
-        tokenizer=encoder.tokenizer,  # where there were messages the end of a turn ends a response too
+        tokenizer=encoder.tokenizer,  # with messages, the end of a turn also ends a response
         stream=PromptStream(problems.train, config.data, seed=config.seed),
         sets={name: list(of) for name, of in problems.sets.items()},
         first_of_tasks=first_of_tasks(problems.all),
@@ -95,7 +170,7 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
 
 
 def _tell_unknown(found: dict[str, UnknownWords], model: Path) -> None:
-    """Say in a line which words the tokenizer does not have: a task for which that is well is a task too."""
+    """Warn of words that the tokenizer does not have; a task may be meant that way."""
     if found:
         first = next(iter(found.values()))
         seen = ", ".join(f"{words.number:,} in {field} ({words.rows} looked at)" for field, words in found.items())
@@ -107,20 +182,20 @@ def _tell_unknown(found: dict[str, UnknownWords], model: Path) -> None:
 
 
 def _of_sets(reward: RewardConfig, problems: Problems) -> RewardConfig:
-    """Rewards of the tasks that evaluation sets have."""
+    """Return the reward without tasks that no evaluation set has."""
     tasks = {task for of in problems.all for task in of.tasks}
     return reward.model_copy(update={"by_task": {t: terms for t, terms in reward.by_task.items() if t in tasks}})
 
 
 def stop_ids(config: RunConfig) -> tuple[int, ...]:
-    """Ids that may end a response of a run: those of its model, first what ends a turn by its chat template."""
+    """Return the ids that may end a response: those of the chat template, then those of the model."""
     tokenizer = load_tokenizer(config.model.path)
     encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment)
     return tokenizer.ending(encoder.template_ends()).eos_ids
 
 
 def prepare(config: RunConfig) -> None:
-    """Make the files of a run that are missing, if it has a script for that. Raises `ConfigError`."""
+    """Run the script `data.prepare`, which makes missing files. Raises `ConfigError` if it fails."""
     script = config.data.prepare
     if script is None:
         return
@@ -145,7 +220,7 @@ def prepare(config: RunConfig) -> None:
 
 
 def _line_of(script: Path, traceback: str) -> str:
-    """The last line of a script in a traceback, e.g. " (at make.py:7)"; "" without one."""
+    """Return the last line of a script in a traceback, e.g. " (at make.py:7)"; "" if there is none."""
     frames = [(Path(file), line) for file, line in FRAME.findall(traceback)]
     line = next((line for file, line in reversed(frames) if file.name == script.name), None)
     return "" if line is None else f" at {script}:{line}"
@@ -165,7 +240,7 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _check_learner(config: RunConfig) -> None:
-    """Refuse settings that the learner's devices or layers cannot have."""
+    """Refuse settings that the learner's device or model does not allow."""
     learner, device = config.learner, config.learner_device
     if learner.offload and device is not Device.CUDA:
         raise ConfigError(
@@ -179,7 +254,7 @@ def _check_learner(config: RunConfig) -> None:
 
 
 def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Every id that the tokenizer makes has a row in the embeddings, which are often padded to more."""
+    """Refuse a tokenizer with more ids than the model has embeddings; models are often padded to more."""
     path = config.model.path
     rows = read_sizes(path).vocab_size
     if tokenizer.num_ids > rows:
@@ -190,7 +265,10 @@ def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """Look for what engines record, and what their backend needs here. Raises ConfigError."""
+    """Check that the model has the data that engines record, and the needs of their backend.
+
+    Raises ConfigError.
+    """
     experts = read_sizes(config.model.path).num_experts_per_tok
     if Recording.ROUTED_EXPERTS in config.rollout.record and experts is None:
         raise ConfigError("rollout.record=routed_experts: the model in model.path has no experts; leave it out")
@@ -200,7 +278,7 @@ def check_engine(config: RunConfig) -> None:
 
 
 def check_adapters(config: RunConfig) -> None:
-    """Refuse adapters that the model cannot have, if they are asked for. Raises ConfigError."""
+    """Refuse `learner.lora` if the model cannot have adapters. Raises ConfigError."""
     if config.learner.lora is None:
         return
     if importlib.util.find_spec("peft") is None:
@@ -213,7 +291,7 @@ def check_adapters(config: RunConfig) -> None:
 
 
 def weights_bytes(model: Path) -> int:
-    """Size of all weights: that of the safetensors, or an estimate from config.json without them."""
+    """Return the bytes of all weights: of the safetensors, or an estimate from config.json without them."""
     files = list(model.glob("*.safetensors"))
     if files:
         return sum(file.stat().st_size for file in files)
@@ -224,7 +302,7 @@ def weights_bytes(model: Path) -> int:
 
 
 def version_bytes(config: RunConfig) -> int:
-    """Size of a published version: of all weights, or of adapters, which is at most this."""
+    """Return the bytes of a published version: all weights, or an upper bound for adapters."""
     lora = config.learner.lora
     if lora is None:
         return weights_bytes(config.model.path)
@@ -235,7 +313,7 @@ def version_bytes(config: RunConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """Parts of a run that keep versions on one host, e.g. a laptop's `MemoryShare(3, 2, has_root=True)`."""
+    """Numbers of parts that keep versions on one host, e.g. a laptop's `MemoryShare(3, 2, has_root=True)`."""
 
     num_relays: int
     num_replicas: int
@@ -243,7 +321,7 @@ class MemoryShare:
 
 
 def check_shared_memory(config: RunConfig, *, runs: int = 1) -> None:
-    """Raise `ConfigError` where this host has no room for the weight versions of so many runs side by side."""
+    """Raise `ConfigError` if this host has no room for the weight versions of so many parallel runs."""
     relay = config.relay
     if not relay.shm.is_dir():
         raise ConfigError(f"relay.shm={relay.shm}: no such folder; name one in shared memory, e.g. /dev/shm")
@@ -256,9 +334,9 @@ def check_shared_memory(config: RunConfig, *, runs: int = 1) -> None:
 
 
 def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str = "") -> str | None:
-    """Complaint, in one line, about a host whose `free` bytes have no room for the versions of its relays.
+    """Return an error line if a host's `free` bytes have no room for the versions of its relays, else None.
 
-    `where` names it, e.g. " on node 10.0.0.4". This machine must see the model.
+    `where` names the host, e.g. " on node 10.0.0.4". This machine must see the model.
     """
     relay = config.relay
     held = config.num_evaluations if config.eval.deferred and share.has_root else 0
@@ -277,7 +355,7 @@ def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str
 
 
 def _check_room(config: RunConfig) -> None:
-    """Raise `ConfigError` where this host has no room for responses."""
+    """Raise `ConfigError` if this host has no room for responses."""
     field = store_field(config)
     folder = config.runs if field == "runs" else config.runs_local
     if (fault := room_fault(field, folder)) is not None:
@@ -298,3 +376,28 @@ def _check_ports(config: RunConfig) -> None:
                     f"relay.base_port={relay.base_port}: cannot listen on {relay.host}:{port}"
                     f" ({error.strerror}); choose another port or leave the field out"
                 ) from None
+
+
+# ---- room for segments
+
+
+def store_field(config: RunConfig) -> str:
+    """Return which setting names the folder for the segments of a new run on each host.
+
+    Raises `ConfigError` if this host cannot have the folder.
+    """
+    return "runs" if own_disk(config.runs, config.runs_local) is None else "runs_local"
+
+
+def room_fault(field: str, folder: Path, *, where: str = "") -> str | None:
+    """Return an error line if this host's folder for segments is unusable, else None; `where` names the host."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        return f"{field}={folder}: cannot be written{where}; make it writable, or name another folder"
+    free = shutil.disk_usage(place).free
+    if free >= LEAST_FREE:
+        return None
+    return (
+        f"{field}={folder}: {free / 2**20:.0f} MiB are free{where}, and responses are stored there; make room for"
+        f" {LEAST_FREE / 2**20:.0f} MiB at least, or name another folder"
+    )

@@ -1,11 +1,10 @@
-"""Memory of each kind of GPU of a run, by what takes it: a formula over a config and a model's shape.
+"""Memory of each kind of GPU of a run, by use: a formula over a config and a model's shape.
 
-Called by `laminar doctor`, and before a run. The learner's parts are those at its peak, the largest of three
+Called by `laminar doctor`, and before a run. The learner's memory is that of its peak, the largest of three
 moments of a step: the output embedding's backward pass, that of a layer, and the reduction of the embeddings'
 gradients at the end. Sizes of activations follow transformers' layers: bf16, with norms in fp32; a norm that
-`learner.layers` has fused takes less.
-Invariant: states of the learner and weights and KV cache of an engine are exact; activations and what CUDA and its
-allocator keep are estimates.
+`learner.layers` has fused takes less. States of the learner, weights and KV cache of an engine are exact;
+activations and the memory that CUDA and its allocator keep are estimates (`tests/preflight/test_memory.py`).
 """
 
 import subprocess
@@ -19,22 +18,22 @@ from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.records.codec import encode
 from laminar_py.runtime.preflight.model_shape import ModelShape, kv_token_bytes, read_shape
 
-GPU_BYTES = 80e9  # of a GPU of which nobody has told more
-HEAD_TOKENS = 2048  # whose logits exist at a time: `learner.losses.logprob.FUSED_CHUNK`
+GPU_BYTES = 80e9  # assumed size of a GPU
+HEAD_TOKENS = 2048  # tokens with logits at the same time: `learner.losses.logprob.FUSED_CHUNK`
 SPARE_SHARE = 0.05  # of a GPU, for CUDA, NCCL and what the allocator cannot use
 MOST_RANKS = 1024
 KINDS = ("learner", "engine")  # of GPUs
 TELL_S = 10.0
 
 Parts = dict[str, float]
-"""Bytes by what takes them."""
+"""Bytes by use."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
     """Memory of one kind of GPU, e.g. `GpuMemory("learner", {"masters": 15.2e9, "moments": 30.5e9})`."""
 
-    kind: str  # of `KINDS`; the column's title
+    kind: str  # one of `KINDS`; the column's title
     parts: Parts
 
     @property
@@ -46,7 +45,7 @@ class GpuMemory:
 def gpu_memory(
     config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS
 ) -> list[GpuMemory]:
-    """A column for each kind of GPU that the run computes on; none where no formula knows the model's shape."""
+    """Return a column for each kind of GPU of the run; none if no formula knows the model's shape."""
     shape = read_shape(config.model.path)
     if shape is None or config.emulation is not None:
         return []
@@ -60,14 +59,14 @@ def gpu_memory(
 
 
 def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS) -> list[str]:
-    """Complaint, in a line, about each kind of GPU that the run does not fit, with a setting that it fits with."""
+    """Return an error line for each kind of GPU that the run does not fit, with a setting that would fit."""
     faults = {"learner": _learner_fault, "engine": _engine_fault}
     columns = gpu_memory(config, gpu_bytes=gpu_bytes, kinds=kinds)
     return list(filter(None, (faults[column.kind](config, column, gpu_bytes) for column in columns)))
 
 
 def smallest_gpu() -> bytes:
-    """Bytes of the smallest GPU of this host, by nvidia-smi; 0 where it has none or does not tell."""
+    """Return the encoded bytes of this host's smallest GPU, by nvidia-smi; 0 if there is none."""
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(asked, capture_output=True, text=True, timeout=TELL_S, check=True).stdout
@@ -80,7 +79,7 @@ def smallest_gpu() -> bytes:
 
 
 def learner_parts(shape: ModelShape, config: RunConfig, *, reference: ModelShape | None = None) -> Parts:
-    """Bytes of a learner's GPU at its peak, without what CUDA takes; `reference` is a model beside the policy."""
+    """Return the bytes of a learner's GPU at its peak, without CUDA's; `reference` is a second model."""
     learner = config.learner
     beside: Parts = {}
     if reference is not None:  # its embeddings stay gathered after its pass
@@ -90,13 +89,13 @@ def learner_parts(shape: ModelShape, config: RunConfig, *, reference: ModelShape
 
 
 def learner_memory(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Parts:
-    """Bytes of a learner's GPU at its peak, with microbatches of so many tokens and no model beside the policy."""
+    """Return the bytes of a learner's GPU at its peak, with microbatches of `tokens`, without a reference."""
     peaks = _peaks(shape, learner, tokens=tokens)
     return state_parts(shape, learner) | max(peaks, key=lambda parts: sum(parts.values()))
 
 
 def state_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
-    """Bytes of fp32 masters, gradients and AdamW's moments on a rank's GPU."""
+    """Return the bytes of fp32 masters, gradients and AdamW's moments on a rank's GPU."""
     trained = shape.total if learner.lora is None else shape.adapters(learner.lora)
     weights = shape.total + (0 if learner.lora is None else trained)
     ranks, host = learner.world_size, learner.offload
@@ -111,7 +110,7 @@ def state_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
 
 
 def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterator[Parts]:
-    """Bytes on top of the states at each of the moments of a step that may be its peak."""
+    """Yield the bytes beside the states at each moment of a step that may be its peak."""
     root, layer = 2.0 * shape.root, 2.0 * shape.layer  # in bf16, gathered
     head = 2.0 * shape.embedding
     trains = learner.lora is None
@@ -140,7 +139,7 @@ def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterato
 
 
 def activations(shape: ModelShape, recompute: Recompute, *, tokens: int) -> float:
-    """Bytes that the layers keep of a microbatch for its backward pass."""
+    """Return the bytes of activations that the layers keep of a microbatch for its backward pass."""
     entry = 2.0 * shape.hidden_size
     if recompute is Recompute.NONE:
         each = _of_layer(shape)
@@ -153,7 +152,7 @@ def activations(shape: ModelShape, recompute: Recompute, *, tokens: int) -> floa
 
 
 def _of_layer(shape: ModelShape) -> float:
-    """Bytes a token that a layer computes and its backward pass needs."""
+    """Return the bytes for each token that a layer computes and its backward pass needs."""
     norms = 16.0 * shape.hidden_size  # two, each its input in fp32, the same normalised, and its result
     queries, keys = shape.query_width, shape.key_width
     attention = 4.0 * queries + 4.0 * keys  # queries, keys, values, result
@@ -164,7 +163,7 @@ def _of_layer(shape: ModelShape) -> float:
 
 
 def _reference_shape(config: RunConfig, shape: ModelShape) -> ModelShape | None:
-    """Shape of a reference model of its own inside the learner, if there is one."""
+    """Return the shape of a separate reference model inside the learner, if there is one."""
     algorithm = config.algorithm
     if not algorithm.refers or algorithm.refers_in_stage:
         return None
@@ -190,7 +189,7 @@ def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> st
 
 
 def _changes(learner: LearnerConfig) -> Iterator[Mapping[str, object]]:
-    """Settings that need less memory, the cheapest first."""
+    """Yield changes of settings that need less memory, the cheapest first."""
     sharded = {"accumulate": Accumulate.SHARDED} if learner.accumulate is Accumulate.WHOLE else {}
     again = sharded | ({"recompute": Recompute.ALL} if learner.recompute is not Recompute.ALL else {})
     yield from (change for change in (sharded, again) if change)
@@ -207,7 +206,7 @@ def _needs(column: GpuMemory, gpu_bytes: float) -> str:
 
 
 def engine_parts(shape: ModelShape, config: RunConfig, *, gpu_bytes: float) -> Parts:
-    """Bytes of an engine's GPU. Without `rollout.kv_capacity` the cache fills what the weights leave."""
+    """Return the bytes of an engine's GPU. Without `rollout.kv_capacity` the cache takes all free memory."""
     engine, rollout, width = config.rollout.engine, config.rollout, _width(config)
     fills = rollout.kv_capacity is None
     return engine_memory(
@@ -229,7 +228,7 @@ def engine_memory(
     gpu_bytes: float,
     width: float = 2.0,
 ) -> Parts:
-    """Bytes of each of an engine's GPUs; a cache of None fills what the weights leave of `static_bytes`."""
+    """Return the bytes of each GPU of an engine; a cache of None takes the rest of `static_bytes`."""
     weights = width * shape.total / gpus
     cache = max(0.0, static_bytes - weights)
     if kv_tokens is not None:
@@ -239,7 +238,7 @@ def engine_memory(
 
 
 def _width(config: RunConfig) -> float:
-    """Bytes of a number in the dtype that engines serve."""
+    """Return the bytes of a number in the dtype that engines serve."""
     return 4.0 if served_dtype(config.model.path) == "float32" else 2.0
 
 
@@ -251,7 +250,7 @@ def _engine_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str
     static = engine.static_share * gpu_bytes
 
     def room(gpus: int) -> int:
-        """Tokens of KV cache beside the weights."""
+        """Return the tokens of KV cache that fit beside the weights."""
         left = static - width * shape.total / gpus
         return max(0, int(left / kv_token_bytes(shape, gpus, width=width)))
 

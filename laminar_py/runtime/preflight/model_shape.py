@@ -1,9 +1,8 @@
-"""Parameters of a decoder by part, from its `config.json`, without torch.
+"""Parameters of a decoder by part, from its `config.json`, without torch. Called by the formulas of memory and of
+times.
 
-Called by the formulas of memory and of times.
-
-Invariant: for the Llama, Qwen2, Qwen3, Mixtral and GLM-4.5 families, mixtures among them, the counts are those of
-the model that transformers builds; for others they are near it where they have the same projections.
+For the Llama, Qwen2, Qwen3, Mixtral and GLM-4.5 families, with mixtures, the counts are those of the model that
+transformers builds (`tests/preflight/test_memory.py`). For other families with the same projections they are near.
 """
 
 from pathlib import Path
@@ -75,12 +74,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def normalises_heads(self) -> bool:
-        """True where queries and keys go through a norm of their own."""
+        """True if queries and keys go through a norm of their own."""
         return self.use_qk_norm or self.model_type.startswith("qwen3")
 
     @property
     def embedding(self) -> int:
-        """Parameters of the input embedding, and of the output embedding where it is another."""
+        """Parameters of the input embedding, equal to those of the output embedding."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -166,10 +165,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_shape(model: Path) -> ModelShape | None:
-    """Shape of the model in a folder; None where no formula is known.
+    """Read the shape of the model in a folder; return None if no formula is known.
 
-    That is where there is no `config.json`, where it lacks a size, and where attention is latent, whose cache and
-    projections are others.
+    No formula is known without a complete `config.json`, and for latent attention, which has other projections.
     """
     try:
         shape = msgspec.json.decode((model / "config.json").read_bytes(), type=ModelShape)
@@ -179,6 +177,6 @@ def read_shape(model: Path) -> ModelShape | None:
 
 
 def kv_token_bytes(shape: ModelShape, tensor_parallel: int, *, width: float = BF16_BYTES) -> float:
-    """Bytes of a token's keys and values, `width` a number, on a GPU of a replica, which has a head at least."""
+    """Return the bytes of a token's keys and values on a GPU of a replica, with `width` bytes for each number."""
     heads = max(1.0, shape.num_key_heads / tensor_parallel)
     return 2.0 * width * shape.num_hidden_layers * heads * shape.key_width / shape.num_key_heads

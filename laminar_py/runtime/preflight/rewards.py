@@ -1,7 +1,6 @@
-"""Looks at the rewards of a run before it starts: every task has one, functions can be loaded, servers answer.
+"""Checks of the rewards of a run before it starts: each task has one, functions load, servers answer.
 
-Functions are loaded in processes of their own, as scorers do, so that none of a user's code runs in the
-controller.
+Functions are loaded in processes of their own, as scorers do, so that no code of a user runs in the controller.
 """
 
 import asyncio
@@ -27,18 +26,18 @@ from laminar_py.reward.judge import AskingTerm
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
 
-ANSWER_S = 5.0  # for a server to say anything
+ANSWER_S = 5.0  # for a server to answer
 SETS = "eval.sets."
-MOST = 50_000  # problems of a source that are looked at: an answer takes up to a millisecond
-TELL_S = 5.0  # between lines on how far a look at the problems is
+MOST = 50_000  # problems of a source that are checked; each takes up to a millisecond
+TELL_S = 5.0  # between lines on the progress of the check
 log = logging.getLogger(__name__)
 
 
 def check_rewards(reward: RewardConfig, problems: Sequence[ProblemSet], *, sandbox: SandboxConfig | None) -> None:
-    """Refuse a reward that cannot be given; `problems` are those of each file. Raises `ConfigError`.
+    """Refuse a reward that cannot score the problems of all files. Raises `ConfigError`.
 
-    `sandbox` is what programs of the model would run in here; None where scorers run elsewhere, which is also
-    where servers of judges have to be reached from.
+    `sandbox` is the sandbox for programs of the model on this host; None if scorers run on other hosts, which then
+    also have to reach the servers of judges.
     """
     check_problems(reward, problems)
     terms = {term.model_dump_json(): term for term in reward.terms}
@@ -51,7 +50,7 @@ def check_rewards(reward: RewardConfig, problems: Sequence[ProblemSet], *, sandb
 
 
 def check_problems(reward: RewardConfig, problems: Sequence[ProblemSet]) -> None:
-    """Refuse problems without a reward, or without what theirs needs. Raises `ConfigError`."""
+    """Refuse problems without a reward, or without fields that their reward needs. Raises `ConfigError`."""
     tasks: dict[str, str] = {}
     for of in problems:
         for task, place in of.tasks.items() if _set_name(of.source) not in reward.by_set else ():
@@ -63,14 +62,14 @@ def check_problems(reward: RewardConfig, problems: Sequence[ProblemSet]) -> None
 
 
 def _set_name(source: DataSource) -> str:
-    """Evaluation set that a file is of; "" of other files."""
+    """Return the evaluation set of a file; "" for other files."""
     return source.field.removeprefix(SETS) if source.field.startswith(SETS) else ""
 
 
 def check_problem(reward: RewardConfig, problem: Prompt, *, place: str, set_name: str = "") -> None:
-    """Refuse a problem that lacks what its reward needs, in a set of its own; `place` names it.
+    """Refuse a problem that lacks a field that its reward needs. Raises `ConfigError`.
 
-    Raises `ConfigError`.
+    `place` names the problem in the message; `set_name` is its evaluation set, if any.
     """
     for term in reward.of_task(problem.task, set_name=set_name):
         with REWARDS.blaming(term.kind):
@@ -82,7 +81,7 @@ def check_problem(reward: RewardConfig, problem: Prompt, *, place: str, set_name
 
 
 def check_answers(reward: RewardConfig) -> None:
-    """Refuse servers of somebody else's that say nothing to a request, whatever it be. Raises `ConfigError`."""
+    """Refuse servers that the run does not launch and that do not answer a request. Raises `ConfigError`."""
     asked = {url: term.title for term in reward.terms if isinstance(term, AskingTerm) for url in term.urls}
     opener = build_opener(ProxyHandler({}))  # scorers use no proxy either
     for url, title in asked.items():
@@ -97,14 +96,14 @@ def check_answers(reward: RewardConfig) -> None:
 
 
 async def _open(sandbox: SandboxConfig) -> None:
-    """Open a sandbox once."""
+    """Open and close a sandbox, to find out if it works."""
     async with SandboxPool(slots=1, require=SandboxTier(sandbox.require.value), programs=sandbox.programs):
         return
 
 
 @contextmanager
 def log_folder() -> Iterator[Path]:
-    """Folder for the logs of reward functions, kept where one was written to; a `ConfigError` then names it."""
+    """Make a folder for the logs of reward functions; keep it if it has text, and name it in a `ConfigError`."""
     folder = Path(tempfile.mkdtemp(prefix="laminar-"))
     try:
         yield folder
@@ -122,7 +121,7 @@ def _has_text(folder: Path) -> bool:
 
 
 def _telling(problems: ProblemSet) -> Iterator[Prompt]:
-    """Problems, at most `MOST` from the first to the last, and now and then a line on how many there were."""
+    """Yield at most `MOST` problems, spread over all, and log the progress now and then."""
     told_s, source = time.monotonic(), problems.source
     number = min(len(problems), MOST)
     for index in range(number):
@@ -134,10 +133,7 @@ def _telling(problems: ProblemSet) -> Iterator[Prompt]:
 
 
 async def _load(terms: list[TermConfig]) -> None:
-    """Start the process of each once. What a function prints at its import is told where it cannot be had.
-
-    The first fault is raised as itself: a group of errors would be none of the user's.
-    """
+    """Start the process of each term once. Raises the first error by itself, not in a group."""
     starts = (_start(term, f"reward-{index}") for index, term in enumerate(terms))
     for end in await asyncio.gather(*starts, return_exceptions=True):
         if end is not None:

@@ -1,7 +1,4 @@
-"""A look at the nodes of a plan for what a run needs. Called around a run, and by `laminar doctor`.
-
-A small task on each node looks for the run folder, the model and shared memory; nothing is left there.
-"""
+"""Checks of a cluster's nodes before a run, by a function that runs on each: files, memory, GPUs, software."""
 
 import asyncio
 import contextlib
@@ -21,34 +18,32 @@ from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.records.codec import decode, encode
 from laminar_py.runtime.cluster.backend import nodes, on_node
-from laminar_py.runtime.cluster.errors import PartBugError, ProcessLostError, RemoteCallError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, RemoteCallError
 from laminar_py.runtime.cluster.placement import Needs, Placement, Plan
-from laminar_py.runtime.preflight.inputs import MemoryShare, memory_fault
+from laminar_py.runtime.preflight.inputs import MemoryShare, memory_fault, room_fault, store_field
 from laminar_py.runtime.preflight.memory import GPU_BYTES, gpu_memory, memory_faults, smallest_gpu
-from laminar_py.runtime.preflight.room import room_fault, store_field
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 60.0  # a process starts on the node for it
+LOOK_S = 60.0  # includes the start of a process on the node
 
 
 class Sight(msgspec.Struct, frozen=True, kw_only=True):
-    """Findings on a node, e.g. `Sight(shared=True, model=True, shm_free=540 << 30)`."""
+    """Findings of `inspect_node`, e.g. `Sight(shared=True, model=True, shm_free=540 << 30)`."""
 
-    shared: bool  # the file that the controller has just written
+    shared: bool  # whether the node sees a file that the controller has just written
     model: bool
-    shm_free: int | None  # bytes; None without that folder
-    fault: str = ""  # why it cannot open what the config names, or start its engines and servers
+    shm_free: int | None  # bytes; None if the folder is missing
+    fault: str = ""  # why it cannot read the config, or start its engines and servers
     room: str | None = None  # why it cannot store responses
 
 
-def look(witness: str, settings: str, store: str, serving: str, pools: str = "") -> bytes:
-    """The `Sight` of this node; `settings` is the config as JSON.
+def inspect_node(witness: str, settings: str, store: str, serving: str, pools: str = "") -> bytes:
+    """Inspect this node, and return an encoded `Sight`; `settings` is the config as JSON.
 
-    `store` is the field with the folder of its segments, `serving` is empty for a node without replicas, `pools`
-    are those of `reward.servers` that have servers here, with commas between them.
-
-    Reading the config opens the backend, the algorithm and the planner that it names, so their packages are here.
+    `store` is the setting with the folder of its segments. `serving` is empty for a node without replicas. `pools`
+    are the pools of `reward.servers` with servers here, separated by commas. Reading the config imports the
+    backend, the algorithm and the planner that it names, so it also checks that their packages are installed.
     """
     tree = json.loads(settings)
     model, shm, fault = Path(tree["model"]["path"]), Path(tree["relay"]["shm"]), ""
@@ -68,13 +63,13 @@ def look(witness: str, settings: str, store: str, serving: str, pools: str = "")
     return encode(Sight(shared=seen, model=has_model, shm_free=free, fault=fault, room=room))
 
 
-async def place(config: RunConfig, *, resume: bool = False) -> Placement:
-    """Place the parts of a run.
+async def place_parts(config: RunConfig, *, resume: bool = False) -> Placement:
+    """Place the parts of a run, and check the nodes.
 
-    Raises ConfigError if they do not fit on the cluster, if a joined node lacks something, or if they do not fit
-    into GPUs that tell their size; a run to resume did fit once, whatever the formula says.
+    Raises ConfigError if the parts do not fit on the cluster, if a joined node lacks something, or if the parts do
+    not fit into GPUs of known size. A run to resume did fit before, so the formula for memory only warns.
     """
-    placement = Placement(Needs.of(config), nodes)
+    placement = Placement(Needs.from_config(config), nodes)
     if config.cluster.address is not None:
         for line in await faults(config, placement):
             raise ConfigError(line)
@@ -88,7 +83,7 @@ async def place(config: RunConfig, *, resume: bool = False) -> Placement:
 
 
 def gpu_nodes(plan: Plan) -> dict[str, set[str]]:
-    """Nodes on which each kind of GPU of a plan is."""
+    """Return the nodes with GPUs of each kind of part."""
     places = {"learner": plan.learner, "engine": plan.replicas}
     return {
         kind: {place.node for place in parts if place is not None and place.gpus and place.node is not None}
@@ -97,7 +92,7 @@ def gpu_nodes(plan: Plan) -> dict[str, set[str]]:
 
 
 async def gpu_bytes(holders: Mapping[str, Collection[str]]) -> dict[str, int]:
-    """Bytes of the smallest GPU of the nodes of each kind, 0 where none of them tells."""
+    """Return the bytes of the smallest GPU among the nodes of each kind; 0 if no node reports one."""
     asked = sorted({node for held in holders.values() for node in held})
     told = dict(zip(asked, await asyncio.gather(*map(_smallest_gpu, asked)), strict=True))
     return {kind: min((told[node] for node in held if told[node]), default=0) for kind, held in holders.items()}
@@ -107,29 +102,29 @@ async def _smallest_gpu(node: str) -> int:
     try:
         async with asyncio.timeout(LOOK_S):
             return decode(int, await on_node(node, smallest_gpu))
-    except (ProcessLostError, TimeoutError):  # `faults` says what that node lacks
+    except (NoAnswerError, TimeoutError):  # `faults` reports that node
         return 0
 
 
-async def clear(placement: Placement, folder: Path) -> None:
-    """Delete a folder on every node that ever was in use; one that is gone, or does not answer, keeps it."""
+async def delete_everywhere(placement: Placement, folder: Path) -> None:
+    """Delete a folder on every node that the run ever used and that answers."""
 
     async def clear_on(node: str) -> None:
-        with contextlib.suppress(ProcessLostError, TimeoutError):
+        with contextlib.suppress(NoAnswerError, TimeoutError):
             async with asyncio.timeout(LOOK_S):
-                await on_node(node, delete, str(folder))
+                await on_node(node, delete_folder, str(folder))
 
     await asyncio.gather(*map(clear_on, placement.used))
 
 
-def delete(folder: str) -> bytes:
+def delete_folder(folder: str) -> bytes:
     """Delete a folder of this host."""
     shutil.rmtree(folder, ignore_errors=True)
     return b""
 
 
 async def faults(config: RunConfig, placement: Placement) -> list[str]:
-    """Complaints, with field, value and remedy, of all that is missing somewhere; none if the run can start."""
+    """Return an error line, with field, value and remedy, for each thing that a node lacks."""
     plan = placement.plan
     folder = next(path for path in (config.runs, *config.runs.parents) if path.is_dir())
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".laminar-") as witness:
@@ -145,11 +140,11 @@ async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, witness:
     try:
         async with asyncio.timeout(LOOK_S):
             settings = config.model_dump_json()
-            answer = await on_node(node, look, witness, settings, store_field(config), serving, pools)
+            answer = await on_node(node, inspect_node, witness, settings, store_field(config), serving, pools)
             sight = decode(Sight, answer)
-    except (ProcessLostError, TimeoutError) as error:
+    except (NoAnswerError, TimeoutError) as error:
         if isinstance(error, RemoteCallError) and error.is_bug:
-            raise PartBugError(str(error)) from error  # the node is well, and our function is not
+            raise PartBugError(str(error)) from error  # the node works, and our function does not
         reason = (str(error).strip().splitlines() or [f"no answer in {LOOK_S:g} s"])[-1]
         return [
             f"cluster.address={config.cluster.address}: node {ip} cannot run laminar_py ({reason}); install the"

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
+    from laminar_py.runtime.link.turns import RemoteEnvironments as RemoteEnvironments
     from laminar_py.runtime.workers.environments import CALLS as CALLS
     from laminar_py.runtime.workers.incarnation import Opened as Opened
     from laminar_py.runtime.workers.incarnation import PartKinds as PartKinds
+    from laminar_py.runtime.workers.processes.base import PartActor as PartActor
+    from laminar_py.runtime.workers.processes.base import open_folder as open_folder
+    from laminar_py.runtime.workers.processes.base import open_part as open_part
+    from laminar_py.runtime.workers.processes.base import open_reader as open_reader
     from laminar_py.runtime.workers.processes.environment import EnvironmentActor as EnvironmentActor
     from laminar_py.runtime.workers.processes.replica import REPLICA_NICENESS as REPLICA_NICENESS
-    from laminar_py.runtime.workers.processes.setup import PartActor as PartActor
-    from laminar_py.runtime.workers.processes.setup import open_folder as open_folder
-    from laminar_py.runtime.workers.processes.setup import open_part as open_part
-    from laminar_py.runtime.workers.processes.setup import open_reader as open_reader
-    from laminar_py.runtime.workers.remote_environments import RemoteEnvironments as RemoteEnvironments
     from laminar_py.runtime.workers.specs import EnvironmentSpec as EnvironmentSpec
     from laminar_py.runtime.workers.specs import FetchRequest as FetchRequest
     from laminar_py.runtime.workers.specs import PayloadStart as PayloadStart

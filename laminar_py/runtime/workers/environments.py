@@ -1,7 +1,7 @@
-"""The processes that environments run in: placed, watched, replaced. Owned by the controller.
+"""The processes in which environments run: placed, watched, replaced. Owned by the controller.
 
-Replicas ask them directly, by name (`remote_environments`), so nothing of a turn passes here. What a process had
-is rebuilt in the one that has its name after it.
+Replicas call them directly, by name (`link.turns.RemoteEnvironments`). A process that takes the name of a dead one
+rebuilds its environments from saved turns.
 """
 
 import asyncio
@@ -10,37 +10,35 @@ from functools import partial
 
 from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.environment.host import SavedTurns, environments_path
-from laminar_py.records.codec import encode
 from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.processes.environment import EnvironmentActor
 from laminar_py.runtime.workers.specs import EnvironmentSpec
 
 START_S = 120.0
-WATCH_S = 5.0  # of one look at a process
-PATIENCE_S = 30.0  # of an answer to that
+WATCH_S = 5.0  # length of one call that watches a process
+PATIENCE_S = 30.0  # for its answer
 SWEEP_S = 10.0
-CALLS = 1_000_000  # at the same time, most of which wait: none may keep its keeper's from being heard
-FIRST_STARTS = 2  # that may fail before the run does
+CALLS = 1_000_000  # at the same time, most of which wait: they must not delay the keeper's calls
+FIRST_STARTS = 2  # failed first starts after which the run ends
 
 
 def environment_names(incarnation: Incarnation) -> list[str]:
-    """Names under which replicas find the processes."""
+    """Return the names under which replicas find the processes."""
     settings, run = incarnation.config.environment, incarnation.run.path.name
     workers = 0 if settings is None else settings.workers
     return [f"{run}.{incarnation.number}.environment-{index}" for index in range(workers)]
 
 
 async def count_unless_spent(error: PartDiedError) -> PartDiedError | None:
-    """The death to count: that of a process which ended itself since it had used up its limits is none."""
+    """Return the death to count; None if the process ended itself because it had used up its limits."""
     return None if error.reason.startswith(ProcessSpentError.__name__) else error
 
 
 class EnvironmentProcesses:
-    """Processes of environments, none where a run has none."""
+    """Keeps the environment processes of a run alive, if it has any."""
 
     def __init__(self, incarnation: Incarnation, keys: RelayKeys) -> None:
         self._incarnation = incarnation
@@ -49,24 +47,24 @@ class EnvironmentProcesses:
         self._keepers = [Keeper(self._spec(index, known_as=name), incarnation) for index, name in names]
 
     def spawn(self) -> None:
-        """Start all processes; `start` starts what runs in them."""
+        """Start all processes; `start` loads the environments in them."""
         for keeper in self._keepers:
             keeper.spawn()
 
     async def start(self) -> None:
-        """Have all up. Raises ConfigError where an environment cannot be loaded, RunFailedError."""
-        await asyncio.gather(*(keeper.up() for keeper in self._keepers))
+        """Load the environments in all processes. Raises ConfigError if one cannot be loaded, RunFailedError."""
+        await asyncio.gather(*(keeper.bring_up() for keeper in self._keepers))
 
     async def keep(self) -> None:
-        """Have all processes up until cancelled. Raises RunFailedError if one dies too often."""
+        """Keep all processes alive until cancelled. Raises RunFailedError if one dies too often."""
         async with asyncio.TaskGroup() as tasks:
             for keeper in self._keepers:
-                tasks.create_task(keeper.calling(self._watch), name="keep-environments")
+                tasks.create_task(keeper.call_with_restarts(self._watch), name="keep-environments")
 
     async def sweep(self, is_followed: Callable[[str], bool]) -> None:
-        """Let go of trajectories that nobody follows any more, once that is on record; until cancelled.
+        """Delete the environments of trajectories that have ended, once that is on record; until cancelled.
 
-        Those that were dropped end here: no replica says of them that no turn is to come.
+        This also ends the environments of dropped trajectories, which no replica reports as ended.
         """
         if not self._keepers:
             return
@@ -77,7 +75,7 @@ class EnvironmentProcesses:
             if ended:
                 await self._incarnation.ledger.commit()
                 for part in (part for keeper in self._keepers if keeper.is_up for part in keeper.parts):
-                    part.send("forget", encode(ended))
+                    part.send("forget", ended)
                 await asyncio.to_thread(saved.forget, ended)
 
     async def _watch(self, parts: Sequence[Part]) -> None:
@@ -87,10 +85,10 @@ class EnvironmentProcesses:
     def _spec(self, index: int, *, known_as: str) -> PartSpec:
         return PartSpec(
             names=[f"environment-{index}"],
-            actor=EnvironmentActor,
+            actor="laminar_py.runtime.workers.processes.environment:EnvironmentActor",
             concurrency=CALLS,
             timeout_s=PATIENCE_S,
-            places=lambda: [self._incarnation.placement.of_scorer(index)],
+            places=lambda: [self._incarnation.placement.scorer_place(index)],
             start=partial(self._start, index),
             settle=count_unless_spent,
             first_starts=FIRST_STARTS,
@@ -110,4 +108,4 @@ class EnvironmentProcesses:
             public_key=self._keys.public,
             secret_key=self._keys.secret,
         )
-        await parts[0].call("start", encode(spec), timeout_s=START_S)
+        await parts[0].call("start", spec, timeout_s=START_S)

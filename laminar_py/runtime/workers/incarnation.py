@@ -1,6 +1,9 @@
 """An incarnation of a run: all that its parts share from a start of the controller to its end."""
 
+import logging
 import socket
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from laminar_py.config.run import RunConfig
@@ -9,17 +12,53 @@ from laminar_py.ledger.recovery import Recovered, closed_groups
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.clock import SystemClock
-from laminar_py.records.events import Checkpointed
-from laminar_py.runtime.cluster.memory import KernelKills
-from laminar_py.runtime.cluster.part import MakePart
+from laminar_py.records.events import AnyEvent, Checkpointed, PartDied, PartStarted
+from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.part import KernelKills, MakePart
 from laminar_py.runtime.cluster.placement import Placement
 from laminar_py.runtime.preflight.inputs import Inputs
-from laminar_py.runtime.workers.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Counts the deaths of parts, records them, and ends the run when a part dies too often.
+
+    `record` appends an event to the ledger.
+    """
+
+    def __init__(self, *, record: Callable[[AnyEvent], None], max_restarts: int) -> None:
+        self.restarts: Counter[str] = Counter()
+        self._record = record
+        self._max_restarts = max_restarts
+
+    @property
+    def total_restarts(self) -> int:
+        """Number of restarts of all parts."""
+        return self.restarts.total()
+
+    def started(self, part: str, pid: int) -> None:
+        """Record that a part has started in the process `pid`."""
+        self._record(PartStarted(part, pid))
+
+    def died(self, error: PartDiedError) -> None:
+        """Record and count the death of a part.
+
+        Raises RunFailedError if it died more than `max_restarts` times.
+        """
+        self._record(PartDied(error.part, error.reason))
+        self.restarts[error.part] += 1
+        log.warning("%s died (%s), restart %d", error.part, error.reason, self.restarts[error.part])
+        if self.restarts[error.part] > self._max_restarts:
+            raise RunFailedError(
+                f"{error.part} died {self.restarts[error.part]} times, last: {error.reason}; see"
+                f" logs/{error.part}.log, or raise supervisor.max_restarts={self._max_restarts}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class PartKinds:
-    """Parts that a benchmark has others in the place of; None: those of any run."""
+    """Parts that a benchmark replaces by its own; None: the parts of any run."""
 
     replica: MakePart | None = None
     scorer: type | None = None  # an actor
@@ -30,7 +69,7 @@ NO_KINDS = PartKinds()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A run that is about to be led, or gone on with if it is `resumed`; a controller is made of it."""
+    """A run that is about to start, or to resume; the argument of `Controller`."""
 
     config: RunConfig
     run: RunFolder
@@ -42,7 +81,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incarnation:
-    """Made by `open_incarnation`, handed to all parts of the controller and to the owners of the processes."""
+    """All that the controller's objects and the owners of processes share; made by `open_incarnation`."""
 
     config: RunConfig
     run: RunFolder
@@ -55,11 +94,11 @@ class Incarnation:
     kernel_kills: KernelKills
     kinds: PartKinds = NO_KINDS
     number: int = 1
-    checkpoint: Checkpointed | None = None  # where the learner goes on
+    checkpoint: Checkpointed | None = None  # from which the learner continues
 
 
 def open_incarnation(opened: Opened, *, recovered: Recovered | None) -> Incarnation:
-    """A run's first incarnation, or the next one after what was `recovered` from its ledger."""
+    """Open a run's first incarnation, or the next one after the state that was `recovered` from its ledger."""
     config, run, inputs = opened.config, opened.run, opened.inputs
     if recovered is not None and inputs.stream.learns:
         for group in closed_groups(run.live_ledger):

@@ -1,13 +1,13 @@
-"""Keeping a part of a run: its processes are spawned, started, called, replaced, counted and ended here.
+"""Keepers: each starts the processes of one part of a run, calls them, and replaces them when they die.
 
-Every kind of part has an owner beside this module (replicas, relays, scorers, learner, reference, trackers) that
-says what is special about it in a `PartSpec`. State of a part, changed by its `Keeper` alone:
+Every kind of part has an owner beside this module (replicas, relays, scorers, learner, reference, trackers), which
+describes the part in a `PartSpec`. Only its `Keeper` changes the state of a part:
 
-    none -> spawned  processes run; there is none while the plan has no room for them
-    spawned -> up    what runs in them has started
+    none -> spawned  processes run; there are none while the plan has no room for them
+    spawned -> up    `PartSpec.start` has returned
     any -> none      a process died, hung, or was ended on purpose; the others of the part end with it
 
-Invariant: a death is counted once, before there is a process in the place of the dead one.
+A death is counted once, before another process takes the place of the dead one (`tests/workers/test_keeper.py`).
 """
 
 import asyncio
@@ -16,50 +16,51 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from laminar_py.runtime.cluster.calls import Kind
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError, for_memory
 from laminar_py.runtime.cluster.part import MakePart, Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
 
 T = TypeVar("T")
-RETRY_S = 2.0  # after a start that failed; the longer, the more often it did
-MAX_PATIENCE = 15  # times that
-STARVED = 2  # deaths for want of memory, which another start does not mend
+RETRY_S = 2.0  # after a first failed start; it grows with each failure
+MAX_PATIENCE = 15  # times `RETRY_S`, at most
+STARVED = 2  # deaths for want of memory after which the run ends
 
 
 async def back_off(failures: int) -> None:
-    """Wait after so many starts in a row that failed."""
+    """Wait after `failures` failed starts in a row."""
     await asyncio.sleep(RETRY_S * min(failures, MAX_PATIENCE))
 
 
 async def count_every_death(error: PartDiedError) -> PartDiedError | None:
-    """Settle nothing."""
+    """Return the death: it is counted, and there is nothing to clean up."""
     return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSpec:
-    """Description of a part: what its processes are, and what is done at each turn of their life."""
+    """Describes a part: its processes, and what its owner does when they start and die."""
 
     names: Sequence[str]  # of its processes, which live and die together, e.g. the ranks of a learner
-    actor: type
+    actor: Kind  # that each process hosts
     concurrency: int
     timeout_s: float  # of a call
     places: Callable[[], Sequence[Place | None]]  # of each process by the plan in force; None without room
     start: Callable[[Sequence[Part]], Awaitable[None]]  # what runs in them
     settle: Callable[[PartDiedError], Awaitable[PartDiedError | None]] = count_every_death
-    """Settles what a dead part had; the death to count, None for one that is no business of the run's."""
+    """Cleans up after a dead part; returns the death to count, or None for a death that does not count."""
     rest: Callable[[int], Awaitable[None]] = back_off  # between a death and the next process
     first_starts: int | None = None  # that may fail before the run does; the supervisor counts later ones
-    on_record: bool = True  # True where its starts are events of the run
-    make: MakePart | None = None  # in place of a process of its own
+    on_record: bool = True  # whether its starts are events in the ledger
+    make: MakePart | None = None  # makes the processes in place of `Part`
     spares_memory: str = ""
-    """Settings to change where memory runs out, which ends the run at the second time; empty: as other deaths."""
-    forgives_s: float = math.inf  # that it is up, after which an earlier death for want of memory counts no more
+    """Advice for a message: which settings need less memory. A part with advice may run out of memory once."""
+    forgives_s: float = math.inf  # after so long up, earlier deaths for want of memory are forgotten
 
 
 class Keeper:
-    """Keeps one part, e.g. `await Keeper(spec, incarnation).up()`."""
+    """Keeps the processes of one part alive, e.g. `await Keeper(spec, incarnation).bring_up()`."""
 
     def __init__(self, spec: PartSpec, incarnation: Incarnation) -> None:
         self.parts: Sequence[Part] = ()
@@ -74,7 +75,7 @@ class Keeper:
         self._kernel_kills = incarnation.kernel_kills
 
     def spawn(self) -> bool:
-        """Start the processes, if there are none and there is room; True if there are some."""
+        """Start the processes if there are none and the plan has room; return True if there are processes."""
         if not self.parts:
             spec = self._spec
             places = [place for place in spec.places() if place is not None]
@@ -87,7 +88,7 @@ class Keeper:
         return bool(self.parts)
 
     async def begin(self) -> Sequence[Part]:
-        """The processes, started, as soon as there is room for them. Raises PartDiedError if one dies over it."""
+        """Start the part as soon as there is room, and return its processes. Raises PartDiedError if one dies."""
         while not self.spawn():
             await asyncio.sleep(RETRY_S)
             await self._placement.refresh(age_s=RETRY_S)
@@ -100,21 +101,21 @@ class Keeper:
                 assert isinstance(pid, int)
                 if self._spec.on_record:
                     self._supervisor.started(part.name, pid)
-                await self._kernel_kills.meet(part)
+                await self._kernel_kills.note_count(part)
         return self.parts
 
-    async def up(self) -> Sequence[Part]:
-        """The processes, started; others as often as they die over it. Raises RunFailedError, ConfigError."""
+    async def bring_up(self) -> Sequence[Part]:
+        """Start the part, again if processes die meanwhile; return them. Raises RunFailedError, ConfigError."""
 
         async def give(parts: Sequence[Part]) -> Sequence[Part]:
             return parts
 
-        return await self.calling(give)
+        return await self.call_with_restarts(give)
 
-    async def calling(self, call: Callable[[Sequence[Part]], Awaitable[T]]) -> T:
-        """The result of a call on the processes, made again on others as often as they die over it or before it.
+    async def call_with_restarts(self, call: Callable[[Sequence[Part]], Awaitable[T]]) -> T:
+        """Return the result of `call` on the processes; if they die, restart them and call again.
 
-        Raises RunFailedError if they die too often, ConfigError if the user has to mend something.
+        Raises RunFailedError if they die too often, ConfigError if the user has to change a setting.
         """
         while True:
             try:
@@ -123,7 +124,7 @@ class Keeper:
                 await self.replace(error)
 
     async def replace(self, error: PartDiedError) -> None:
-        """End what is left, count the death, rest. Raises RunFailedError if that was one too many."""
+        """End the processes, clean up, count the death, and wait. Raises RunFailedError if there were too many."""
         self.kill()
         node = next((part.place.node for part in self.parts if part.name == error.part), None)
         self._failures += not self.is_up
@@ -133,7 +134,7 @@ class Keeper:
         death = await self._spec.settle(error)
         if death is not None:
             if self._spec.spares_memory:
-                death = await self._kernel_kills.explain(death, node)
+                death = await self._kernel_kills.explain_death(death, node)
             self._supervisor.died(death)
             self._end_if_starved(death)
             if self._failures == self._spec.first_starts and not self._served:
@@ -152,6 +153,6 @@ class Keeper:
                 )
 
     def kill(self) -> None:
-        """End all processes; their keeper notices like any other death."""
+        """End all processes; `call_with_restarts` notices it like any other death."""
         for part in self.parts:
             part.kill()

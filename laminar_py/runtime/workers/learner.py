@@ -1,4 +1,10 @@
-"""The learner's ranks as one: started, stepped, saved and revived together. Owned by the controller."""
+"""The learner's ranks, called and restarted together, and the two parts beside them that hold a model.
+
+Owned by the controller. `ReferenceStage` has the queue before the reference model, its process and its restart:
+the scheduler submits finished trajectories, the loop `refer` takes log-probabilities in, and neither waits for the
+other. A submitted trajectory that is still wanted gets its log-probabilities once, however often the process dies
+(law 6). `WeightFolder` publishes the weights of an evaluation, which has no learner.
+"""
 
 import asyncio
 import math
@@ -7,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepTerms
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.finished import FinishedTrajectory
@@ -14,25 +21,37 @@ from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.backend import free_port, on_node
 from laminar_py.runtime.cluster.calls import Scalar
-from laminar_py.runtime.cluster.errors import PartDiedError, ProcessLostError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartDiedError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
 from laminar_py.runtime.workers.payload import PayloadHosts
-from laminar_py.runtime.workers.processes.learner import LearnerActor
 from laminar_py.runtime.workers.relays import Relays
-from laminar_py.runtime.workers.specs import FetchRequest, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
+from laminar_py.runtime.workers.specs import (
+    FetchRequest,
+    LearnerSpec,
+    LearnerStarted,
+    ReferenceAnswer,
+    ReferenceRequest,
+    ReferenceSpec,
+    StepOutcome,
+    StepRequest,
+    WeightsSpec,
+)
 
 T = TypeVar("T")
-START_S = 600.0  # a rank that imports and loads answers nothing meanwhile
+ACTOR = "laminar_py.runtime.workers.processes.learner:LearnerActor"
+START_S = 600.0  # a rank does not answer while it imports and loads
 PROGRESS_S = 1.0
-PORT_S = 60.0  # for the first rank's host to name a port: a process starts there for it
+PORT_S = 60.0  # for the first rank's host to find a port, in a process that starts for it
 WATCH_S = 5.0
-CALLS = 6  # at once: a step, a version and a checkpoint being completed, and a look at the progress beside each
+CALLS = 6  # at once: a step, a version, a checkpoint, and a call for the progress beside each
+REFERENCE = "reference-0"
+PUBLISH_S = 3600.0  # a large model on a slow disk
 
 
 class LearnerLink:
-    """`world_size` learner processes that make every call together; the trainer says when they are replaced."""
+    """Calls all `world_size` learner processes together; the trainer decides when they are replaced."""
 
     def __init__(
         self,
@@ -53,7 +72,7 @@ class LearnerLink:
         self._checkpoint: Path | None = None
         spec = PartSpec(
             names=[f"learner-{rank}" for rank in range(incarnation.config.learner.world_size)],
-            actor=LearnerActor,
+            actor=ACTOR,
             concurrency=CALLS,
             timeout_s=START_S,
             places=lambda: incarnation.placement.plan.learner,
@@ -63,18 +82,18 @@ class LearnerLink:
         self._keeper = Keeper(spec, incarnation)
 
     def spawn(self) -> None:
-        """Start the processes; `start` starts what runs in them."""
+        """Start the processes; `start` loads the model in them."""
         self._keeper.spawn()
 
     async def start(self, checkpoint: Path | None) -> LearnerStarted:
-        """Load, warm-start or restore the model on all ranks. Raises PartDiedError."""
+        """Load, warm-start or restore the model on all ranks; return its sizes. Raises PartDiedError."""
         self._checkpoint = checkpoint
         await self._keeper.begin()
-        assert self._started is not None, "a learner that is up has told its sizes"
+        assert self._started is not None, "a started learner has sizes"
         return self._started
 
     async def replace(self, death: PartDiedError) -> None:
-        """End all ranks and count that; others are there at the next `start`. Raises RunFailedError."""
+        """End all ranks and count the death; the next `start` has others. Raises RunFailedError."""
         await self._keeper.replace(death)
 
     def kill(self) -> None:
@@ -85,7 +104,7 @@ class LearnerLink:
         await self._relays.root_up()
         rendezvous = await self._rendezvous(parts)
         ranks_on = Counter(part.place.node for part in parts)
-        labels = [await self._payload.label(part.name, part.place.node) for part in parts]
+        labels = [await self._payload.new_label(part.name, part.place.node) for part in parts]
         requests = [
             encode(
                 LearnerSpec(
@@ -106,12 +125,12 @@ class LearnerLink:
         self._started = await self._ask(LearnerStarted, "start", requests)
 
     async def _rendezvous(self, parts: Sequence[Part]) -> str:
-        """Meeting point of the ranks: a new file if they are on one node, else a port of rank 0's."""
+        """Return the ranks' rendezvous: a new file if they are on one node, else a port on rank 0's node."""
         hosts = [part.place.node for part in parts]
         if len(set(hosts)) == 1:
             self._starts += 1
             path = self._run_dir.resolve() / f"rendezvous-{self._starts}"
-            path.unlink(missing_ok=True)  # of ranks that were killed before the run was resumed
+            path.unlink(missing_ok=True)  # left by ranks that were killed before a resume
             return str(path)
         home = hosts[0]
         assert home is not None, "a learner of several ranks has places"
@@ -119,13 +138,16 @@ class LearnerLink:
         try:
             async with asyncio.timeout(PORT_S):
                 port = decode(int, await on_node(home, free_port, ip))
-        except (ProcessLostError, TimeoutError) as error:
+        except (NoAnswerError, TimeoutError) as error:
             reason = str(error) or f"nothing in {PORT_S:g} s"
             raise PartDiedError(parts[0].name, f"its node {ip} does not answer: {reason}") from error
         return f"tcp://{ip}:{port}"
 
     async def fetch(self, packed: Packed[FinishedTrajectory]) -> dict[str, str]:
-        """Have each rank read the tokens of its next step; what is lost, by trajectory. Raises PartDiedError."""
+        """Have each rank read the tokens of its next step; return lost trajectories with reasons.
+
+        Raises PartDiedError.
+        """
         requests = []
         for part, bundles in zip(self._keeper.parts, packed.bundles, strict=True):
             refs = (ref for bundle in bundles for one in bundle for ref in one.refs)
@@ -138,53 +160,53 @@ class LearnerLink:
         return lost
 
     async def step(self, terms: StepTerms, *, version: int | None) -> StepOutcome:
-        """Take an optimizer step on what was fetched; publish it as `version`, if set. Raises PartDiedError."""
+        """Step on the fetched trajectories; publish the weights as `version`, if set. Raises PartDiedError."""
         request = encode(StepRequest(terms, version))
         return await self._ask(StepOutcome, "step", [request] * len(self._keeper.parts))
 
     async def publish(self, version: int) -> None:
-        """Publish the weights as they are. Raises PartDiedError."""
+        """Publish the present weights as `version`. Raises PartDiedError."""
         await self._together("publish", [version] * len(self._keeper.parts))
 
     async def completed(self, version: int) -> Published:
-        """A version that is being published, once it is complete. Raises PartDiedError."""
+        """Wait until a published version is complete, and return it. Raises PartDiedError."""
         return await self._ask(Published, "completed", [version])
 
     async def save(self, path: Path) -> None:
-        """Begin a checkpoint in `path`; returns when the state is copied. Raises PartDiedError."""
+        """Begin a checkpoint in `path`; return when the state is copied. Raises PartDiedError."""
         await self._together("save", [str(path)] * len(self._keeper.parts))
 
     async def saved(self) -> None:
-        """Until the checkpoint that was begun last is complete on disk. Raises PartDiedError."""
+        """Wait until the newest checkpoint is complete on disk. Raises PartDiedError."""
         await self._together("saved", [None] * len(self._keeper.parts))
 
     async def _watch(self, *, starting: bool) -> None:
-        """Ask every rank for its progress beside a call; raises PartDiedError when one hangs."""
+        """Call every rank for its progress, beside another call. Raises PartDiedError when a rank hangs."""
         while True:
             await asyncio.sleep(PROGRESS_S if starting else WATCH_S)
             for rank, part in enumerate(self._keeper.parts):
                 limit = START_S if starting else self._config.supervisor.heartbeat_timeout_s
-                progress = await part.ask(LearnerProgress, "progress", timeout_s=limit)
+                progress = await part.call_for(LearnerProgress, "progress", timeout_s=limit)
                 if starting and rank == 0:
                     self._show(progress)
 
     async def _ask(self, kind: type[T], method: str, arguments: Sequence[Scalar]) -> T:
-        """Answer of the first rank to a call on all."""
+        """Call all ranks, and return the answer of the first."""
         answer = (await self._together(method, arguments))[0]
         assert isinstance(answer, bytes), f"{method} answers bytes"
         return decode(kind, answer)
 
     async def _together(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
-        """Make a call on every rank, or on the first of them if there is one argument.
+        """Call every rank, or only the first if there is one argument; return the answers.
 
-        Without a limit of its own: a rank that works may take its time.
+        The call has no timeout, since a step may take long; a rank that hangs fails `progress`.
         """
         parts = self._keeper.parts
         assert len(arguments) in (1, len(parts)), f"{len(arguments)} arguments for {len(parts)} ranks"
         try:
             return await watched(self._call_ranks(method, arguments), self._watch(starting=method == "start"))
         except PartDiedError:
-            self.kill()  # the other ranks wait in a collective that will never complete
+            self.kill()  # the other ranks wait in a collective that never completes
             raise
 
     async def _call_ranks(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
@@ -193,3 +215,122 @@ class LearnerLink:
             for part, argument in zip(self._keeper.parts, arguments, strict=False)
         ]
         return await asyncio.gather(*calls)
+
+
+# ---- the reference model
+
+
+class ReferenceStage:
+    """Runs packed passes over submitted trajectories, one after the other."""
+
+    def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
+        self._payload = payload
+        self._incarnation = incarnation
+        self._config = incarnation.config
+        self._queue = PackQueue(max_tokens=incarnation.config.packer.max_tokens)
+        self._starts = 0
+        spec = PartSpec(
+            names=[REFERENCE],
+            actor="laminar_py.runtime.workers.processes.learner:ReferenceActor",
+            concurrency=2,
+            timeout_s=START_S,
+            places=lambda: [incarnation.placement.plan.reference],
+            start=self._start,
+            spares_memory="lower packer.max_tokens, or set algorithm.reference_pass=learner",
+        )
+        self._keeper = Keeper(spec, incarnation)
+
+    def submit_trajectory(self, trajectory: FinishedTrajectory) -> None:
+        """Queue a finished trajectory for the reference model."""
+        self._queue.add_trajectory(trajectory)
+
+    def spawn(self) -> None:
+        """Start the process, which holds its GPU from now on; `start` loads the model in it."""
+        self._keeper.spawn()
+
+    async def start(self) -> None:
+        """Load the model. A warm start must be finished by now, since its result may be the reference.
+
+        Raises ConfigError if the model cannot serve, RunFailedError if its process dies too often.
+        """
+        await self._keeper.bring_up()
+
+    async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
+        """Return log-probabilities of the next queued trajectories that are `wanted`. Raises RunFailedError."""
+        return await self._ask(await self._queue.next_batch(wanted=wanted))
+
+    async def _ask(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
+        """Run one packed pass, again in a new process if one dies over it."""
+
+        async def call(parts: Sequence[Part]) -> ReferenceAnswer:
+            (part,) = parts
+            refs = (ref for one in bundle for ref in one.refs)
+            request = ReferenceRequest(list(bundle), self._payload.stores_for(refs, part.place.node))
+            answer = part.call_for(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
+            return await watched(answer, self._watch(part))
+
+        answer = await self._keeper.call_with_restarts(call)
+        self._incarnation.stats.referred(answer.elapsed_s)
+        return answer
+
+    async def _start(self, parts: Sequence[Part]) -> None:
+        self._starts += 1
+        run = self._incarnation.run.path
+        rendezvous = run.resolve() / f"rendezvous-{REFERENCE}-{self._starts}"
+        rendezvous.unlink(missing_ok=True)  # left by a process that was killed before a resume
+        config = self._config.model_dump_json()
+        spec = ReferenceSpec(
+            config=config,
+            run_dir=str(run),
+            rendezvous=str(rendezvous),
+            label=await self._payload.new_label(REFERENCE, parts[0].place.node),
+            store_key=self._payload.key,
+        )
+        await parts[0].call("start", spec)
+
+    async def _watch(self, part: Part) -> None:
+        """Call the process now and then during a pass. Raises PartDiedError when it hangs."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await part.call("pid", timeout_s=self._config.supervisor.heartbeat_timeout_s)
+
+
+# ---- in place of a learner, where weights are evaluated
+
+
+class WeightFolder:
+    """Publishes the model of an evaluation's config as version 0."""
+
+    def __init__(self, incarnation: Incarnation, *, relays: Relays) -> None:
+        self._incarnation = incarnation
+        self._relays = relays
+        spec = PartSpec(
+            names=["weights"],
+            actor="laminar_py.runtime.workers.processes.learner:WeightsActor",
+            concurrency=1,
+            timeout_s=PUBLISH_S,
+            places=lambda: incarnation.placement.plan.learner[:1],
+            start=self._start,
+        )
+        self._keeper = Keeper(spec, incarnation)
+
+    def spawn(self) -> None:
+        """Start the process."""
+        self._keeper.spawn()
+
+    async def publish(self) -> Published:
+        """Publish the model; if the process dies, start another and try again. Raises RunFailedError."""
+
+        async def call(parts: Sequence[Part]) -> Published:
+            spec = WeightsSpec(
+                config=self._incarnation.config.model_dump_json(),
+                run_dir=str(self._incarnation.run.path),
+                store=str(self._relays.store(0)),
+                chunk_bytes=self._relays.chunk_bytes,
+            )
+            return await parts[0].call_for(Published, "publish", spec)
+
+        return await self._keeper.call_with_restarts(call)
+
+    async def _start(self, parts: Sequence[Part]) -> None:
+        await self._relays.root_up()

@@ -1,9 +1,9 @@
-"""Payload of a run: which host has which segment, what is saved of the dead, archived and deleted.
+"""Payload of a run: which host has which segment, what is rescued from dead parts, archived and deleted.
 
-Owned by the controller, which decides by references and sees no token. Parts write to segments under a label that
-they are started with, so the name of a segment says which process wrote it, and on which host. Invariant: a
-segment is deleted only when no reference leads to it, on record or in memory, before and after it was looked for,
-its writer has gone on to another one, and nobody is about to tell of it.
+Owned by the controller, which works with references and reads no token. A part writes segments under the label
+that it was started with, so the name of a segment tells its writer and its host. A segment is deleted only if no
+reference to it is on record or in memory, neither before nor after the search, and if its writer has begun another
+segment and reports no more about it (`tests/workers/test_payload.py`).
 """
 
 import asyncio
@@ -26,22 +26,22 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PieceRef
 from laminar_py.records.trajectory import Status
 from laminar_py.runtime.cluster.backend import on_node
-from laminar_py.runtime.cluster.errors import PartDiedError, ProcessLostError, RemoteCallError, UnwritableError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartDiedError, RemoteCallError, UnwritableError
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.stores import Stores
 
 log = logging.getLogger(__name__)
 
-SETTLES_S = 60.0  # a segment that got nothing for so long gets no more, and is told of, but the newest of a part
-ROWS_AT_ONCE = 50_000  # references of one file of the archive
-ROWS_APART = 10_000  # of which a file is not written in the controller's own process
-ANSWER_S = 60.0  # for a host to look at its folder, or to delete there; a disk that stands still takes longer
-WRITE_S = 600.0  # for a host to write what it has to the archive, or to a new segment
-KEEP_S = 3600.0  # for a host to copy what is kept to the run's folder, at the end
+SETTLES_S = 60.0  # a segment, unless its part's newest, gets no more tokens or references after so long a pause
+ROWS_AT_ONCE = 50_000  # references in one file of the archive
+ROWS_APART = 10_000  # from which on a process of its own writes the file
+ANSWER_S = 60.0  # for a host to list its folder, or to delete files
+WRITE_S = 600.0  # for a host to write to the archive, or to a new segment
+KEEP_S = 3600.0  # for a host to copy segments to the run's folder, at the end
 
 
 class PayloadHosts:
-    """Hosts of a run's segments, by the labels of the parts that write them."""
+    """Knows the host of each segment, and rescues, archives and deletes segments."""
 
     def __init__(self, incarnation: Incarnation) -> None:
         self.key = secrets.token_hex(32)
@@ -51,52 +51,58 @@ class PayloadHosts:
         self._ledger = incarnation.ledger
         self._run = incarnation.run
         self._folder = str(incarnation.run.segments)
-        self._nodes: dict[str, str] = {}  # Ray node of each label
-        self._present: dict[str, str] = {}  # label of each part that runs, or ran last
-        self._silent: set[str] = set()  # nodes that answered too late the last time
-        self._losing: dict[str, asyncio.Task[None]] = {}  # by the node that is gone; it has not begun
+        self._nodes: dict[str, str] = {}  # cluster node of each label
+        self._present: dict[str, str] = {}  # part -> its newest label
+        self._silent: set[str] = set()  # nodes whose last answer was late
+        self._losing: dict[
+            str, asyncio.Task[None]
+        ] = {}  # dead node -> task that drops its segments and has not begun
         self._one_loss = asyncio.Lock()
         self._starts = count()
 
     # ---- where things are
 
-    async def label(self, part: str, node: str | None) -> str:
-        """A label for a part that starts on a node, e.g. `replica-3-2-17`: the 17th start of incarnation 2.
+    async def new_label(self, part: str, node: str | None) -> str:
+        """Return a label for a part that starts on a node, e.g. `replica-3-2-17`: the 17th start of incarnation 2.
 
-        Others can read what it writes, since the store of its host is up. Raises PartDiedError if that is gone.
+        The store of its host is up on return, so others can read its segments. Raises PartDiedError if the host is
+        gone.
         """
         if self._placement.spread and node is not None:
-            await self.stores.up(node)
+            await self.stores.bring_up(node)
         return self._name(part, node or self._here)
 
     def stores_for(self, refs: Iterable[PieceRef], node: str | None) -> dict[str, str]:
-        """Stores, by name, of those segments that a reader on this node has not got itself."""
+        """Return segment -> name of its store, for the segments of `refs` that are not on the reader's node."""
         if not self._placement.spread:
             return {}
         elsewhere = {ref.segment for ref in refs if self._node_of(ref.segment) != (node or self._here)}
-        return {segment: self.stores.name(self._node_of(segment)) for segment in elsewhere}
+        return {segment: self.stores.name_of(self._node_of(segment)) for segment in elsewhere}
 
-    async def find(self, recovered: Recovered) -> dict[str, str]:
-        """Look for the segments of earlier incarnations; what is gone of live trajectories, by their ids."""
+    async def find_segments(self, recovered: Recovered) -> dict[str, str]:
+        """Find the segments of earlier incarnations.
+
+        Returns the live trajectories whose segments are missing, each with a reason.
+        """
         there: dict[str, int] = {}
         for node, files in (await self._files()).items():
             for file in files:
                 there.setdefault(file.name, file.num_bytes)
                 self._nodes.setdefault(part_of(file.name), node)
         for node in set(self._nodes.values()):
-            self.stores.need(node)
+            self.stores.require(node)
         return {entry.id: why for entry in recovered.live if (why := _missing(entry, there))}
 
     # ---- after deaths
 
     async def salvage(self, label: str, running: Mapping[str, Known]) -> Salvage:
-        """Tokens of these that a dead part had and nobody was told; none where its host does not answer."""
+        """Rescue unreported tokens of these trajectories from a dead part; none if its host does not answer."""
         return await self._salvage(self._nodes[label], f"{label}.*", running, part=f"salvage-{label}")
 
     async def salvage_all(self, live: Sequence[LiveTrajectory]) -> list[Salvaged]:
-        """Tokens of all that ran when the last controller died, likewise.
+        """Rescue unreported tokens of all trajectories that ran when the last controller died.
 
-        None where the run went back to a copy of its ledger: journals may be of what it did after that.
+        Returns none if the run went back to a copy of its ledger: its journals may be newer than the copy.
         """
         if self._run.went_back:
             await self._discard_journals()
@@ -115,16 +121,16 @@ class PayloadHosts:
         return [one for answer in answers for one in answer.found]
 
     async def salvaged(self, label: str, answer: Salvage) -> None:
-        """Delete the journals of a dead part, once what they had is on record."""
+        """Delete the journals of a dead part, once their tokens are on record."""
         self._present.pop(f"salvage-{label}", None)
         if answer.journals:
             await self._ledger.commit()
             await self._discard(self._nodes[label], answer.journals)
 
     async def is_lost(self, label: str) -> bool:
-        """True where the host of a dead part is gone as well, and with it what the part wrote.
+        """Return True if the host of a dead part is gone as well, and with it the segments of the part.
 
-        A folder that hosts share outlives each of them: the controller's host takes over what it sees there.
+        If hosts share the folder, the segments outlive their host, and the controller's host takes them over.
         """
         await self._placement.refresh()
         node = self._nodes[label]
@@ -136,7 +142,10 @@ class PayloadHosts:
         return self._nodes[label] == node
 
     async def lose_host_of(self, label: str, scheduler: TrajectoryScheduler) -> None:
-        """Drop what only the host of a part had; parts that died with it share one that began after they asked."""
+        """Drop the trajectories whose segments were only on a dead part's host.
+
+        Parts that died with the same host share one search for them.
+        """
         node = self._nodes[label]
         losing = self._losing.get(node)
         if losing is None:
@@ -146,15 +155,15 @@ class PayloadHosts:
 
     async def _lose_host(self, node: str, scheduler: TrajectoryScheduler) -> None:
         async with self._one_loss:
-            del self._losing[node]  # who asks from now on may know of more
+            del self._losing[node]  # later callers may know of more segments
             known = await self._needed(scheduler)
             gone = {segment for segment in known if self._node_of(segment) == node}
             await self._lose(gone, f"host {self._placement.ip(node)} is gone", scheduler)
 
-    # ---- what nobody needs any more
+    # ---- archive and deletion
 
     async def archive(self, step: int, scheduler: TrajectoryScheduler) -> int:
-        """Move to the archive what no rollback to `step` or later can need; the number of trajectories moved."""
+        """Archive the pieces that no rollback to `step` or later needs; return how many trajectories moved."""
         by_node: dict[str, list[PieceRow]] = {}
         for row in await self._ledger.settled_pieces(step):
             by_node.setdefault(self._node_of(row.segment), []).append(row)
@@ -179,9 +188,9 @@ class PayloadHosts:
         return len(moved)
 
     async def close(self, scheduler: TrajectoryScheduler) -> None:
-        """Delete journals, and look for what is gone: all that ran has ended, and was told.
+        """Delete journals and unneeded segments; copy segments on disks of hosts into the run's folder.
 
-        What hosts have on disks of their own is in the run's folder after that. Raises UnwritableError.
+        Called when all trajectories have ended and are reported. Raises UnwritableError.
         """
         await self._discard_journals()
         self._present.clear()
@@ -190,9 +199,9 @@ class PayloadHosts:
             await self._keep(scheduler)
 
     async def _tidy(self, scheduler: TrajectoryScheduler, *, settles_s: float) -> None:
-        """Delete segments to which no reference leads; what is gone of others is lost.
+        """Delete segments without a reference; missing segments with a reference are lost.
 
-        Replicas go on telling of segments while hosts are asked for theirs.
+        Replicas report new segments while hosts list theirs.
         """
         before = await self._needed(scheduler)
         there = await self._files()
@@ -209,7 +218,7 @@ class PayloadHosts:
         await asyncio.gather(*(self._discard(node, segment_files(names)) for node, names in idle.items()))
 
     async def _keep(self, scheduler: TrajectoryScheduler) -> None:
-        """Copy what is needed from the hosts to the run's folder; what none of them has by now is lost."""
+        """Copy needed segments from the hosts to the run's folder; segments that no host has are lost."""
         needed, folder = await self._needed(scheduler), self._run.segments
         names = encode(segment_files(needed))
         await asyncio.gather(*(self._kept(node, names) for node in self._all_nodes))
@@ -223,7 +232,7 @@ class PayloadHosts:
         )
 
     async def _kept(self, node: str, names: bytes) -> None:
-        """Have a host copy its segments. Raises UnwritableError, `OSError`; a host that is gone has none."""
+        """Have a host copy its segments, if it is alive. Raises UnwritableError, `OSError`."""
         try:
             async with asyncio.timeout(KEEP_S) as limit:
                 await on_node(node, keep_here, self._folder, names)
@@ -232,17 +241,17 @@ class PayloadHosts:
             raise UnwritableError(reason) from None
         except TimeoutError:
             if not limit.expired():
-                raise  # of its disk
+                raise  # the timeout of its disk
             self._silent.add(node)
             log.error("no segments from %s in %.0f s; they stay there", self._placement.ip(node), KEEP_S)
-        except ProcessLostError as error:
+        except NoAnswerError as error:
             log.warning("no segments from %s: %s", self._placement.ip(node), error)
 
     async def _needed(self, scheduler: TrajectoryScheduler) -> set[str]:
         return await self._ledger.segments() | scheduler.book.segments()
 
     async def _lose(self, segments: Collection[str], reason: str, scheduler: TrajectoryScheduler) -> None:
-        """Put on record that these segments are gone, and drop what is live of them."""
+        """Record that these segments are lost, and drop the live trajectories that need them."""
         if segments:
             log.error("%s, %d in all", reason, len(segments))
             await scheduler.lost_tokens.drop_segments(segments, reason)
@@ -258,7 +267,7 @@ class PayloadHosts:
 
     @property
     def _all_nodes(self) -> list[str]:
-        """The controller's node, where all else may have been once, and all others that are alive."""
+        """The controller's node, and all other live nodes if the run spans several."""
         return self._placement.alive if self._placement.spread else [self._here]
 
     def _name(self, part: str, node: str) -> str:
@@ -270,14 +279,14 @@ class PayloadHosts:
         return self._nodes.get(part_of(segment), self._here)
 
     async def _files(self) -> dict[str, list[SegmentFile]]:
-        """Segments of each host that answers; all are asked at once, since each has a process to start for it."""
+        """Return the segments of each host that answers; all are asked at once, since each starts a process."""
         nodes = self._all_nodes
         answers = await asyncio.gather(*(self._on(node, segments_here, self._folder) for node in nodes))
         found = zip(nodes, answers, strict=True)
         return {node: decode(list[SegmentFile], answer) for node, answer in found if answer is not None}
 
     async def _salvage(self, node: str, pattern: str, running: Mapping[str, Known], *, part: str) -> Salvage:
-        """Tokens in the journals of a host; a store is begun there only for what was found."""
+        """Rescue tokens from the journals of a host; a store starts there only if some were found."""
         nothing = Salvage([], [])
         if not running:
             return nothing
@@ -286,7 +295,7 @@ class PayloadHosts:
         found = nothing if answer is None else decode(Salvage, answer)
         if found.found and self._placement.spread:
             try:
-                await self.stores.up(node)
+                await self.stores.bring_up(node)
             except PartDiedError:
                 return nothing
         return found
@@ -294,7 +303,7 @@ class PayloadHosts:
     async def _archive(self, node: str, name: str, rows: Sequence[PieceRow]) -> ArchiveAnswer | None:
         request = ArchiveRequest(str(self._incarnation.run.path), name, list(rows))
         if node in self._silent:
-            return None  # asked again once it has answered something small
+            return None  # called again once it has answered a small call
         apart = len(rows) >= ROWS_APART
         answer = await self._on(node, archive_pieces, encode(request), limit_s=WRITE_S, apart=apart)
         return None if answer is None else decode(ArchiveAnswer, answer)
@@ -314,9 +323,9 @@ class PayloadHosts:
         limit_s: float | None = None,
         apart: bool = False,
     ) -> bytes | None:
-        """Answer of a function on a host within `limit_s`, ANSWER_S if None.
+        """Call a function on a host; return its answer within `limit_s`, ANSWER_S if None.
 
-        None where the host is gone, cannot do it, or does not answer in time.
+        Returns None if the host is gone, the function raises, or the time is over.
         """
         limit_s = ANSWER_S if limit_s is None else limit_s
         try:
@@ -327,7 +336,7 @@ class PayloadHosts:
             log.error("%s on %s: no answer in %.0f s", function.__name__, self._placement.ip(node), limit_s)
         except (RemoteCallError, OSError) as error:
             log.error("%s on %s: %s", function.__name__, self._placement.ip(node), error)
-        except ProcessLostError as error:
+        except NoAnswerError as error:
             log.warning("%s: no answer from %s: %s", function.__name__, self._placement.ip(node), error)
         else:
             self._silent.discard(node)
@@ -336,14 +345,14 @@ class PayloadHosts:
 
 
 async def take_up(recovered: Recovered, payload: PayloadHosts, scheduler: TrajectoryScheduler) -> None:
-    """Have the scheduler go on with what a dead controller left, but for what is gone meanwhile."""
-    gone = await payload.find(recovered)
+    """Give the scheduler the trajectories that a dead controller left, without those whose segments are gone."""
+    gone = await payload.find_segments(recovered)
     await scheduler.restore(recovered, salvaged=await payload.salvage_all(recovered.live))
     await scheduler.lost_tokens.drop_trajectories(gone)
 
 
 def _missing(entry: LiveTrajectory, there: Mapping[str, int]) -> str:
-    """Name of what is gone of a trajectory; "" where all is there."""
+    """Return which segment of a trajectory is missing, as a reason; "" if all are there."""
     for ref in (*(one.at for one in entry.tokens), *(column.at for column in entry.columns.values())):
         if there.get(ref.segment, 0) < ref.offset + ref.num_bytes:
             return f"{ref.segment} is on no host, or ends before byte {ref.offset + ref.num_bytes}"
@@ -353,7 +362,7 @@ def _missing(entry: LiveTrajectory, there: Mapping[str, int]) -> str:
 def _ended(
     files: Sequence[SegmentFile], needed: Collection[str], *, present: Collection[str], settles_s: float
 ) -> list[str]:
-    """Segments of one host that nobody needs and that get no more; files are in the order of their making."""
+    """Return the segments of a host that are unneeded and complete; `files` are in the order of their making."""
     newest = {part_of(file.name): file.name for file in files}
     writing = {name for label, name in newest.items() if label in present}
     return [
@@ -364,7 +373,7 @@ def _ended(
 
 
 def _at_most(rows: Sequence[PieceRow], size: int) -> Iterable[Sequence[PieceRow]]:
-    """Rows in parts of about a size, each trajectory whole in one of them."""
+    """Yield rows in parts of about `size`, with all rows of a trajectory in one part."""
     first = 0
     while first < len(rows):
         end = min(first + size, len(rows))

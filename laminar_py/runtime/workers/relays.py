@@ -1,12 +1,12 @@
-"""The relay tree's processes: placed, started root first, kept alive on their ports. Owned by the controller.
+"""The processes of the relay tree: placed, started root first, restarted on their ports. Owned by the controller.
 
-A relay that died comes back at its old port, for which it waits while a process that hangs is being ended. If the
-port stays taken it gets another, and everybody is told: nodes below with each ping, replicas by an order, and
-the publisher by what the root leaves in their store.
+A relay that died restarts on its old port, and waits for the port while its hung predecessor is being ended. If
+the port stays taken, the relay gets another port. Nodes below learn the new address with their next ping, replicas
+by an order, and the publisher by a note that the root leaves in their store.
 
-Where everything is on one node, the tree has `relay.nodes` processes there; on several, the root is beside the
-learner and every host with replicas has one. After the death of a host its relay, or the root of a learner that
-lost a rank there, starts where the plan now says, and all others are told likewise, also of a relay that is new.
+If all parts are on one node, the tree has `relay.nodes` processes there. On several nodes, the root is beside the
+learner, and every host with replicas has a relay. After the death of a host, the plan may place its relay, or the
+root, on another host; all others learn its address in the same way.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.tree import Broadcast, Shape, Topology, choose_tree, grow_tree
 from laminar_py.runtime.cluster.backend import on_node
-from laminar_py.runtime.cluster.errors import PartBugError, PartDiedError, ProcessLostError, RemoteCallError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartDiedError, RemoteCallError
 from laminar_py.runtime.cluster.links import find_links
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place
@@ -43,17 +43,16 @@ from laminar_py.runtime.preflight.inputs import version_bytes
 from laminar_py.runtime.preflight.survey import LOOK_S
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.processes.relay import RelayActor
 from laminar_py.runtime.workers.specs import RelaySpec
 
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
-PORT_SHARE = 0.5  # of the time in which a start must answer, for the port of before to be free
+PORT_SHARE = 0.5  # of the timeout of a start, to wait for the old port
 
 
 class Relays:
-    """Nodes of the tree; node 0 is the root beside the learner."""
+    """Keeps the nodes of the tree alive; node 0 is the root beside the learner."""
 
     def __init__(self, incarnation: Incarnation) -> None:
         self.keys = RelayKeys.generate()
@@ -63,41 +62,41 @@ class Relays:
         self._shm = incarnation.run.shm(incarnation.config.relay.shm)
         self._record = incarnation.ledger.append
         self._keepers: dict[int, Keeper] = {}
-        self._tasks: asyncio.TaskGroup | None = None  # in which they keep, after the start
-        self._hosts: dict[int, str] = {}  # Ray node that a relay is on, or was last
+        self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep nodes alive, after `start`
+        self._hosts: dict[int, str] = {}  # cluster node that a relay is on, or was on
         self._endpoints: dict[int, str] = {}
-        self._parents: dict[int, tuple[str, ...]] = {}  # endpoints that a node is to follow, nearest first
-        self._attached: dict[int, tuple[int, str]] = {}  # replica -> its relay, and the Ray node that was on then
+        self._parents: dict[int, tuple[str, ...]] = {}  # endpoints of the relays above each node, nearest first
+        self._attached: dict[int, tuple[int, str]] = {}  # replica -> its relay, and the relay's host at that time
         self._changed = asyncio.Event()  # set, and replaced, when a relay comes up
         self._shape: Shape | None = None
         self._chunk_bytes = 0
 
     @property
     def tree(self) -> Topology:
-        """The tree now. Its shape is settled once, so that nodes which come later keep to the others' order."""
+        """The present tree. Its shape is chosen once; later nodes are added to it."""
         assert self._shape is not None, "the tree is known after `start`"
         return grow_tree(self._shape, self._zones)
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of the chunks that this run cuts versions into; settled once, since all nodes must take it."""
+        """Bytes of a chunk of a version; chosen once, since all nodes must use the same size."""
         assert self._chunk_bytes, "the size of chunks is known after `start`"
         return self._chunk_bytes
 
     @property
     def _zones(self) -> list[str]:
-        """[N] label of each node's host."""
+        """[N] zone of each node's host."""
         labels, placement = self._config.relay.zones, self._placement
         hosts = [host or self._hosts.get(node) for node, host in enumerate(placement.plan.relays)]
         return [labels.get(placement.ip(host), "") if host else "" for host in hosts]
 
     @property
     def _names(self) -> dict[str, str]:
-        """Name of the node at each endpoint, as last heard of."""
+        """Name of the node at each known endpoint."""
         return {endpoint: f"relay-{node}" for node, endpoint in self._endpoints.items()}
 
     def store(self, node: int) -> Path:
-        """Folder in which a node keeps versions, on its host."""
+        """Return the folder on its host in which a node keeps versions."""
         return self._shm / f"node-{node}"
 
     @property
@@ -106,9 +105,9 @@ class Relays:
         return self._endpoints[0]
 
     async def attach(self, replica: int, place: Place) -> str:
-        """Endpoint of the relay that a replica at this place pulls from, once that is up.
+        """Wait for the relay of a replica at this place, and return its endpoint.
 
-        Raises PartDiedError where the plan has the replica elsewhere by now, since its node is gone.
+        Raises PartDiedError if the plan has moved the replica, since its node is gone.
         """
         while True:
             planned = self._placement.plan.replicas[replica]
@@ -122,9 +121,9 @@ class Relays:
             await self._changed.wait()
 
     def endpoint_for(self, replica: int) -> str:
-        """Endpoint of the relay that a replica was attached to, as last heard of.
+        """Return the present endpoint of the relay that a replica is attached to.
 
-        Raises PartDiedError where that relay has gone to another host, whose memory the replica cannot read.
+        Raises PartDiedError if the relay moved to another host, whose memory the replica cannot read.
         """
         node, host = self._attached[replica]
         if self._hosts[node] != host:
@@ -132,13 +131,13 @@ class Relays:
         return self._endpoints[node]
 
     async def root_up(self) -> str:
-        """Endpoint of the root, once that is up beside the learner."""
+        """Wait until the root is up beside the learner, and return its endpoint."""
         while not self._is_up(0):
             await self._changed.wait()
         return self.root
 
     async def start(self) -> None:
-        """Settle the tree and start all nodes; parents before children, since children need their endpoints."""
+        """Choose the tree and start all nodes, parents first, since children need their endpoints."""
         await self._settle()
         for node in range(len(self._placement.plan.relays)):
             self._keeper(node).spawn()
@@ -146,15 +145,15 @@ class Relays:
             await self._bring_up(node)
 
     async def keep(self) -> None:
-        """Watch every node until cancelled."""
+        """Keep every node alive until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._find_parents()
             for node, keeper in self._keepers.items():
-                tasks.create_task(keeper.calling(partial(self._watch, node)), name=f"keep-relay-{node}")
+                tasks.create_task(keeper.call_with_restarts(partial(self._watch, node)), name=f"keep-relay-{node}")
 
     async def hold(self, version: int) -> None:
-        """Pull a version from the root, wherever that is, under a name of its own, so that the root keeps it."""
+        """Subscribe to a version at the root for an evaluation, so that the root keeps it."""
 
         async def follow() -> None:
             while True:
@@ -165,18 +164,21 @@ class Relays:
         listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
         try:
             await watched(subscriber.pull(version), follow())
-        except VersionLostError as error:  # its learner died over it; the evaluation will be left out
+        except VersionLostError as error:  # the learner died before it was complete; the evaluation is skipped
             log.warning("version %d is not kept for its evaluation: %s", version, error)
         finally:
             await subscriber.close()
             await listening
 
     async def published(self) -> list[Manifest]:
-        """Complete versions in the stores of all relays, ascending; also those that nobody told of."""
+        """Return the complete versions in the stores of all relays, ascending, also those not on record."""
         return await self._stored(list(self._hosts.items()))
 
     async def _settle(self) -> None:
-        """Choose the shape of the tree and the size of chunks; a resumed run still has versions cut as before."""
+        """Choose the shape of the tree and the size of chunks.
+
+        A resumed run keeps at least the size of chunks of its stored versions.
+        """
         relay, hosts, zones = self._config.relay, self._placement.plan.relays, self._zones
         known = [host for host in hosts if host is not None]
         assert len(known) == len(hosts), "a first plan has no gaps"
@@ -190,7 +192,7 @@ class Relays:
         log.info("relay tree of %d: %s, chunks of %.2f MiB", len(known), shape, self._chunk_bytes / 2**20)
 
     async def _stored(self, hosts: Sequence[tuple[int, str]]) -> list[Manifest]:
-        """Complete versions in the stores of these nodes, which are on these hosts; ascending, each once."""
+        """Return the complete versions in the stores of (node, host) pairs; ascending, each once."""
 
         async def look(node: int, host: str) -> list[Manifest]:
             try:
@@ -202,9 +204,9 @@ class Relays:
                 if error.is_bug:
                     raise PartBugError(f"relay-{node}: {error}") from error
                 reason = str(error)
-            except ProcessLostError:  # that host is dead, and what it held
+            except NoAnswerError:  # the host is dead, and its versions with it
                 return []
-            log.warning("relay-%d: %s from node %s; what it holds is left out", node, reason, host)
+            log.warning("relay-%d: %s from node %s; its versions are ignored", node, reason, host)
             return []
 
         answers = await asyncio.gather(*(look(node, host) for node, host in hosts))
@@ -214,12 +216,12 @@ class Relays:
     # ---- one node
 
     def _keeper(self, node: int) -> Keeper:
-        """The node's keeper; a new one that is at work, if there was none."""
+        """Return the keeper of a node; make and start one if there is none."""
         if node not in self._keepers:
             self._keepers[node] = Keeper(
                 PartSpec(
                     names=[f"relay-{node}"],
-                    actor=RelayActor,
+                    actor="laminar_py.runtime.workers.processes.relay:RelayActor",
                     concurrency=4,
                     timeout_s=self._config.supervisor.heartbeat_timeout_s,
                     places=partial(self._places, node),
@@ -228,12 +230,12 @@ class Relays:
                 self._incarnation,
             )
             if self._tasks is not None:
-                watching = self._keepers[node].calling(partial(self._watch, node))
+                watching = self._keepers[node].call_with_restarts(partial(self._watch, node))
                 self._tasks.create_task(watching, name=f"keep-relay-{node}")
         return self._keepers[node]
 
     async def _bring_up(self, node: int) -> None:
-        """Have it up, as often as it dies over that; not where the plan has no host for it any more."""
+        """Start a node, again if it dies meanwhile, as long as the plan has a host for it."""
         keeper = self._keeper(node)
         while self._placement.plan.relays[node] is not None and not keeper.is_up:
             try:
@@ -242,10 +244,10 @@ class Relays:
                 await keeper.replace(error)
 
     def _places(self, node: int) -> list[Place | None]:
-        """Beside replicas; nowhere once its host has died and no replica needs it any more."""
+        """Return the place of a node by the present plan; None once no replica needs it."""
         host = self._placement.plan.relays[node]
         if host is None:
-            self._notify()  # who waits for it has to look elsewhere
+            self._notify()  # replicas that wait for it must use another relay
         return [None if host is None else Place(host)]
 
     def _notify(self) -> None:
@@ -253,18 +255,20 @@ class Relays:
         self._changed = asyncio.Event()
 
     async def _watch(self, node: int, parts: Sequence[Part]) -> None:
-        """Ping it, with its parents. Raises PartDiedError where the plan has it on another host by now."""
+        """Ping a node, with its parents, and record its events.
+
+        Raises PartDiedError if the plan moves the node.
+        """
         self._notify()
         while True:
-            parents = encode(self._parents[node])
-            for event in await parts[0].ask(list[RelayEvent], "ping", parents):
+            for event in await parts[0].call_for(list[RelayEvent], "ping", self._parents[node]):
                 self._record(on_record(event, self._names))
             if self._placement.plan.relays[node] not in (None, self._hosts[node]):
                 raise PartDiedError(f"relay-{node}", "it is needed on another host")
             await asyncio.sleep(PING_S)
 
     async def _start_node(self, node: int, parts: Sequence[Part]) -> None:
-        """Start it, on the port it had before if it was on that host and that can be had."""
+        """Start a node, on its old port if it was on this host before and the port is free."""
         (part,) = parts
         host = part.place.node
         assert host is not None, "a relay has a place"
@@ -284,14 +288,14 @@ class Relays:
             public_key=self.keys.public,
             secret_key=self.keys.secret,
         )
-        endpoint = await part.call("start", encode(spec))
+        endpoint = await part.call("start", spec)
         assert isinstance(endpoint, str)
         self._endpoints[node], self._hosts[node] = endpoint, host
-        if self._tasks is not None:  # before, parents come up first
+        if self._tasks is not None:  # during `start`, parents are up first
             self._find_parents()
 
     def _find_parents(self) -> None:
-        """Have every node told with its next ping of the relays above it, as they now are."""
+        """Compute the endpoints of the relays above each node, which its next ping brings."""
         tree = self.tree
         self._parents = {node: self._parents_in(tree, node) for node in self._keepers}
 
@@ -301,13 +305,13 @@ class Relays:
         return tuple(self._endpoints[parent] for parent in known)
 
     def _is_up(self, node: int) -> bool:
-        """True where the node runs, and where the plan has it."""
+        """Return True if a node runs on the host that the plan gives it."""
         keeper = self._keepers.get(node)
         running = keeper is not None and keeper.is_up
         return running and self._hosts[node] == self._placement.plan.relays[node]
 
     def _config_on(self, host: str) -> RunConfig:
-        """On several hosts, and where others may join, a relay listens where the others reach it."""
+        """Return the config for a relay on a host: on a cluster it listens on the address of the host."""
         if not self._placement.spread and self._config.cluster.address is None:
             return self._config
         relay = self._config.relay.model_copy(update={"host": self._placement.ip(host)})
@@ -321,7 +325,7 @@ class Relays:
 
 
 def on_record(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:
-    """A node's report as the ledger has it, which knows nodes by name and not by endpoint."""
+    """Return the ledger's event for a relay's event; the ledger knows nodes by name, not by endpoint."""
     match event:
         case VersionComplete():
             return Relayed(**msgspec.structs.asdict(event) | {"parent": names.get(event.parent, "")})
@@ -334,12 +338,12 @@ def on_record(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:
 
 
 def stored_manifests(store: str) -> bytes:
-    """The manifests of all complete versions in a store of this host, as a list."""
+    """Return the encoded list of manifests of all complete versions in a store of this host."""
     folder = Path(store)
     versions = complete_versions(folder) if folder.is_dir() else []
     found = []
     for version in versions:
-        with contextlib.suppress(FileNotFoundError):  # retired since
+        with contextlib.suppress(FileNotFoundError):  # deleted since
             data = (folder / folder_name(version) / MANIFEST).read_bytes()
             found.append(msgspec.json.decode(data, type=Manifest))
     return encode(found)

@@ -1,10 +1,9 @@
-"""The replicas' processes: their lines, their start, and their revival with the work they had.
+"""The replicas' processes: their start, their lines to the controller, and their restart with the work they had.
 
-Owned by the controller, whose loop `issue` sends orders through here and whose loop `generate` gets the reports.
-Ray starts a process and tells of its end, and nothing in between. Invariant: what a replica had when it died goes
-on elsewhere (law 1), and one whose weights differ from another's under the same version counts as dead (law 3).
-Replicas join and leave while others run, each under a number that is never used again; one that joins and does not
-start ends no run.
+Owned by the controller: its loop `issue` sends orders through here, and its loop `generate` gets the reports. The
+trajectories of a dead replica continue on others (law 1). A replica whose weights differ from another's under the
+same version counts as dead (law 3). Replicas join and leave while others run, each under a number that is never
+used again. A replica that joins and never starts does not end the run.
 """
 
 import asyncio
@@ -20,43 +19,140 @@ from laminar_py.config.section import ConfigError
 from laminar_py.control.dispatcher import Tick
 from laminar_py.control.reports import HOST_LOST, REPLICA_DIED
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.records.codec import encode
 from laminar_py.records.events import PartDied, ReplicaLeft
 from laminar_py.records.protocols import StoreFullError
-from laminar_py.records.replica import Assignment, ReplicaReport, Survey
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
+from laminar_py.relay.sockets import PeerServer
 from laminar_py.repack.signals import EngineSpeed
+from laminar_py.rollout.outbox import GATHER_S
+from laminar_py.runtime.cluster.backend import LOOPBACK
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place, Plan
-from laminar_py.runtime.link.hub import Line
-from laminar_py.runtime.link.messages import GiveUp, Order, Stop, Submit
+from laminar_py.runtime.link.hub import Line, ReplicaHub
+from laminar_py.runtime.link.messages import Follow, GiveUp, Order, Stop, Submit
 from laminar_py.runtime.workers.environments import environment_names
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.runtime.workers.payload import PayloadHosts
-from laminar_py.runtime.workers.processes.replica import ReplicaActor
 from laminar_py.runtime.workers.relays import Relays
-from laminar_py.runtime.workers.replica_lines import ReplicaLines
-from laminar_py.runtime.workers.specs import ReplicaSpec
+from laminar_py.runtime.workers.specs import ReplicaSpec, ReportPace
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # of a replica, its engine apart
-SPEED_S = 600.0  # of its measurement, which also waits for the first weights
-ANSWER_S = 2.0  # for an answer, at least: a busy controller takes reports in with delay
-SCALED = "scaled"  # reason of one that was to leave
-FIRST_STARTS = 2  # that may fail before the run does
-FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
+START_S = 120.0  # for a replica to start, without the time of its engine
+SPEED_S = 600.0  # to measure the speed of an engine, which waits for the first weights
+ANSWER_S = 2.0  # least time for an answer: a busy controller takes reports in with delay
+SCALED = "scaled"  # reason for leaving, in `ReplicaLeft`
+FIRST_STARTS = 2  # failed first starts after which the run ends
+FORGIVES_S = 3600.0  # a later death for want of memory counts as a first one
+REPORTS_PER_S, QUIET_PER_S = 2000.0, 200.0  # of all replicas together, within the limits below
+MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
+CHECKSUMS_KEPT = 64
+
+
+class ReplicaLines:
+    """Keeps a line to each replica from its start to its end; awaits `take` with reports that arrive together."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        relays: Relays,
+        *,
+        take: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
+    ) -> None:
+        config, placement = incarnation.config, incarnation.placement
+        here = placement.here.node if config.cluster.address is not None else None
+        self.hub = ReplicaHub(
+            PeerServer(relays.keys, LOOPBACK if here is None else placement.ip(here)),
+            take=take,
+            patience_s=config.supervisor.heartbeat_timeout_s,
+        )
+        self._placement = placement
+        self._patience_s = config.supervisor.heartbeat_timeout_s
+        self._relays = relays
+        self._lines: dict[int, Line] = {}
+        self._relay_sent: dict[int, str] = {}  # endpoint of the relay that each replica was last sent
+        self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and its replica
+
+    @property
+    def pace(self) -> ReportPace:
+        """How often a replica that starts now reports."""
+        return pace_of(len(self._placement.plan.replicas), self._patience_s)
+
+    async def open(self, index: int, label: str, relay: str) -> None:
+        """Open a line to a replica that is about to start under a label, with this relay."""
+        await self.close(index)  # the line of a failed start
+        self._lines[index] = self.hub.open(label, index)
+        self._relay_sent[index] = relay
+
+    async def close(self, index: int) -> None:
+        """Close the line to a replica, if there is one."""
+        line = self._lines.pop(index, None)
+        if line is not None:
+            await self.hub.close(line)
+
+    async def until_lost(self, index: int) -> None:
+        """Wait until the line of a started replica is lost, and raise PartDiedError."""
+        line = self._lines[index]
+        self.hub.mark_started(line)
+        raise PartDiedError(f"replica-{index}", await line.lost)
+
+    def send_order(self, index: int, order: Order) -> None:
+        """Send an order to a replica that runs or starts; for any other replica the order has no meaning."""
+        line = self._lines.get(index)
+        if line is not None:
+            line.send_order(order)
+
+    def line_of(self, index: int) -> Line | None:
+        """Return the line to a replica that runs or starts."""
+        return self._lines.get(index)
+
+    def keep_attached(self, line: Line) -> None:
+        """Send a replica the new address of its relay. A replica whose relay moved to another host is lost."""
+        try:
+            relay = self._relays.endpoint_for(line.replica)
+        except PartDiedError as error:
+            line.lose(error.reason)
+            return
+        if relay != self._relay_sent[line.replica]:
+            self._relay_sent[line.replica] = relay
+            line.send_order(Follow(relay))
+
+    def compare(self, line: Line, loads: Sequence[WeightLoad]) -> None:
+        """Lose a replica whose checksum of a version differs from the first one in the same layout."""
+        for load in loads:
+            if load.checksum is None:
+                continue
+            layout = load.checksum.count("-") + 1
+            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, line.replica))
+            if agreed != load.checksum:
+                line.lose(f"its weights of version {load.version} differ from those of replica-{first}")
+        for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
+            del self._checksums[key]
+
+
+def pace_of(replicas: int, patience_s: float) -> ReportPace:
+    """Return how often each of so many replicas reports.
+
+    All together report at most 2,000 times a second, and 200 times without news. News waits for a quarter of a
+    second at most, so more than 500 replicas may report more often. No replica is quiet for so long that it counts
+    as silent after `patience_s`.
+    """
+    return ReportPace(
+        gather_s=min(MOST_GATHER_S, max(GATHER_S, replicas / REPORTS_PER_S)),
+        quiet_s=min(MOST_QUIET_S, patience_s / 4, max(1.0, replicas / QUIET_PER_S)),
+    )
 
 
 class _LeftError(Exception):
-    """A replica has left, and needs no process any more."""
+    """A replica has left the fleet and gets no other process."""
 
 
 class Replicas:
-    """Processes of the rollout replicas, and the lines to them.
+    """Keeps the processes of all replicas alive, sends orders to them, and passes their reports on.
 
-    `issuing` is the tick of the loop that sends assignments; `take` gets the new reports of a moment.
+    `issuing` wakes the loop that sends assignments; `take` is awaited with the reports that arrive together.
     """
 
     def __init__(
@@ -70,32 +166,32 @@ class Replicas:
         take: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
     ) -> None:
         self._payload = payload
-        self._labels: dict[int, str] = {}  # of the present segments of each replica
+        self._labels: dict[int, str] = {}  # label of the segments that each replica writes
         self._incarnation = incarnation
         self._config = incarnation.config
         self._stats = incarnation.stats
         self._scheduler = scheduler
         self._relays = relays
-        self._restarting: set[int] = set()  # killed on purpose
-        self._plan: Plan | None = None  # that the scheduler has heard of
+        self._restarting: set[int] = set()  # replicas that were killed on purpose
+        self._plan: Plan | None = None  # the plan that the scheduler knows
         self._issuing = issuing
         self._take = take
         self._opened: ReplicaLines | None = None
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
-        self._servers = dict(enumerate(self._config.rollout.engine.servers))  # that replicas attach to
-        self._unproven: set[int] = set()  # have joined, and never were up
-        self._ended: set[int] = set()  # have left, or are about to, with nothing
-        self._left: dict[int, str] = {}  # reasons of those that have left, until they are told
-        self._failing: dict[int, str] = {}  # of those that have joined and do not start, the first of each
-        self._tasks: asyncio.TaskGroup | None = None  # in which they are kept
+        self._servers = dict(enumerate(self._config.rollout.engine.servers))  # by replica: its URL
+        self._unproven: set[int] = set()  # replicas that have joined and were never up
+        self._ended: set[int] = set()  # replicas that have left, or are about to and have no work
+        self._left: dict[int, str] = {}  # replica -> reason for leaving, until `take_left`
+        self._failing: dict[int, str] = {}  # replica that joined -> why its first start failed
+        self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep them
 
     def spawn(self) -> None:
-        """Start all processes; `keep` starts what runs in them."""
+        """Start all processes; `keep` starts the replicas in them."""
         for keeper in self._keepers:
             keeper.spawn()
 
     async def keep(self) -> None:
-        """Serve every replica until cancelled. Raises RunFailedError, ConfigError."""
+        """Keep every replica alive until cancelled. Raises RunFailedError, ConfigError."""
         self._opened = lines = ReplicaLines(self._incarnation, self._relays, take=self._take)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -108,33 +204,33 @@ class Replicas:
 
     # ---- what the loops of the controller call
 
-    def send(self, index: int, order: Order) -> None:
-        """Send an order to a replica that runs, or starts."""
-        self._lines.tell(index, order)
+    def send_order(self, index: int, order: Order) -> None:
+        """Send an order to a replica that runs or starts."""
+        self._lines.send_order(index, order)
 
     def assign(self, index: int, assignments: Sequence[Assignment]) -> None:
-        """Send a replica its assignments, with the addresses of tokens that its host has not got."""
+        """Send assignments to a replica, with the stores of tokens that are on other hosts."""
         for located in self._located(index, assignments):
-            self._lines.tell(index, Submit([located]))
+            self._lines.send_order(index, Submit([located]))
 
     def is_killed(self, index: int) -> bool:
-        """True where a replica was killed on purpose: its work is taken over from its segments."""
+        """Return True if a replica was killed on purpose: others continue its work from its segments."""
         return index in self._restarting
 
     def check_weights(self, line: Line, report: ReplicaReport) -> None:
-        """Lose a replica whose weights differ from another's, and tell it where its relay is now."""
+        """Lose a replica whose weights differ from another's, and send it the present address of its relay."""
         self._lines.compare(line, report.loads)
         self._lines.keep_attached(line)
 
     def heed_plan(self) -> None:
-        """Let the scheduler know of a new plan; a replica without a place counts for nobody."""
+        """Tell the scheduler which replicas have a place in the present plan."""
         plan = self._incarnation.placement.plan
         if plan is not self._plan:
             self._plan = plan
             self._scheduler.views.planned(place is not None for place in plan.replicas)
 
     def _located(self, index: int, assignments: Sequence[Assignment]) -> list[Assignment]:
-        """With addresses of what a replica's host has not got itself."""
+        """Return assignments with the stores of tokens that are on other hosts."""
         node = self._keepers[index].parts[0].place.node
         refs = [[one.at for one in assignment.tokens] for assignment in assignments]
         stores = [self._payload.stores_for(mine, node) for mine in refs]
@@ -144,9 +240,9 @@ class Replicas:
     # ---- the fleet
 
     def join(self, config: RunConfig, servers: Mapping[int, str]) -> None:
-        """Keep the replicas that are new to the scheduler, each attached to its server if there are `servers`.
+        """Start to keep the replicas that are new to the scheduler, each attached to its server if it has one.
 
-        The config is that of the fleet as it is to be.
+        `config` has the new size of the fleet.
         """
         assert self._tasks is not None, "replicas join while others are kept"
         self._config = config
@@ -157,35 +253,35 @@ class Replicas:
             self._tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
 
     def remove(self, index: int) -> None:
-        """End a replica that was to leave and has nothing any more; no death is counted."""
+        """End a leaving replica that has no work left, without counting a death."""
         assert self._scheduler.views.by_index[index].leaving, f"replica {index} was not to leave"
         self._ended.add(index)
         if self._keepers[index].parts:
             self._end(index)
 
     def is_ended(self, index: int) -> bool:
-        """True where a replica does not come back."""
+        """Return True if a replica has left for good."""
         return index in self._ended
 
     def has_process(self, index: int) -> bool:
-        """True where a replica runs, or starts."""
+        """Return True if a replica has a process."""
         return bool(self._keepers[index].parts)
 
     def take_left(self) -> dict[int, str]:
-        """Replicas that have left, and why; each is told once."""
+        """Return the replicas that have left since the last call, each with a reason."""
         left, self._left = self._left, {}
         return left
 
     @property
     def failing(self) -> Mapping[int, str]:
-        """Replicas that have joined and do not start, and why they did not the first time."""
+        """Replicas that have joined and do not start, each with the reason of its first failure."""
         return self._failing
 
     async def _keep(self, index: int) -> None:
-        """Keep a replica until it has left. Raises RunFailedError, ConfigError of one that ever was up."""
+        """Keep a replica alive until it has left. Raises RunFailedError or ConfigError if it ever was up."""
         reason = SCALED
         try:
-            await self._keepers[index].calling(partial(self._serve, index))
+            await self._keepers[index].call_with_restarts(partial(self._serve, index))
         except _LeftError:
             pass
         except (ConfigError, RunFailedError) as error:
@@ -200,12 +296,12 @@ class Replicas:
         self._stats.left(index)
         self._incarnation.ledger.append(ReplicaLeft(index, reason))
         self._left[index] = reason
-        self._issuing.at_once()  # what it still had
+        self._issuing.at_once()  # its trajectories wait for others
 
     # ---- repacking
 
     async def speed(self) -> EngineSpeed:
-        """Speed of the engines, by the first replica that is up; it has nothing to do yet."""
+        """Return the speed of the engines, as the first replica that is up measures it before it has work."""
         while True:
             for replica in range(len(self._keepers)):
                 speed = await self._speed_of(replica)
@@ -215,45 +311,45 @@ class Replicas:
 
     async def survey(self, replica: int) -> Survey | None:
         """See `migration.ReplicaFleet.survey`."""
-        line = self._lines.get(replica)
-        return None if line is None else await line.look(within_s=self._answer_s)
+        line = self._lines.line_of(replica)
+        return None if line is None else await line.request_survey(within_s=self._answer_s)
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
         """See `migration.ReplicaFleet.expect`."""
-        line = self._lines.get(replica)
+        line = self._lines.line_of(replica)
         return line is not None and await line.expect(version, trajectory_ids, within_s=self._answer_s)
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
-        self._lines.tell(replica, GiveUp(list(trajectory_ids)))
+        self._lines.send_order(replica, GiveUp(list(trajectory_ids)))
 
     @property
     def _answer_s(self) -> float:
-        """The time for an answer, so that a silent replica holds up no round of the others."""
+        """Time for an answer: a silent replica must not delay the repacking of the others."""
         return max(ANSWER_S, self._config.repack.interval_s)
 
     async def _speed_of(self, replica: int) -> EngineSpeed | None:
-        """None of one that is dying, which its keeper notices as well."""
+        """Return the speed of a replica's engine; None if the replica is not up or dies meanwhile."""
         keeper = self._keepers[replica]
         if not keeper.is_up:
             return None
         try:
-            return await keeper.parts[0].ask(EngineSpeed, "speed", timeout_s=SPEED_S)
+            return await keeper.parts[0].call_for(EngineSpeed, "speed", timeout_s=SPEED_S)
         except PartDiedError:
             return None
 
     # ---- their life
 
     async def stop(self, *, evaluations: bool) -> None:
-        """Interrupt all training, and evaluations too, and wait until nothing runs any more.
+        """Interrupt all training, and with `evaluations` those too; return when no trajectory runs any more.
 
-        Partial responses are in then, and evaluations that were not interrupted have ended.
-        One that is starting has nothing to tell: it starts once more, without what is interrupted.
+        By then partial responses have arrived, and evaluations that were not interrupted have ended. A replica
+        that is starting is killed and starts again, since it cannot report yet.
         """
         views = self._scheduler.views
         for index, keeper in enumerate(self._keepers):
             if keeper.is_up:
-                self._lines.tell(index, Stop(evaluations))
+                self._lines.send_order(index, Stop(evaluations))
             elif keeper.parts:
                 self._end(index)
         while views.in_flight:
@@ -261,21 +357,21 @@ class Replicas:
             await self._stats.next_report.wait()
 
     def restart(self) -> None:
-        """End all processes for fresh ones, whose engines may serve versions older than theirs."""
+        """Replace all processes by fresh ones, whose engines may serve older versions."""
         for index, keeper in enumerate(self._keepers):
             if keeper.parts:
                 self._scheduler.views.retire(index)
                 self._end(index)
 
     def _end(self, index: int) -> None:
-        """Kill a process, which does not count as a death."""
+        """Kill a process on purpose, which does not count as a death."""
         self._restarting.add(index)
         self._keepers[index].kill()
 
     def _spec(self, index: int) -> PartSpec:
         return PartSpec(
             names=[f"replica-{index}"],
-            actor=ReplicaActor,
+            actor="laminar_py.runtime.workers.processes.replica:ReplicaActor",
             concurrency=16,
             timeout_s=self._config.supervisor.heartbeat_timeout_s,
             places=lambda: [self._place(index)],
@@ -292,19 +388,19 @@ class Replicas:
         if index in self._ended:
             raise _LeftError
         planned = self._incarnation.placement.plan.replicas
-        return planned[index] if index < len(planned) else None  # it has just joined
+        return planned[index] if index < len(planned) else None  # no plan has it yet
 
     async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
-        """Have what it had go on elsewhere; None if it was ended on purpose, or if that ends no run.
+        """Hand the work of a dead replica to others; return the death if it counts against the run.
 
-        A full disk does not, nor the first start of one that joined: it is tried again, ever more rarely, while
-        others go on. One that was to leave has left with that.
+        These deaths do not count: one on purpose, a full disk, and a failed first start of a replica that joined,
+        which is tried again ever more rarely. A leaving replica has left with its death: raises `_LeftError`.
         """
         await self._lines.close(index)
         if index in self._unproven and index not in self._restarting:
             self._scheduler.views.doubt(index)
         await self._take_over(index)
-        self._stats.next_report.set()  # `stop` may wait for what it had
+        self._stats.next_report.set()  # `stop` may wait for its trajectories
         on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving
         self._restarting.discard(index)
         tolerated = leaves or index in self._unproven or StoreFullError.__name__ in error.reason
@@ -318,10 +414,10 @@ class Replicas:
         return None if on_purpose or tolerated else error
 
     async def _take_over(self, index: int) -> None:
-        """Have what a dead replica had wait for others, from where its segments and journals end."""
+        """Queue the trajectories of a dead replica for others, with all tokens in its segments and journals."""
         label, reports = self._labels.pop(index, None), self._scheduler.reports
-        self._scheduler.views.retire(index)  # it gets nothing while its journals are read
-        if label is None:  # it died over its start
+        self._scheduler.views.retire(index)  # it gets no work while its journals are read
+        if label is None:  # it died before it started
             await reports.on_replica_lost(index, reason=REPLICA_DIED)
         elif await self._payload.is_lost(label):
             await reports.on_replica_lost(index, reason=HOST_LOST)
@@ -338,7 +434,7 @@ class Replicas:
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
         self._stats.joined(index)
         relay = await self._relays.attach(index, parts[0].place)
-        self._labels[index] = label = await self._payload.label(f"replica-{index}", parts[0].place.node)
+        self._labels[index] = label = await self._payload.new_label(f"replica-{index}", parts[0].place.node)
         await self._lines.open(index, label, relay)
         self.heed_plan()
         spec = ReplicaSpec(
@@ -359,10 +455,10 @@ class Replicas:
             environments=environment_names(self._incarnation),
         )
         limit = START_S + self._config.rollout.engine.start_limit_s
-        await parts[0].call("start", encode(spec), timeout_s=limit)
+        await parts[0].call("start", spec, timeout_s=limit)
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
-        """Until a replica ends, or is of no use any more. Raises PartDiedError."""
+        """Wait until a replica ends or its line is lost. Raises PartDiedError."""
         self._unproven.discard(index)
         await watched(parts[0].call("ended", timeout_s=math.inf), self._lines.until_lost(index))
 

@@ -1,4 +1,4 @@
-"""Orders of the controller to a part that starts, and the part's answers. Typed; travels as bytes."""
+"""Requests with which the controller starts and calls the parts of a run, and their answers. Typed records."""
 
 import msgspec
 
@@ -11,17 +11,17 @@ from laminar_py.records.replica import Assignment
 
 
 class PartStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what starts a part of a run."""
+    """Base of the requests that start a part of a run."""
 
     config: str  # RunConfig as JSON
     run_dir: str
 
 
 class PayloadStart(PartStart, frozen=True, kw_only=True):
-    """Base of what starts a part that reads or writes payload."""
+    """Base of the requests that start a part that reads or writes payload."""
 
     label: str  # of its segments
-    store_key: str  # with which it reads from other hosts
+    store_key: str  # of the stores on other hosts
 
 
 class RelaySpec(PartStart, frozen=True, kw_only=True):
@@ -30,10 +30,10 @@ class RelaySpec(PartStart, frozen=True, kw_only=True):
     node: int
     store: str
     port: int
-    patience_s: float = 0.0  # for whoever holds that port to let go of it
-    or_any_port: bool = False  # in place of one that is still held then
+    patience_s: float = 0.0  # to wait for the port to become free
+    or_any_port: bool = False  # use any port if it stays taken
     parents: tuple[str, ...]  # endpoints; empty for the root
-    chunk_bytes: int  # settled for the whole tree
+    chunk_bytes: int  # of the whole tree
     public_key: str
     secret_key: str
 
@@ -47,36 +47,36 @@ class StoreSpec(PartStart, frozen=True, kw_only=True):
 
 
 class ReportPace(msgspec.Struct, frozen=True):
-    """How often a replica reports: news gathers for `gather_s`; without any it says that it is there."""
+    """How often a replica reports: news gathers for `gather_s`; without news it reports every `quiet_s`."""
 
     gather_s: float
     quiet_s: float
 
 
 class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
-    """Start of a replica; `assignments` are interrupted trajectories that it takes up before anything else."""
+    """Start of a replica; `assignments` are interrupted trajectories that it continues first."""
 
     index: int
     model_dir: str
     relay: str  # endpoint
-    hub: str  # endpoint that it reports to
+    hub: str  # endpoint for reports
     pace: ReportPace
     public_key: str
     secret_key: str
     assignments: list[Assignment] = []
-    secret: str | None = None  # that it opens its engine with
-    server: str = ""  # that it attaches to, where it starts none
+    secret: str | None = None  # of its engine
+    server: str = ""  # URL that it attaches to; empty if it starts its engine
     environments: list[str] = []  # names of the processes that answer turns
 
 
 class LearnerSpec(PayloadStart, frozen=True, kw_only=True):
-    """Start of a rank of the learner; `checkpoint` is a folder to go on from."""
+    """Start of a rank of the learner; `checkpoint` is the folder to continue from."""
 
     rank: int
-    rendezvous: str  # file or tcp://ip:port that the ranks meet at
+    rendezvous: str  # file or tcp://ip:port
     store: str  # the root relay's
-    chunk_bytes: int  # that versions are cut into
-    ranks_here: int  # on its node, itself among them
+    chunk_bytes: int  # of a version
+    ranks_here: int  # ranks on its node, with itself
     checkpoint: str | None = None
 
 
@@ -97,14 +97,14 @@ class LearnerStarted(msgspec.Struct, frozen=True):
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
-    """Trajectories of a rank's next step, whose tokens it reads; it answers what is lost, a `dict[str, str]`."""
+    """Trajectories of a rank's next step, whose tokens it reads; its answer has the lost ones with reasons."""
 
     bundles: list[list[FinishedTrajectory]]  # one for each microbatch
-    stores: dict[str, str]  # addresses of segments that are of other hosts
+    stores: dict[str, str]  # segment on another host -> name of its store
 
 
 class StepRequest(msgspec.Struct, frozen=True):
-    """Optimizer step on what was fetched last; then published as `version`, if that is set."""
+    """Optimizer step on the fetched trajectories; the weights are published as `version`, if set."""
 
     terms: StepTerms
     version: int | None = None
@@ -114,8 +114,8 @@ class StepOutcome(msgspec.Struct, frozen=True):
     """Result of a step."""
 
     metrics: StepMetrics
-    version: int | None  # as which the new weights are being published
-    stall_s: float  # that the learner stood still for it
+    version: int | None  # number under which the new weights are published
+    stall_s: float  # seconds that the learner stood still for it
 
 
 class ScorerSpec(PayloadStart, frozen=True, kw_only=True):
@@ -125,17 +125,17 @@ class ScorerSpec(PayloadStart, frozen=True, kw_only=True):
 
 
 class EnvironmentSpec(PartStart, frozen=True, kw_only=True):
-    """Start of a process of environments; with `messages` the chat template writes their answers."""
+    """Start of a process of environments; with `messages` the chat template writes answers."""
 
     index: int
     messages: bool
-    host: str  # address at which replicas tell it what is sampled
+    host: str  # address for streamed turns
     public_key: str
     secret_key: str
 
 
 class ServerStart(PartStart, frozen=True, kw_only=True):
-    """Start of a server that terms of the reward ask."""
+    """Start of a server for terms of the reward."""
 
     pool: str
     index: int  # in its pool
@@ -159,7 +159,7 @@ class ReferenceAnswer(msgspec.Struct, frozen=True):
     """References to the log-probabilities of some trajectories under the reference model."""
 
     logprobs: dict[str, ColumnRef]  # by trajectory
-    lost: dict[str, str]  # what is lost of others
+    lost: dict[str, str]  # lost trajectory -> reason
     elapsed_s: float
 
 
@@ -167,4 +167,4 @@ class TrackerSpec(msgspec.Struct, frozen=True):
     """Start of a tracker's process."""
 
     opening: Opening
-    environment: dict[str, str]  # the controller's: where servers are, and what lets it in
+    environment: dict[str, str]  # of the controller, with addresses and credentials of servers

@@ -1,9 +1,9 @@
-"""Stores of a run's hosts, which give pieces of segments to readers on others: placed, and kept alive.
+"""Stores of a run's hosts, which give pieces of segments to readers on other hosts: placed, and kept alive.
 
-Owned by the controller. Where a run spans several hosts, each on which replicas, scorers or the reference write
-segments has one, and each that is `need`ed for segments of before; it stays as long as its host lives, whatever
-moves away from there, since the segments stay. Readers know a store by its name, under which it leaves its address
-in the run's folder whenever it starts. Invariant: a host has one store at most.
+Owned by the controller. If a run spans several hosts, each host on which replicas, scorers or the reference write
+segments has a store, and so has each host with segments of an earlier incarnation (`require`). A store stays as
+long as its host lives, since the segments stay. Readers know a store by its name; the store leaves its address
+under that name in the run's folder when it starts. A host has at most one store (`tests/workers/test_stores.py`).
 """
 
 import asyncio
@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from laminar_py.ledger.segments.wire import ADDRESSES
-from laminar_py.records.codec import encode
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.processes.store import StoreActor
 from laminar_py.runtime.workers.specs import StoreSpec
 
 log = logging.getLogger(__name__)
@@ -29,29 +27,32 @@ PING_S = 1.0
 
 
 class Stores:
-    """Stores by Ray node, e.g. `Stores(incarnation, key=secrets.token_hex(32))`."""
+    """Keeps one store on each cluster node that needs one, e.g.
+
+    `Stores(incarnation, key=secrets.token_hex(32))`.
+    """
 
     def __init__(self, incarnation: Incarnation, *, key: str) -> None:
         self._incarnation = incarnation
         self._placement = incarnation.placement
         self._key = key
         self._timeout_s = incarnation.config.supervisor.heartbeat_timeout_s
-        self._keepers: dict[str, Keeper] = {}  # of hosts that live
-        self._names: dict[str, str] = {}  # also of stores whose hosts have died
-        self._tasks: asyncio.TaskGroup | None = None  # in which they keep, after the start
-        self._begins = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by node: one begins it, whoever needs it
+        self._keepers: dict[str, Keeper] = {}  # by node, of live hosts
+        self._names: dict[str, str] = {}  # by node, also of dead hosts
+        self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep stores alive, after `start`
+        self._begins = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by node: one caller starts the store
         self._changed = asyncio.Event()  # set, and replaced, when a store comes up or a host is gone
 
-    def name(self, node: str) -> str:
-        """Name of a host's store, by which readers find it; "" where none was needed."""
+    def name_of(self, node: str) -> str:
+        """Return the name of a host's store, by which readers find it; "" if it has none."""
         return self._names.get(node, "")
 
-    async def up(self, node: str) -> str:
-        """Name of a host's store, once that runs; a store is begun where there is none, also before `keep`.
+    async def bring_up(self, node: str) -> str:
+        """Start a host's store if there is none, and return its name once it is up.
 
-        Raises PartDiedError where the host is gone, or is the only one of the run; RunFailedError as `start`.
+        Raises PartDiedError if the host is gone, or is the only one of the run; RunFailedError as `start`.
         """
-        self.need(node)
+        self.require(node)
         while (keeper := self._keepers.get(node)) is not None:
             if keeper.is_up:
                 return self._names[node]
@@ -61,8 +62,8 @@ class Stores:
                 await self._changed.wait()
         raise PartDiedError(self._names.get(node, "store"), f"host {self._placement.ip(node)} has none")
 
-    def need(self, node: str) -> None:
-        """Have a store on a host from now on, unless that is gone, or the only one of the run."""
+    def require(self, node: str) -> None:
+        """Keep a store on a host from now on, unless the host is gone, or the only one of the run."""
         if node not in self._keepers and self._placement.spread and self._placement.is_alive(node):
             name = self._names.setdefault(node, f"store-{len(self._names)}")
             self._keepers[node] = Keeper(self._spec(name, node), self._incarnation)
@@ -70,21 +71,21 @@ class Stores:
                 self._tasks.create_task(self._keep(node), name=f"keep-{name}")
 
     def spawn(self) -> None:
-        """Start the processes on all hosts of the plan; `start` starts what runs in them."""
+        """Start the processes on all hosts of the plan; `start` starts the stores in them."""
         shutil.rmtree(self._incarnation.run.path / ADDRESSES, ignore_errors=True)  # of stores that have ended
         self._follow()
         for keeper in self._keepers.values():
             keeper.spawn()
 
     async def start(self) -> None:
-        """Have all stores up, as often as they die over it. Raises RunFailedError if one dies too often."""
+        """Start all stores, again if they die meanwhile. Raises RunFailedError if one dies too often."""
         self._follow()
         async with asyncio.TaskGroup() as tasks:
             for node in list(self._keepers):
                 tasks.create_task(self._bring_up(node), name=f"start-{self._names[node]}")
 
     async def keep(self) -> None:
-        """Watch all stores, and those of hosts that the plan takes in, until cancelled."""
+        """Keep all stores alive until cancelled, and start stores on hosts that the plan adds."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             for node in list(self._keepers):
@@ -94,17 +95,17 @@ class Stores:
                 await asyncio.sleep(PING_S)
 
     def _follow(self) -> None:
-        """Need a store on each host on which the plan has parts that write."""
+        """Require a store on each host on which the plan has parts that write segments."""
         plan, workers = self._placement.plan, self._incarnation.config.reward.workers
-        scorers = [self._placement.of_scorer(index) for index in range(workers)]
+        scorers = [self._placement.scorer_place(index) for index in range(workers)]
         for place in (*plan.replicas, *scorers, plan.reference):
             if place is not None and place.node is not None:
-                self.need(place.node)
+                self.require(place.node)
 
     def _spec(self, name: str, node: str) -> PartSpec:
         return PartSpec(
             names=[name],
-            actor=StoreActor,
+            actor="laminar_py.runtime.workers.processes.services:StoreActor",
             concurrency=2,
             timeout_s=self._timeout_s,
             places=lambda: [Place(node)],
@@ -119,10 +120,10 @@ class Stores:
             host=self._placement.ip(node),
             key=self._key,
         )
-        await parts[0].call("start", encode(spec))
+        await parts[0].call("start", spec)
 
     async def _bring_up(self, node: str) -> None:
-        """Have one up, which is forgotten where its host is gone first."""
+        """Start a host's store, again if it dies meanwhile; forget it if its host is gone."""
         keeper = self._keepers[node]
         async with self._begins[node]:
             while not keeper.is_up and self._placement.is_alive(node):
@@ -135,7 +136,7 @@ class Stores:
         self._notify()
 
     async def _keep(self, node: str) -> None:
-        """Keep one until its host is gone."""
+        """Keep a host's store alive until the host is gone."""
         keeper = self._keepers[node]
         while self._placement.is_alive(node):
             try:

@@ -1,8 +1,8 @@
-"""Messages of a run to its trackers, and the processes that they are in. Owned by the controller.
+"""Trackers of a run, each in a process of its own, and the messages to them. Owned by the controller.
 
-Invariant: nothing in a run waits for a tracker (law 8), and none can end it. What is told waits in a bounded
-queue; a tracker that is slow or gone costs its own messages, which are counted. A tracker's process that dies is
-started anew, and goes on with the tracker's run.
+No part of a run waits for a tracker (law 8), and no tracker can end a run. Messages wait in a bounded queue; a
+slow or dead tracker loses messages, which are counted. A tracker's process that dies starts again and continues
+the tracker's run.
 """
 
 import asyncio
@@ -24,27 +24,25 @@ from laminar_py.observe.trackers import (
     flat_settings,
     flat_summary,
 )
-from laminar_py.records.codec import encode
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
-from laminar_py.runtime.workers.processes.tracker import TrackerActor
 from laminar_py.runtime.workers.specs import TrackerSpec
 
 log = logging.getLogger(__name__)
 
-QUEUED = 1000  # messages of some 5 kB; when it is full the newest is dropped, so nobody ever waits to put one in
-RETRY_S = 60.0  # after a death
-START_S = 600.0  # a server may be slow to answer
-CLOSE_S = 30.0  # for all that is queued and the tracker's own end
+QUEUED = 1000  # messages of some 5 kB; a full queue drops the newest, so no caller waits
+RETRY_S = 60.0  # before a restart
+START_S = 600.0  # the server of a tracker may be slow
+CLOSE_S = 30.0  # to deliver the queue and to end the tracker's run
 FAILED_CLOSE_S = 5.0
 
 
 class TrackerLink:
-    """A tracker in a process of its own on the controller's node; messages go one by one, each is answered."""
+    """A tracker in a process of its own on the controller's node; it answers each message before the next."""
 
     def __init__(
         self, opening: Opening, incarnation: Incarnation, *, queued: int = QUEUED, retry_s: float = RETRY_S
@@ -52,13 +50,13 @@ class TrackerLink:
         self._opening = opening
         self._retry_s = retry_s
         self._queue: asyncio.Queue[Message] = asyncio.Queue(queued)
-        self._told = self._delivered = 0  # messages
+        self._sent = self._delivered = 0  # messages
         self._warned = False
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         spec = PartSpec(
             names=[f"tracker-{opening.kind}"],
-            actor=TrackerActor,
+            actor="laminar_py.runtime.workers.processes.services:TrackerActor",
             concurrency=1,
             timeout_s=START_S,
             places=lambda: [incarnation.placement.here],
@@ -71,27 +69,27 @@ class TrackerLink:
 
     @property
     def undelivered(self) -> int:
-        """Messages that were dropped, or wait."""
-        return self._told - self._delivered
+        """Number of messages that were dropped, or wait."""
+        return self._sent - self._delivered
 
     def start(self) -> None:
-        """Begin to deliver. Not a task of the run's group: its fate must not be the run's."""
-        work = self._keeper.calling(self._deliver)
+        """Begin to deliver, in a task outside the run's group, so that a failing tracker does not end the run."""
+        work = self._keeper.call_with_restarts(self._deliver)
         self._task = asyncio.create_task(work, name=f"tracker-{self._opening.kind}")
 
-    def tell(self, message: Message) -> None:
-        """Never waits."""
-        self._told += 1
+    def enqueue_message(self, message: Message) -> None:
+        """Queue a message, or drop it if the queue is full; returns at once."""
+        self._sent += 1
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
             self._warn(f"{self._queue.qsize()} wait for it")
 
     async def close(self, summary: dict[str, float] | None, *, limit_s: float) -> None:
-        """Deliver what is queued and the summary, in this time at most; then its process is gone."""
+        """Deliver the queue and the summary within `limit_s`; then end the process."""
         assert self._task is not None, "a tracker is started before it is closed"
         self._closing.set()
-        self._told += 1
+        self._sent += 1
         try:
             async with asyncio.timeout(limit_s):
                 await self._queue.put(Ending(summary))
@@ -107,25 +105,25 @@ class TrackerLink:
             log.warning("tracker %s: %d messages did not arrive", self._opening.kind, self.undelivered)
 
     async def _deliver(self, parts: Sequence[Part]) -> None:
-        """Pass messages on, up to the last. Raises PartDiedError; the message that it was over is lost."""
+        """Deliver messages up to `Ending`. Raises PartDiedError; the message that was being delivered is lost."""
         message: Message | None = None
         while not isinstance(message, Ending):
             message = await self._queue.get()
-            await parts[0].call("tell", encode(message), timeout_s=math.inf)
+            await parts[0].call("deliver", message, timeout_s=math.inf)
             self._delivered += 1
 
     async def _settle(self, error: PartDiedError) -> None:
-        """Say what is lost, which the run does not count; once it is over nobody takes the place of the dead."""
+        """Log a death, which does not count against the run; raise it once the run is over, for no restart."""
         self._warn(f"its process died ({error.reason}), see logs/{error.part}.log")
         if self._closing.is_set():
             raise error
 
     async def _open(self, parts: Sequence[Part]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        await parts[0].call("start", encode(TrackerSpec(self._opening, environment)))
+        await parts[0].call("start", TrackerSpec(self._opening, environment))
 
     async def _rest(self, failures: int) -> None:
-        """Wait a while after a death; not once the run is over."""
+        """Wait before a restart, but not once the run is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._retry_s):
                 await self._closing.wait()
@@ -137,7 +135,7 @@ class TrackerLink:
 
 
 class Trackers:
-    """Trackers of a run."""
+    """Sends steps, evaluations and the summary to all trackers of a run."""
 
     def __init__(self, incarnation: Incarnation, *, resumed: bool) -> None:
         config, run = incarnation.config, incarnation.run
@@ -150,7 +148,7 @@ class Trackers:
             )
             for kind in config.tracking.kinds
         ]
-        self._next = 0 if resumed else 1  # the step that comes if nothing is undone; 0: none does
+        self._next = 0 if resumed else 1  # the expected step unless steps are undone; 0: no step is expected
 
     def start(self) -> None:
         """Begin to deliver."""
@@ -158,22 +156,22 @@ class Trackers:
             link.start()
 
     def step(self, row: StepRow) -> None:
-        """Tell a committed step. One that is not the next was rolled back to, or resumed from."""
+        """Send a committed step; if it is not the next one, the trackers first undo the steps after it."""
         if row.step != self._next:
-            self._tell(Rewound(row.step - 1))
+            self._enqueue_message(Rewound(row.step - 1))
         self._next = row.step + 1
-        self._tell(Values(row.step, flat_row(row)))
+        self._enqueue_message(Values(row.step, flat_row(row)))
 
     def evaluated(self, result: Evaluated) -> None:
-        """Tell an evaluation, at the step of its version, which may be long past."""
-        self._tell(Values(result.step, flat_evaluation(result)))
+        """Send an evaluation, at the step of its version, which may be long past."""
+        self._enqueue_message(Values(result.step, flat_evaluation(result)))
 
     async def close(self, summary: Summary | None) -> None:
-        """End all; without a summary the run failed."""
+        """End all trackers; without a summary the run failed."""
         values = None if summary is None else flat_summary(summary)
         limit_s = FAILED_CLOSE_S if summary is None else CLOSE_S
         await asyncio.gather(*(link.close(values, limit_s=limit_s) for link in self._links))
 
-    def _tell(self, message: Message) -> None:
+    def _enqueue_message(self, message: Message) -> None:
         for link in self._links:
-            link.tell(message)
+            link.enqueue_message(message)

@@ -4,29 +4,27 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from laminar_py.records.codec import decode, encode
-from laminar_py.runtime.workers.processes.setup import PartActor, open_part
+from laminar_py.config.environment import ENVIRONMENTS, EnvironmentHome
+from laminar_py.environment.calls import EnvironmentCalls
+from laminar_py.environment.host import EnvironmentHost, SavedTurns, environments_path
+from laminar_py.environment.writer import open_writer
+from laminar_py.records.environment import EnvironmentTurn
+from laminar_py.relay.sockets import RelayKeys
+from laminar_py.runtime.link.turns import AskedTurn, TurnReceiver
+from laminar_py.runtime.workers.processes.base import PartActor, open_part
 from laminar_py.runtime.workers.specs import EnvironmentSpec
 
 
 class EnvironmentActor(PartActor):
-    """Shell of a process of environments; replicas ask it by its name."""
+    """Hosts the environments of trajectories; replicas call it by its name."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ready = asyncio.Event()
         self._open = AsyncExitStack()
 
-    async def start(self, data: bytes) -> None:
-        """Load what makes environments."""
-        from laminar_py.config.environment import ENVIRONMENTS, EnvironmentHome
-        from laminar_py.environment.calls import EnvironmentCalls
-        from laminar_py.environment.host import EnvironmentHost, SavedTurns, environments_path
-        from laminar_py.environment.writer import open_writer
-        from laminar_py.relay.sockets import RelayKeys
-        from laminar_py.runtime.link.turns import TurnReceiver
-
-        spec = decode(EnvironmentSpec, data)
+    async def start(self, spec: EnvironmentSpec) -> None:
+        """Load the kind of environment that the config names."""
         config = open_part(spec, f"environment-{spec.index}")
         settings = config.environment
         assert settings is not None, "a run without environments has no process for them"
@@ -54,30 +52,26 @@ class EnvironmentActor(PartActor):
         self._hearing = asyncio.create_task(self._receiver.run(self._host.hear), name="turns")
         self._ready.set()
 
-    async def answer(self, data: bytes) -> bytes:
-        """`EnvironmentTurn` for an `AskedTurn`; who asks has it sooner where it tells what is sampled."""
-        from laminar_py.runtime.link.turns import AskedTurn
-
+    async def answer(self, asked: AskedTurn) -> EnvironmentTurn:
+        """Return the environment's answer to a turn; one that listens also answers over its socket."""
         await self._ready.wait()
-        asked = decode(AskedTurn, data)
         turn = await self._host.answer(asked.turn)
         if turn.listens:
             self._receiver.answer(asked, turn)
-        return encode(turn)
+        return turn
 
-    async def turns_address(self, _: bytes) -> bytes:
-        """Address that takes what is sampled."""
+    async def turns_address(self) -> str:
+        """Return the address of the socket that takes turns while they are sampled."""
         await self._ready.wait()
-        return self._receiver.endpoint.encode()
+        return self._receiver.endpoint
 
-    async def forget(self, data: bytes) -> bytes:
-        """Let go of trajectories, a list of names."""
+    async def forget(self, trajectory_ids: list[str]) -> None:
+        """Let go of trajectories."""
         await self._ready.wait()
-        self._host.forget(decode(list[str], data))
-        return b""
+        self._host.forget(trajectory_ids)
 
     async def watch(self, seconds: float) -> None:
-        """Return after so many seconds; raises what makes the process of no use."""
+        """Return after so many seconds; raise the error that makes the process of no use, if there is one."""
         if self._hearing.done():
             self._hearing.result()
         await self._calls.watch(seconds)

@@ -1,75 +1,270 @@
-"""The process of one rank of the learner."""
+"""The process of one rank of the learner: its model, optimizer and checkpoints, and on rank 0 the publisher.
+
+Called by `workers.learner`. Every rank makes every call, in the same order, since each is a collective.
+"""
 
 import os
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from laminar_py.records.codec import decode, encode
+import msgspec
+import torch
+from safetensors import safe_open
+
+from laminar_py.config.data import ModelConfig
+from laminar_py.config.emulated_profile import read_profile
+from laminar_py.config.emulation import EmulationConfig
+from laminar_py.config.run import RunConfig
+from laminar_py.data.chat import PromptEncoder
+from laminar_py.data.demonstrations import read_demonstrations
+from laminar_py.data.sources import DataSource
+from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.engines.model_sizes import read_sizes, served_dtype
+from laminar_py.learner.attention import choose_kernel
+from laminar_py.learner.distributed import join_group
+from laminar_py.learner.emulated import EmulatedLearner
+from laminar_py.learner.packing.packer import Bundle, microbatches
+from laminar_py.learner.reference import ReferenceModel
+from laminar_py.learner.step import Learner
+from laminar_py.learner.warm_start import Example, cache_key, warm_start
+from laminar_py.ledger.segments.reader import PayloadReader, complete_all
+from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.metrics import LearnerProgress
-from laminar_py.runtime.workers.processes.one_thread import OneThread
-from laminar_py.runtime.workers.processes.setup import (
+from laminar_py.records.pieces import ColumnPiece, ColumnRef
+from laminar_py.records.weights import Published
+from laminar_py.relay.messages import Manifest
+from laminar_py.relay.pages import allow_many_files
+from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
+from laminar_py.runtime.workers.processes.base import (
+    ComputingActor,
     PartActor,
     compute_on,
     learner_threads,
+    on_compute_thread,
     open_part,
     open_reader,
+    open_writer,
 )
-from laminar_py.runtime.workers.specs import FetchRequest, LearnerSpec, StepRequest
+from laminar_py.runtime.workers.specs import (
+    FetchRequest,
+    LearnerSpec,
+    LearnerStarted,
+    ReferenceAnswer,
+    ReferenceRequest,
+    ReferenceSpec,
+    StepOutcome,
+    StepRequest,
+    WeightsSpec,
+)
+
+VERSION = 0  # of all weights that are evaluated, also where an evaluation is resumed
 
 
-def _import_learner() -> None:
-    import laminar_py.runtime.workers.processes.learner_part  # noqa: F401 (for `start`)
-
-
-class LearnerActor(PartActor):
-    """Shell of a rank. Calls come on threads, as some are waited for beside a step; all computing is on one."""
+class LearnerActor(ComputingActor):
+    """Hosts a rank of the learner, and on rank 0 the publisher. Some calls last over a step, on a thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self._progress = LearnerProgress("loading", 0, 1, 0.0)
-        self._one = OneThread()
-        self._one.begin(_import_learner)  # seconds, in which the relays start
+        self._bundles: list[Bundle] = []  # of the next step
+        self._learner: Learner | EmulatedLearner
+        self._publisher: Publisher | None = None
 
-    def progress(self) -> bytes:
-        """`LearnerProgress` while `start` runs."""
-        return encode(self._progress)
+    def progress(self) -> LearnerProgress:
+        """Return how far `start` is."""
+        return self._progress
 
-    def start(self, data: bytes) -> bytes:
-        """Load or warm-start the model, restore a checkpoint; `LearnerStarted`."""
-        return self._one.run(lambda: self._start(decode(LearnerSpec, data)))
-
-    def _start(self, spec: LearnerSpec) -> bytes:
-        from laminar_py.relay.pages import allow_many_files
-        from laminar_py.runtime.workers.processes.learner_part import LearnerPart
-
+    @on_compute_thread
+    def start(self, spec: LearnerSpec) -> LearnerStarted:
+        """Load or warm-start the model, restore a checkpoint; return the sizes of the model."""
         config = open_part(spec, f"learner-{spec.rank}")
         compute_on(learner_threads(config, num_cores=len(os.sched_getaffinity(0)), ranks_here=spec.ranks_here))
         allow_many_files()
-        self._part = LearnerPart(config, spec, reader=open_reader(spec), note=self._note)
-        return encode(self._part.started())
+        return self.load(config, spec, open_reader(spec))
+
+    def load(self, config: RunConfig, spec: LearnerSpec, reader: PayloadReader) -> LearnerStarted:
+        """Make the learner and the publisher; `reader` reads the tokens of its steps."""
+        self._reader = reader
+        if config.emulation is None:
+            self._learner, started = _real_learner(config, spec, self._note)
+        else:
+            self._learner, started = _emulated_learner(config.emulation)
+        if spec.checkpoint is not None:
+            self._learner.load(Path(spec.checkpoint))
+        self._dtype: torch.dtype = getattr(torch, served_dtype(config.model.path))
+        if spec.rank == 0:
+            adapter = None if isinstance(self._learner, EmulatedLearner) else self._learner.adapter_config()
+            self._publisher = Publisher(Path(spec.store), chunk_bytes=spec.chunk_bytes, adapter_config=adapter)
+        return started
 
     def _note(self, progress: LearnerProgress) -> None:
         self._progress = progress
 
-    def fetch(self, data: bytes) -> bytes:
-        """Read the tokens of a `FetchRequest`; what is lost, a `dict[str, str]`."""
-        return self._one.run(lambda: encode(self._part.fetch(decode(FetchRequest, data))))
+    @on_compute_thread
+    def fetch(self, request: FetchRequest) -> dict[str, str]:
+        """Read the tokens of the next step; return the trajectories whose tokens are lost, each with a reason."""
+        wanted = [one for bundle in request.bundles for one in bundle]
+        complete, lost = complete_all(wanted, self._reader, stores=request.stores)
+        self._bundles = [[complete[one.id] for one in bundle if one.id in complete] for bundle in request.bundles]
+        return lost
 
-    def step(self, data: bytes) -> bytes:
-        """Take an optimizer step and begin its publication; `StepOutcome`."""
-        return self._one.run(lambda: encode(self._part.step(decode(StepRequest, data))))
+    @on_compute_thread
+    def step(self, request: StepRequest) -> StepOutcome:
+        """Step on the fetched trajectories; then publish the weights if the request has a version."""
+        bundles, self._bundles = self._bundles, []
+        metrics = self._learner.step(microbatches(bundles, request.terms))
+        stall_s = 0.0 if request.version is None else self._publish(request.version)
+        return StepOutcome(metrics, request.version, stall_s)
 
+    @on_compute_thread
     def publish(self, version: int) -> float:
-        """Publish the weights as they are; seconds that the learner stood still."""
-        return self._one.run(lambda: self._part.publish(version))
+        """Publish the weights as `version`; return the seconds that the learner stood still for it."""
+        return self._publish(version)
 
-    def completed(self, version: int) -> bytes:
-        """`Published`, once that version is complete."""
-        return encode(self._part.completed(version))
+    def _publish(self, version: int) -> float:
+        """Write the version on rank 0; the other ranks take part in gathering each tensor."""
+        tensors: Iterable[tuple[str, torch.Tensor]] = self._learner.named_tensors(dtype=self._dtype)
+        if self._publisher is not None:
+            return self._publisher.publish(version, tensors)
+        for _ in tensors:
+            continue
+        return 0.0
 
+    def completed(self, version: int) -> Published:
+        """Return a published version, once it is complete; only rank 0 is called."""
+        assert self._publisher is not None, "rank 0 publishes"
+        return self._publisher.completed(version)
+
+    @on_compute_thread
     def save(self, path: str) -> None:
-        """Begin a checkpoint in a folder; the state is copied when this returns."""
-        self._one.run(lambda: self._part.save(Path(path)))
+        """Begin a checkpoint in the folder `path`; return when the state is copied and the next step may begin."""
+        self._learner.begin_save(Path(path))
 
     def saved(self) -> None:
-        """Return when that checkpoint is complete on disk."""
-        self._part.saved()
+        """Return when the checkpoint is complete on disk."""
+        self._learner.finish_save()
+
+
+def _real_learner(
+    config: RunConfig, spec: LearnerSpec, note: Callable[[LearnerProgress], None]
+) -> tuple[Learner, LearnerStarted]:
+    device = config.learner_device.value
+    model = config.model
+    refers_to_start = config.algorithm.refers and config.algorithm.reference is None
+    begins = spec.checkpoint is None or refers_to_start or config.learner.lora is not None
+    if config.warm_start is not None and begins:
+        if spec.rank == 0:
+            _warm_start(config, note)  # the other ranks wait for it in `join_group`
+        model = start_model(config)
+    mesh = join_group(spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device)
+    learner = Learner(
+        model,
+        config.learner,
+        config.algorithm,
+        temperature=config.rollout.sampling.temperature,
+        seed=config.seed,
+        num_steps=config.steps,
+        mesh=mesh,
+    )
+    num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
+    kernel, sizes = choose_kernel(torch.device(device)).value, learner.model.config
+    return learner, LearnerStarted(num_parameters, kernel, sizes.hidden_size, sizes.num_hidden_layers)
+
+
+def start_model(config: RunConfig) -> ModelConfig:
+    """Return the model that RL begins with: the configured one, or its warm start in the cache."""
+    if config.warm_start is None:
+        return config.model
+    key = cache_key(config.model, config.warm_start, chat=config.data.chat, seed=config.seed)
+    return ModelConfig(path=config.warm_start.cache / key)
+
+
+def _emulated_learner(emulation: EmulationConfig) -> tuple[EmulatedLearner, LearnerStarted]:
+    times = read_profile(emulation.profile).learner
+    learner = EmulatedLearner(times, devices=emulation.learner_devices, compression=emulation.compression)
+    return learner, LearnerStarted(times.num_parameters, "emulated", times.hidden_size, times.num_layers)
+
+
+def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> None:
+    """Put the warm-started model into the cache, if it is not there."""
+    settings = config.warm_start
+    assert settings is not None, "called only where a warm start is configured"
+    encoder = PromptEncoder(
+        load_tokenizer(config.model.path), config.model.path, config.data.chat, config.environment
+    )
+    source = DataSource("warm_start.data", settings.data)
+    demonstrations = read_demonstrations(source, encoder=encoder, max_tokens=settings.tokens_per_step)
+    examples = [Example(item.prompt_ids, item.response_ids) for item in demonstrations]
+
+    def on_step(step: int, loss: float) -> None:
+        note(LearnerProgress("warm start", step, settings.steps, loss))
+
+    warm_start(config.model, settings, examples, chat=config.data.chat, seed=config.seed, on_step=on_step)
+
+
+# ---- in place of a learner, where weights are evaluated
+
+
+class WeightsActor(PartActor):
+    """Publishes a model folder as it is, in place of a learner."""
+
+    def publish(self, spec: WeightsSpec) -> Published:
+        """Publish the model as version 0, unless an earlier process left it complete; return it once complete."""
+        model = open_part(spec, "weights").model.path
+        store = Path(spec.store)
+        if store.is_dir() and VERSION in complete_versions(store):
+            manifest = msgspec.json.decode((store / folder_name(VERSION) / MANIFEST).read_bytes(), type=Manifest)
+            return Published(VERSION, manifest.digest, manifest.num_bytes, 0.0)
+        allow_many_files()
+        self._publisher = Publisher(store, chunk_bytes=spec.chunk_bytes)  # holds the pages of the version
+        self._publisher.publish(VERSION, folder_tensors(model, served_dtype(model)))
+        return self._publisher.completed(VERSION)
+
+
+def folder_tensors(model: Path, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a model folder, always in the same order; floats as `dtype`."""
+    wanted = getattr(torch, dtype)
+    for path in sorted(model.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_tensor(name)
+                yield name, tensor.to(wanted).contiguous() if tensor.is_floating_point() else tensor
+
+
+# ---- the reference model
+
+
+class ReferenceActor(ComputingActor):
+    """Hosts the reference: the model that the config names, or the model that RL begins with."""
+
+    @on_compute_thread
+    def start(self, spec: ReferenceSpec) -> None:
+        """Load the model."""
+        compute_on(1)
+        config = open_part(spec, "reference-0")
+        self._reader, self._writer = open_reader(spec), open_writer(spec)
+        self._model = ReferenceModel(
+            config.algorithm.reference or start_model(config).path,
+            vocab_size=read_sizes(config.model.path).vocab_size,
+            temperature=config.rollout.sampling.temperature,
+            mesh=join_group(spec.rendezvous, rank=0, world_size=1, device_type=config.learner_device.value),
+            offload=config.learner.offload,
+        )
+
+    @on_compute_thread
+    def logprobs(self, request: ReferenceRequest) -> ReferenceAnswer:
+        """Compute and store the log-probabilities of one packed pass; return references to them."""
+        started = time.perf_counter()
+        complete, lost = complete_all(request.trajectories, self._reader, stores=request.stores)
+        # a reference chooses its experts itself
+        trajectories = [msgspec.structs.replace(one, routed_experts=None) for one in complete.values()]
+        answers = zip(trajectories, self._model.logprobs(trajectories) if trajectories else [], strict=True)
+        pieces = [
+            ColumnPiece(trajectory_id=one.id, name=REFERENCE_LOGPROBS, values=token_values(logprobs))
+            for one, logprobs in answers
+        ]
+        refs = zip(pieces, self._writer.write_all(pieces), strict=True)
+        found = {piece.trajectory_id: ColumnRef(piece.values.dtype, at) for piece, at in refs}
+        return ReferenceAnswer(found, lost, time.perf_counter() - started)

@@ -5,27 +5,24 @@ import logging
 from pathlib import Path
 
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.records.codec import decode, encode
 from laminar_py.relay.messages import RelayEvent
-from laminar_py.runtime.workers.processes.setup import PartActor, open_part
+from laminar_py.relay.node import RelayNode
+from laminar_py.relay.pages import allow_many_files
+from laminar_py.relay.sockets import PortInUseError, RelayKeys
+from laminar_py.runtime.workers.processes.base import PartActor, open_part
 from laminar_py.runtime.workers.specs import RelaySpec
 
 log = logging.getLogger(__name__)
 
 
 class RelayActor(PartActor):
-    """Shell of a relay node."""
+    """Hosts a relay node."""
 
-    async def start(self, data: bytes) -> str:
-        """Bind and run; the node's endpoint."""
-        from laminar_py.relay.node import RelayNode
-        from laminar_py.relay.pages import allow_many_files
-        from laminar_py.relay.sockets import PortInUseError, RelayKeys
-
+    async def start(self, spec: RelaySpec) -> str:
+        """Bind a port and run the node; return its endpoint."""
         allow_many_files()
-        spec = decode(RelaySpec, data)
         relay = open_part(spec, f"relay-{spec.node}").relay
-        self._news: list[RelayEvent] = []
+        self._events: list[RelayEvent] = []
 
         def make_node(port: int) -> RelayNode:
             return RelayNode(
@@ -38,7 +35,7 @@ class RelayActor(PartActor):
                 chunk_bytes=spec.chunk_bytes,
                 keep_versions=relay.keep_versions,
                 max_bytes_per_s=relay.max_bytes_per_s,
-                emit=self._news.append,
+                emit=self._events.append,
             )
 
         self._node = make_node(spec.port)
@@ -55,14 +52,14 @@ class RelayActor(PartActor):
         self._task = asyncio.create_task(self._node.run(), name="relay")
         return self._node.endpoint
 
-    async def ping(self, data: bytes) -> bytes:
-        """List of `RelayEvent` since the last one; raises what ended the node, if anything did.
+    async def ping(self, parents: tuple[str, ...]) -> list[RelayEvent]:
+        """Return the events since the last ping; raise the error that ended the node, if any did.
 
-        `data` has the endpoints of the node's parents, which may have moved.
+        `parents` are the endpoints of the node's parents, which may have moved.
         """
-        self._node.set_parents(decode(tuple[str, ...], data))
+        self._node.set_parents(parents)
         if self._task.done():
             self._task.result()
-        news = encode(self._news)
-        self._news.clear()
-        return news
+        events = list(self._events)
+        self._events.clear()
+        return events

@@ -1,23 +1,40 @@
-"""The process of a rollout replica and its engine."""
+"""The process of a rollout replica and its engine.
+
+It keeps the measured speeds of engines in `.cache/engine_speed`, by all settings that a speed depends on.
+"""
 
 import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
+
+from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.engine import BACKENDS, EngineLaunch
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
+from laminar_py.engines.emulated.turns import environments_of
+from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.records.clock import SystemClock
-from laminar_py.records.codec import decode, encode
 from laminar_py.records.protocols import EngineLostError, Environments
-from laminar_py.relay.sockets import RelayKeys, SocketFactory
+from laminar_py.relay.sockets import PeerClient, RelayKeys, SocketFactory, peer_sockets
+from laminar_py.relay.subscriber import Subscriber
+from laminar_py.repack.signals import EngineSpeed
+from laminar_py.rollout.replica import Replica
+from laminar_py.rollout.storing import SegmentStore
 from laminar_py.runtime.cluster.errors import bug_in
-from laminar_py.runtime.workers.processes.setup import PartActor, open_folder, open_part, open_reader
+from laminar_py.runtime.link.replica_link import ReplicaLink
+from laminar_py.runtime.link.turns import RemoteEnvironments
+from laminar_py.runtime.workers.processes.base import PartActor, open_folder, open_part, open_reader
 from laminar_py.runtime.workers.specs import ReplicaSpec
 
+CACHE = Path(".cache/engine_speed")
 log = logging.getLogger(__name__)
 
 # On a machine that they share the learner goes first: generation runs ahead of it, never the other way round.
@@ -25,17 +42,10 @@ REPLICA_NICENESS = 10
 
 
 class ReplicaActor(PartActor):
-    """Shell of a rollout replica."""
+    """Hosts a rollout replica and its engine."""
 
-    async def start(self, data: bytes) -> None:
-        """Wire engine, relay subscriber and replica."""
-        from laminar_py.relay.sockets import PeerClient, peer_sockets
-        from laminar_py.relay.subscriber import Subscriber
-        from laminar_py.rollout.replica import Replica
-        from laminar_py.rollout.storing import SegmentStore
-        from laminar_py.runtime.link.replica_link import ReplicaLink
-
-        spec = decode(ReplicaSpec, data)
+    async def start(self, spec: ReplicaSpec) -> None:
+        """Open the engine; wire relay subscriber, replica and link, and start them."""
         config = open_part(spec, f"replica-{spec.index}")
         rollout = config.rollout
         if rollout.engine.yields_cpus:
@@ -47,7 +57,7 @@ class ReplicaActor(PartActor):
             secret=spec.secret,
             server=spec.server,
         )
-        with _telling_bugs(config):
+        with _raising_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         keys = RelayKeys(spec.public_key, spec.secret_key)
         wire = peer_sockets(keys)
@@ -76,11 +86,8 @@ class ReplicaActor(PartActor):
         self._task = asyncio.create_task(self._replica.run(), name="replica")
         self._link = asyncio.create_task(link.run(), name="link")
 
-    async def speed(self) -> bytes:
-        """`EngineSpeed` of its engine, which is measured unless it is known."""
-        from laminar_py.engines.model_sizes import read_sizes
-        from laminar_py.runtime.workers.processes.engine_speed import Measured, engine_speed
-
+    async def speed(self) -> EngineSpeed:
+        """Return the speed of the engine, which is measured unless it is known."""
         config = self._config
         vocab = read_sizes(config.model.path).vocab_size
 
@@ -89,13 +96,13 @@ class ReplicaActor(PartActor):
             max_len = config.rollout.max_len
             return Measured(*await self._replica.measure_speed(vocab=vocab, max_len=max_len, sampling=sampling))
 
-        return encode(await engine_speed(config, measure))
+        return await engine_speed(config, measure)
 
     async def ended(self) -> None:
-        """Return never: raises what ended the replica, once its last report was told."""
+        """Wait until the replica ends, and raise the error that ended it, once its last report was delivered."""
         tasks = {self._link, self._task, self._listening}
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        with _telling_bugs(self._config):
+        with _raising_bugs(self._config):
             for task in (self._task, self._listening, self._link):
                 if task.done():
                     log.error("%s ended", task.get_name(), exc_info=task.exception())
@@ -103,18 +110,15 @@ class ReplicaActor(PartActor):
 
 
 def _environments(config: RunConfig, spec: ReplicaSpec, wire: SocketFactory) -> Environments | None:
-    """Environments of the trajectories here: processes of their own, or a model of them in this one."""
-    from laminar_py.engines.emulated.turns import environments_of
-    from laminar_py.runtime.workers.remote_environments import RemoteEnvironments
-
+    """Return the environments of this replica: in processes of their own, or an emulation in this process."""
     if not spec.environments:
         return environments_of(config)
     return RemoteEnvironments(spec.environments, wire, spec.label)
 
 
 @contextlib.contextmanager
-def _telling_bugs(config: RunConfig) -> Iterator[None]:
-    """Have a mistake end the run, also one that ended the engine; of an installed backend it names the package."""
+def _raising_bugs(config: RunConfig) -> Iterator[None]:
+    """Raise a bug as itself, also where it ended the engine; a bug in an installed backend names its package."""
     try:
         yield
     except Exception as error:
@@ -123,3 +127,77 @@ def _telling_bugs(config: RunConfig) -> Iterator[None]:
         if bug is None:
             raise
         raise BACKENDS.blame(config.rollout.engine.kind, bug) from None
+
+
+# ---- speed of the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measured speed; it is stored only if the engine had no other work."""
+
+    speed: EngineSpeed
+    alone: bool
+
+
+async def engine_speed(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:
+    """Return the speed of an engine on this host: emulated, stored, or measured now.
+
+    `repack.roofline_batch` overrides the measured batch.
+    """
+    speed = _emulated(config) if config.emulation is not None else await _measured(config, measure)
+    return speed.with_roofline(config.repack.roofline_batch)
+
+
+def _emulated(config: RunConfig) -> EngineSpeed:
+    assert config.emulation is not None, "there is a profile"
+    times, fast = read_profile(config.emulation.profile).engine, config.emulation.compression
+    return EngineSpeed(
+        step_s=times.step_s / fast,
+        step_s_per_sequence=0.0,
+        step_s_per_token=times.kv_token_s / fast,
+        prefill_tokens_per_s=times.prefill_tokens_per_s * fast,
+        roofline_batch=config.rollout.max_batch,
+    )
+
+
+async def _measured(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:
+    path = CACHE / f"{await asyncio.to_thread(_key, config)}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=EngineSpeed)
+    except (OSError, msgspec.DecodeError):
+        measured = await measure()
+    if measured.alone:
+        _keep(path, measured.speed)
+    return measured.speed
+
+
+def _keep(path: Path, speed: EngineSpeed) -> None:
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(msgspec.json.encode(speed))
+        partial.rename(path)
+    except OSError as error:
+        log.warning("%s is not kept: %s", path, error)
+
+
+def _key(config: RunConfig) -> str:
+    rollout = config.rollout
+    sizes = f"{rollout.max_batch} {rollout.max_len} {rollout.kv_capacity}"
+    model = (config.model.path / "config.json").read_text()
+    drawn = f"{rollout.sampling.model_dump_json()} {rollout.record}"
+    parts = (rollout.engine.model_dump_json(), sizes, drawn, model, _device(config))
+    return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _device(config: RunConfig) -> str:
+    """Return the name of the GPU or CPU that the engine runs on."""
+    if config.rollout.engine.gpus:
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return "cuda"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return f"{[line for line in lines if line.startswith('model name')][:1]} {len(lines)}"

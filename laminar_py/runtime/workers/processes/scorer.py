@@ -2,27 +2,23 @@
 
 from pathlib import Path
 
-from laminar_py.records.codec import decode, encode
-from laminar_py.records.scoring import Unfinished, Unscored
+from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.records.scoring import Score, Unfinished, Unscored
 from laminar_py.records.servers import PoolAddresses
-from laminar_py.reward.scorer import LaunchedServers
-from laminar_py.runtime.workers.processes.setup import PartActor, open_part, open_reader, open_writer
+from laminar_py.reward.scorer import LaunchedServers, ScoredPayload, Scorer
+from laminar_py.runtime.workers.processes.base import PartActor, open_part, open_reader, open_writer
 from laminar_py.runtime.workers.specs import ScorerSpec
 
 
 class ScorerActor(PartActor):
-    """Shell of a scorer."""
+    """Hosts a scorer."""
 
     def __init__(self) -> None:
         super().__init__()
         self._launched = LaunchedServers()
 
-    async def start(self, data: bytes) -> int:
-        """Start what the terms of the reward need; answers how many responses it works on at a time."""
-        from laminar_py.data.tokenizer import load_tokenizer
-        from laminar_py.reward.scorer import ScoredPayload, Scorer
-
-        spec = decode(ScorerSpec, data)
+    async def start(self, spec: ScorerSpec) -> int:
+        """Start the processes and calls of the reward's terms; return how many responses it scores at a time."""
         name = f"scorer-{spec.index}"
         config = open_part(spec, name)
         self._scorer = Scorer(
@@ -39,22 +35,22 @@ class ScorerActor(PartActor):
         await self._scorer.__aenter__()  # until `stop`; what it holds ends with the process too
         return self._scorer.at_once
 
-    async def reach(self, data: bytes) -> None:
-        """Take the addresses of launched servers, a `PoolAddresses`."""
-        self._launched.update(decode(PoolAddresses, data))
+    async def reach(self, addresses: PoolAddresses) -> None:
+        """Use these addresses of launched servers from now on."""
+        self._launched.update(addresses)
 
-    async def submit(self, data: bytes) -> None:
-        """Begin with a list of `Unscored`."""
-        self._scorer.submit(decode(list[Unscored], data))
+    async def submit_responses(self, responses: list[Unscored]) -> None:
+        """Begin to score responses."""
+        self._scorer.submit(responses)
 
-    async def look_ahead(self, data: bytes) -> None:
-        """Work ahead on a list of `Unfinished`."""
-        self._scorer.look_ahead(decode(list[Unfinished], data))
+    async def look_ahead(self, responses: list[Unfinished]) -> None:
+        """Work ahead on responses that still generate."""
+        self._scorer.look_ahead(responses)
 
-    async def take(self, wait_s: float) -> bytes:
-        """A list of `Score`, empty after `wait_s` seconds without any."""
-        return encode(await self._scorer.take(wait_s))
+    async def next_scores(self, wait_s: float) -> list[Score]:
+        """Return the scores that are ready, or none after `wait_s` seconds."""
+        return await self._scorer.take(wait_s)
 
     async def stop(self) -> None:
-        """End what the terms hold: processes, and what sandboxes have on this machine."""
+        """End the processes and the sandboxes of the terms on this machine."""
         await self._scorer.__aexit__(None, None, None)

@@ -1,0 +1,128 @@
+"""Base of the processes of a run, and their first acts. Called by the actors beside this module.
+
+An actor is the object that a process hosts. Its methods take and return typed records or scalars, which
+`cluster.calls.Shell` decodes and encodes by their annotations. A part that failed raises its own error at the next
+call, and its keeper decides what follows. The controller names an actor as "module:Class" and imports no module of
+it, so these modules import all libraries that their process needs.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from laminar_py.config.loading import read_config
+from laminar_py.config.run import RunConfig
+from laminar_py.ledger.database import segments_path
+from laminar_py.ledger.segments.fetch import StoreClient
+from laminar_py.ledger.segments.reader import PayloadReader
+from laminar_py.ledger.segments.wire import ADDRESSES
+from laminar_py.ledger.segments.writer import SegmentWriter
+from laminar_py.runtime.cluster.part import kernel_kills
+from laminar_py.runtime.workers.specs import PartStart, PayloadStart
+from laminar_py.sandbox.inside import kernel
+
+
+class PartActor:
+    """Base of all actors. The kernel kills the process when its parent dies: a Ray node, or the fork server.
+
+    A process that computes, hangs or is stopped would notice the death of its parent late or never.
+    """
+
+    def __init__(self) -> None:
+        threading.Thread(target=_end_with_parent, name="end-with-node", daemon=True).start()
+
+    def pid(self) -> int:
+        """Return the id of the process."""
+        return os.getpid()
+
+    def kernel_kills(self) -> bytes:
+        """Return what `cluster.part.kernel_kills` counts on this host."""
+        return kernel_kills()
+
+
+def _end_with_parent() -> None:
+    """Ask for the death signal on a thread that lives as long as the process: the request ends with it."""
+    kernel.end_with_parent()
+    threading.Event().wait()
+
+
+class ComputingActor(PartActor):
+    """Base of actors whose calls come on several threads and compute on one (`on_compute_thread`).
+
+    The allocator gives each thread memory of its own and keeps it there, so a process that computed on six threads
+    would hold six times the memory of a step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+
+
+Actor = TypeVar("Actor", bound=ComputingActor)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def on_compute_thread(method: Callable[Concatenate[Actor, P], T]) -> Callable[Concatenate[Actor, P], T]:
+    """Have calls of a method run on the compute thread of its actor, one after the other."""
+
+    @wraps(method)
+    def run(self: Actor, *arguments: P.args, **named: P.kwargs) -> T:
+        return self.compute.submit(method, self, *arguments, **named).result()
+
+    return run  # type: ignore[return-value] # `wraps` types it more narrowly
+
+
+def open_part(spec: PartStart, name: str) -> RunConfig:
+    """Return the config of this process's run; have the process log into the run's folder from now on."""
+    log_to(spec.run_dir, name)
+    return read_config(spec.config)
+
+
+def open_reader(spec: PayloadStart) -> PayloadReader:
+    """Open a reader of payload, which reads this host's segments and asks the stores of other hosts."""
+    client = StoreClient(bytes.fromhex(spec.store_key), Path(spec.run_dir) / ADDRESSES)
+    return PayloadReader(open_folder(spec), fetch=client)
+
+
+def open_writer(spec: PayloadStart) -> SegmentWriter:
+    """Open a writer of payload into segments of this host."""
+    return SegmentWriter(open_folder(spec), spec.label)
+
+
+def open_folder(spec: PayloadStart) -> Path:
+    """Return the folder of this host's segments."""
+    return segments_path(Path(spec.run_dir))
+
+
+def log_to(run_dir: str, part: str) -> None:
+    """Have the process log into `<run>/logs/<part>.log`."""
+    logging.basicConfig(
+        filename=Path(run_dir) / "logs" / f"{part}.log",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        force=True,
+    )
+
+
+def compute_on(num_threads: int) -> None:
+    """Have torch compute on `num_threads` in this process, whatever OMP_NUM_THREADS says."""
+    import torch
+
+    torch.set_num_threads(num_threads)
+
+
+def learner_threads(config: RunConfig, *, num_cores: int, ranks_here: int) -> int:
+    """Return on how many threads a rank of the learner computes.
+
+    A rank that updates offloaded weights on the CPU has its share of the node's `num_cores`. Any other rank has
+    one thread: its engines share the cores with it, or its GPU does all the work.
+    """
+    if not config.learner.offload or config.rollout.engine.yields_cpus:
+        return 1
+    return max(1, num_cores // ranks_here)

@@ -1,0 +1,92 @@
+"""Processes of a run's services: a host's store, a server of a reward pool, a tracker."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from laminar_py.config.reward import server_name
+from laminar_py.ledger.database import segments_path
+from laminar_py.ledger.segments.wire import ADDRESSES, leave_address
+from laminar_py.observe.trackers import TRACKERS, Ending, Message, Rewound, Values
+from laminar_py.records.servers import ServerAddress
+from laminar_py.runtime.workers.processes.base import PartActor, log_to, open_part
+from laminar_py.runtime.workers.specs import ServerStart, StoreSpec, TrackerSpec
+
+NICENESS = 10  # of a tracker
+
+# each kind imports its own libraries in a method, since the others need none of them
+
+
+class StoreActor(PartActor):
+    """Hosts a host's store, which gives pieces of segments to readers on other hosts."""
+
+    async def start(self, spec: StoreSpec) -> None:
+        """Serve, and leave the address for readers in the run's folder."""
+        from laminar_py.ledger.segments.store import PieceStore
+
+        open_part(spec, spec.name)
+        self._store = PieceStore(segments_path(Path(spec.run_dir)), key=bytes.fromhex(spec.key))
+        leave_address(Path(spec.run_dir) / ADDRESSES, spec.name, self._store.start(spec.host))
+
+    async def ping(self) -> None:
+        """Return at once; a process that hangs does not."""
+
+
+class ServerActor(PartActor):
+    """Launches and watches a server of a reward pool."""
+
+    async def start(self, spec: ServerStart) -> ServerAddress:
+        """Launch the server; return its address once it is ready."""
+        from laminar_py.engines.sglang.pools import PoolServerSpec
+        from laminar_py.engines.sglang.server import SGLangServer
+
+        name = server_name(spec.pool, spec.index)
+        settings = open_part(spec, name).reward.servers[spec.pool]
+        log = Path(spec.run_dir) / "logs" / f"sglang-{name}.log"
+        launch = PoolServerSpec(pool=spec.pool, settings=settings, log=log, host=spec.host)
+        self._server = SGLangServer(launch)
+        await self._server.start()
+        return ServerAddress(self._server.url, self._server.api_key)
+
+    async def watch(self, wait_s: float) -> None:
+        """Wait so long; raises `EngineLostError` as soon as the server has ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._server.watch()
+
+
+class TrackerError(Exception):
+    """An error in a tracker's package, of any kind: never a mistake of ours."""
+
+
+class TrackerActor(PartActor):
+    """Hosts a tracker; the tracker's own package is imported here and nowhere else. Single-threaded."""
+
+    def start(self, spec: TrackerSpec) -> None:
+        """Open the tracker's run, or continue it."""
+        os.nice(NICENESS)
+        os.environ.update(spec.environment)
+        log_to(spec.opening.folder, f"tracker-{spec.opening.kind}")
+        with _tracker_errors():
+            self._tracker = TRACKERS[spec.opening.kind](spec.opening)
+
+    def deliver(self, message: Message) -> None:
+        """Pass a message to the tracker."""
+        with _tracker_errors():
+            match message:
+                case Values(step, values):
+                    self._tracker.log(step, values)
+                case Rewound(step):
+                    self._tracker.undo(step)
+                case Ending(summary):
+                    self._tracker.close(summary)
+
+
+@contextmanager
+def _tracker_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise TrackerError(f"{type(error).__name__}: {error}") from error

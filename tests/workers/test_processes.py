@@ -1,0 +1,152 @@
+"""Processes of parts by themselves: threads, the port of a relay, the calls of an environment process."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from laminar_py.config.loading import load_config
+from laminar_py.ledger.run_folder import run_of
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+from laminar_py.relay.sockets import PortInUseError, RelayKeys
+from laminar_py.runtime.link.turns import AskedTurn
+from laminar_py.runtime.workers.processes import base
+from laminar_py.runtime.workers.processes.base import ComputingActor, learner_threads, on_compute_thread
+from laminar_py.runtime.workers.processes.environment import EnvironmentActor
+from laminar_py.runtime.workers.processes.relay import RelayActor
+from laminar_py.runtime.workers.specs import RelaySpec
+from tests.environment.turns import problem
+from tests.runs.runs import REPO
+
+GPUS, LAPTOP = "experiments/math_long_cot/7b_8gpu", "configs/quickstart"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "threads"),
+    [
+        (GPUS, ["learner.offload=true"], 32),
+        (GPUS, [], 1),
+        (LAPTOP, [], 1),
+        (LAPTOP, ["cluster.learner_device=cuda", "learner.offload=true"], 1),  # beside engines on the cores
+    ],
+)
+def test_a_rank_that_updates_weights_on_the_host_has_its_share_of_the_cores(name, settings, threads):
+    config = load_config(REPO / f"{name}.yaml", settings)
+    assert learner_threads(config, num_cores=96, ranks_here=3) == threads
+    assert learner_threads(config, num_cores=1, ranks_here=3) == 1
+
+
+def test_the_threads_of_a_part_are_its_own_choice_whatever_its_environment_says():
+    code = (
+        "import torch; from laminar_py.runtime.workers.processes.base import compute_on\n"
+        "before = torch.get_num_threads(); compute_on(3); print(before, torch.get_num_threads())"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["1", "3"]
+
+
+class Counting(ComputingActor):
+    """Sees on which threads it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.busy, self.threads = threading.Lock(), set()
+
+    @on_compute_thread
+    def work(self, number):
+        assert self.busy.acquire(blocking=False), "another one computes"
+        self.threads.add(threading.get_ident())
+        self.busy.release()
+        return 60 // number
+
+
+def test_calls_of_many_threads_compute_on_one_thread_one_after_the_other():
+    part = Counting()
+    with ThreadPoolExecutor(6) as callers:
+        ready = threading.Barrier(6, timeout=30)  # so that there are six callers
+        callers_ids = {
+            ident for ident, _ in callers.map(lambda _: (threading.get_ident(), ready.wait()), range(6))
+        }
+        assert list(callers.map(part.work, range(1, 61))) == [60 // number for number in range(1, 61)]
+    assert len(callers_ids) == 6
+    assert len(part.threads) == 1
+    assert not part.threads & callers_ids
+
+
+def test_an_error_of_the_compute_thread_is_the_callers():
+    with pytest.raises(ZeroDivisionError):
+        Counting().work(0)
+
+
+@pytest.mark.parametrize("or_any_port", [True, False])
+async def test_a_port_that_stays_taken_is_given_up_for_another_unless_the_user_chose_it(
+    tmp_path, monkeypatch, or_any_port
+):
+    monkeypatch.setattr(base, "log_to", lambda run_dir, part: None)
+    keys, actor = RelayKeys.generate(), RelayActor()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        spec = RelaySpec(
+            config=load_config(REPO / "configs/quickstart.yaml", []).model_dump_json(),
+            run_dir=str(tmp_path),
+            node=1,
+            store=str(tmp_path / "node-1"),
+            port=port,
+            patience_s=0.2,
+            or_any_port=or_any_port,
+            parents=(),
+            chunk_bytes=4096,
+            public_key=keys.public,
+            secret_key=keys.secret,
+        )
+        if not or_any_port:
+            with pytest.raises(PortInUseError, match=f"relay.base_port={port}: in use"):
+                await actor.start(spec)
+        else:
+            endpoint = await actor.start(spec)
+            assert not endpoint.endswith(f":{port}")
+            assert await actor.ping(()) == []
+            assert run_of(tmp_path).path == tmp_path, "its folder in shared memory names the run"
+        await actor._node.close()
+
+
+class Told:
+    """Takes the place of the socket by which replicas are told."""
+
+    def __init__(self):
+        self.answers = []
+
+    def answer(self, asked, turn):
+        self.answers.append((asked.asker, asked.number, turn.ids.tolist()))
+
+
+class Answering:
+    """Environments that answer with what was said last."""
+
+    def __init__(self, *, listens):
+        self._listens = listens
+
+    async def answer(self, turn):
+        return EnvironmentTurn(ids=turn.response_ids[-1:], listens=self._listens)
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["listens", "does-not"])
+async def test_an_answer_is_told_by_a_frame_where_the_environment_listens(listens):
+    actor = EnvironmentActor()
+    actor._receiver, actor._host = Told(), Answering(listens=listens)
+    turn = ModelTurn(trajectory_id="g0.0", problem=problem(1), response_ids=np.array([7, 8], np.int32), spans=())
+    asking = asyncio.create_task(actor.answer(AskedTurn(asker="replica-0-1-1", number=3, turn=turn)))
+    await asyncio.sleep(0)
+    assert not actor._receiver.answers, "it is not ready"
+    actor._ready.set()
+    assert (await asking).ids.tolist() == [8]
+    assert actor._receiver.answers == ([("replica-0-1-1", 3, [8])] if listens else [])
