@@ -10,6 +10,36 @@ from laminar_py.engines.emulated.responses import PlannedResponse
 from laminar_py.records.engine import GenerateRequest
 
 
+class PrefixCache:
+    """Tokens of requests that have left, each by its id, until another takes their place."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, int] = {}  # by id, the longest unused first; each counts its prompt in full
+        self._num_tokens = 0
+
+    def keep(self, rid: str, num_tokens: int) -> None:
+        """Keep what a request has left."""
+        self.take(rid)
+        self._kept[rid] = num_tokens
+        self._num_tokens += num_tokens
+
+    def take(self, rid: str) -> int:
+        """Tokens that are there of a request which runs again, and holds them itself from here on."""
+        num_tokens = self._kept.pop(rid, 0)
+        self._num_tokens -= num_tokens
+        return num_tokens
+
+    def shrink(self, room: int) -> None:
+        """Have at most so many tokens stay."""
+        while self._num_tokens > room:
+            self.take(next(iter(self._kept)))
+
+    def clear(self) -> None:
+        """Forget all, since the weights are others now."""
+        self._kept.clear()
+        self._num_tokens = 0
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class EmulatedJob:
     """A request in the engine; a new one has `length=0, sent=0`."""

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from laminar_py.config.emulation import SHORTEST, EmulationConfig, TurnsConfig
-from laminar_py.engines.emulated.draws import normal, splitmix
-from laminar_py.engines.emulated.turns import OBSERVED, lay_out
+from laminar_py.engines.emulated.turns import OBSERVED, lay_out, normal, splitmix
 from laminar_py.engines.requests import response_limit
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.engines.sglang import wire
+import laminar_py.engines.sglang.wire as wire
 from laminar_py.records.engine import Delta, GenerateRequest
 from laminar_py.records.recordings import Recording
 from laminar_py.records.spans import Span, sampled_versions
