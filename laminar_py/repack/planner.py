@@ -1,4 +1,4 @@
-"""The interface of planners, which decide where in-flight trajectories of one weight version move.
+"""The interface of planners, and two small plans: the planner of the Laminar paper and `plan_leaving`.
 
 `repack.migration` builds a planner for each round and asks it for one plan per version that several replicas
 serve. A planner uses only its `PlanningContext` and the surveys. A plan fills no replica beyond its KV cache or

@@ -19,11 +19,11 @@ class PrefixCache:
 
     def keep(self, rid: str, num_tokens: int) -> None:
         """Keep what a request has left."""
-        self.take(rid)
+        self.remove(rid)
         self._kept[rid] = num_tokens
         self._num_tokens += num_tokens
 
-    def take(self, rid: str) -> int:
+    def remove(self, rid: str) -> int:
         """Tokens that are there of a request which runs again, and holds them itself from here on."""
         num_tokens = self._kept.pop(rid, 0)
         self._num_tokens -= num_tokens
@@ -32,7 +32,7 @@ class PrefixCache:
     def shrink(self, room: int) -> None:
         """Have at most so many tokens stay."""
         while self._num_tokens > room:
-            self.take(next(iter(self._kept)))
+            self.remove(next(iter(self._kept)))
 
     def clear(self) -> None:
         """Forget all, since the weights are others now."""

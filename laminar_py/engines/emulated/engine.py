@@ -23,7 +23,7 @@ from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, Paus
 from laminar_py.records.protocols import EngineLostError
 
 
-class ToldStream:
+class CallbackStream:
     """Deltas that `hear` is told in the next turn of the event loop; a stream holds little more than these."""
 
     __slots__ = ("_arrived", "_hear", "_is_due", "_loop")
@@ -34,7 +34,7 @@ class ToldStream:
         self._arrived: list[Delta | EngineLostError] = []
         self._is_due = False
 
-    def put(self, news: Delta | EngineLostError) -> None:
+    def deliver(self, news: Delta | EngineLostError) -> None:
         """Have a delta, or the loss of the engine, be told."""
         self._arrived.append(news)
         if not self._is_due:
@@ -58,13 +58,13 @@ class DeltaStream:
         self._arrived: list[Delta | EngineLostError] = []
         self._filled: asyncio.Future[None] | None = None  # while the reader waits
 
-    def put(self, news: Delta | EngineLostError) -> None:
+    def deliver(self, news: Delta | EngineLostError) -> None:
         """Have a delta be read, or the loss of the engine be raised."""
         self._arrived.append(news)
         if self._filled is not None and not self._filled.done():
             self._filled.set_result(None)
 
-    async def take(self) -> list[Delta | EngineLostError]:
+    async def next_news(self) -> list[Delta | EngineLostError]:
         """News that nobody has read, one at least."""
         if not self._arrived:
             self._filled = self._loop.create_future()
@@ -128,7 +128,7 @@ class EmulatedEngine:
         self._pace = 1.0
         self.busy = False  # True while there are steps to make
         self._scheduler = EmulatedScheduler(times, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity)
-        self._streams: dict[str, ToldStream | DeltaStream] = {}
+        self._streams: dict[str, CallbackStream | DeltaStream] = {}
         self._checksum = "unloaded"
         self._lost = asyncio.Event()
         self._loss: EngineLostError | None = None
@@ -153,7 +153,7 @@ class EmulatedEngine:
         self._open(request, stream)
         try:
             while True:
-                for news in await stream.take():
+                for news in await stream.next_news():
                     if isinstance(news, EngineLostError):
                         raise news
                     yield news
@@ -167,7 +167,7 @@ class EmulatedEngine:
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
         """See `PushEngine.follow`. `RefusedError` names what cannot be served."""
-        self._open(request, ToldStream(self._loop, hear))
+        self._open(request, CallbackStream(self._loop, hear))
 
     async def abort(self, rid: str) -> None:
         """See `InferenceEngine.abort`. An unknown `rid` is fine."""
@@ -253,7 +253,7 @@ class EmulatedEngine:
         """Emulated seconds since the start."""
         return self._passed_s + (self._loop.time() - self._began_s) * self._compression * self._pace
 
-    def _open(self, request: GenerateRequest, stream: ToldStream | DeltaStream) -> None:
+    def _open(self, request: GenerateRequest, stream: CallbackStream | DeltaStream) -> None:
         self._raise_if_lost()
         if request.rid in self._streams:
             raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
@@ -267,7 +267,7 @@ class EmulatedEngine:
         for delta in self._scheduler.take_deltas():
             stream = self._streams.get(delta.rid)
             if stream is not None:
-                stream.put(delta)
+                stream.deliver(delta)
                 if delta.finish_reason is not None:
                     del self._streams[delta.rid]
         due_s = self._scheduler.next_event_s
@@ -316,7 +316,7 @@ class EmulatedEngine:
             if timer is not None:
                 timer.cancel()
         for stream in self._streams.values():
-            stream.put(self._loss)
+            stream.deliver(self._loss)
 
     def _raise_if_lost(self) -> None:
         if self._loss is not None:

@@ -73,7 +73,7 @@ class Responses:
         self._tables: dict[tuple[int, ...], IntArray] = {}  # by stop ids, of which a run has one tuple
 
     @classmethod
-    def of(cls, emulation: EmulationConfig, vocab: int, *, max_len: int, seed: int) -> "Responses":
+    def from_config(cls, emulation: EmulationConfig, vocab: int, *, max_len: int, seed: int) -> "Responses":
         """Responses with the lengths that a config gives."""
         return cls(
             vocab,

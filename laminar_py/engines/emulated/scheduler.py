@@ -264,7 +264,7 @@ class EmulatedScheduler:
         """Without what it left in the cache, or its prompt, if a sibling has that there by the present weights."""
         is_there = self._running.has_prompt(job.request.group_id, self._version)
         shared = len(job.request.prompt_ids) if is_there else 0
-        return job.context - max(shared, self._cache.take(job.request.rid))
+        return job.context - max(shared, self._cache.remove(job.request.rid))
 
     # ---- what leaves
 

@@ -49,14 +49,14 @@ class KeptCaches:
         self._kept[number], self._numbers[kept.rid] = kept, number
         return number
 
-    def take(self, rid: str) -> Kept | None:
+    def remove(self, rid: str) -> Kept | None:
         """Keep that of `rid` no more; None if there is none."""
         number = self._numbers.pop(rid, None)
         return None if number is None else self._kept.pop(number)
 
-    def take_oldest(self) -> Kept | None:
+    def remove_oldest(self) -> Kept | None:
         """Keep the one no more that was kept for longest; None if there is none."""
-        return self.take(next(iter(self._kept.values())).rid) if self._kept else None
+        return self.remove(next(iter(self._kept.values())).rid) if self._kept else None
 
     def moved(self, number: int, place: int, block: int) -> None:
         """Note that a block of `number`, at `place` among those it has, is now `block`."""
@@ -138,7 +138,7 @@ class BlockPool:
 
     def restore(self, slot: int, rid: str, ids: IntArray) -> int:
         """Give the empty `slot` what is kept of `rid`, if `ids` begin so; returns the tokens that it then has."""
-        kept = self._kept.take(rid)
+        kept = self._kept.remove(rid)
         if kept is None:
             return 0
         if not np.array_equal(kept.ids, ids[: len(kept.ids)]):
@@ -227,7 +227,7 @@ class BlockPool:
 
     def _drop_oldest(self) -> bool:
         """Free what was kept for longest; False if nothing is kept."""
-        oldest = self._kept.take_oldest()
+        oldest = self._kept.remove_oldest()
         if oldest is not None:
             self._free(oldest.blocks)
         return oldest is not None

@@ -202,7 +202,7 @@ class SGLangEngine:
     async def _deltas(self, stream: Stream) -> AsyncIterator[Delta]:
         rid, finished = stream.request.rid, False
         cache = f"{self._client}-{self._version}"
-        body = stream.submit(self._version, cache=cache, adapter=self._adapters.current)
+        body = stream.request_body(self._version, cache=cache, adapter=self._adapters.current)
         async for chunk in self._server.chunks(rid, body):
             meta = chunk.meta_info
             if chunk.error is not None or meta is None:

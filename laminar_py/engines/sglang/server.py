@@ -112,7 +112,7 @@ class ServerSpec:
     host: str = LOOPBACK
 
     @classmethod
-    def of(cls, config: RunConfig, section: SGLangConfig, *, model_dir: Path, log: Path) -> Self:
+    def from_config(cls, config: RunConfig, section: SGLangConfig, *, model_dir: Path, log: Path) -> Self:
         """The server that a run launches for one replica."""
         rollout = config.rollout
         chosen = rollout.kv_capacity or section.device is Device.CPU

@@ -165,7 +165,7 @@ def test_what_is_kept_is_never_more_than_there_is_room_for_and_the_longest_unuse
         cache.shrink(room)
         while sum(kept.values()) > room:
             del kept[next(iter(kept))]
-    assert {rid: cache.take(rid) for rid in "abcdef"} == {rid: kept.get(rid, 0) for rid in "abcdef"}
+    assert {rid: cache.remove(rid) for rid in "abcdef"} == {rid: kept.get(rid, 0) for rid in "abcdef"}
 
 
 # ---- trajectories on replicas
