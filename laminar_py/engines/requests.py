@@ -1,4 +1,7 @@
-"""Checks of a request that every engine makes before it takes it. Pure; called by the engines."""
+"""Checks that engines make before they take a request or the weights of a version. The engines call them.
+
+An SGLang server dies when it loads tensors of other names or shapes, so the client compares them first.
+"""
 
 from pathlib import Path
 from typing import TypeAlias

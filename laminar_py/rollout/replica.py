@@ -7,6 +7,9 @@ Under `drain` a replica admits a batch under a version, finishes it, loads the n
 batch. It admits nothing before it has weights. Under `drain` it leaves a version only when no trajectory of that
 version runs here or is on its way here (law 2). If the engine is lost, one last report has all delivered tokens,
 and the next `next_report` raises.
+
+No request enters the engine during a load, and each load is in one
+report (`tests/rollout/test_replica.py`).
 """
 
 import asyncio

@@ -1,5 +1,8 @@
 """The requests that an emulated engine runs. Owned by `scheduler`, which asks at every event, so that nothing here
 looks at all of them.
+
+As in a radix cache they have the room that running requests leave, and those that were used longest ago make room.
+Invariant: what is kept was computed by the weights in use.
 """
 
 from collections import Counter, deque

@@ -6,6 +6,9 @@ A step of decoding attends over all blocks in use at once, whatever sequence the
 the tokens that are there and not the longest sequence. Blocks that no slot uses keep the cache of turns that have
 ended. Invariant: after `settle`, blocks `[0, num_blocks)` are exactly those in use; what is kept makes room for
 whatever runs.
+
+The pool keeps the cache of a request's last turn for its next turn: one cache per request. When blocks run out, the
+oldest kept cache goes first.
 """
 
 import heapq

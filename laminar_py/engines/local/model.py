@@ -2,6 +2,9 @@
 
 Called by the engine's thread alone. It knows tokens and positions; where keys and values live, and what a
 token may see of them, `local_attention` knows. T is the number of tokens in a call.
+
+In a mixture of experts, noise changes only the choice of experts. The router's own logits give the weights of the
+chosen experts.
 """
 
 import warnings
