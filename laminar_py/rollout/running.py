@@ -3,8 +3,9 @@
 Every token is reported once, in order, with the version that the engine stamped on it (law 2), with its sampling
 mask and, per stream, the experts of every position, if the run records them (`tests/rollout/test_replica.py`).
 
-A response can be a tree; then the engine gets the context of its last branch alone. A branch has its own seed, so two branches from one place differ, and a repeated
-request draws the same tokens (`tests/environment/test_truth.py`).
+A response can be a tree; then the engine gets the context of its last branch alone. A branch has its own seed, so
+two branches from one place differ, and a repeated request draws the same tokens
+(`tests/environment/test_truth.py`).
 """
 
 import asyncio

@@ -1,14 +1,14 @@
 """The KV cache: a pool of blocks of `BLOCK` tokens. Owns which block belongs to which slot, and its tensors.
 
-Where experts are recorded, those of a token lie beside its keys and values, and go wherever these go.
-Called by the scheduler (extend, share, release, keep, restore, settle) and by attention, which reads the tensors.
-A step of decoding attends over all blocks in use at once, whatever sequence they belong to, so its cost follows
-the tokens that are there and not the longest sequence. Blocks that no slot uses keep the cache of turns that have
-ended. Invariant: after `settle`, blocks `[0, num_blocks)` are exactly those in use; what is kept makes room for
-whatever runs.
+Where experts are recorded, those of a token lie beside its keys and values, and go wherever these go. Called by
+the scheduler (extend, share, release, keep, restore, settle) and by attention, which reads the tensors. A step of
+decoding attends over all blocks in use at once, whatever sequence they belong to, so its cost follows the tokens
+that are there and not the longest sequence. Blocks that no slot uses keep the cache of turns that have ended.
+Invariant: after `settle`, blocks `[0, num_blocks)` are exactly those in use; what is kept makes room for whatever
+runs.
 
-The pool keeps the cache of a request's last turn for its next turn: one cache per request. When blocks run out, the
-oldest kept cache goes first.
+The pool keeps the cache of a request's last turn for its next turn: one cache per request. When blocks run out,
+the oldest kept cache goes first.
 """
 
 import heapq

@@ -4,8 +4,8 @@ Called by the engine's thread alone. A step makes one batch of prefill and adds 
 slot; what leaves is collected as deltas. Invariant: the slots never hold more than
 `kv_capacity` tokens, and the oldest of them is never the one that makes room.
 
-A job can lend another job the KV cache of their prompt. A lender's cache begins with exactly the tokens that the other needs, all
-computed by the present weights, or will when its prefill is done.
+A job can lend another job the KV cache of their prompt. A lender's cache begins with exactly the tokens that the
+other needs, all computed by the present weights, or will when its prefill is done.
 """
 
 import heapq

@@ -1,13 +1,13 @@
 """SGLang as an inference engine: `InferenceEngine` over one server's native HTTP API.
 
 Called by a replica on its event loop. A request carries `client-version` as `extra_key`, so that it never finds
-the prefix cache of another version, nor of an earlier run. Its name on the server is `rid#client-ticket#`, because
-the server aborts by prefix. While paused, and before the first weights, the gate is here: nothing new
+the prefix cache of another version, nor of an earlier run. Its name on the server is `rid#client-ticket#`,
+because the server aborts by prefix. While paused, and before the first weights, the gate is here: nothing new
 reaches the server.
 
-With adapters, the server holds the base from its start. An adapter's name on the server carries its version and its
-client, and a request keeps its adapter to its end, so the adapter gives the version of a token. The client unloads an
-adapter only when no request names it: the server would load it again.
+With adapters, the server holds the base from its start. An adapter's name on the server carries its version and
+its client, and a request keeps its adapter to its end, so the adapter gives the version of a token. The client
+unloads an adapter only when no request names it: the server would load it again.
 """
 
 import asyncio
