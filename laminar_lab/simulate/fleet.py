@@ -83,7 +83,9 @@ class SimulatedFleet:
         self.samples: list[FleetSample] = []
         self.num_reports = 0  # that came in
         self.failures: list[tuple[float, int]] = []  # seconds of RL, and which replica
-        self._responses = Responses.of(config.emulation, VOCAB, max_len=config.rollout.max_len, seed=config.seed)
+        self._responses = Responses.from_config(
+            config.emulation, VOCAB, max_len=config.rollout.max_len, seed=config.seed
+        )
         self._environments = environments_of(config)  # outlive replicas
         self._reports = OneWay(config.simulation.hop_s)
         self._orders = OneWay(config.simulation.order_s)

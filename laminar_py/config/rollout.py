@@ -169,7 +169,7 @@ PLANNERS: Registry[type] = Registry(  # classes of `repack.planner.Planner`, eac
     field="repack.planner",
     group="laminar_py.planners",
     built_in={
-        "paper": "laminar_py.repack.paper:PaperPlanner",
+        "paper": "laminar_py.repack.planner:PaperPlanner",
         "predictive": "laminar_py.repack.predictive:PredictivePlanner",
     },
 )

@@ -1,10 +1,35 @@
-"""Checks of a request that every engine makes before it takes it. Pure; called by the engines."""
+"""Checks that engines make before they take a request or the weights of a version. The engines call them.
+
+An SGLang server dies when it loads tensors of other names or shapes, so the client compares them first.
+"""
+
+from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest
 from laminar_py.records.protocols import RefusedError
+
+WeightsLayout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
+
+
+def weights_layout(folder: Path) -> WeightsLayout:
+    """Names, shapes and dtypes in the safetensors of `folder`; `RefusedError` if it has none that can be read."""
+    layout: WeightsLayout = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="np") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    piece = tensors.get_slice(name)
+                    layout[name] = tuple(piece.get_shape()), piece.get_dtype()
+    except (OSError, SafetensorError) as error:
+        raise RefusedError(f"weights in {folder} cannot be read: {error}; publish them again") from None
+    if not layout:
+        raise RefusedError(f"no *.safetensors in {folder}; publish it again")
+    return layout
 
 
 def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None:

@@ -1,4 +1,4 @@
-"""The interface of planners, which decide where in-flight trajectories of one weight version move.
+"""The interface of planners, and two small plans: the planner of the Laminar paper and `plan_leaving`.
 
 `repack.migration` builds a planner for each round and asks it for one plan per version that several replicas
 serve. A planner uses only its `PlanningContext` and the surveys. A plan fills no replica beyond its KV cache or
@@ -6,12 +6,13 @@ slots, and moves each trajectory at most once (`tests/repack/test_planner.py`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from typing import Protocol
 
 from laminar_py.records.replica import Held, Move, Survey
-from laminar_py.repack.signals import EngineSpeed, Numbers
+from laminar_py.repack.signals import EngineSpeed, Numbers, RampDown
 
 
 class Forecast(Protocol):
@@ -50,3 +51,69 @@ class Planner(Protocol):
 def move_of(held: Held, source: Survey, destination: int) -> Move:
     """Return the move of a running trajectory, which costs a prefill of its context."""
     return Move(held.trajectory_id, source.replica, destination, held.context)
+
+
+def plan_leaving(
+    surveys: Sequence[Survey], *, room: Mapping[int, int], is_moving: Callable[[str], bool]
+) -> list[Move]:
+    """Return moves from the leaving replicas in `surveys` to replicas that have `room[replica]` free places.
+
+    Trajectories that `is_moving` stay out. Waiting trajectories move first, then those with the shortest prefill;
+    each goes to the replica with the most room.
+    """
+    most = [(-free, replica) for replica, free in room.items() if free > 0]
+    heapify(most)
+    waiting = [(held, survey.replica, 0) for survey in surveys for held in survey.waiting]
+    running = [(held, survey.replica, held.context) for survey in surveys for held in survey.running]
+    running.sort(key=lambda item: item[0].context)
+    moves = []
+    for held, source, prefill in (*waiting, *running):
+        if is_moving(held.trajectory_id):
+            continue
+        if not most or most[0][0] == 0:
+            break
+        free, destination = most[0]
+        heapreplace(most, (free + 1, destination))
+        moves.append(Move(held.trajectory_id, source, destination, prefill))
+    return moves
+
+
+class PaperPlanner:
+    """Best-Fit consolidation of replicas that ramp down.
+
+    The planner empties candidates, the emptiest first. All trajectories of a candidate go to the candidate with
+    the highest KV use that still has room by KV capacity and roofline batch. A candidate that received is no
+    source.
+    """
+
+    def __init__(self, context: PlanningContext) -> None:
+        self._ramp_down = RampDown(context.previous_kv, context.speed.roofline_batch)
+
+    def plan(self, group: Sequence[Survey]) -> list[Move]:
+        """Return moves among replicas that serve the same version."""
+        candidates = [s for s in group if s.settled and s.running and self._ramp_down.is_idle(s)]
+        candidates.sort(key=lambda survey: (survey.kv_used, survey.replica))
+        used = {survey.replica: survey.kv_used for survey in candidates}
+        count = {survey.replica: len(survey.running) for survey in candidates}
+        received: set[int] = set()
+        moves: list[Move] = []
+        for source in candidates:
+            if source.replica in received:
+                continue
+            fitting = [
+                survey
+                for survey in candidates
+                if survey is not source
+                and count[survey.replica]
+                and used[survey.replica] + source.kv_used <= survey.kv_capacity
+                and count[survey.replica] + len(source.running) <= self._ramp_down.roofline_batch
+            ]
+            if not fitting:
+                continue
+            best = max(fitting, key=lambda survey: used[survey.replica]).replica
+            used[best] += source.kv_used
+            count[best] += len(source.running)
+            count[source.replica] = 0
+            received.add(best)
+            moves += [move_of(held, source, best) for held in source.running]
+        return moves

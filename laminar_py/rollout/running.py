@@ -2,6 +2,10 @@
 
 Every token is reported once, in order, with the version that the engine stamped on it (law 2), with its sampling
 mask and, per stream, the experts of every position, if the run records them (`tests/rollout/test_replica.py`).
+
+A response can be a tree; then the engine gets the context of its last branch alone. A branch has its own seed, so
+two branches from one place differ, and a repeated request draws the same tokens
+(`tests/environment/test_truth.py`).
 """
 
 import asyncio
@@ -29,8 +33,34 @@ from laminar_py.records.replica import Assignment, Held, Progress
 from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span, add_span, clip_spans, covers, replace_spans, shift_spans
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason
-from laminar_py.records.tree import context_tokens, is_tree
-from laminar_py.rollout.branches import in_context
+from laminar_py.records.tree import context_of, context_tokens, is_tree
+
+_ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, which spreads small numbers over all bits
+
+
+def in_context(request: GenerateRequest, spans: tuple[Span, ...]) -> GenerateRequest:
+    """Turn a request that continues a whole tree into a request with the context of its last branch alone.
+
+    E.g. if the last 15 of 60 response tokens follow the first 41, the engine gets these 56 behind the prompt.
+    """
+    context, sampling = context_of(spans), request.sampling
+    root, branch = context.parts[0][0], context.parts[-1][0]
+    ids = request.prefix_ids[context.places]
+    prompt, group = request.prompt_ids, request.group_id
+    if not context.has_prompt:  # the branch begins with a prompt of its own, which no other shares
+        count = next(span.end - span.start for span in spans if span.start == root)
+        prompt, ids, group = ids[:count], ids[count:], f"{request.rid}/{root}"
+    room = sampling.max_new_tokens - len(request.prefix_ids)
+    return msgspec.structs.replace(
+        request,
+        group_id=group,
+        prompt_ids=prompt,
+        prefix_ids=ids,
+        sampling=msgspec.structs.replace(
+            sampling, max_new_tokens=len(ids) + room, seed=(sampling.seed + branch * _ODD) % 2**63
+        ),
+    )
+
 
 AnyArray = TypeVar("AnyArray", IntArray, FloatArray)
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)

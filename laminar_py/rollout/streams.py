@@ -20,13 +20,15 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from laminar_py.records.engine import Delta, PauseMode
 from laminar_py.records.environment import EnvironmentTurn
 from laminar_py.records.pieces import PayloadLostError
 from laminar_py.records.protocols import (
+    Clock,
     EngineLostError,
     Environments,
     InferenceEngine,
@@ -36,11 +38,90 @@ from laminar_py.records.protocols import (
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
-from laminar_py.rollout.callbacks import Callbacks
-from laminar_py.rollout.listeners import Listeners
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import RunningTrajectory, StreamState, begin, handed_back
 from laminar_py.rollout.storing import ResponseStore
+
+
+class Callbacks:
+    """Guards callbacks of an engine or the event loop: a task of a task group raises their first exception."""
+
+    def __init__(self) -> None:
+        self._mistake: asyncio.Future[None] | None = None
+
+    def open(self, tasks: asyncio.TaskGroup) -> None:
+        """Start the task that raises the first exception."""
+        self._mistake = asyncio.get_running_loop().create_future()
+        tasks.create_task(_raise(self._mistake), name="callbacks")
+
+    def close(self) -> None:
+        """Cancel the task."""
+        if self._mistake is not None:
+            self._mistake.cancel()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the task group is ending, so that callbacks do nothing more."""
+        return self._mistake is not None and self._mistake.done()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Run a callback's body; log its exception and pass it to the task."""
+        try:
+            yield
+        except Exception as error:  # the task raises it
+            log.exception("a callback failed")
+            if self._mistake is not None and not self._mistake.done():
+                self._mistake.set_exception(error)
+
+
+async def _raise(mistake: asyncio.Future[None]) -> None:
+    await mistake
+
+
+class Listeners:
+    """Streams turns to listening environments; calls `lost(error)` if tokens cannot be stored."""
+
+    def __init__(
+        self,
+        environments: Environments | None,
+        store: ResponseStore,
+        clock: Clock,
+        *,
+        callbacks: Callbacks,
+        lost: Callable[[EngineLostError], None],
+    ) -> None:
+        self._environments = environments
+        self._store = store
+        self._clock = clock
+        self._callbacks = callbacks
+        self._lost = lost
+        self._heard: dict[str, RunningTrajectory] = {}  # with tokens not sent yet
+
+    def sampled(self, running: RunningTrajectory) -> None:
+        """Schedule the sending of a trajectory's new tokens, together with those of others."""
+        if self._environments is None:
+            return
+        if not self._heard:
+            asyncio.get_running_loop().call_soon(self._send, self._environments)
+        self._heard[running.assignment.trajectory_id] = running
+
+    def _send(self, environments: Environments) -> None:
+        heard, self._heard = self._heard, {}
+        if self._callbacks.ended:
+            return
+        inside = [running for running in heard.values() if running.state is StreamState.IN_ENGINE]
+        with self._callbacks.guarded():
+            pieces = [running.pop_unjournaled(self._clock.now()) for running in inside]
+            try:
+                self._store.journal([piece for piece in pieces if piece is not None])
+            except EngineLostError as error:
+                self._lost(error)
+                return
+            parts = [part for running in inside if (part := running.pop_part()) is not None]
+            if parts:
+                environments.hear(parts)
+
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.records.replica import Held, Survey
-from laminar_py.repack.leaving import plan_leaving
+from laminar_py.repack.planner import plan_leaving
 
 
 def survey(*, replica=9, running=(), waiting=()):

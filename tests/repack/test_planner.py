@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from laminar_py.config.rollout import PLANNERS
 from laminar_py.records.replica import Held, Survey
-from laminar_py.repack.paper import PaperPlanner
-from laminar_py.repack.planner import PlanningContext
+from laminar_py.repack.planner import PaperPlanner, PlanningContext
 from laminar_py.repack.predictive import PredictivePlanner
 from laminar_py.repack.signals import EngineSpeed
 from tests.depth import examples

@@ -51,7 +51,7 @@ async def open_engine(
     vocab = read_sizes(launch.model_dir).vocab_size
     engine = EmulatedEngine(
         read_profile(emulation.profile).engine,
-        Responses.of(emulation, vocab, max_len=rollout.max_len, seed=config.seed),
+        Responses.from_config(emulation, vocab, max_len=rollout.max_len, seed=config.seed),
         vocab=vocab,
         max_batch=rollout.max_batch,
         max_len=rollout.max_len,

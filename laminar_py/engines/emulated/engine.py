@@ -18,11 +18,60 @@ from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.scheduler import EmulatedScheduler
-from laminar_py.engines.emulated.stream import DeltaStream, ToldStream
-from laminar_py.engines.requests import check_request
-from laminar_py.engines.weight_folder import weights_layout
+from laminar_py.engines.requests import check_request, weights_layout
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.protocols import EngineLostError
+
+
+class CallbackStream:
+    """Deltas that `hear` is told in the next turn of the event loop; a stream holds little more than these."""
+
+    __slots__ = ("_arrived", "_hear", "_is_due", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, hear: Callable[[Delta | EngineLostError], None]) -> None:
+        self._loop = loop
+        self._hear = hear
+        self._arrived: list[Delta | EngineLostError] = []
+        self._is_due = False
+
+    def deliver(self, news: Delta | EngineLostError) -> None:
+        """Have a delta, or the loss of the engine, be told."""
+        self._arrived.append(news)
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._is_due = False
+        arrived, self._arrived = self._arrived, []
+        for news in arrived:
+            self._hear(news)
+
+
+class DeltaStream:
+    """Deltas that wait to be read, by one reader."""
+
+    __slots__ = ("_arrived", "_filled", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived: list[Delta | EngineLostError] = []
+        self._filled: asyncio.Future[None] | None = None  # while the reader waits
+
+    def deliver(self, news: Delta | EngineLostError) -> None:
+        """Have a delta be read, or the loss of the engine be raised."""
+        self._arrived.append(news)
+        if self._filled is not None and not self._filled.done():
+            self._filled.set_result(None)
+
+    async def next_news(self) -> list[Delta | EngineLostError]:
+        """News that nobody has read, one at least."""
+        if not self._arrived:
+            self._filled = self._loop.create_future()
+            await self._filled
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
 
 log = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")
@@ -79,7 +128,7 @@ class EmulatedEngine:
         self._pace = 1.0
         self.busy = False  # True while there are steps to make
         self._scheduler = EmulatedScheduler(times, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity)
-        self._streams: dict[str, ToldStream | DeltaStream] = {}
+        self._streams: dict[str, CallbackStream | DeltaStream] = {}
         self._checksum = "unloaded"
         self._lost = asyncio.Event()
         self._loss: EngineLostError | None = None
@@ -104,7 +153,7 @@ class EmulatedEngine:
         self._open(request, stream)
         try:
             while True:
-                for news in await stream.take():
+                for news in await stream.next_news():
                     if isinstance(news, EngineLostError):
                         raise news
                     yield news
@@ -118,7 +167,7 @@ class EmulatedEngine:
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
         """See `PushEngine.follow`. `RefusedError` names what cannot be served."""
-        self._open(request, ToldStream(self._loop, hear))
+        self._open(request, CallbackStream(self._loop, hear))
 
     async def abort(self, rid: str) -> None:
         """See `InferenceEngine.abort`. An unknown `rid` is fine."""
@@ -204,7 +253,7 @@ class EmulatedEngine:
         """Emulated seconds since the start."""
         return self._passed_s + (self._loop.time() - self._began_s) * self._compression * self._pace
 
-    def _open(self, request: GenerateRequest, stream: ToldStream | DeltaStream) -> None:
+    def _open(self, request: GenerateRequest, stream: CallbackStream | DeltaStream) -> None:
         self._raise_if_lost()
         if request.rid in self._streams:
             raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
@@ -218,7 +267,7 @@ class EmulatedEngine:
         for delta in self._scheduler.take_deltas():
             stream = self._streams.get(delta.rid)
             if stream is not None:
-                stream.put(delta)
+                stream.deliver(delta)
                 if delta.finish_reason is not None:
                     del self._streams[delta.rid]
         due_s = self._scheduler.next_event_s
@@ -267,7 +316,7 @@ class EmulatedEngine:
             if timer is not None:
                 timer.cancel()
         for stream in self._streams.values():
-            stream.put(self._loss)
+            stream.deliver(self._loss)
 
     def _raise_if_lost(self) -> None:
         if self._loss is not None:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from laminar_py.config.emulation import SHORTEST, EmulationConfig, TurnsConfig
-from laminar_py.engines.emulated.draws import normal, splitmix
-from laminar_py.engines.emulated.turns import OBSERVED, lay_out
+from laminar_py.engines.emulated.turns import OBSERVED, lay_out, normal, splitmix
 from laminar_py.engines.requests import response_limit
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest
@@ -74,7 +73,7 @@ class Responses:
         self._tables: dict[tuple[int, ...], IntArray] = {}  # by stop ids, of which a run has one tuple
 
     @classmethod
-    def of(cls, emulation: EmulationConfig, vocab: int, *, max_len: int, seed: int) -> "Responses":
+    def from_config(cls, emulation: EmulationConfig, vocab: int, *, max_len: int, seed: int) -> "Responses":
         """Responses with the lengths that a config gives."""
         return cls(
             vocab,

@@ -14,8 +14,7 @@ from collections import deque
 import numpy as np
 
 from laminar_py.config.emulated_profile import EngineTimes
-from laminar_py.engines.emulated.batch import Batch, EmulatedJob
-from laminar_py.engines.emulated.prefix_cache import PrefixCache
+from laminar_py.engines.emulated.batch import Batch, EmulatedJob, PrefixCache
 from laminar_py.engines.emulated.responses import LOGPROB, PlannedResponse
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
@@ -265,7 +264,7 @@ class EmulatedScheduler:
         """Without what it left in the cache, or its prompt, if a sibling has that there by the present weights."""
         is_there = self._running.has_prompt(job.request.group_id, self._version)
         shared = len(job.request.prompt_ids) if is_there else 0
-        return job.context - max(shared, self._cache.take(job.request.rid))
+        return job.context - max(shared, self._cache.remove(job.request.rid))
 
     # ---- what leaves
 

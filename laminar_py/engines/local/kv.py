@@ -1,25 +1,70 @@
 """The KV cache: a pool of blocks of `BLOCK` tokens. Owns which block belongs to which slot, and its tensors.
 
-Where experts are recorded, those of a token lie beside its keys and values, and go wherever these go.
-Called by the scheduler (extend, share, release, keep, restore, settle) and by attention, which reads the tensors.
-A step of decoding attends over all blocks in use at once, whatever sequence they belong to, so its cost follows
-the tokens that are there and not the longest sequence. Blocks that no slot uses keep the cache of turns that have
-ended. Invariant: after `settle`, blocks `[0, num_blocks)` are exactly those in use; what is kept makes room for
-whatever runs.
+Where experts are recorded, those of a token lie beside its keys and values, and go wherever these go. Called by
+the scheduler (extend, share, release, keep, restore, settle) and by attention, which reads the tensors. A step of
+decoding attends over all blocks in use at once, whatever sequence they belong to, so its cost follows the tokens
+that are there and not the longest sequence. Blocks that no slot uses keep the cache of turns that have ended.
+Invariant: after `settle`, blocks `[0, num_blocks)` are exactly those in use; what is kept makes room for whatever
+runs.
+
+The pool keeps the cache of a request's last turn for its next turn: one cache per request. When blocks run out,
+the oldest kept cache goes first.
 """
 
 import heapq
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from laminar_py.engines.local.kept import Kept, KeptCaches
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.codec import IntArray
 from laminar_py.records.recordings import RoutedExperts
+
+_FIRST_NUMBER = -2  # below everything else that a block may belong to
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """KV cache of `ids`, e.g. `Kept("math-3.1", ids, np.array([7, 3]))` of a turn of 40 tokens."""
+
+    rid: str
+    ids: IntArray  # [n]
+    blocks: npt.NDArray[np.int64]  # [blocks that n tokens take]
+
+
+class KeptCaches:
+    """Kept caches by number, which stands for them where blocks have their owner."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Kept] = {}  # the longest kept first
+        self._numbers: dict[str, int] = {}  # by rid
+        self._next = count(_FIRST_NUMBER, -1)
+
+    def add(self, kept: Kept) -> int:
+        """Keep a cache; returns its number."""
+        assert kept.rid not in self._numbers, f"{kept.rid}: a turn ended before the one before was asked for"
+        number = next(self._next)
+        self._kept[number], self._numbers[kept.rid] = kept, number
+        return number
+
+    def remove(self, rid: str) -> Kept | None:
+        """Keep that of `rid` no more; None if there is none."""
+        number = self._numbers.pop(rid, None)
+        return None if number is None else self._kept.pop(number)
+
+    def remove_oldest(self) -> Kept | None:
+        """Keep the one no more that was kept for longest; None if there is none."""
+        return self.remove(next(iter(self._kept.values())).rid) if self._kept else None
+
+    def moved(self, number: int, place: int, block: int) -> None:
+        """Note that a block of `number`, at `place` among those it has, is now `block`."""
+        self._kept[number].blocks[place] = block
+
 
 BLOCK = 32  # tokens; measured: 16 and 64 are slower at a mean length of 70
 _ZEROED_AT_A_TIME = 64  # blocks
@@ -96,7 +141,7 @@ class BlockPool:
 
     def restore(self, slot: int, rid: str, ids: IntArray) -> int:
         """Give the empty `slot` what is kept of `rid`, if `ids` begin so; returns the tokens that it then has."""
-        kept = self._kept.take(rid)
+        kept = self._kept.remove(rid)
         if kept is None:
             return 0
         if not np.array_equal(kept.ids, ids[: len(kept.ids)]):
@@ -185,7 +230,7 @@ class BlockPool:
 
     def _drop_oldest(self) -> bool:
         """Free what was kept for longest; False if nothing is kept."""
-        oldest = self._kept.take_oldest()
+        oldest = self._kept.remove_oldest()
         if oldest is not None:
             self._free(oldest.blocks)
         return oldest is not None

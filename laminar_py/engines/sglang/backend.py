@@ -157,7 +157,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
             raise EngineLostError(str(error)) from None
     else:
         log = launch.logs / f"sglang-{launch.index}.log"
-        server = SGLangServer(ServerSpec.of(config, section, model_dir=model_dir, log=log))
+        server = SGLangServer(ServerSpec.from_config(config, section, model_dir=model_dir, log=log))
         await server.start()
         url, api_key, watch_server = server.url, server.api_key, server.watch
     sizes = read_sizes(model_dir)

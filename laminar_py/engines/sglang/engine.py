@@ -1,9 +1,13 @@
 """SGLang as an inference engine: `InferenceEngine` over one server's native HTTP API.
 
 Called by a replica on its event loop. A request carries `client-version` as `extra_key`, so that it never finds
-the prefix cache of another version, nor of an earlier run. Its name on the server is `rid#client-ticket#`, because
-the server aborts by prefix. While paused, and before the first weights, the gate is here: nothing new
+the prefix cache of another version, nor of an earlier run. Its name on the server is `rid#client-ticket#`,
+because the server aborts by prefix. While paused, and before the first weights, the gate is here: nothing new
 reaches the server.
+
+With adapters, the server holds the base from its start. An adapter's name on the server carries its version and
+its client, and a request keeps its adapter to its end, so the adapter gives the version of a token. The client
+unloads an adapter only when no request names it: the server would load it again.
 """
 
 import asyncio
@@ -14,19 +18,79 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from laminar_py.engines.requests import check_request, response_limit
-from laminar_py.engines.sglang import wire
-from laminar_py.engines.sglang.adapter import ServerAdapters
+import laminar_py.engines.sglang.wire as wire
+from laminar_py.engines.requests import WeightsLayout, check_request, response_limit, weights_layout
 from laminar_py.engines.sglang.http import Connection, CutOffError
 from laminar_py.engines.sglang.stream import Served, Stream
-from laminar_py.engines.weight_folder import WeightsLayout, weights_layout
-from laminar_py.records.adapters import holds_adapter
+from laminar_py.records.adapters import check_base, holds_adapter, read_adapter_config
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.protocols import EngineLostError, RefusedError
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import FinishReason
+
+
+class _Loaded(msgspec.Struct):
+    """The server's answer: all adapters that it has, by name, and where they came from."""
+
+    loaded_adapters: dict[str, str]
+
+
+class ServerAdapters:
+    """Adapters that one client has put on a server, which serves the weights in `base`.
+
+    E.g. `ServerAdapters(server, client="3f9a01bc", base=Path("/models/qwen"), limit_s=600)`: a load that takes
+    longer than that loses the server.
+    """
+
+    def __init__(self, server: Connection, *, client: str, base: Path | None, limit_s: float) -> None:
+        self.current: str | None = None  # that new requests name
+        self._server = server
+        self._limit_s = limit_s
+        self._client = client
+        self._count = itertools.count()  # a version may be loaded again
+        self._base = base
+        self._checked: str | None = None  # digest that it is known to have
+        self._layout: WeightsLayout | None = None  # of every adapter here
+
+    async def load(self, path: Path, version: int, *, ending: Sequence[Stream]) -> None:
+        """Have new requests name the adapter in a version's folder; the one before goes with the `ending` streams.
+
+        Raises `RefusedError` if it does not fit, or the server has another base than the learner.
+        """
+        config = await asyncio.to_thread(read_adapter_config, path)
+        if config.revision != self._checked:
+            if self._base is None:
+                raise RefusedError(f"version {version} in {path} is an adapter, and the server was given no base")
+            await asyncio.to_thread(check_base, self._base, config)
+            self._checked = config.revision
+        layout = await asyncio.to_thread(weights_layout, path)
+        if self._layout not in (None, layout):
+            raise RefusedError(
+                f"version {version} in {path} has other tensors than the version before; publish the same"
+            )
+        name = f"{self._client}-{version}-{next(self._count)}"
+        order = {"lora_name": name, "lora_path": str(path)}
+        answer = await self._server.ask("load_lora_adapter", _Loaded, limit_s=self._limit_s, **order)
+        if answer.loaded_adapters.get(name) != str(path):
+            raise RefusedError(
+                f"version {version} in {path}: the server has {list(answer.loaded_adapters)} instead"
+            )
+        self._layout = layout
+        for stream in ending:
+            await stream.ended.wait()
+        if self.current is not None:
+            await self._unload(self.current)
+        self.current = name
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await self._server.post("unload_lora_adapter", lora_name=name)
+        except RefusedError as error:  # it has lost track of what it holds
+            raise self._server.lose(str(error)) from None
+
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +206,7 @@ class SGLangEngine:
     async def _deltas(self, stream: Stream) -> AsyncIterator[Delta]:
         rid, finished = stream.request.rid, False
         cache = f"{self._client}-{self._version}"
-        body = stream.submit(self._version, cache=cache, adapter=self._adapters.current)
+        body = stream.request_body(self._version, cache=cache, adapter=self._adapters.current)
         async for chunk in self._server.chunks(rid, body):
             meta = chunk.meta_info
             if chunk.error is not None or meta is None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from laminar_py.engines.sglang import wire
+import laminar_py.engines.sglang.wire as wire
 from laminar_py.records.protocols import EngineLostError, RefusedError
 
 log = logging.getLogger(__name__)

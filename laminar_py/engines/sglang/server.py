@@ -20,13 +20,13 @@ from typing import BinaryIO, Protocol, Self
 import aiohttp
 import psutil
 
+import laminar_py.engines.sglang.guard as sglang_guard
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import LoraConfig
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
-from laminar_py.engines.sglang import guard as sglang_guard
 from laminar_py.engines.sglang.flags import (
     CPU_FLAGS,
     LOOPBACK,
@@ -112,7 +112,7 @@ class ServerSpec:
     host: str = LOOPBACK
 
     @classmethod
-    def of(cls, config: RunConfig, section: SGLangConfig, *, model_dir: Path, log: Path) -> Self:
+    def from_config(cls, config: RunConfig, section: SGLangConfig, *, model_dir: Path, log: Path) -> Self:
         """The server that a run launches for one replica."""
         rollout = config.rollout
         chosen = rollout.kv_capacity or section.device is Device.CPU

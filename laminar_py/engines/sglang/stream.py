@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.engines.sglang import wire
+import laminar_py.engines.sglang.wire as wire
 from laminar_py.records.engine import Delta, GenerateRequest
 from laminar_py.records.recordings import Recording
 from laminar_py.records.spans import Span, sampled_versions
@@ -55,7 +55,7 @@ class Stream:
         """True where the server may have it."""
         return bool(self.kv_versions)
 
-    def submit(self, version: int, *, cache: str, adapter: str | None = None) -> dict[str, object]:
+    def request_body(self, version: int, *, cache: str, adapter: str | None = None) -> dict[str, object]:
         """The body of its `/generate` under the server's present version; `cache` names its prefix cache."""
         self.kv_versions[version] = version
         self.adapter = adapter

@@ -28,8 +28,8 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import max_groups
 from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, ScaleRequests
 from laminar_py.records.events import Scaled
-from laminar_py.repack.leaving import plan_leaving
 from laminar_py.repack.migration import Migration
+from laminar_py.repack.planner import plan_leaving
 from laminar_py.runtime.orchestrator.scoring import Scoring, max_scored
 from laminar_py.runtime.preflight.inputs import version_bytes
 from laminar_py.runtime.workers.incarnation import Incarnation

@@ -16,8 +16,8 @@ from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.emulation import TurnsConfig
 from laminar_py.config.rollout import OnNewWeights
+from laminar_py.engines.emulated.batch import PrefixCache
 from laminar_py.engines.emulated.engine import EmulatedEngine
-from laminar_py.engines.emulated.prefix_cache import PrefixCache
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.turns import EmulatedEnvironments, lay_out
 from laminar_py.records.engine import SamplingParams
@@ -165,7 +165,7 @@ def test_what_is_kept_is_never_more_than_there_is_room_for_and_the_longest_unuse
         cache.shrink(room)
         while sum(kept.values()) > room:
             del kept[next(iter(kept))]
-    assert {rid: cache.take(rid) for rid in "abcdef"} == {rid: kept.get(rid, 0) for rid in "abcdef"}
+    assert {rid: cache.remove(rid) for rid in "abcdef"} == {rid: kept.get(rid, 0) for rid in "abcdef"}
 
 
 # ---- trajectories on replicas
