@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from laminar_py.config.algorithm import Aggregation as Aggregation
     from laminar_py.config.algorithm import AlgorithmConfig as AlgorithmConfig
     from laminar_py.config.cluster import Device as Device
+    from laminar_py.config.cluster import SandboxConfig as SandboxConfig
     from laminar_py.config.cluster import TopologyKind as TopologyKind
     from laminar_py.config.data import ModelConfig as ModelConfig
-    from laminar_py.config.emulated_profile import EmulationProfile as EmulationProfile
-    from laminar_py.config.emulated_profile import EngineTimes as EngineTimes
-    from laminar_py.config.emulated_profile import LearnerTimes as LearnerTimes
-    from laminar_py.config.emulated_profile import read_profile as read_profile
     from laminar_py.config.emulation import SHORTEST as SHORTEST
+    from laminar_py.config.emulation import EmulationProfile as EmulationProfile
+    from laminar_py.config.emulation import EngineTimes as EngineTimes
+    from laminar_py.config.emulation import LearnerTimes as LearnerTimes
     from laminar_py.config.engine import EngineConfig as EngineConfig
     from laminar_py.config.engine import EngineLaunch as EngineLaunch
     from laminar_py.config.environment import EnvironmentConfig as EnvironmentConfig
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from laminar_py.config.learner import Recompute as Recompute
     from laminar_py.config.loading import load_config as load_config
     from laminar_py.config.loading import parse_config as parse_config
+    from laminar_py.config.loading import read_profile as read_profile
     from laminar_py.config.registry import load_from_file as load_from_file
     from laminar_py.config.reward import REWARDS as REWARDS
     from laminar_py.config.reward import RewardKind as RewardKind
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from laminar_py.config.rollout import NO_PLANNER as NO_PLANNER
     from laminar_py.config.rollout import OnNewWeights as OnNewWeights
     from laminar_py.config.run import RunConfig as RunConfig
-    from laminar_py.config.sandbox import SandboxConfig as SandboxConfig
     from laminar_py.config.section import ConfigError as ConfigError
     from laminar_py.config.section import Count as Count
     from laminar_py.config.section import Seconds as Seconds

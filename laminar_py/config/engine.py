@@ -17,7 +17,7 @@ from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema
 
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.section import Section
-from laminar_py.records.protocols import InferenceEngine
+from laminar_py.records.engine import InferenceEngine
 
 
 class EngineConfig(Section):

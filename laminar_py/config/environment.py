@@ -13,8 +13,8 @@ from typing import Annotated, Any, Protocol, TypeAlias
 
 from pydantic import JsonValue, PlainValidator, SerializeAsAny, WithJsonSchema
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.registry import Registry, named_section
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 
 CLASS = "class"

@@ -9,7 +9,7 @@ from laminar_py.config.data import SourceConfig, read_source
 from laminar_py.config.rollout import RolloutConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section, Share
 from laminar_py.records.engine import SamplingParams
-from laminar_py.records.recordings import Recording
+from laminar_py.records.pieces import Recording
 
 SetName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 

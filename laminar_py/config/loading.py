@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from laminar_py.config.emulation import choose_engine
+from laminar_py.config.emulation import EmulationProfile, choose_engine
 from laminar_py.config.engine import BACKENDS, EngineConfig
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
@@ -45,6 +45,16 @@ def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, hel
 def parse_config(tree: object) -> RunConfig:
     """A checked config from plain data, as YAML gives it. Raises `ConfigError` with one line."""
     return _check(RunConfig, choose_engine(tree), help_at="docs/config.md")
+
+
+def read_profile(path: Path, *, setting: str = "emulation.profile") -> EmulationProfile:
+    """The profile in a YAML file, which this setting names. Raises `ConfigError`."""
+    if not path.is_file():
+        raise ConfigError(f"{setting}={path}: no such file; name one such as configs/emulation/h100_7b.yaml")
+    try:
+        return load_settings(EmulationProfile, path, [], help_at="laminar_py/config/emulation.py")
+    except ConfigError as error:
+        raise ConfigError(f"{setting}={path}: {error}") from None
 
 
 def read_tree(path: Path, overrides: list[str]) -> dict[str, object]:

@@ -85,7 +85,7 @@ class Registry(Generic[Kind]):
         try:
             yield
         except Exception as error:  # a package of somebody else's may raise anything
-            told = self.blame(name, error)
+            told = self.package_error(name, error)
             if told is error:
                 raise
             raise told from error
@@ -123,7 +123,7 @@ def named_section(base: type[Named], *, key: str, registry: Registry[Any]) -> Ca
             return model.model_validate_json(json.dumps(given, default=str))
         except ValidationError as error:
             cause = error.errors()[0].get("ctx", {}).get("error")
-            if isinstance(cause, Exception) and (told := registry.blame(name, cause)) is not cause:
+            if isinstance(cause, Exception) and (told := registry.package_error(name, cause)) is not cause:
                 raise told from error
             if isinstance(cause, ConfigError):
                 raise _in_its_place(error, cause, name) from error

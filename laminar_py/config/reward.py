@@ -14,11 +14,11 @@ from typing import Annotated, Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from pydantic import BeforeValidator, Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.registry import Registry, named_section
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 from laminar_py.records.codec import IntArray
-from laminar_py.records.servers import ServerAddress
+from laminar_py.records.scoring import ServerAddress
 from laminar_py.records.trajectory import Prompt
 
 ServerFlag: TypeAlias = str | int | float | bool | tuple[str | int | float, ...]

@@ -17,7 +17,7 @@ from laminar_py.config.algorithm import (
     check_reference,
     check_teaching,
 )
-from laminar_py.config.cluster import ClusterConfig, Device, RelayConfig, SupervisorConfig
+from laminar_py.config.cluster import ClusterConfig, Device, RelayConfig, SandboxConfig, SupervisorConfig
 from laminar_py.config.data import DataConfig, ModelConfig, WarmStartConfig
 from laminar_py.config.emulation import EmulationConfig, SimulationConfig, check_emulation, check_turns
 from laminar_py.config.engine import BACKENDS
@@ -27,15 +27,18 @@ from laminar_py.config.learner import LearnerConfig, PackerConfig, check_lora, c
 from laminar_py.config.reward import RewardConfig, check_sets
 from laminar_py.config.rollout import (
     NO_PLANNER,
+    BufferConfig,
     RepackConfig,
     RolloutConfig,
+    Schedule,
+    StalenessConfig,
     can_repack,
+    check_buffer,
     check_planner,
     check_rollout,
+    check_schedule,
 )
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
-from laminar_py.config.staleness import BufferConfig, Schedule, StalenessConfig, check_buffer, check_schedule
 
 
 class TrackerKind(StrEnum):
@@ -148,7 +151,7 @@ class RunConfig(Section):
         if self.emulation is not None:
             check_emulation(rollout.engine.kind, algorithm, self.learner, self.cluster, warm_start)
             check_turns(self.emulation, self._caps)
-        with BACKENDS.blaming(rollout.engine.kind):
+        with BACKENDS.naming_package(rollout.engine.kind):
             BACKENDS.get(rollout.engine.kind).check(self)
         return self
 

@@ -111,7 +111,7 @@ class PromptEncoder:
         self._check(messages)
         messages = self.begun(messages)
         if not self.uses_template:
-            self.tokenizer = self.tokenizer.ending(self._turn_ends(messages))
+            self.tokenizer = self.tokenizer.with_ends(self._turn_ends(messages))
             self.uses_template = True
         return self.conversation(messages, answers=self._answers or answered)
 

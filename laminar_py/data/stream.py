@@ -22,7 +22,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import ProblemSet
 from laminar_py.records.codec import IntArray
 from laminar_py.records.metrics import OrderFigures
-from laminar_py.records.outcomes import GroupRewards
+from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.trajectory import Prompt
 
 SLOTS = 1000  # places that are divided by weight

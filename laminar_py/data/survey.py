@@ -41,7 +41,7 @@ def source_figures(problems: ProblemSet, *, level: str, max_prompt_tokens: int |
     fields: Counter[str] = Counter()
     levels: Counter[float | str] = Counter()
     for place in range(len(problems)):
-        problem = problems.stated(place)
+        problem = problems.without_prompt(place)
         given = msgspec.json.decode(problem.fields_json)
         tasks[problem.task] += 1
         fields.update(["answer", *given] if problem.answer else list(given))
@@ -151,7 +151,7 @@ def _count(
     number, num_seen, first = 0, 0, None
     for place, texts in rows:
         num_seen += 1
-        words = [word for text in texts for word in tokenizer.unknown(text)]
+        words = [word for text in texts for word in tokenizer.unknown_words(text)]
         number += len(words)
         if words and first is None:
             first = (words[0], place)

@@ -3,8 +3,7 @@
 import numpy as np
 
 from laminar_py.records.codec import IntArray
-from laminar_py.records.engine import GenerateRequest
-from laminar_py.records.protocols import RefusedError
+from laminar_py.records.engine import GenerateRequest, RefusedError
 
 
 def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None:

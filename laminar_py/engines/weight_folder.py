@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
-from laminar_py.records.protocols import RefusedError
+from laminar_py.records.engine import RefusedError
 
 WeightsLayout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 

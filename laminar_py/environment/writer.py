@@ -267,7 +267,7 @@ def open_writer(model: Path, chat: ChatConfig, settings: EnvironmentConfig, *, m
     if not messages:
         return PlainWriter(tokenizer, stop_ids=tokenizer.eos_ids)
     encoder = PromptEncoder(tokenizer, model, chat, settings)
-    tokenizer = tokenizer.ending(encoder.template_ends())
+    tokenizer = tokenizer.with_ends(encoder.template_ends())
     return ChatWriter(tokenizer, encoder, stop_ids=tokenizer.eos_ids, model=str(model))
 
 

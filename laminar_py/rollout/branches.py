@@ -7,8 +7,7 @@ request draws the same tokens (`tests/environment/test_truth.py`).
 import msgspec
 
 from laminar_py.records.engine import GenerateRequest
-from laminar_py.records.spans import Span
-from laminar_py.records.tree import context_of
+from laminar_py.records.spans import Span, context_of
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, which spreads small numbers over all bits
 

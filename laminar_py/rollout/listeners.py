@@ -7,7 +7,9 @@ their place (law 9).
 import asyncio
 from collections.abc import Callable
 
-from laminar_py.records.protocols import Clock, EngineLostError, Environments
+from laminar_py.records.engine import EngineLostError
+from laminar_py.records.environment import Environments
+from laminar_py.records.host import Clock
 from laminar_py.rollout.callbacks import Callbacks
 from laminar_py.rollout.running import RunningTrajectory, StreamState
 from laminar_py.rollout.storing import ResponseStore

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.engine import PauseMode
-from laminar_py.records.protocols import InferenceEngine, PulledVersion, VersionLostError, WeightSource
+from laminar_py.records.engine import InferenceEngine, PauseMode
 from laminar_py.records.replica import WeightLoad
+from laminar_py.records.weights import PulledVersion, VersionLostError, WeightSource
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.streams import Streams
 

@@ -16,17 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.engine import EngineStatus, SamplingParams
-from laminar_py.records.protocols import (
-    Clock,
-    EngineLostError,
-    Environments,
-    InferenceEngine,
-    VersionLostError,
-    WeightSource,
-)
+from laminar_py.records.engine import EngineLostError, EngineStatus, InferenceEngine, SamplingParams
+from laminar_py.records.environment import Environments
+from laminar_py.records.host import Clock
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.records.trajectory import Kind
+from laminar_py.records.weights import VersionLostError, WeightSource
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed

@@ -14,22 +14,31 @@ import msgspec
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.credit import RoleCredit
 from laminar_py.records.engine import Delta, GenerateRequest
 from laminar_py.records.environment import ModelTurn, TurnPart
-from laminar_py.records.pieces import Piece, TokensRef
-from laminar_py.records.recordings import (
+from laminar_py.records.pieces import (
+    Piece,
     RoutedExperts,
     SamplingMask,
+    TokensRef,
     join_experts,
     join_masks,
     pack_experts,
     pack_mask,
 )
 from laminar_py.records.replica import Assignment, Held, Progress
-from laminar_py.records.roles import RoleCredit
-from laminar_py.records.spans import Span, add_span, clip_spans, covers, replace_spans, shift_spans
+from laminar_py.records.spans import (
+    Span,
+    add_span,
+    clip_spans,
+    context_tokens,
+    covers,
+    is_tree,
+    replace_spans,
+    shift_spans,
+)
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason
-from laminar_py.records.tree import context_tokens, is_tree
 from laminar_py.rollout.branches import in_context
 
 AnyArray = TypeVar("AnyArray", IntArray, FloatArray)

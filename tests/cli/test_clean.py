@@ -73,7 +73,7 @@ def test_a_run_that_is_none_is_refused_with_those_that_there_are(shm, tmp_path, 
     before = sorted(shm.iterdir())
     done = CliRunner().invoke(app, ["clean", mistyped, "--free", "--shm", str(shm)])
     assert isinstance(done.exception, ConfigError), "which ends with exit code 2"
-    told = f"run={mistyped}: no such run, and none that left anything in {shm}; choose from "
+    told = f"run={mistyped}: no such run, and no weights of it in {shm}; choose from "
     assert str(done.exception).startswith(told)
     assert {str(tmp_path / "runs" / name) for name in ("running", "stopped", "gone")} == set(
         str(done.exception).removeprefix(told).split(", ")

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from laminar_py.cli.pools import open_pools
+from laminar_py.cli.reward import open_pools
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
 

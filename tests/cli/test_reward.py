@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from laminar_py.cli import main
-from laminar_py.cli.tally import ScoreTally
+from laminar_py.cli.reward import ScoreTally
 from laminar_py.records.scoring import Score, TermValue
 from tests.runs.runs import REPO
 
@@ -81,7 +81,7 @@ def test_rewards_that_all_differ_are_told_by_their_spread(try_reward, tmp_path):
 
 def test_what_a_function_prints_is_kept_and_named(try_reward, tmp_path):
     _, out, _ = try_reward(RIGHT, overrides=[mine(tmp_path, "print('seen'); return 1")])
-    logs = Path(next(line for line in out.splitlines() if line.startswith("what was printed")).split(": ")[1])
+    logs = Path(next(line for line in out.splitlines() if line.startswith("output of the rewards")).split(": ")[1])
     assert "seen" in "".join(log.read_text() for log in logs.iterdir())
     shutil.rmtree(logs)
 
@@ -99,7 +99,7 @@ def test_a_task_of_the_config_that_no_sample_has_is_told(try_reward):
 
 
 def test_it_is_said_how_far_a_long_one_is(try_reward, monkeypatch):
-    monkeypatch.setattr("laminar_py.cli.reward.TELL_S", -1.0)
+    monkeypatch.setattr("laminar_py.cli.reward.PROGRESS_S", -1.0)
     assert "2 responses so far" in try_reward(RIGHT, RIGHT)[2]
 
 

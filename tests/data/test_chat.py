@@ -10,7 +10,7 @@ import pytest
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import read_turns
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.prompts import read_prompts
+from laminar_py.data.problems import read_prompts
 from tests.data.builders import written
 from tests.data.templates import (
     EOS,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laminar_py.config.section import ConfigError
-from laminar_py.data.prompts import BATCH, check_disjoint
+from laminar_py.data.problems import BATCH, check_disjoint
 from tests.data.builders import GOOD, make_problems, read, source, written
 
 MANY = 2 * BATCH + 500

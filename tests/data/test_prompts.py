@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from laminar_py.config.section import ConfigError
-from laminar_py.data.prompts import check_disjoint
+from laminar_py.data.problems import check_disjoint
 from laminar_py.data.sources import source_at
 from tests.data.builders import GOOD, read, source, written
 

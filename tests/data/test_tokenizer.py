@@ -71,7 +71,7 @@ def test_words_that_become_the_unknown_token_are_told_and_the_token_itself_is_no
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", behavior="isolated")
     tokenizer = Tokenizer(backend, eos_ids=(0,))
-    assert tokenizer.unknown("ab?ac") == unknown
+    assert tokenizer.unknown_words("ab?ac") == unknown
     assert tokenizer.has_unknown == bool(unknown)
 
 
@@ -131,7 +131,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
 @given(text=st.text(min_size=1) | st.text(alphabet="a\u0344\ufb2c <s>/", min_size=1, max_size=30))
 def test_a_tokenizer_of_bytes_makes_at_most_so_many_ids_of_a_text_and_at_least_one(normalizer, text) -> None:
     tokenizer = bytewise(add_prefix_space=True, normalizer=normalizer)
-    most = tokenizer.at_most(text)
+    most = tokenizer.max_ids(text)
     assert most is not None
     assert 1 <= len(tokenizer.encode_prompt(text)) <= most
     assert tokenizer.count([text] * 2, begun=True) == [len(tokenizer.encode_prompt(text))] * 2

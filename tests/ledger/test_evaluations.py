@@ -5,8 +5,7 @@ import msgspec
 from laminar_py.control.evaluation import NO_STEP
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set, open_passes, read_evaluations
-from laminar_py.records.estimates import set_figures
-from laminar_py.records.evaluations import EvalAnswer
+from laminar_py.records.evaluations import EvalAnswer, set_figures
 from laminar_py.records.events import Consumed, Dropped, RolledBack
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.builders import make_answers, make_evaluated

@@ -5,8 +5,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.records.spans import ANEW, Span
-from laminar_py.records.tree import (
+from laminar_py.records.spans import (
+    ANEW,
+    Span,
     TokenPath,
     context_of,
     context_tokens,

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.python_session import PythonSession
 from laminar_py.sandbox.pool import SandboxPool

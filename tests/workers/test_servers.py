@@ -8,7 +8,7 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.servers import ServerAddress
+from laminar_py.records.scoring import ServerAddress
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.servers import RewardServers

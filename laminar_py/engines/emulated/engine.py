@@ -14,15 +14,14 @@ from typing import TypeVarTuple
 
 from blake3 import blake3
 
-from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.scheduler import EmulatedScheduler
 from laminar_py.engines.emulated.stream import DeltaStream, ToldStream
 from laminar_py.engines.requests import check_request
 from laminar_py.engines.weight_folder import weights_layout
-from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.engine import Delta, EngineLostError, EngineStatus, GenerateRequest, PauseMode
 
 log = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")

@@ -7,8 +7,7 @@ needs neither a lock nor a bound.
 import asyncio
 from collections.abc import Callable
 
-from laminar_py.records.engine import Delta
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.engine import Delta, EngineLostError
 
 
 class ToldStream:

@@ -12,7 +12,7 @@ import numpy as np
 from laminar_py.engines.local.prefill import Prefill
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest
-from laminar_py.records.recordings import RoutedExperts
+from laminar_py.records.pieces import RoutedExperts
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

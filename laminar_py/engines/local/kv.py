@@ -19,7 +19,7 @@ from torch import Tensor
 from laminar_py.engines.local.kept import Kept, KeptCaches
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.codec import IntArray
-from laminar_py.records.recordings import RoutedExperts
+from laminar_py.records.pieces import RoutedExperts
 
 BLOCK = 32  # tokens; measured: 16 and 64 are slower at a mean length of 70
 _ZEROED_AT_A_TIME = 64  # blocks

@@ -17,7 +17,7 @@ from laminar_py.engines.local.attention import DecodeAttention, DecodePlan, Pref
 from laminar_py.engines.local.experts import Routing, mix_experts
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.engines.local.weights import LayerWeights, Weights, load_weights
-from laminar_py.records.adapters import holds_adapter
+from laminar_py.records.weights import holds_adapter
 
 
 class LocalModel:

@@ -15,8 +15,8 @@ import msgspec
 from laminar_py.engines.sglang.http import Connection
 from laminar_py.engines.sglang.stream import Stream
 from laminar_py.engines.weight_folder import WeightsLayout, weights_layout
-from laminar_py.records.adapters import check_base, read_adapter_config
-from laminar_py.records.protocols import RefusedError
+from laminar_py.records.engine import RefusedError
+from laminar_py.records.weights import check_base, read_adapter_config
 
 
 class _Loaded(msgspec.Struct):

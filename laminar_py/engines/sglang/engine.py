@@ -22,11 +22,17 @@ from laminar_py.engines.sglang.adapter import ServerAdapters
 from laminar_py.engines.sglang.http import Connection, CutOffError
 from laminar_py.engines.sglang.stream import Served, Stream
 from laminar_py.engines.weight_folder import WeightsLayout, weights_layout
-from laminar_py.records.adapters import holds_adapter
-from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.protocols import EngineLostError, RefusedError
-from laminar_py.records.recordings import Recording
+from laminar_py.records.engine import (
+    Delta,
+    EngineLostError,
+    EngineStatus,
+    GenerateRequest,
+    PauseMode,
+    RefusedError,
+)
+from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import FinishReason
+from laminar_py.records.weights import holds_adapter
 
 log = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ from laminar_py.config.reward import RewardConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.prompts import check_disjoint, first_of_tasks
+from laminar_py.data.problems import check_disjoint, first_of_tasks
 from laminar_py.data.stream import PromptStream
 from laminar_py.data.survey import UnknownWords, unknown_words
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.observe.trackers import check_trackers
-from laminar_py.records.recordings import Recording
+from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.tree import versions_at_peak
 from laminar_py.runtime.preflight.problems import Problems, read_problems, read_warm_start, shown_prompt
@@ -116,7 +116,7 @@ def stop_ids(config: RunConfig) -> tuple[int, ...]:
     """Ids that may end a response of a run: those of its model, first what ends a turn by its chat template."""
     tokenizer = load_tokenizer(config.model.path)
     encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment)
-    return tokenizer.ending(encoder.template_ends()).eos_ids
+    return tokenizer.with_ends(encoder.template_ends()).eos_ids
 
 
 def prepare(config: RunConfig) -> None:
@@ -195,7 +195,7 @@ def check_engine(config: RunConfig) -> None:
     if Recording.ROUTED_EXPERTS in config.rollout.record and experts is None:
         raise ConfigError("rollout.record=routed_experts: the model in model.path has no experts; leave it out")
     kind = config.rollout.engine.kind
-    with BACKENDS.blaming(kind):
+    with BACKENDS.naming_package(kind):
         BACKENDS.get(kind).check_start(config)
 
 

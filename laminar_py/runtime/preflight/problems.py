@@ -6,12 +6,11 @@ from laminar_py.config.data import SourceConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
-from laminar_py.data.problems import ProblemSet
-from laminar_py.data.prompts import read_prompts
+from laminar_py.data.problems import ProblemSet, read_prompts
 from laminar_py.data.sources import DataSource
 from laminar_py.data.tokenizer import Tokenizer
+from laminar_py.records.host import visible
 from laminar_py.records.trajectory import Prompt
-from laminar_py.records.visible import visible
 
 SHOWN_CHARS = 2000
 

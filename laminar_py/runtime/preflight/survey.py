@@ -56,7 +56,7 @@ def look(witness: str, settings: str, store: str, serving: str, pools: str = "")
         config = parse_config(tree)
         kind = config.rollout.engine.kind
         if serving:
-            with BACKENDS.blaming(kind):
+            with BACKENDS.naming_package(kind):
                 BACKENDS.get(kind).check_node(config)
         for pool in filter(None, pools.split(",")):
             check_pool(config.reward, pool)

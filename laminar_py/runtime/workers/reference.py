@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.records.codec import encode
-from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.trajectory import FinishedTrajectory
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec

@@ -10,7 +10,7 @@ from functools import partial
 
 from laminar_py.config.reward import server_name
 from laminar_py.records.codec import encode
-from laminar_py.records.servers import PoolAddresses, ServerAddress
+from laminar_py.records.scoring import PoolAddresses, ServerAddress
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from laminar_py.engines.local.engine import LocalEngine
-from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_digest
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_digest
 from tests.engines.engine_conformance import LAWS, Rig, collect, make_request
 from tests.engines.local.test_engine import MODELS, ROOM, VOCAB, assert_law_4, random_prompt, save_model, serving
 

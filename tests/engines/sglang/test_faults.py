@@ -15,11 +15,10 @@ from safetensors.numpy import save_file
 
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
-from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, AdapterConfig, base_digest
-from laminar_py.records.engine import PauseMode
-from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.recordings import Recording
+from laminar_py.records.engine import EngineLostError, PauseMode
+from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import FinishReason
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, AdapterConfig, base_digest
 from tests.engines.engine_conformance import Caught, caught, collect, make_request, until
 
 PATIENCE_S = 20

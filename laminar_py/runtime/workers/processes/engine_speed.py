@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.config.emulated_profile import read_profile
+from laminar_py.config.loading import read_profile
 from laminar_py.config.run import RunConfig
 from laminar_py.repack.signals import EngineSpeed
 

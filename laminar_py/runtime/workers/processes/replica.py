@@ -10,9 +10,10 @@ from pathlib import Path
 from laminar_py.config.engine import BACKENDS, EngineLaunch
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
-from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.protocols import EngineLostError, Environments
+from laminar_py.records.engine import EngineLostError
+from laminar_py.records.environment import Environments
+from laminar_py.records.host import SystemClock
 from laminar_py.relay.sockets import RelayKeys, SocketFactory
 from laminar_py.runtime.cluster.errors import bug_in
 from laminar_py.runtime.workers.processes.setup import PartActor, open_folder, open_part, open_reader
@@ -122,4 +123,4 @@ def _telling_bugs(config: RunConfig) -> Iterator[None]:
         bug = bug_in(cause or error)
         if bug is None:
             raise
-        raise BACKENDS.blame(config.rollout.engine.kind, bug) from None
+        raise BACKENDS.package_error(config.rollout.engine.kind, bug) from None

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.scoring import Unfinished, Unscored
-from laminar_py.records.servers import PoolAddresses
+from laminar_py.records.scoring import PoolAddresses, Unfinished, Unscored
 from laminar_py.reward.scorer import LaunchedServers
 from laminar_py.runtime.workers.processes.setup import PartActor, open_part, open_reader, open_writer
 from laminar_py.runtime.workers.specs import ScorerSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from laminar_py.config.reward import server_name
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.servers import ServerAddress
+from laminar_py.records.scoring import ServerAddress
 from laminar_py.runtime.workers.processes.setup import PartActor, open_part
 from laminar_py.runtime.workers.specs import ServerStart
 
