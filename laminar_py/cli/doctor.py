@@ -3,7 +3,7 @@ memory.
 
 A run that finished deletes its weights; a stopped run keeps them for `--resume`. Each folder of weights names its
 run. `clean` deletes weights of a run that may still run only if the user says that the run's folder is gone for
-good (`tests/cli/test_clean.py`).
+good (`tests/cli/test_doctor.py`).
 """
 
 import contextlib

@@ -103,6 +103,6 @@ class RefillWatch:
         )
         if len(self._hollow) >= MIN_CEILINGS and row.num_silent >= MIN_GROUPS:
             self._end(
-                f"step {row.step}, {len(self._hollow)} times in a row at {self._setting}: {row.describe()}; there is"
-                f" nothing to learn from, {self._remedy}"
+                f"step {row.step}, {len(self._hollow)} times in a row at {self._setting}: {row.describe()};"
+                f" there is nothing to learn from, {self._remedy}"
             )

@@ -7,7 +7,7 @@ response tokens.
 An engine may record two things beside tokens and log-probabilities: the sampling mask (the vocabulary that each
 token was drawn from) and the routed experts of a mixture model. The functions here join recordings of consecutive
 tokens and pack them into bytes. Joined recordings lie end to end; a gap or an overlap raises
-(`tests/records/test_recordings.py`).
+(`tests/records/test_pieces.py`).
 """
 
 import struct

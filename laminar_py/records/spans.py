@@ -7,7 +7,7 @@ function here returns is in order, holds no empty span, and merges neighbours th
 Tokens stand in the order in which they came. Most follow all tokens before them, and the response is one sequence
 behind its prompt. A span that `follows` fewer begins a branch: the conversation continued from an earlier place,
 or started anew. A learner sees one sequence for each leaf of the tree. Each token is trained on (`own`) in exactly
-one of these sequences; the others have it as context (`tests/records/test_tree.py`).
+one of these sequences; the others have it as context (`tests/records/test_spans.py`).
 """
 
 import sys

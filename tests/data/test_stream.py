@@ -108,7 +108,7 @@ def test_levels_that_are_numbers_in_texts_are_sorted_as_numbers() -> None:
     [
         ('{"x": 1}', "'level' holds no number or text"),
         ('{"level": [1]}', "'level' holds no number or text"),
-        ('{"level": "one"}', "'level' holds neither a number nor a text as those before"),
+        ('{"level": "one"}', "'level' holds another type of value than the problems before"),
     ],
 )
 def test_a_problem_without_a_level_is_refused(tmp_path: Path, fields: str, fault: str) -> None:
@@ -143,8 +143,8 @@ def test_the_order_in_which_groups_closed_does_not_matter(order, visits, data) -
     told = [GroupRewards(place, f"s0/{row}", (1.0, reward)) for place, (row, reward) in enumerate(visits)]
     one, other = (make_stream(6, order=order, level_groups=3) for _ in range(2))
     for group in told:
-        one.tell(group)
+        one.record_group(group)
     for group in data.draw(st.permutations(told)):
-        other.tell(group)
+        other.record_group(group)
     assert ids(one, range(100, 160)) == ids(other, range(100, 160))
     assert one.figures == other.figures

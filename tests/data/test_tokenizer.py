@@ -139,8 +139,8 @@ def test_a_tokenizer_of_bytes_makes_at_most_so_many_ids_of_a_text_and_at_least_o
 
 
 def test_nothing_is_known_of_other_tokenizers() -> None:
-    assert Tokenizer(character_backend(), eos_ids=(1,)).at_most("a") is None
-    assert bytewise(normalizer=tokenizers.normalizers.NFKC()).at_most("a") is None
+    assert Tokenizer(character_backend(), eos_ids=(1,)).max_ids("a") is None
+    assert bytewise(normalizer=tokenizers.normalizers.NFKC()).max_ids("a") is None
 
 
 def bytewise(*, add_prefix_space: bool = False, normalizer: tokenizers.normalizers.Normalizer | None) -> Tokenizer:

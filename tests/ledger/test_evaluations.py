@@ -32,7 +32,7 @@ async def test_the_mean_of_a_set_is_an_accuracy_in_all_of_its_passes_or_in_none(
         "e2-bonus": "mean reward",
     }
     assert (told["e0-bonus"].pass_at, told["e0-bonus"].mean) == ({}, first.figures.mean)
-    assert told["e0-bonus"].tell().startswith("mean reward 0.000 (0.000 to 0.000) on 8 problems")
+    assert told["e0-bonus"].describe().startswith("mean reward 0.000 (0.000 to 0.000) on 8 problems")
 
 
 def test_the_first_set_is_that_of_the_config_whichever_was_on_record_first():
