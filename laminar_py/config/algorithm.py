@@ -97,9 +97,8 @@ def _weighted(clip_high: float) -> dict[str, Any]:
     return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
 
 
-PRESETS: dict[
-    str, dict[str, Any]
-] = {  # name -> settings that differ from the fields' defaults, which are those of GRPO
+# name -> settings that differ from the defaults of the fields, which are those of GRPO
+PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage": Advantage.GROUP_MEAN, "aggregation": Aggregation.CONSTANT},
     "dapo": {"clip_high": 0.28, "aggregation": Aggregation.TOKEN_MEAN, "truncated": Truncated.MASK},

@@ -19,7 +19,7 @@ from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.records.codec import IntArray
 
 PROBE = "laminarlaminar"  # content of a turn whose end token is looked for
-REMEDY = "mend them, name a model that was trained on chats, or write prompts as text"
+REMEDY = "fix them, name a model that was trained on chats, or write prompts as text"
 Turn: TypeAlias = dict[str, object]  # a message with all its fields, as the template gets it
 
 
@@ -201,7 +201,7 @@ class PromptEncoder:
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             words = " ".join(str(error).split())
             raise ConfigError(
-                f"model.path={self._model_dir}: its tokenizer cannot be loaded ({words}); mend its files"
+                f"model.path={self._model_dir}: its tokenizer cannot be loaded ({words}); fix its files"
             ) from None
         return loaded if loaded.chat_template else None
 

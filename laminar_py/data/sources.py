@@ -157,7 +157,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
     try:
         yield from _json_rows(ParquetFile(path).iter_batches(batch_size=BATCH))
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{field}={path}: no Parquet file ({_in_one_line(error)}); mend it") from None
+        raise ConfigError(f"{field}={path}: no Parquet file ({_in_one_line(error)}); fix it") from None
 
 
 def _json_rows(tables: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
@@ -185,9 +185,9 @@ def _read_datasets(settings: SourceConfig, field: str) -> Iterator[tuple[int, by
         if unreachable:
             raise ConfigError(
                 f"{field}={settings.path}: is not in the cache, and the hub cannot be reached ({unreachable});"
-                " reach the network, mend the name, or name files that are here"
+                " reach the network, fix the name, or name files that are here"
             ) from None
-        remedy = "mend its name, split, subset or revision"
+        remedy = "fix its name, split, subset or revision"
         named = {"split": settings.split, "subset": settings.subset, "revision": settings.revision}
         words = ", ".join(f"{name} {value!r}" for name, value in named.items() if value)
         raise ConfigError(

@@ -155,7 +155,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
         raise ConfigError(
-            f"model.path={model_dir}: tokenizer.json cannot be read ({error}); mend the file"
+            f"model.path={model_dir}: tokenizer.json cannot be read ({error}); fix the file"
         ) from None
     return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir))
 
@@ -189,7 +189,7 @@ def _read_eos_ids(model_dir: Path) -> tuple[int, ...]:
         try:
             found = msgspec.json.decode(path.read_bytes(), type=_ConfigFile).eos_token_id
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); mend the file") from None
+            raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); fix the file") from None
         if found is not None and found != []:
             return (found,) if isinstance(found, int) else tuple(found)
     raise ConfigError(

@@ -118,7 +118,7 @@ def test_a_folder_without_usable_eos_id_is_refused(tmp_path: Path, files: dict[s
 def test_a_config_that_is_no_text_is_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     (folder / "config.json").write_bytes(b'{"eos_token_id": "\xff"}')
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read .*; mend the file$"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read .*; fix the file$"):
         load_tokenizer(folder)
 
 
