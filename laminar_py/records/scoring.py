@@ -92,11 +92,11 @@ class Reward:
 
 
 class TryAgainError(Exception):
-    """A reward function raises it where another call may succeed, e.g. when a server is busy."""
+    """Raised by a reward function where another call may succeed, e.g. when a server is busy."""
 
 
 class NoValueError(Exception):
-    """A served term raises it where a response has no value; the reason goes on record."""
+    """Raised by a served term where a response has no value; the reason becomes part of the record."""
 
     def __init__(self, detail: str, reason: DropReason = DropReason.REWARD_FAILED) -> None:
         super().__init__(detail)
