@@ -44,9 +44,10 @@ def relay_serve(
     ] = None,
 ) -> None:
     """Run one node of a tree, until Ctrl-C."""
-    from laminar_py.relay.serve import read_keys, serve
+    from laminar_py.relay.node import RelayNode
+    from laminar_py.relay.serve import event_line, read_keys, run_node
 
-    serve(
+    node = RelayNode(
         name,
         store=store,
         keys=read_keys(keys),
@@ -56,8 +57,9 @@ def relay_serve(
         keep_versions=keep_versions,
         chunk_bytes=chunk_bytes,
         max_bytes_per_s=max_bytes_per_s,
-        tell=print_line,
+        emit=lambda event: print_line(event_line(event)),
     )
+    run_node(node, print_line=print_line)
 
 
 @relay.command("plan", epilog="Example: laminar relay plan configs/relay/rack.yaml parameters=70B shm_gib=2048")
@@ -66,7 +68,7 @@ def relay_plan(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. parameters=70B")] = None,
 ) -> None:
     """Predict times and memory of a fleet's relay tree; refuse versions that do not fit into memory."""
-    from laminar_py.relay.planning.plan import make_relay_plan, read_spec, tell
+    from laminar_py.relay.plan import make_relay_plan, plan_lines, read_spec
 
-    for line in tell(make_relay_plan(read_spec(config, overrides or []))):
+    for line in plan_lines(make_relay_plan(read_spec(config, overrides or []))):
         print_line(line)

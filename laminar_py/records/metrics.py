@@ -64,7 +64,7 @@ class Work(msgspec.Struct, frozen=True):
     """Computation of all ranks in a step, e.g. `Work(65536, 2.9e15, 7.9e15)`."""
 
     num_tokens: int = 0  # of prompts and responses, each counted once
-    flops: float = 0.0  # model FLOPs, see `learner.flops`
+    flops: float = 0.0  # model FLOPs, see `learner.metrics`
     peak_flops: float | None = None  # per second, of all their devices; None: unknown
 
 

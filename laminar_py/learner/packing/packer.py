@@ -6,8 +6,9 @@ exceeds `max_tokens`, all ranks get equally many, and each trained token is in e
 microbatches sum to 1, or less where staleness reweights or groups without signal are left out (law 5;
 `tests/packing/test_packer.py::test_every_trained_token_stands_in_one_microbatch_of_bounded_size`).
 
-A trajectory is one sequence, or several where its response is a tree (`records.spans`); its sequences are adjacent.
-At most one row predicts a response token, a row of the token's own sequence; no row does where the token is first.
+A trajectory is one sequence, or several where its response is a tree (`records.spans`); its sequences are
+adjacent. At most one row predicts a response token, a row of the token's own sequence; no row does where the token
+is first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
