@@ -2,14 +2,11 @@
 
 import numpy as np
 
-from laminar_py.records.estimates import set_figures
-from laminar_py.records.evaluations import EvalAnswer, pass_id
+from laminar_py.records.evaluations import EvalAnswer, pass_id, set_figures
 from laminar_py.records.events import Evaluated
-from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.pieces import PieceRef, TokensRef
-from laminar_py.records.recordings import RoutedExperts, SamplingMask
+from laminar_py.records.pieces import PieceRef, RoutedExperts, SamplingMask, TokensRef
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Trajectory
+from laminar_py.records.trajectory import FinishedTrajectory, FinishReason, Kind, Prompt, Trajectory
 
 
 def make_prompt(index=0, length=3, answer="4"):

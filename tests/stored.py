@@ -9,10 +9,17 @@ from laminar_py.learner.packing.packer import microbatches
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.pieces import ColumnPiece, ColumnRef, Piece
-from laminar_py.records.recordings import RoutedExperts, SamplingMask, pack_experts, pack_mask
+from laminar_py.records.pieces import (
+    ColumnPiece,
+    ColumnRef,
+    Piece,
+    RoutedExperts,
+    SamplingMask,
+    pack_experts,
+    pack_mask,
+)
 from laminar_py.records.spans import clip_spans
+from laminar_py.records.trajectory import FinishedTrajectory
 from laminar_py.runtime.workers.specs import FetchRequest, StepRequest
 
 

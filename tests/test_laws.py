@@ -15,11 +15,10 @@ from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.packing.packer import pack
 from laminar_py.learner.step import Learner
-from laminar_py.records.batch import MicroBatch
 from laminar_py.records.engine import GenerateRequest, PauseMode, SamplingParams
-from laminar_py.records.recordings import Recording, join_masks
+from laminar_py.records.pieces import Recording, join_masks
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
+from laminar_py.records.trajectory import FinishReason, Kind, MicroBatch, Trajectory
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.sockets import RelayKeys

@@ -139,9 +139,14 @@ def test_satellites_do_not_import_each_other():
 ELSEWHERE = tuple(f"laminar_lab/{room}/" for room in ("plan", "simulate", "calibration", "launcher"))  # not yet
 
 
+VOCABULARY = ("laminar_py.records.", "laminar_py.config.")  # rooms whose modules are public: records and settings
+
+
 @cache
 def public_names(room: str) -> set[str]:
     """Names that a room, of one level or two below the core, offers to other packages."""
+    if room.startswith(VOCABULARY):
+        return {name for name in vars(importlib.import_module(room)) if not name.startswith("_")}
     init = ROOT.joinpath(*room.split("."), "__init__.py")
     if room.count(".") > 2 or not init.is_file():
         return set()

@@ -26,11 +26,10 @@ from laminar_py.learner.step import Learner
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.engine import PauseMode, SamplingParams
-from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.recordings import Recording
+from laminar_py.records.pieces import Recording
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, replace_spans
-from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
+from laminar_py.records.trajectory import FinishedTrajectory, FinishReason, Kind, Trajectory
 from laminar_py.rollout.running import begin
 from laminar_py.rollout.storing import SegmentStore
 from tests.engines.sglang.rig import make_model, running_server

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar_py.config.data import SourceConfig
-from laminar_py.data.formats import read_lines
+from laminar_py.data.sources import read_lines
 
 HUB = "agentica-org/DeepCoder-Preview-Dataset"
 SOURCES = (f"{HUB}:taco", f"{HUB}:primeintellect")

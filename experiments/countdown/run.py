@@ -25,8 +25,8 @@ import torch
 from laminar_lab.bench.report import Row, show, spread
 from laminar_lab.bench.runs import KeptResults, train
 from laminar_py.config.loading import load_config
+from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
-from laminar_py.config.staleness import Schedule
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.sources import DataSource

@@ -38,7 +38,7 @@ from laminar_lab.calibration.trajectories import make_trajectory
 from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.records.batch import MicroBatch
+from laminar_py.records.trajectory import MicroBatch
 from laminar_py.relay import RelayKeys
 from laminar_py.relay.messages import VersionComplete
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.emulated_profile import read_profile
-from laminar_py.config.loading import load_config
+from laminar_py.config.loading import load_config, read_profile
 from laminar_py.config.run import RunConfig
 
 CONFIG = Path(__file__).parent / "fleet.yaml"

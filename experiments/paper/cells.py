@@ -15,8 +15,8 @@ import yaml
 from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
 from laminar_lab.simulate.figures import WARM_SHARE, SimulatedRun
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.emulated_profile import EmulationProfile, read_profile
-from laminar_py.config.loading import load_config
+from laminar_py.config.emulation import EmulationProfile
+from laminar_py.config.loading import load_config, read_profile
 from laminar_py.config.run import RunConfig
 
 HERE = Path(__file__).parent

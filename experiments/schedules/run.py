@@ -14,7 +14,7 @@ from statistics import median
 
 from laminar_lab.bench.report import Ratio, Row, show, spread
 from laminar_lab.bench.runs import FinishedRun, KeptResults, train
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule
 
 HERE = Path(__file__).parent
 CONFIG = Path("configs/quickstart.yaml")

@@ -17,7 +17,7 @@ from rich.console import Console
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import train
 from laminar_py.config.loading import load_config
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule
 from laminar_py.observe.diagnosis import Diagnosis, what_if_set
 from laminar_py.observe.mean_step import MeanStep
 from laminar_py.observe.remedies import Remedy, Wall, remedies

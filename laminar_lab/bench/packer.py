@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_lab.bench.report import Row
-from laminar_py.config import Aggregation
+from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing import (
     Packed,
     PackedT,
@@ -27,17 +27,11 @@ from laminar_py.learner.packing import (
     sequence_cost,
     step_terms,
 )
-from laminar_py.records import (
-    FinishedTrajectory,
-    FinishReason,
-    Kind,
-    PieceRef,
-    Span,
-    TokensRef,
-    Trajectory,
-    decode,
-    encode,
-)
+from laminar_py.records import FinishReason, Trajectory
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.pieces import PieceRef, TokensRef
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishedTrajectory, Kind
 from laminar_py.runtime.workers import FetchRequest
 
 ROWS = (

@@ -18,7 +18,8 @@ import msgspec
 from laminar_lab.bench.report import machine, tell
 from laminar_py.ledger import read_rows
 from laminar_py.observe import Summary
-from laminar_py.records import FleetRow, StepRow
+from laminar_py.records import StepRow
+from laminar_py.records.metrics import FleetRow
 
 LAMINAR = (sys.executable, "-c", "from laminar_py.cli import main; main()")
 GRACE_S = 30.0  # between SIGTERM and SIGKILL

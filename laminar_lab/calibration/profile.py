@@ -22,13 +22,13 @@ from laminar_lab.calibration.engine import MeasuredEngine, measure_engine
 from laminar_lab.calibration.fit import LinearFit
 from laminar_lab.calibration.learner import MeasuredLearner, check, measure_learner
 from laminar_py.config.cluster import Device
-from laminar_py.config.emulated_profile import EmulationProfile
+from laminar_py.config.emulation import EmulationProfile
 from laminar_py.config.engine import BACKENDS, EngineLaunch
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.learner.model import check_model_folder
-from laminar_py.records.clock import SystemClock
+from laminar_py.records.host import SystemClock
 from laminar_py.rollout.calibration import EngineBounds
 
 EMBEDDED = "local"  # the engine that computes in this process
@@ -47,7 +47,7 @@ class Closable(Protocol):
 
 
 class CpuClock:
-    """CPU time of this process and all its threads, see `records.protocols.Clock`."""
+    """CPU time of this process and all its threads, see `records.host.Clock`."""
 
     def now(self) -> float:
         """CPU seconds; only differences mean anything."""

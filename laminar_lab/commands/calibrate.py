@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from laminar_py.cli import console, say
+from laminar_py.cli import console, print_line
 
 if TYPE_CHECKING:
     from laminar_lab.calibration.profile import Calibration
@@ -38,15 +38,15 @@ def calibrate(
     settings = load_config(config, overrides or [])
     prepare(settings)
     try:
-        found = measure(settings, repeats=repeats, tell=lambda line: say(line, style="dim"))
+        found = measure(settings, repeats=repeats, tell=lambda line: print_line(line, style="dim"))
     except EngineLostError as error:
         raise RunFailedError(f"the engine is lost: {error}") from None
     command = " ".join([str(config), *(overrides or [])])
     write(found, out, measured=f"{command}, median of {repeats}, {machine()}")
     console.print(_errors(found))
     for warning in found.warnings:
-        say(warning, style="yellow")
-    say(f"{out} has the profile, which a config with the section emulation names: emulation.profile={out}")
+        print_line(warning, style="yellow")
+    print_line(f"{out} has the profile, which a config with the section emulation names: emulation.profile={out}")
 
 
 def _errors(found: "Calibration") -> Table:

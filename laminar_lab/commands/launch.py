@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from laminar_py.cli import console, say
+from laminar_py.cli import console, print_line
 from laminar_py.config import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def launch(
         return
     check_made(experiment)
     if strangers := tell_strangers(experiment):
-        say(strangers)
+        print_line(strangers)
     if dry_run:
         _plan(experiment)
         return
@@ -51,7 +51,7 @@ def launch(
         whole = _work(experiment)
         finished, every = _draw(experiment)
     if not whole:
-        say(f"stopped; go on with: laminar launch {file}")
+        print_line(f"stopped; go on with: laminar launch {file}")
         raise typer.Exit(130)
     if finished < every:
         raise typer.Exit(1)
@@ -94,14 +94,16 @@ def _plan(experiment: "Experiment") -> None:
         told = f"checked: model, data, reward and engine of every variant with runs ahead; {prepared}"
     for row in plan_rows(experiment, read_standings(experiment), slots):
         console.print(row, soft_wrap=True)
-    say(told)
+    print_line(told)
 
 
 def _tell_busy(experiment: "Experiment") -> None:
     from laminar_lab.launcher.places import busy_gpus
 
     if busy := busy_gpus(experiment):
-        say(f"GPU {','.join(busy)}: no run gets it, others use its memory; CUDA_VISIBLE_DEVICES decides if set")
+        print_line(
+            f"GPU {','.join(busy)}: no run gets it, others use its memory; CUDA_VISIBLE_DEVICES decides if set"
+        )
 
 
 def _draw(experiment: "Experiment") -> tuple[int, int]:
@@ -114,7 +116,7 @@ def _draw(experiment: "Experiment") -> tuple[int, int]:
     wide = console if console.is_terminal else Console(width=WIDE, highlight=False)
     wide.print(standing_table(standings, experiment, width=wide.width))
     finished = sum(one.state is RunState.FINISHED for one in standings)
-    say(f"{finished} of {len(standings)} runs have finished; compared in {write_page(experiment)}")
+    print_line(f"{finished} of {len(standings)} runs have finished; compared in {write_page(experiment)}")
     return finished, len(standings)
 
 

@@ -7,7 +7,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from laminar_py.cli import console, say
+from laminar_py.cli import console, print_line
 from laminar_py.config import ConfigError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _print(plan: "RankedPlan", *, as_json: bool, explain: bool) -> None:
     if explain:
         console.print(_formulas(plan.best))
     for line in tell(plan):
-        say(line)
+        print_line(line)
 
 
 def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: Path | None, quiet: bool) -> None:
@@ -138,15 +138,15 @@ def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: 
         write_page(plan, html)
     if not quiet:
         if write is None:
-            say("--write FILE makes the config of the first choice, --html FILE a page with the trade-offs")
+            print_line("--write FILE makes the config of the first choice, --html FILE a page with the trade-offs")
         else:
             fleet = plan.request.fleet
             pretend = f"{fleet.nodes}x{fleet.per_node}x{fleet.gpu.name}"
-            say(f"the config: {write}; check it with laminar doctor {write} --pretend {pretend}")
+            print_line(f"the config: {write}; check it with laminar doctor {write} --pretend {pretend}")
             if not (subject.folder / "config.json").is_file():
-                say(f"before that put the model into {subject.folder}")
+                print_line(f"before that put the model into {subject.folder}")
         if html is not None:
-            say(f"the page: {html}")
+            print_line(f"the page: {html}")
 
 
 def _ranking(plan: "RankedPlan") -> Table:

@@ -8,7 +8,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from laminar_py.cli import console, say
+from laminar_py.cli import console, print_line
 
 if TYPE_CHECKING:
     from laminar_lab.simulate.figures import SimulatedFigures
@@ -50,7 +50,7 @@ def simulate(
         nonlocal told
         if not as_json and (time.monotonic() - told > TOLD_S or row.step == settings.steps):
             told = time.monotonic()
-            say(
+            print_line(
                 f"step {row.step}/{settings.steps}  staleness {row.staleness_mean:.1f} max {row.staleness_max}"
                 f"  learner waiting {row.learner_waiting_share:.0%}  {told - began:.0f} s"
             )
@@ -61,8 +61,8 @@ def simulate(
         return
     console.print(_table(figures))
     if run is not None:
-        say(f"laminar report {run.path} has all figures, and draws report.html")
-        say(f"laminar audit {run.path} verify checks the record")
+        print_line(f"laminar report {run.path} has all figures, and draws report.html")
+        print_line(f"laminar audit {run.path} verify checks the record")
 
 
 def _control_rates(figures: "SimulatedFigures") -> str:

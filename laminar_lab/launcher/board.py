@@ -20,7 +20,7 @@ from rich.text import Text
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_lab.launcher.forecast import experiment_left, known_paces, seconds_left, tell_duration
 from laminar_lab.launcher.standing import RunState, Standing, read_standing, read_standings
-from laminar_py.records.visible import visible
+from laminar_py.records.host import visible
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from laminar_lab.plan.planner import Ranked, RankedPlan
 from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import Formula, estimate
 from laminar_lab.plan.words import tell
+from laminar_py.config.rollout import Schedule
 from laminar_py.config.section import ConfigError
-from laminar_py.config.staleness import Schedule
 from laminar_py.observe.kit import render
 from laminar_py.runtime.preflight.memory import Parts
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_lab.plan.times import kv_tokens
 from laminar_py.config.learner import Recompute
+from laminar_py.config.rollout import Schedule
 from laminar_py.config.section import ConfigError
-from laminar_py.config.staleness import Schedule
 from laminar_py.runtime.preflight.memory import SPARE_SHARE, Parts, learner_memory
 
 STATIC_SHARE = 0.85  # of an engine's GPU, for weights and KV cache

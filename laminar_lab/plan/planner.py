@@ -15,7 +15,7 @@ from laminar_lab.plan.judge import Judgement, judge, mean_of
 from laminar_lab.plan.placements import DEPTHS, STATIC_SHARE, FleetPlacement, learner_bytes, placements
 from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import PlacementEstimate, estimate
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule
 from laminar_py.runtime.preflight.memory import Parts, engine_memory
 
 FIRST = 6  # placements that the formulas like best, which are simulated

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.config.emulated_profile import EmulationProfile
+from laminar_py.config.emulation import EmulationProfile
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.runtime.preflight.gpus import Gpu

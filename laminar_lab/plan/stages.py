@@ -13,8 +13,8 @@ import numpy.typing as npt
 from laminar_lab.plan.placements import FleetPlacement
 from laminar_lab.plan.request import Lengths, PlanRequest
 from laminar_lab.plan.times import engine_times, learner_times, weights_bytes
-from laminar_py.config.emulated_profile import EngineTimes, LearnerTimes
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.emulation import EngineTimes, LearnerTimes
+from laminar_py.config.rollout import Schedule
 from laminar_py.learner.packing.balance import attention_share
 from laminar_py.observe.mean_step import StageTimes, StepStage, compose
 from laminar_py.observe.remedies import Wall

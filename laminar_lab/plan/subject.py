@@ -8,9 +8,9 @@ from laminar_lab.plan.request import GpuFleet
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.loading import parse_config, read_tree
+from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.config.staleness import Schedule
 from laminar_py.runtime.preflight.gpus import read_group
 from laminar_py.runtime.preflight.model_shape import ModelShape
 

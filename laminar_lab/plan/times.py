@@ -12,7 +12,7 @@ nobody has checked that. The rules:
 - the learner takes 6 FLOPs a parameter and token at `mfu`, recomputation included.
 """
 
-from laminar_py.config.emulated_profile import EngineTimes, LearnerTimes
+from laminar_py.config.emulation import EngineTimes, LearnerTimes
 from laminar_py.runtime.preflight.gpus import Gpu
 from laminar_py.runtime.preflight.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
 

@@ -11,8 +11,8 @@ import yaml
 from laminar_lab.plan.placements import STATIC_SHARE
 from laminar_lab.plan.planner import Ranked, RankedPlan
 from laminar_py.config.loading import parse_config
+from laminar_py.config.rollout import Schedule
 from laminar_py.config.section import ConfigError
-from laminar_py.config.staleness import Schedule
 
 STEPS = 500
 HEARTBEAT_S = 60.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.parts import HeardRecorder
 from laminar_lab.simulate.weights import ModelledWeights, version_bytes, weights_digest
-from laminar_py.config.emulated_profile import LearnerTimes
+from laminar_py.config.emulation import LearnerTimes
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import StepBatch
@@ -129,7 +129,7 @@ class SimulatedLearner:
     @property
     def _is_due(self) -> bool:
         """True where the step in hand publishes."""
-        unpublished = 1 + self._scheduler.book.ages.of(self.version)  # steps, with this one
+        unpublished = 1 + self._scheduler.book.ages.age_of(self.version)  # steps, with this one
         return unpublished >= self._config.learner.publish_every or self.step + 1 == self._config.steps
 
     async def _learn(self, batch: StepBatch) -> StepMetrics:

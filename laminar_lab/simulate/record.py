@@ -20,8 +20,8 @@ from laminar_py.observe.fleet import watch_fleet
 from laminar_py.observe.stats import Stats
 from laminar_py.observe.summary import summarise
 from laminar_py.records.events import RunEnded
+from laminar_py.records.host import Clock
 from laminar_py.records.metrics import StepRow
-from laminar_py.records.protocols import Clock
 
 HOST = "simulated"  # in the place of a host's name
 

@@ -15,8 +15,8 @@ from laminar_py.config.run import RunConfig
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.observe.stats import Stats
 from laminar_py.records.events import AnyEvent, Dropped, Issued
-from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import FinishedTrajectory
 
 
 class _Scoring(NamedTuple):

@@ -23,7 +23,7 @@ MOST_CANCELLED = 100  # timers, besides half of all, that stay after they were c
 
 
 class LoopClock:
-    """Time of the event loop that runs where it is made, see `records.protocols.Clock`."""
+    """Time of the event loop that runs where it is made, see `records.host.Clock`."""
 
     now: Callable[[], float]
     """Seconds of the loop's own clock; only differences mean anything."""

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 
 from laminar_py.config.run import RunConfig
-from laminar_py.records.protocols import PulledVersion, VersionLostError
+from laminar_py.records.weights import PulledVersion, VersionLostError
 from laminar_py.relay.tree import Broadcast, Links, arrivals_s, choose_tree, grow_tree
 
 PARAMETER_BYTES = 2  # in bf16
@@ -60,7 +60,7 @@ class ModelledRelay:
 
 
 class PulledWeights:
-    """Weights of one replica from the relay of its host, see `records.protocols.WeightSource`."""
+    """Weights of one replica from the relay of its host, see `records.weights.WeightSource`."""
 
     def __init__(self, relay: ModelledRelay, replica: int) -> None:
         self._relay, self._replica = relay, replica

@@ -1,4 +1,5 @@
-"""`python -m laminar_py.cli`: the command `laminar`, by this very interpreter. Started so by the launcher."""
+"""`python -m laminar_py.cli` runs the command `laminar` with this interpreter; the launcher starts runs this
+way."""
 
 from laminar_py.cli import main
 

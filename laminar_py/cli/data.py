@@ -1,7 +1,7 @@
-"""`laminar data`: what the problems of a run, or of a file, are like before anything is paid for.
+"""`laminar data`: show and check the problems of a run, or of a file, before GPUs are paid for.
 
-Exit codes: 0 a run takes them; 1 some are too long, lack what their reward needs, or leak from training into an
-evaluation set; 2 bad input.
+Exit codes: 0 a run accepts the problems; 1 some are too long, lack a field of their reward, or leak from training
+into an evaluation set; 2 bad input.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from laminar_py.cli.lines import console, say
+from laminar_py.cli.main import console, print_line
 from laminar_py.config.section import ConfigError
-from laminar_py.records.visible import visible
+from laminar_py.records.host import visible
 
 if TYPE_CHECKING:
     from laminar_py.config.reward import RewardConfig
@@ -24,13 +24,16 @@ if TYPE_CHECKING:
     from laminar_py.data.survey import SourceFigures
     from laminar_py.runtime.preflight.inputs import Problems
 
-MOST_NAMES = 20  # of fields or tasks, whose counts are shown
+MOST_NAMES = 20  # fields or tasks whose counts are shown
 CONFIGS = (".yaml", ".yml")
 
 
 def data(
-    what: Annotated[
-        str, typer.Argument(help="YAML file of a run; or, with --model, a file, a folder or a name on the hub")
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT", help="YAML file of a run; or, with --model, a file, a folder or a name on the hub"
+        ),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings of the run, e.g. data.order=signal")
@@ -41,22 +44,25 @@ def data(
     split: Annotated[str, typer.Option(help="Split of a folder or of a data set on the hub")] = "train",
     subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub")] = None,
     column: Annotated[
-        list[str] | None, typer.Option(help="A field of ours and the column that has it, e.g. prompt=question")
+        list[str] | None, typer.Option(help="One of our fields and its column, e.g. prompt=question")
     ] = None,
 ) -> None:
-    """Show problems as the model will get them: lengths, fields, tasks, levels, one prompt rendered, duplicates,
-    leaks between training and evaluation, and what is too long."""
-    if what.endswith(CONFIGS):
+    """Show problems as the model will get them: lengths, fields, tasks, levels, one rendered prompt, duplicates,
+    leaks between training and evaluation, and problems that are too long."""
+    if subject.endswith(CONFIGS):
         if model is not None or subset is not None or column or split != "train":
-            raise ConfigError(f"config={what}: has the model and its sources; give settings in place of options")
-        _show_run(Path(what), overrides or [])
+            raise ConfigError(
+                f"config={subject}: has the model and its sources; give settings in place of options"
+            )
+        _show_run(Path(subject), overrides or [])
     else:
         if overrides:
             raise ConfigError(f"{overrides[0]}: a setting, which only the config of a run has; leave it out")
-        _show_source(what, model, split, subset, column or [])
+        _show_source(subject, model, split, subset, column or [])
 
 
 def _show_run(path: Path, overrides: list[str]) -> None:
+    """Show all sources of a run's config."""
     from laminar_py.config.data import PromptOrder
     from laminar_py.config.loading import load_config
     from laminar_py.data.chat import PromptEncoder
@@ -71,20 +77,21 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     )
     problems = read_problems(config, encoder, limited=False)
     if config.data.order is PromptOrder.CURRICULUM:
-        for of in problems.train:
-            read_levels(of, config.data.level)
+        for training in problems.train:
+            read_levels(training, config.data.level)
     room = prompt_room(config)
-    limits = {of.source.field: room[""] for of in problems.train}
-    limits |= {of.source.field: room[name] for name, of in problems.sets.items()}
-    shown = read_warm_start(config, encoder, limited=False)
+    limits = {training.source.field: room[""] for training in problems.train}
+    limits |= {heldout.source.field: room[name] for name, heldout in problems.sets.items()}
+    demonstrations = read_warm_start(config, encoder, limited=False)
     if config.warm_start is not None:
         limits["warm_start.data"] = config.warm_start.tokens_per_step
     faults = _reward_faults(config.reward, problems)
-    _show(problems, encoder, level=config.data.level, limits=limits, demonstrations=shown, faults=faults)
+    _show(problems, encoder, level=config.data.level, limits=limits, demonstrations=demonstrations, faults=faults)
 
 
 def _reward_faults(reward: "RewardConfig", problems: "Problems") -> list[str]:
-    """The first problem that its reward cannot be given for, as a run says it, if there is one."""
+    """Message on the first problem that lacks a field of its reward, as a run would print it; empty if none
+    does."""
     from laminar_py.runtime.preflight.rewards import check_problems
 
     try:
@@ -94,22 +101,23 @@ def _reward_faults(reward: "RewardConfig", problems: "Problems") -> list[str]:
     return []
 
 
-def _show_source(what: str, model: Path | None, split: str, subset: str | None, columns: list[str]) -> None:
+def _show_source(path: str, model: Path | None, split: str, subset: str | None, columns: list[str]) -> None:
+    """Show one source that the command line names."""
     from laminar_py.config.data import ChatConfig, SourceConfig
     from laminar_py.data.chat import PromptEncoder
-    from laminar_py.data.prompts import read_prompts
+    from laminar_py.data.problems import read_prompts
     from laminar_py.data.sources import DataSource
     from laminar_py.data.tokenizer import load_tokenizer
     from laminar_py.runtime.preflight.inputs import Problems
 
     if model is None:
         raise ConfigError(
-            f"data={what}: counts tokens; name the model's folder with --model, or give a run's YAML"
+            f"data={path}: counts tokens; name the model's folder with --model, or give a run's YAML"
         )
     mapped = dict(one.partition("=")[::2] for one in columns)
     if not all(mapped.values()):
         raise ConfigError(f"--column {columns[0]}: no column named; write ours=theirs, e.g. prompt=question")
-    source = DataSource("data", SourceConfig(path=what, split=split, subset=subset, columns=mapped))
+    source = DataSource("data", SourceConfig(path=path, split=split, subset=subset, columns=mapped))
     encoder = PromptEncoder(load_tokenizer(model), model, ChatConfig())
     problems = read_prompts(source, encoder=encoder, max_prompt_tokens=None)
     _show(Problems([problems], {}), encoder, level="level", limits={})
@@ -124,10 +132,10 @@ def _show(
     demonstrations: "Demonstrations | None" = None,
     faults: Sequence[str] = (),
 ) -> None:
-    """Print figures of all sources, and end with exit code 1 where a run would refuse them.
+    """Print figures of all sources. Exit code 1 where a run would refuse the problems.
 
-    `limits` are tokens of a prompt or a demonstration, by field of the config, and `faults` what is known of them
-    already.
+    `limits` has the most tokens of a prompt or demonstration by field of the config, `faults` messages on faults
+    that were found before.
     """
     from laminar_py.data.survey import demonstration_figures, source_figures, unknown_words
     from laminar_py.runtime.preflight.inputs import shown_prompt
@@ -141,28 +149,28 @@ def _show(
         figures[field] = demonstration_figures(demonstrations, max_tokens=limits.get(field))
     console.print(_table(figures))
     for field, shown in figures.items():
-        _say_counts(f"{field}: fields", shown.fields)
+        _print_counts(f"{field}: fields", shown.fields)
         named = {task or "(none)": number for task, number in shown.tasks.items()}
-        _say_counts(f"{field}: tasks", {} if list(shown.tasks) == [""] else named)
-        _say_counts(f"{field}: levels", shown.levels)
+        _print_counts(f"{field}: tasks", {} if list(shown.tasks) == [""] else named)
+        _print_counts(f"{field}: levels", shown.levels)
     for field, words in unknown_words(problems.all, demonstrations, encoder=encoder).items():
         number = f"{words.number:,} words become" if words.number > 1 else "1 word becomes"
-        told = f"{number} the tokenizer's unknown token, the first {words.first!r} in {words.place}"
-        say(f"{field}: {told}", style="yellow")
-    say(shown_prompt(problems.all[0][0], encoder.tokenizer))
-    asked = {of.source.field for of in problems.all}
+        first = f"the first {words.first!r} in {words.place}"
+        print_line(f"{field}: {number} the tokenizer's unknown token, {first}", style="yellow")
+    print_line(shown_prompt(problems.all[0][0], encoder.tokenizer))
+    prompts = {of.source.field for of in problems.all}
     long = [
-        _too_long(field, of, limits[field], field in asked) for field, of in figures.items() if of.num_too_long
+        _too_long(field, of, limits[field], field in prompts) for field, of in figures.items() if of.num_too_long
     ]
     refusals = [*long, *_leaks(problems), *faults]
     for refusal in refusals:
-        say(refusal, style="red")
+        print_line(refusal, style="red")
     if refusals:
         raise typer.Exit(1)
 
 
 def _too_long(field: str, figures: "SourceFigures", limit: int, prompts: bool) -> str:
-    """Line on what is too long in a source of prompts, or of demonstrations."""
+    """Message on a source with prompts, or demonstrations, above the limit."""
     kind = "prompt" if prompts else "demonstration"
     have = f"{figures.num_too_long:,} {kind}s have" if figures.num_too_long > 1 else f"1 {kind} has"
     bound = "that rollout.max_len leaves beside a whole response" if prompts else "of warm_start.tokens_per_step"
@@ -170,14 +178,14 @@ def _too_long(field: str, figures: "SourceFigures", limit: int, prompts: bool) -
 
 
 def _leaks(problems: "Problems") -> Iterator[str]:
-    """Line on each evaluation set with prompts that are trained on."""
-    from laminar_py.data.prompts import find_leaks
+    """Message on each evaluation set with prompts of the training data."""
+    from laminar_py.data.problems import find_leaks
 
-    for of in problems.sets.values():
-        leaks = find_leaks(of, problems.train)
+    for heldout in problems.sets.values():
+        leaks = find_leaks(heldout, problems.train)
         for place, there in leaks[:1]:
-            first = f"{of.source.place(of.row(place))} is {there}"
-            yield f"{of.source.field}: {len(leaks)} prompts are trained on, e.g. {first}"
+            first = f"{heldout.source.place(heldout.row(place))} is {there}"
+            yield f"{heldout.source.field}: {len(leaks)} prompts are trained on, e.g. {first}"
 
 
 def _table(figures: "dict[str, SourceFigures]") -> Table:
@@ -189,9 +197,9 @@ def _table(figures: "dict[str, SourceFigures]") -> Table:
     return table
 
 
-def _say_counts(title: str, counts: dict[str, int]) -> None:
-    """Print the counts of names, of which there may be as many as problems, the highest first."""
+def _print_counts(title: str, counts: dict[str, int]) -> None:
+    """Print the highest counts; there may be as many names as problems."""
     if counts:
-        told = [f"{visible(name)} {number:,}" for name, number in islice(counts.items(), MOST_NAMES)]
+        shown = [f"{visible(name)} {number:,}" for name, number in islice(counts.items(), MOST_NAMES)]
         more = [f"and {len(counts) - MOST_NAMES:,} more"] if len(counts) > MOST_NAMES else []
-        say(f"{title} {', '.join(told + more)}")
+        print_line(f"{title} {', '.join(shown + more)}")

@@ -1,7 +1,7 @@
-"""The command line as a whole, and how it ends: all work is done elsewhere.
+"""The command `laminar`: its list of subcommands, its output, and the exit code of every ending.
 
-Exit codes: 0 done; 1 a law is broken, the run failed, or the mistake is ours; 2 bad input (one line on standard
-error); 130 stopped by Ctrl-C with a checkpoint to go on from.
+Exit codes: 0 done; 1 a law is broken, the run failed, or the program has a bug; 2 bad input (one line on standard
+error); 130 stopped by Ctrl-C with a checkpoint to resume from.
 """
 
 import importlib
@@ -15,21 +15,22 @@ from pathlib import Path
 from typing import NoReturn
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from laminar_py.config.section import ConfigError
-from laminar_py.records.visible import visible
+from laminar_py.records.host import visible
 
 GROUP = "laminar_py.commands"  # entry points of installed packages, each a `typer.Typer`
-COMMANDS = {  # name: where its function or `typer.Typer` is, and an example for its help
+COMMANDS = {  # name -> module:attribute of its function or `typer.Typer`, and an example for its help
     "train": ("laminar_py.cli.train:train", "laminar train configs/quickstart.yaml seed=1 steps=60"),
     "scale": ("laminar_py.cli.scale:scale", "laminar scale runs/quickstart-1 replicas=4"),
     "report": ("laminar_py.cli.report:report", "laminar report runs/quickstart-1"),
     "dashboard": ("laminar_py.cli.report:dashboard", "laminar dashboard runs/quickstart-1 --port 8400"),
     "data": ("laminar_py.cli.data:data", "laminar data configs/quickstart.yaml"),
     "samples": (
-        "laminar_py.cli.samples:samples",
+        "laminar_py.cli.audit:samples",
         "laminar samples runs/quickstart-1 --reward 0 --order longest",
     ),
     "audit": ("laminar_py.cli.audit:audit", ""),
@@ -38,27 +39,35 @@ COMMANDS = {  # name: where its function or `typer.Typer` is, and an example for
     "export": ("laminar_py.cli.train:export", "laminar export runs/quickstart-1 out/quickstart --dtype bf16"),
     "eval": ("laminar_py.cli.train:evaluate", "laminar eval runs/quickstart-1 eval.sets.heldout.samples=4"),
     "doctor": ("laminar_py.cli.doctor:doctor", "laminar doctor experiments/math_long_cot/7b_8gpu.yaml"),
-    "clean": ("laminar_py.cli.clean:clean", "laminar clean --free"),
+    "clean": ("laminar_py.cli.doctor:clean", "laminar clean --free"),
     "relay": ("laminar_py.cli.relay:relay", ""),
 }
 
+console = Console(highlight=False)
+
+
+def print_line(line: str, *, style: str | None = None) -> None:
+    """Print a line unwrapped. Brackets, as in `urls=[...]`, are text and not markup; control characters are
+    escaped."""
+    console.print(visible(line, keep="\n\t"), style=style, markup=False, soft_wrap=True)
+
 
 class Commands(TyperGroup):
-    """Built-in commands and those of installed packages; a command is imported when it is called."""
+    """Built-in commands and those of installed packages. A command's module is imported when it is called."""
 
     def list_commands(self, ctx: object) -> list[str]:
-        """Names, the built-in ones first, without those of packages that are gone."""
+        """Names of commands, the built-in ones first, without those of uninstalled packages."""
         found = [point.name for point in entry_points(group=GROUP) if _is_installed(point)]
         return list(dict.fromkeys((*COMMANDS, *sorted(found))))
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
-        """The command of a name. Raises `ConfigError` where its package cannot be imported."""
+        """Command of a name. Raises `ConfigError` where its package cannot be imported."""
         if cmd_name in COMMANDS:
             module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-            return _built(cmd_name, getattr(importlib.import_module(module), attribute))
+            return _make_command(cmd_name, getattr(importlib.import_module(module), attribute))
         for point in entry_points(group=GROUP, name=cmd_name):
             try:
-                return _built(cmd_name, point.load())
+                return _make_command(cmd_name, point.load())
             except ImportError as error:
                 package = point.module.partition(".")[0]
                 raise ConfigError(
@@ -74,8 +83,8 @@ def _is_installed(point: EntryPoint) -> bool:
         return False
 
 
-def _built(name: str, target: object) -> TyperCommand | TyperGroup:
-    """Command line of a function or a `typer.Typer`."""
+def _make_command(name: str, target: object) -> TyperCommand | TyperGroup:
+    """Command named `name` from a function or a `typer.Typer`."""
     commands = target if isinstance(target, typer.Typer) else typer.Typer()
     if commands is not target:
         assert callable(target), f"{name} is a function or a Typer"
@@ -88,9 +97,9 @@ def _built(name: str, target: object) -> TyperCommand | TyperGroup:
 
 
 def _set_help(commands: typer.Typer) -> None:
-    """Make the help of commands of their docstrings, as these read.
+    """Make the help of each command from its docstring, with joined lines and escaped brackets.
 
-    Typer by itself keeps their line breaks, and takes brackets for markup.
+    Typer by itself keeps the docstring's line breaks, and reads brackets as markup.
     """
     for command in commands.registered_commands:
         if command.help is None and command.callback is not None and command.callback.__doc__:
@@ -112,25 +121,27 @@ def laminar() -> None:
 
 
 def main() -> None:
-    """Entry point: whatever ends a command becomes one line; exit code 2 for the user's faults, 1 for all else."""
+    """Run the command line. Every error becomes one line: exit code 2 for the user's mistakes, 1 for all
+    others."""
     from laminar_py.runtime.cluster.errors import RunFailedError, unexpected_message
 
     try:
         app()
     except SystemExit as end:
-        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):  # Typer made a code of it
-            _end("stopped", code=130)
+        # Typer turns a KeyboardInterrupt into a SystemExit.
+        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+            _exit("stopped", code=130)
         raise
     except ConfigError as error:
-        _end(str(error), code=2)
+        _exit(str(error), code=2)
     except RunFailedError as error:
-        _end(str(error), code=1)
-    except Exception as error:  # noqa: BLE001 - a mistake of ours; a run has written its traceback into its log already
+        _exit(str(error), code=1)
+    except Exception as error:  # noqa: BLE001 - a bug of ours; a run has written its traceback into its log already
         with tempfile.NamedTemporaryFile("w", prefix="laminar-", suffix=".log", delete=False) as file:
             file.write(traceback.format_exc())
-        _end(unexpected_message(error, Path(file.name)), code=1)
+        _exit(unexpected_message(error, Path(file.name)), code=1)
 
 
-def _end(line: str, *, code: int) -> NoReturn:
+def _exit(line: str, *, code: int) -> NoReturn:
     print("laminar:", visible(line, keep="\n"), file=sys.stderr)
     raise SystemExit(code) from None

@@ -1,11 +1,11 @@
-"""`laminar relay`: the tree that carries weights, by itself."""
+"""`laminar relay`: plan the relay tree, or run its nodes by hand, without a run."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from laminar_py.cli.lines import say
+from laminar_py.cli.main import print_line
 
 relay = typer.Typer(
     help="Plan the relay tree that carries weights, or run its nodes by hand.", no_args_is_help=True
@@ -16,7 +16,7 @@ relay = typer.Typer(
 def relay_keys(
     path: Annotated[Path, typer.Argument(help="New file, to be copied to all hosts of the tree")],
 ) -> None:
-    """Make the keys of a tree; a node that has the file may join it."""
+    """Make the keys of a tree; every node that has the file may join."""
     from laminar_py.relay.serve import write_keys
 
     write_keys(path)
@@ -24,26 +24,26 @@ def relay_keys(
 
 @relay.command("serve", epilog="Example: laminar relay serve b --keys relay.keys --parent tcp://10.0.0.4:7000")
 def relay_serve(
-    name: Annotated[str, typer.Argument(help="Its name in the tree")],
+    name: Annotated[str, typer.Argument(help="Name of the node in the tree")],
     keys: Annotated[Path, typer.Option(help="File of `laminar relay keys`")],
     parent: Annotated[
         list[str] | None,
-        typer.Option(help="Address of an ancestor: nearest first, root last; none: it is the root"),
+        typer.Option(help="Address of an ancestor: nearest first, root last. Default: this node is the root"),
     ] = None,
     store: Annotated[Path, typer.Option(help="Folder in shared memory for its versions")] = Path(
         "/dev/shm/laminar-relay"
     ),
     host: Annotated[str, typer.Option(help="Interface, or an ipc:// address")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one")] = 0,
-    keep_versions: Annotated[int, typer.Option(min=1, help="Newest versions that it keeps")] = 2,
+    keep_versions: Annotated[int, typer.Option(min=1, help="Number of newest versions to keep")] = 2,
     chunk_bytes: Annotated[
         int, typer.Option(min=4096, help="Largest chunk that a publisher may cut a version into")
     ] = 16 * 2**20,
     max_bytes_per_s: Annotated[
-        float | None, typer.Option(min=1, help="Most bytes of weights that it sends a second; default: no cap")
+        float | None, typer.Option(min=1, help="Most bytes of weights to send a second; default: no cap")
     ] = None,
 ) -> None:
-    """Run one node of a tree by hand, until Ctrl-C."""
+    """Run one node of a tree, until Ctrl-C."""
     from laminar_py.relay.node import RelayNode
     from laminar_py.relay.serve import event_line, read_keys, run_node
 
@@ -57,9 +57,9 @@ def relay_serve(
         keep_versions=keep_versions,
         chunk_bytes=chunk_bytes,
         max_bytes_per_s=max_bytes_per_s,
-        emit=lambda event: say(event_line(event)),
+        emit=lambda event: print_line(event_line(event)),
     )
-    run_node(node, print_line=say)
+    run_node(node, print_line=print_line)
 
 
 @relay.command("plan", epilog="Example: laminar relay plan configs/relay/rack.yaml parameters=70B shm_gib=2048")
@@ -71,4 +71,4 @@ def relay_plan(
     from laminar_py.relay.plan import make_relay_plan, plan_lines, read_spec
 
     for line in plan_lines(make_relay_plan(read_spec(config, overrides or []))):
-        say(line)
+        print_line(line)

@@ -1,4 +1,4 @@
-"""`laminar train`, `laminar export` and `laminar eval`: runs, their summaries, and the figures of their models."""
+"""`laminar train`, `laminar export` and `laminar eval`: start runs and evaluations, print their summaries."""
 
 import json
 import shlex
@@ -11,34 +11,27 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from laminar_py.cli.lines import console, say
+from laminar_py.cli.main import console, print_line
 from laminar_py.cli.report import print_limits
 from laminar_py.config.loading import flatten, load_config, to_overrides
 from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
     from laminar_py.config.run import RunConfig
-    from laminar_py.observe.summary import (
-        CheckpointFigures,
-        EvaluationFigures,
-        RelayFigures,
-        RepackFigures,
-        Summary,
-        UnscoredFigures,
-    )
+    from laminar_py.observe.summary import CheckpointFigures, EvaluationFigures, RelayFigures, Summary
 
 
 class ExportDtype(StrEnum):
-    """Types that `laminar export` writes."""
+    """Types of weights that `laminar export` writes."""
 
     BF16 = "bf16"
     FP32 = "fp32"
 
 
-WHOLE = 0.995  # share of a version's bytes from which on all of it travels
-MOST_TOLD = 3  # settings of a line
-FIXED = ("name", "runs", "model", "warm_start", "data.train", "data.chat", "learner.lora")  # of a run, for good
-TOLD_CHARS = 40  # of a value
+WHOLE = 0.995  # share of a version's bytes; above it the summary says that whole versions travelled
+MOST_NAMED = 3  # settings in a line
+MOST_CHARS = 40  # of a setting's value
+FIXED = ("name", "runs", "model", "warm_start", "data.train", "data.chat", "learner.lora")  # a resume keeps them
 DTYPES = {ExportDtype.BF16: "bfloat16", ExportDtype.FP32: "float32"}
 
 
@@ -46,96 +39,89 @@ def train(
     config: Annotated[Path, typer.Argument(help="YAML file of the run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. learner.lr=1e-3")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest run of this name, with its own settings")
+        bool, typer.Option("--resume", help="Resume the newest run of this name, with its own settings")
     ] = False,
-    named: Annotated[
-        Path | None, typer.Option("--run", help="Folder of the run to go on with, in place of the newest")
+    folder: Annotated[
+        Path | None, typer.Option("--run", help="Folder of the run to resume, instead of the newest")
     ] = None,
 ) -> None:
-    """Train a model; everything the run leaves is in runs/<name>-<n>/.
+    """Train a model; all files of the run are in runs/<name>-<n>/.
 
-    With --resume a run goes on with the settings that it began with and those given as key=value; a line names
-    what has changed in the file since.
+    With --resume a run continues with its own settings and with those given as key=value. A line names settings of
+    the file that have changed since and are ignored.
     """
     changes = overrides or []
     settings = load_config(config, changes)
-    if named is not None and not resume:
-        raise ConfigError(f"--run={named}: names a run to go on with; add --resume, or leave it out")
+    if folder is not None and not resume:
+        raise ConfigError(f"--run={folder}: names a run to resume; add --resume, or leave it out")
     from laminar_py.ledger.run_folder import newest_run, run_at
     from laminar_py.ledger.scaling import fleet_on_record
     from laminar_py.runtime.orchestrator.launch import RunInterruptedError, launch
 
-    run = (newest_run(settings) if named is None else run_at(named)) if resume else None
+    run = (newest_run(settings) if folder is None else run_at(folder)) if resume else None
     if run is not None:
         given, settings = settings, load_config(run.config, [*fleet_on_record(run, changes), *changes])
-        if passed_over := tell_passed_over(settings, given, file=config):
-            say(f"{run.path} goes on with the settings that it began with; {passed_over}")
+        if ignored := ignored_settings(settings, given, file=config):
+            print_line(f"{run.path} resumes with its own settings; {ignored}")
     try:
         summary = launch(settings, resume=run, console=console)
     except RunInterruptedError as stop:
-        print_limits(Path(stop.summary.run))
-        _say_unscored(stop.summary.unscored)
-        which = [] if named is None else [f"--run {named}"]
+        _print_end(stop.summary)
+        which = [] if folder is None else [f"--run {folder}"]
         again = " ".join(["laminar train", str(config), *changes, "--resume", *which])
-        say(f"{stop}; go on with: {again}")
+        print_line(f"{stop}; resume with: {again}")
         raise typer.Exit(130) from None
     _print_summary(summary)
-    print_limits(Path(summary.run))
-    _say_unscored(summary.unscored)
+    _print_end(summary)
 
 
-def tell_passed_over(recorded: "RunConfig", given: "RunConfig", *, file: Path) -> str:
-    """Words on settings of a file that a run which goes on does not take; "" where it has the same ones.
+def ignored_settings(recorded: "RunConfig", given: "RunConfig", *, file: Path) -> str:
+    """Text on settings of `file` that a resumed run ignores; "" where the file has the run's settings.
 
-    Those that a resume can change are offered as it takes them; of the others it says that they are for a new run.
+    Settings that a resume can change are shown as arguments to add; others need a new run.
     """
     then, now = flatten(recorded), flatten(given)
     keys = [key for key in now | then if now.get(key) != then.get(key)]
-    fixed = [key for key in keys if _is_fixed(key)]
+    fixed = [key for key in keys if any(key == one or key.startswith(f"{one}.") for one in FIXED)]
     free = [key for key in keys if key not in fixed]
     parts = []
     if free:
-        again = [
-            shlex.quote(one) for one in to_overrides({key: now[key] for key in free[:MOST_TOLD] if key in now})
-        ]
-        short = all(len(one) <= 2 * TOLD_CHARS for one in again) and again
-        remedy = f"to have them, give them as {' '.join(again) if short else 'key=value'}"
-        parts.append(f"of {file} these do not count: {_tell_changes(free, then, now)} ({remedy})")
+        named = {key: now[key] for key in free[:MOST_NAMED] if key in now}
+        arguments = [shlex.quote(one) for one in to_overrides(named)]
+        short = all(len(one) <= 2 * MOST_CHARS for one in arguments) and arguments
+        remedy = f"to apply them, add {' '.join(arguments) if short else 'key=value'}"
+        parts.append(f"it ignores these changes in {file}: {_changes(free, then, now)} ({remedy})")
     if fixed:
-        of = "nor can these, which are" if free else f"of {file} these cannot count, which are"
-        parts.append(f"{of} what a run is made of: {_tell_changes(fixed, then, now)} (start a new run for them)")
+        parts.append(f"these changes in {file} need a new run: {_changes(fixed, then, now)}")
     return "; ".join(parts)
 
 
-def _is_fixed(key: str) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in FIXED)
+def _changes(keys: Sequence[str], then: Mapping[str, object], now: Mapping[str, object]) -> str:
+    shown = [f"{key} {_shortened(then.get(key))} -> {_shortened(now.get(key))}" for key in keys[:MOST_NAMED]]
+    return ", ".join(shown) + (f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else "")
 
 
-def _tell_changes(keys: Sequence[str], then: Mapping[str, object], now: Mapping[str, object]) -> str:
-    told = [f"{key} {_cut(then.get(key))} -> {_cut(now.get(key))}" for key in keys[:MOST_TOLD]]
-    return ", ".join(told) + (f" and {len(keys) - MOST_TOLD} more" if len(keys) > MOST_TOLD else "")
+def _shortened(value: object) -> str:
+    text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}..."
 
 
-def _cut(value: object) -> str:
-    told = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-    return told if len(told) <= TOLD_CHARS else f"{told[:TOLD_CHARS]}..."
-
-
-def export(
-    source: Annotated[Path, typer.Argument(help="A run, for its newest checkpoint, or one of its checkpoints")],
-    out: Annotated[Path, typer.Argument(help="New folder")],
-    dtype: Annotated[ExportDtype | None, typer.Option(help="Of the weights; default: that of the model")] = None,
-) -> None:
-    """Write a plain Hugging Face folder of what a run has learned, also while it goes on."""
-    from laminar_py.runtime.orchestrator.exports import export as export_run
-
-    exported = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype])
-    say(f"{out}: {exported.checkpoint.name} of {source}")
+def _print_end(summary: "Summary") -> None:
+    """Print what limits the run, and how many responses could not be scored."""
+    print_limits(Path(summary.run))
+    unscored = summary.unscored
+    if unscored.count:
+        print_line(f"{unscored.count} of {unscored.of} responses could not be scored; the first: {unscored.first}")
 
 
 def _print_summary(summary: "Summary") -> None:
-    lengths, counts = summary.response_length, summary.trajectories
+    lengths, counts, repack = summary.response_length, summary.trajectories, summary.repack
     drops = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.dropped_by_reason.items()))
+    moved = (
+        f", {repack.running} trajectories moved in {repack.rounds} rounds, and {repack.waiting} that waited"
+        if repack.rounds
+        else ""
+    )
     rows = [
         *_evaluation_rows(summary.evaluations),
         ("RL", f"{summary.steps} steps in {summary.rl_seconds:.1f} s"),
@@ -150,9 +136,9 @@ def _print_summary(summary: "Summary") -> None:
         ("dropped", drops or "none"),
         ("staleness", f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}"),
         ("versions alive", f"{summary.versions_alive_max} at most"),
-        ("relay", tell_relay(summary.relay)),
-        ("checkpoints", tell_checkpoints(summary.checkpoints)),
-        ("replicas", tell_repack(summary.repack, summary.kv_use)),
+        ("relay", relay_summary(summary.relay)),
+        ("checkpoints", checkpoint_summary(summary.checkpoints)),
+        ("replicas", f"{summary.kv_use:.0%} of their KV caches in use{moved}"),
         (
             "learner",
             f"waited {summary.learner_waiting_share:.0%}; {summary.overlap_share:.0%} of its work overlapped"
@@ -168,53 +154,35 @@ def _print_summary(summary: "Summary") -> None:
 
 
 def _turn_rows(summary: "Summary") -> Iterator[tuple[str, str]]:
-    """Row on turns, where environments answer."""
+    """Row on turns, if the run has environments."""
     if (turns := summary.turns).mean:
         times = f"p50 {turns.environment_p50_s:.2f} s, p95 {turns.environment_p95_s:.2f} s"
         yield "turns", f"mean {turns.mean:.2f} of the model; of its environment {times} a trajectory"
 
 
-def _say_unscored(unscored: "UnscoredFigures") -> None:
-    if unscored.count:
-        say(f"{unscored.count} of {unscored.of} responses could not be scored; the first: {unscored.first}")
-
-
-def tell_relay(relay: "RelayFigures") -> str:
-    """Versions, stall, spread and bytes in one line."""
+def relay_summary(relay: "RelayFigures") -> str:
+    """Number of versions, the learner's stall, the spread, and the transferred bytes, in one line."""
     words = [f"{relay.versions} versions"]
     if relay.stall_s is not None:
         words.append(f"the learner stood still {relay.stall_s * 1000:.1f} ms for one")
     if relay.spread_s is not None:
         words.append(f"{relay.spread_s:.2f} s until the last relay had it")
     if relay.wire_share is not None:
-        words.append(tell_travel(relay.wire_share))
+        words.append(
+            "whole versions travelled"
+            if relay.wire_share >= WHOLE
+            else f"{relay.wire_share:.1%} of whole versions travelled, the rest was as in the version before"
+        )
     return ", ".join(words)
 
 
-def tell_travel(wire_share: float) -> str:
-    """How much of a version travels to a relay, in a phrase; `wire_share` is of its bytes."""
-    if wire_share >= WHOLE:
-        return "whole versions travelled"
-    return f"what travelled was {wire_share:.1%} of whole versions, the rest was as in the version before"
-
-
-def tell_checkpoints(checkpoints: "CheckpointFigures") -> str:
-    """Number, stall and duration in one line."""
+def checkpoint_summary(checkpoints: "CheckpointFigures") -> str:
+    """Number of checkpoints, the learner's stall and the time until they are on disk, in one line."""
     if checkpoints.stall_s is None or checkpoints.elapsed_s is None:
         return "none"
     stall_ms = checkpoints.stall_s * 1000
     on_disk = f"{checkpoints.elapsed_s:.2f} s until it was on disk"
     return f"{checkpoints.count}, the learner stood still {stall_ms:.1f} ms for one, {on_disk}"
-
-
-def tell_repack(repack: "RepackFigures", kv_use: float) -> str:
-    """Use of KV caches, and what was moved, in one line."""
-    words = [f"{kv_use:.0%} of their KV caches in use"]
-    if repack.rounds:
-        words.append(
-            f"{repack.running} trajectories moved in {repack.rounds} rounds, and {repack.waiting} that waited"
-        )
-    return ", ".join(words)
 
 
 def _evaluation_rows(evaluations: "Sequence[EvaluationFigures]") -> Iterator[tuple[str, str]]:
@@ -223,12 +191,24 @@ def _evaluation_rows(evaluations: "Sequence[EvaluationFigures]") -> Iterator[tup
         passes = [one for one in evaluations if one.set_name == name]
         accurate = all(one.figures.is_accuracy for one in passes)
         label = f"{name} {'accuracy' if accurate else 'mean reward'}"
-        yield label, f"{passes[0].mean:.3f} -> {passes[-1].figures.mean.tell()}"
+        yield label, f"{passes[0].mean:.3f} -> {passes[-1].figures.mean.describe()}"
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="Folder of a run (its newest checkpoint) or of a checkpoint")],
+    out: Annotated[Path, typer.Argument(help="New folder")],
+    dtype: Annotated[ExportDtype | None, typer.Option(help="Type of the weights; default: as the model")] = None,
+) -> None:
+    """Write the trained model as a plain Hugging Face folder, also while the run runs."""
+    from laminar_py.runtime.orchestrator.exports import export as export_run
+
+    exported = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype])
+    print_line(f"{out}: {exported.checkpoint.name} of {source}")
 
 
 def evaluate(
     source: Annotated[
-        Path, typer.Argument(help="A run (its newest checkpoint), one of its checkpoints, or a model folder")
+        Path, typer.Argument(help="Folder of a run (its newest checkpoint), of a checkpoint, or of a model")
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings, e.g. eval.sets.aime.samples=32 rollout.replicas=8")
@@ -236,10 +216,10 @@ def evaluate(
     config: Annotated[Path | None, typer.Option(help="YAML file with the sets; default: that of the run")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="A set to evaluate; default: all")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest evaluation of this source with these settings")
+        bool, typer.Option("--resume", help="Resume the newest evaluation of this source with these settings")
     ] = False,
 ) -> None:
-    """Evaluate a checkpoint or a model; everything it leaves is in runs/eval-<name>-<n>/."""
+    """Evaluate a checkpoint or a model; all files of the evaluation are in runs/eval-<name>-<n>/."""
     from laminar_py.runtime.orchestrator.launch import EvalInterruptedError
     from laminar_py.runtime.orchestrator.launch import evaluate as evaluate_source
     from laminar_py.runtime.orchestrator.sources import EvalRequest
@@ -248,10 +228,10 @@ def evaluate(
     try:
         summary = evaluate_source(request, console=console)
     except EvalInterruptedError as stop:
-        say(f"{stop} stopped; go on with --resume: what is answered stays")
+        print_line(f"{stop} stopped; --resume continues it and keeps its answers")
         raise typer.Exit(130) from None
     console.print(evaluation_table(summary.evaluations))
-    say(f"figures: {summary.run}/summary.json; texts: laminar samples {summary.run}")
+    print_line(f"figures: {summary.run}/summary.json; texts: laminar samples {summary.run}")
 
 
 def evaluation_table(evaluations: "Sequence[EvaluationFigures]") -> Table:
@@ -259,20 +239,23 @@ def evaluation_table(evaluations: "Sequence[EvaluationFigures]") -> Table:
     table = Table("", box=None, padding=(0, 2, 0, 0))
     for one in evaluations:
         table.add_column(Text(one.set_name))
-    columns = [_rows(one) for one in evaluations]
+    columns = [_set_rows(one) for one in evaluations]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
     return table
 
 
-def _rows(evaluation: "EvaluationFigures") -> dict[str, str]:
-    """Figures of a set by name, in their order."""
+def _set_rows(evaluation: "EvaluationFigures") -> dict[str, str]:
+    """Figures of a set by name, in the order of the table."""
     figures = evaluation.figures
-    rows = {"problems x samples": f"{figures.problems} x {figures.samples}", figures.name: figures.mean.tell()}
-    rows |= {f"pass@{k}": one.tell() for k, one in figures.pass_at.items() if k > 1}
+    rows = {
+        "problems x samples": f"{figures.problems} x {figures.samples}",
+        figures.name: figures.mean.describe(),
+    }
+    rows |= {f"pass@{k}": one.describe() for k, one in figures.pass_at.items() if k > 1}
     if figures.majority is not None:
-        rows[f"maj@{figures.samples}"] = figures.majority.tell()
-    rows["cut by a cap"] = figures.truncated.tell()
+        rows[f"maj@{figures.samples}"] = figures.majority.describe()
+    rows["cut by a cap"] = figures.truncated.describe()
     rows["tokens p50 / p95"] = f"{figures.length_p50} / {figures.length_p95}"
     rows["not scored"] = f"{figures.unscored} of {figures.problems * figures.samples}"
     return rows

@@ -1,4 +1,4 @@
-"""Settings: sections, loading, and the registries of rewards, environments and backends."""
+"""Settings and registries. A module for each section is public; here are the names that users need."""
 
 from typing import TYPE_CHECKING
 
@@ -6,35 +6,20 @@ from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
     from laminar_py.config.algorithm import Advantage as Advantage
-    from laminar_py.config.algorithm import Aggregation as Aggregation
     from laminar_py.config.algorithm import AlgorithmConfig as AlgorithmConfig
-    from laminar_py.config.cluster import Device as Device
-    from laminar_py.config.cluster import TopologyKind as TopologyKind
-    from laminar_py.config.data import ModelConfig as ModelConfig
-    from laminar_py.config.emulated_profile import EmulationProfile as EmulationProfile
-    from laminar_py.config.emulated_profile import EngineTimes as EngineTimes
-    from laminar_py.config.emulated_profile import LearnerTimes as LearnerTimes
-    from laminar_py.config.emulated_profile import read_profile as read_profile
-    from laminar_py.config.emulation import SHORTEST as SHORTEST
+    from laminar_py.config.cluster import SandboxConfig as SandboxConfig
+    from laminar_py.config.emulation import EmulationProfile as EmulationProfile
     from laminar_py.config.engine import EngineConfig as EngineConfig
-    from laminar_py.config.engine import EngineLaunch as EngineLaunch
     from laminar_py.config.environment import EnvironmentConfig as EnvironmentConfig
     from laminar_py.config.environment import EnvironmentHome as EnvironmentHome
     from laminar_py.config.environment import EnvironmentKind as EnvironmentKind
-    from laminar_py.config.learner import LearnerConfig as LearnerConfig
-    from laminar_py.config.learner import LoraConfig as LoraConfig
-    from laminar_py.config.learner import Recompute as Recompute
     from laminar_py.config.loading import load_config as load_config
     from laminar_py.config.loading import parse_config as parse_config
+    from laminar_py.config.loading import read_profile as read_profile
     from laminar_py.config.registry import load_from_file as load_from_file
-    from laminar_py.config.reward import REWARDS as REWARDS
     from laminar_py.config.reward import RewardKind as RewardKind
     from laminar_py.config.reward import TermConfig as TermConfig
-    from laminar_py.config.rollout import DEFAULT_PLANNER as DEFAULT_PLANNER
-    from laminar_py.config.rollout import NO_PLANNER as NO_PLANNER
-    from laminar_py.config.rollout import OnNewWeights as OnNewWeights
     from laminar_py.config.run import RunConfig as RunConfig
-    from laminar_py.config.sandbox import SandboxConfig as SandboxConfig
     from laminar_py.config.section import ConfigError as ConfigError
     from laminar_py.config.section import Count as Count
     from laminar_py.config.section import Seconds as Seconds

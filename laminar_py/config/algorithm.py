@@ -1,7 +1,7 @@
-"""Algorithms: their registry, the settings of each, and the built-in ones as one line each.
+"""Algorithms: their settings, the built-in ones as one line each, and the registry for those of other packages.
 
-A name fills in what the file leaves out, so every part of an algorithm can be turned by itself. Equations are in
-`learner.losses`. Nothing here imports torch, since the controller uses it.
+The name of an algorithm fills in settings that the file leaves out, so that each setting can be changed by itself.
+Equations are in `learner.losses`. This module imports no torch, since the controller uses it.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Col
 
 
 class Advantage(StrEnum):
-    """Ways from the rewards of a group to advantages."""
+    """How advantages are computed from the rewards of a group; see `AlgorithmConfig.advantage`."""
 
     GROUP_STD = "group_std"
     GROUP_MEAN = "group_mean"
@@ -31,7 +31,7 @@ class Advantage(StrEnum):
 
 
 class Objective(StrEnum):
-    """Functions of the new policy that are maximised."""
+    """Function of the new policy that training maximises; see `AlgorithmConfig.objective`."""
 
     CLIP = "clip"
     SEQUENCE_CLIP = "sequence_clip"
@@ -40,7 +40,7 @@ class Objective(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """Weights that make one number of token losses."""
+    """How losses of tokens become one number; see `AlgorithmConfig.aggregation`."""
 
     TOKEN_MEAN = "token_mean"
     SEQUENCE_MEAN = "sequence_mean"
@@ -48,7 +48,7 @@ class Aggregation(StrEnum):
 
 
 class Proximal(StrEnum):
-    """Policies that the trust region can be around."""
+    """Policy at the centre of the trust region; see `AlgorithmConfig.proximal`."""
 
     BEHAVIOUR = "behaviour"
     RECOMPUTE = "recompute"
@@ -56,7 +56,7 @@ class Proximal(StrEnum):
 
 
 class Correction(StrEnum):
-    """Weights and masks for tokens that another policy drew."""
+    """Weight or mask for tokens that another policy sampled; see `AlgorithmConfig.correction`."""
 
     NONE = "none"
     TIS = "tis"
@@ -66,8 +66,8 @@ class Correction(StrEnum):
     NEGATIVE_MASK = "negative_mask"
 
 
-WEIGHTS = (Correction.TIS, Correction.MIS, Correction.ICEPOP)  # the others are masks
-BOUNDED = (Correction.ICEPOP, Correction.SEQUENCE_MASK)  # on both sides
+WEIGHTS = (Correction.TIS, Correction.MIS, Correction.ICEPOP)  # the others mask whole responses
+BOUNDED = (Correction.ICEPOP, Correction.SEQUENCE_MASK)  # have a lower bound too
 
 
 class Divergence(StrEnum):
@@ -79,25 +79,26 @@ class Divergence(StrEnum):
 
 
 class Truncated(StrEnum):
-    """Parts that responses which a cap has cut play in the loss."""
+    """What the loss does with responses that a cap ended; see `AlgorithmConfig.truncated`."""
 
     TRAIN = "train"
     MASK = "mask"
 
 
 class ReferencePass(StrEnum):
-    """Places where the reference model computes its log-probabilities."""
+    """Process in which the reference model runs; see `AlgorithmConfig.reference_pass`."""
 
     LEARNER = "learner"
     STAGE = "stage"
 
 
 def _weighted(clip_high: float) -> dict[str, Any]:
-    """Truncated importance sampling: ratios are cut at 1 + clip_high, and nowhere below."""
+    """Settings of truncated importance sampling: ratios are cut at 1 + clip_high, and not below."""
     return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
 
 
-PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defaults, which are those of GRPO
+# name -> settings that differ from the defaults of the fields, which are those of GRPO
+PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage": Advantage.GROUP_MEAN, "aggregation": Aggregation.CONSTANT},
     "dapo": {"clip_high": 0.28, "aggregation": Aggregation.TOKEN_MEAN, "truncated": Truncated.MASK},
@@ -118,76 +119,80 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defa
 
 
 class AlgorithmConfig(Section):
-    """The loss. `name` fills in what is left out; the defaults below are those of `grpo`."""
+    """The loss. `name` fills in settings that are left out; the defaults below are those of `grpo`."""
 
     name: str = "grpo"
     """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba`,
     `distill`, or the name of an algorithm of an installed package."""
     advantage: Advantage = Advantage.GROUP_STD
     """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
-    mean of the others. `batch_std`: (r - mean) / std over the trained tokens of the whole step, which has all
-    groups, whatever `rollout.without_signal` says. `none`: 0. Where tokens have rewards r is the return of a token
-    (the rewards from there on), and mean and std of a group are over its tokens, each response counting once."""
+    mean of the others. `batch_std`: (r - mean) / std over the trained tokens of the whole step, which then keeps
+    all groups, whatever `rollout.without_signal` says. `none`: 0. With process rewards, r is the return of a token
+    (the sum of rewards from there on), and mean and std of a group are over its tokens, where each response counts
+    once."""
     overlong_tokens: Annotated[int, Field(ge=1)] | None = None
-    """The last so many of `rollout.sampling.max_new_tokens` lower the reward that advantages are made of: by 0
-    before them, 1 at the cap, linear between (DAPO's overlong shaping). Whether a group has signal is a matter of
-    its rewards alone. None: they cost nothing."""
+    """DAPO's overlong shaping: a response that reaches the last `overlong_tokens` before
+    `rollout.sampling.max_new_tokens` loses reward, from 0 at the first of them linearly to 1 at the cap. The
+    shaping changes advantages; whether a group has signal depends on its rewards alone. None: no shaping."""
     truncated: Truncated = Truncated.TRAIN
-    """Responses that `rollout.sampling.max_new_tokens` or `rollout.max_seconds` has cut: `train` on them, or
-    `mask` them from the loss (DAPO's overlong filtering). Masked ones count for the advantages of their group and
-    are consumed with weight 0."""
+    """What to do with responses that `rollout.sampling.max_new_tokens` or `rollout.max_seconds` ended: `train` on
+    them, or `mask` them from the loss (DAPO's overlong filtering). Masked responses count for the advantages of
+    their group and are consumed with weight 0."""
     objective: Objective = Objective.CLIP
     """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
     log-probability times a truncated importance weight, which has a gradient everywhere. `balance`: minus the
-    squared imbalance of a response, `log Z + log (policy / reference) - reward / beta`; it needs no importance
-    weights, however old the response is. log Z of a prompt is minus the mean imbalance of its responses in the
-    step, for which there is one more forward pass."""
+    squared imbalance of a response, `log Z + log (policy / reference) - reward / beta`. It needs no importance
+    weights for old responses. log Z of a prompt is estimated from its responses in the step, by one more forward
+    pass."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """For `balance`: the policy it leads to is the reference times exp(reward / beta)."""
+    """For `balance`: the optimal policy is the reference times exp(reward / beta)."""
     clip_low: Share = 0.2
-    """Ratios below 1 - clip_low are clipped; 1: none are."""
+    """Ratios below 1 - clip_low are clipped; 1: no lower clip."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
     """Ratios above 1 + clip_high are clipped."""
     importance_cap: Annotated[float, Field(gt=1)] | None = None
-    """For `clip`: ratios are cut here where the clip does not act (bad tokens that became likelier); at least
-    1 + clip_high. None: nowhere, as PPO has it."""
+    """For `clip`: cap on ratios where the clip does not act (tokens with a negative advantage that became
+    likelier); at least 1 + clip_high. None: no cap, as in PPO."""
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN
     """`sequence_mean`: mean over the tokens of each response, then over responses. `token_mean`: over tokens.
     `constant`: sum over tokens divided by `rollout.sampling.max_new_tokens`, then mean over responses."""
     proximal: Proximal = Proximal.BEHAVIOUR
-    """What ratios are against. `behaviour`: the policy that drew the token. `recompute`: the learner's own at the
-    start of the step. `interpolate`: between the two, log-linear in the token's staleness,
-    which counts learner steps."""
+    """Policy in the denominator of ratios. `behaviour`: the policy that sampled the token. `recompute`: the
+    learner's policy at the start of the step. `interpolate`: between the two, log-linear in the token's staleness
+    in learner steps."""
     correction: Correction = Correction.NONE
-    """Weight of a token: the ratio of proximal to behaviour policy, cut at `correction_high` (`tis`), or 0 above
-    it (`mis`), or 0 outside both bounds (`icepop`). Or 0 for whole responses, by their mean ratio of new to
-    behaviour policy: outside both bounds (`sequence_mask`), or with a negative advantage below
-    1 / `correction_high` (`negative_mask`)."""
+    """Weight of a token by its ratio of proximal to behaviour policy: cut at `correction_high` (`tis`), 0 above it
+    (`mis`), or 0 outside both bounds (`icepop`). Or mask of whole responses by their mean ratio of new to
+    behaviour policy: outside both bounds (`sequence_mask`), or below 1 / `correction_high` with a negative
+    advantage (`negative_mask`)."""
     correction_low: Annotated[float, Field(ge=0)] = 0.5
     """Lower bound of `icepop` and `sequence_mask`."""
     correction_high: Annotated[float, Field(gt=0)] = 2.0
     """Upper bound of `correction`."""
     updates_per_step: Annotated[int, Field(ge=1)] = 1
-    """Optimizer steps on the batch of a learner step, each on its own part of the microbatches; at most as many as
-    a rank has of these. `recompute` differs from the policy itself only after the first of them."""
+    """Optimizer steps in a learner step, each on its own part of the microbatches; at most the number of
+    microbatches of a rank. From the second on, the policy of `proximal: recompute` differs from the current
+    one."""
     kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight of the divergence from the reference model, which is loaded if this is above 0, or for `balance`."""
+    """Weight of the divergence from the reference model. The reference is loaded if this is above 0, or for
+    `balance`."""
     kl_estimator: Divergence = Divergence.K3
-    """`k3`, `k2`: added to the loss, token by token. `k1`: taken off the advantage, as its gradient has mean 0."""
+    """`k3`, `k2`: added to the loss of each token. `k1`: subtracted from the advantage, since its gradient has
+    mean 0."""
     reference: Path | None = None
-    """Hugging Face folder of the reference model; None: the model that RL begins with. It stays as it is."""
+    """Hugging Face folder of the reference model, which never changes; None: the model that RL begins with."""
     reference_pass: ReferencePass = ReferencePass.LEARNER
-    """`learner`: each rank has the reference beside the policy and asks it at the start of a step. `stage`: a
-    process of its own, on a device of the learner's kind, has it and takes up each trajectory when it is finished,
-    while others are generated and trained on."""
+    """`learner`: each rank runs the reference at the start of a step. `stage`: a process of its own, on a device
+    of the learner's kind, runs the reference on each trajectory when it is finished, beside generation and
+    training."""
     teacher_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """The advantage of a token for each nat by which the teacher finds it likelier. A reward function of yours
-    returns the column `teacher_logprobs`: the teacher's log-probability of each token, at the same temperature and
-    over the whole vocabulary."""
+    """Advantage of a token for each nat by which the teacher's log-probability is above the policy's. Your reward
+    function must return the column `teacher_logprobs`: the teacher's log-probability of each token, at the same
+    temperature and over the whole vocabulary."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Inputs of the loss for each token besides those that every loss has; a subclass adds its own."""
+        """Inputs of the loss per token, beside those of every loss; a subclass adds its own."""
         teacher = Column(name=TEACHER_LOGPROBS)
         reference = Column(name=REFERENCE_LOGPROBS, source=Source.REFERENCE)
         compares = self.kl_coef > 0 or self.objective is Objective.BALANCE
@@ -200,27 +205,27 @@ class AlgorithmConfig(Section):
 
     @property
     def packed_columns(self) -> tuple[Column, ...]:
-        """Columns that trajectories have when they are packed: all but those the learner computes itself."""
+        """Columns that packed trajectories have: all except columns that the learner computes itself."""
         return self.columns if self.refers_in_stage else self.scored_columns
 
     @property
     def refers(self) -> bool:
-        """True where there is a reference model."""
+        """True where the run has a reference model."""
         return any(column.source is Source.REFERENCE for column in self.columns)
 
     @property
     def refers_in_stage(self) -> bool:
-        """True where the reference model has a process of its own."""
+        """True where the reference model runs in a process of its own."""
         return self.reference_pass is ReferencePass.STAGE
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """True where a group whose rewards are all equal teaches something; a subclass may say so too."""
+        """True where a group with equal rewards has a gradient; a subclass may override it."""
         return self.teacher_coef > 0 or self.objective is Objective.BALANCE
 
     @property
     def normalises_step(self) -> bool:
-        """True where advantages are normalised over a whole step, so that no group may be left out of it."""
+        """True where advantages are normalised over a whole step, so that every group stays in it."""
         return self.advantage is Advantage.BATCH_STD
 
     @model_validator(mode="before")
@@ -249,13 +254,13 @@ class AlgorithmConfig(Section):
         for column in self.columns:
             if column.name in seen:
                 raise ConfigError(
-                    f"algorithm.name={self.name}: declares column {column.name!r} twice; mend that package"
+                    f"algorithm.name={self.name}: declares column {column.name!r} twice; fix that package"
                 )
             seen.add(column.name)
             if column.source is Source.REFERENCE and column.name != REFERENCE_LOGPROBS:
                 raise ConfigError(
                     f"algorithm.name={self.name}: column {column.name!r} cannot come from the reference model,"
-                    f" which gives {REFERENCE_LOGPROBS!r} alone; mend that package"
+                    f" which gives only {REFERENCE_LOGPROBS!r}; fix that package"
                 )
 
     def _check_ratios(self) -> None:
@@ -266,8 +271,8 @@ class AlgorithmConfig(Section):
             )
         if self.correction in WEIGHTS and self.proximal is Proximal.BEHAVIOUR:
             raise ConfigError(
-                f"algorithm.correction={self.correction}: ratios against the behaviour policy correct by"
-                " themselves; set algorithm.proximal to recompute or interpolate"
+                f"algorithm.correction={self.correction}: has no effect, since algorithm.proximal=behaviour makes"
+                " every weight 1; set algorithm.proximal to recompute or interpolate"
             )
         if self.correction in BOUNDED and self.correction_low >= self.correction_high:
             raise ConfigError(
@@ -278,8 +283,8 @@ class AlgorithmConfig(Section):
     def _check_balance(self) -> None:
         if self.aggregation is not Aggregation.SEQUENCE_MEAN:
             raise ConfigError(
-                f"algorithm.aggregation={self.aggregation}: objective=balance weighs whole responses; set it to"
-                " sequence_mean"
+                f"algorithm.aggregation={self.aggregation}: objective=balance is a loss of whole responses; set"
+                " it to sequence_mean"
             )
         if self.correction is not Correction.NONE:
             raise ConfigError(
@@ -288,35 +293,35 @@ class AlgorithmConfig(Section):
         if self.teacher_coef or (self.kl_coef and self.kl_estimator is Divergence.K1):
             raise ConfigError(
                 f"algorithm.teacher_coef={self.teacher_coef} kl_estimator={self.kl_estimator}: objective=balance"
-                " has no advantages that they could change; set teacher_coef to 0, and k2 or k3"
+                " has no advantages that these could change; set teacher_coef to 0, and kl_estimator to k2 or k3"
             )
 
     def _check_teaching(self) -> None:
         if self.advantage is Advantage.NONE and self.overlong_tokens is not None:
             raise ConfigError(
-                f"algorithm.overlong_tokens={self.overlong_tokens} has no advantages to change with"
-                " algorithm.advantage=none; leave it out"
+                f"algorithm.overlong_tokens={self.overlong_tokens} changes advantages, and"
+                " algorithm.advantage=none has none; leave it out"
             )
         learns = self.advantage is not Advantage.NONE or self.learns_from_equal_rewards or self.refers
         if not learns:
             raise ConfigError(
-                "algorithm.advantage=none teaches nothing by itself; choose another, or set teacher_coef"
+                "algorithm.advantage=none leaves a loss without gradient; choose another, or set teacher_coef"
             )
         if self.teacher_coef > 0 and self.advantage is not Advantage.NONE:
             raise ConfigError(
-                f"algorithm.advantage={self.advantage}: with teacher_coef the scores are the teacher's"
-                " log-probabilities, and no rewards; set it to none"
+                f"algorithm.advantage={self.advantage}: with teacher_coef the advantages come from the"
+                " teacher; set it to none"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """An algorithm as the registry has it, e.g. `Algorithm(settings=HintedConfig, objective=hinted)`.
+    """An algorithm in the registry, e.g. `Algorithm(settings=HintedConfig, objective=hinted)`.
 
-    `settings` validates the section `algorithm` and names the columns of the loss. `objective` takes
-    `learner.losses.objectives.Terms` and the settings and gives [N], what each trained token adds to the sum that
-    is maximised; without one it is the built-in objective that the settings name. It is called in the learner
-    alone, and may import torch when it is called.
+    `settings` is the model of the section `algorithm`; it declares the columns of the loss. `objective` takes
+    `learner.losses.objectives.Terms` and the settings, and returns [N], the contribution of each trained token to
+    the maximised sum. Without it, the built-in objective that the settings name is used. Only the learner calls
+    `objective`, so it may import torch inside.
     """
 
     settings: type[AlgorithmConfig] = AlgorithmConfig
@@ -337,11 +342,11 @@ AnyAlgorithmConfig: TypeAlias = Annotated[
     PlainValidator(named_section(AlgorithmConfig, key="name", registry=ALGORITHMS)),
     WithJsonSchema({"type": "object"}),
 ]
-"""A section that is raw until the model of its algorithm has validated it; JSON keeps all of its fields."""
+"""Section that the settings of the named algorithm validate; its JSON keeps all of their fields."""
 
 
 def check_overlong(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> None:
-    """Refuse more shaped tokens than a response can have."""
+    """Raise `ConfigError` if `overlong_tokens` is longer than a response can be."""
     tokens, cap = algorithm.overlong_tokens, sampling.max_new_tokens
     if tokens is not None and tokens > cap:
         raise ConfigError(
@@ -350,32 +355,32 @@ def check_overlong(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> None
 
 
 def check_reference(algorithm: AlgorithmConfig, model: ModelConfig, warm_start: WarmStartConfig | None) -> None:
-    """Refuse random weights as the reference."""
+    """Raise `ConfigError` if the reference would have random weights."""
     random_start = model.from_scratch and warm_start is None
     if algorithm.refers and algorithm.reference is None and random_start:
         raise ConfigError(
-            f"algorithm.name={algorithm.name} kl_coef={algorithm.kl_coef}: the policy is compared with its start,"
-            " which model.from_scratch draws at random; name algorithm.reference"
+            f"algorithm.name={algorithm.name} kl_coef={algorithm.kl_coef}: the reference is the model that RL"
+            " begins with, and model.from_scratch makes that random; name algorithm.reference"
         )
 
 
 def check_teaching(algorithm: AlgorithmConfig, rollout: RolloutConfig, reward: RewardConfig) -> None:
-    """Refuse rewards, and a use of them, that the algorithm does not learn from."""
+    """Raise `ConfigError` for rewards, and a use of groups, that the algorithm cannot learn from."""
     if algorithm.learns_from_equal_rewards and rollout.without_signal is not WithoutSignal.TRAIN:
         raise ConfigError(
-            f"rollout.without_signal={rollout.without_signal} drops groups whose rewards are equal, which"
-            f" algorithm.name={algorithm.name} learns from; set it to train"
+            f"rollout.without_signal={rollout.without_signal} drops groups with equal rewards, and"
+            f" algorithm.name={algorithm.name} learns from these; set it to train"
         )
     needed = ", ".join(column.name for column in algorithm.scored_columns)
     for terms in reward.rules.values():
         if needed and not any(term.gives_columns for term in terms):
             raise ConfigError(
                 f"reward.use={', '.join(term.title for term in terms)} gives one number, and"
-                f" algorithm.name={algorithm.name} needs {needed} of each token; name a function of yours that"
-                " returns a Reward with them"
+                f" algorithm.name={algorithm.name} needs {needed} of each token; name a function of your own that"
+                " returns a Reward with these columns"
             )
     if algorithm.teacher_coef > 0 and rollout.sampling.cuts_vocabulary:
         raise ConfigError(
-            f"algorithm.teacher_coef={algorithm.teacher_coef} compares with a teacher over the whole vocabulary,"
+            f"algorithm.teacher_coef={algorithm.teacher_coef} needs log-probabilities over the whole vocabulary,"
             " which rollout.sampling cuts; leave top_k, top_p and min_p out"
         )

@@ -1,16 +1,16 @@
-"""Settings of the cluster, of the relay tree, and of the revival of dead parts."""
+"""Settings of the cluster, of the relay tree, of restarts, and of the sandbox for programs of the model."""
 
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from laminar_py.config.section import Count, Seconds, Section
+from laminar_py.config.section import ConfigError, Count, Seconds, Section
 
 
 class Device(StrEnum):
-    """Kinds of device for SGLang servers and learner ranks."""
+    """Device of SGLang servers and learner ranks."""
 
     CUDA = "cuda"
     CPU = "cpu"
@@ -20,14 +20,15 @@ class ClusterConfig(Section):
     """Where the processes of a run are placed: by default on this machine, without Ray."""
 
     address: Annotated[str, Field(pattern=r"^(auto|local|[^:/]+:[0-9]+)$")] | None = None
-    """A running Ray cluster to join: `host:port`, or `auto` for the one of this machine; `local`: start Ray on
-    this machine; none: fork the processes on this machine, without Ray. All nodes must see the working directory
-    and the folders named here under the same paths; `laminar doctor` checks it."""
+    """A running Ray cluster to join: `host:port`, or `auto` for the one of this machine. `local`: start Ray on
+    this machine. None: fork the processes on this machine, without Ray. All nodes must see the working directory
+    and the folders of the config under the same paths; `laminar doctor` checks it."""
     learner_device: Device | None = None
-    """What the learner's ranks, and a reference stage, run on, with `cuda` one GPU each; default: GPUs where
-    launched SGLang servers run on them, CPUs otherwise."""
+    """Device of the learner's ranks and of a reference stage, with `cuda` one GPU each. Default: GPUs if the run
+    launches SGLang servers on GPUs, else CPUs."""
     shared_nodes: bool = True
-    """Learner and replicas may be on one node (never on one GPU); `false`: on nodes of their own."""
+    """Learner and replicas may share a node (never a GPU); `false`: the learner and the replicas use different
+    nodes."""
 
 
 class TopologyKind(StrEnum):
@@ -43,35 +44,70 @@ class RelayConfig(Section):
     """The relay tree that carries weights from the learner to the replicas."""
 
     topology: TopologyKind = TopologyKind.AUTO
-    """Shape of the tree below the root; `auto`: the one that takes least time by the cost model, from the model's
-    size and the network, see `link_gbit_per_s`."""
+    """Shape of the tree below the root. `auto`: the shape with the least time by the cost model, which uses the
+    size of the model and `link_gbit_per_s`."""
     fanout: Count = 2
     """Children of a node in a `kary` tree."""
     zones: dict[str, str] = Field(default={})
-    """Zone (rack, site) of each host by its address, e.g. `{10.0.1.4: rack-1}`; a zone is entered by one relay
-    alone, which passes versions on inside. Hosts that are not named are one zone together."""
+    """Zone (rack, site) of each host by its address, e.g. `{10.0.1.4: rack-1}`. A version enters a zone through
+    one relay, which passes it on inside. Hosts without an entry form one zone."""
     link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """What a relay passes on to one other; nothing is measured then. Default: measured, between two hosts of a
-    zone and of two zones, at the start of a run whose tree has three nodes or more on several hosts; else 10."""
+    """Bandwidth between two relays. Default: measured at the start of a run whose tree has three or more nodes on
+    several hosts, between two hosts of a zone and of two zones; else 10."""
     nodes: Count = 3
-    """Relay processes, the root included; replicas attach to them in turn, leaves first."""
+    """Relay processes, the root included. Replicas attach to them in turn, leaves first."""
     max_bytes_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Bytes of weights that one relay sends on to all its children per second, at most, so that weights leave room
-    on a network that is shared; a chunk may exceed it for a moment. `null`: no cap."""
+    """Cap on the bytes of weights that one relay sends to all its children per second, to leave room on a shared
+    network. A chunk may exceed it for a moment. `null`: no cap."""
     keep_versions: Count = 2
-    """Complete versions a node keeps; one that a replica holds is kept longer."""
+    """Complete versions that a node keeps; a version that a replica holds is kept longer."""
     shm: Path = Path("/dev/shm")
-    """Shared memory that holds version folders."""
+    """Folder in shared memory for versions."""
     host: str = "127.0.0.1"
-    """Interface the relays listen on; every socket is CURVE-authenticated."""
+    """Interface that the relays listen on; every socket is CURVE-authenticated."""
     base_port: Annotated[int, Field(ge=1024, le=65000)] | None = None
-    """First port of the tree, one per node; default: free ports chosen at start."""
+    """First port of the tree; each node takes the next one. Default: free ports."""
 
 
 class SupervisorConfig(Section):
-    """Detection and revival of dead parts."""
+    """Detection and restart of dead parts."""
 
     heartbeat_timeout_s: Seconds = 30.0
-    """A part that has not answered for so long is killed and started anew."""
+    """A part that has not answered for this long is killed and restarted, seconds."""
     max_restarts: Count = 20
-    """Restarts of one part after which the run gives up."""
+    """Restarts of one part; one more failure ends the run."""
+
+
+class WeakestSandbox(StrEnum):
+    """Weakest isolation that a run accepts."""
+
+    NAMESPACES = "namespaces"
+    LANDLOCK = "landlock"
+    NONE = "none"
+
+
+def _check_folder(path: str) -> str:
+    if not path.startswith("/") or path.strip("/") == "":
+        raise ConfigError(f"sandbox.programs={path}: no absolute path of a folder; write one such as /usr")
+    return path
+
+
+class SandboxConfig(Section):
+    """Isolation of programs that the model writes. `laminar doctor` shows which tiers a machine offers."""
+
+    require: WeakestSandbox = WeakestSandbox.LANDLOCK
+    """Weakest tier that the run accepts; it uses the strongest tier of the machine. `namespaces`: processes,
+    users, mounts and network of its own, a root with only Python and `programs`, and all of `landlock`.
+    `landlock`: Landlock, seccomp, limits, a user of its own. `none`: only limits, so a program can read and reach
+    everything that the run can; unsafe."""
+    slots: Count = 2
+    """Programs that run at the same time in each scorer, and in each environment process that runs code."""
+    cpu_s: Seconds = 4.0
+    """CPU time of a run, seconds."""
+    wall_s: Seconds = 10.0
+    """Wall time of a run, seconds."""
+    memory_mib: Annotated[int, Field(ge=32)] = 256
+    """Memory of a run, MiB."""
+    programs: tuple[Annotated[str, AfterValidator(_check_folder)], ...] = ()
+    """Folders of the host whose files a program may read and run, beside Python's own, e.g. `/usr` for a shell. It
+    needs the tier `namespaces`. The model can read all files there."""

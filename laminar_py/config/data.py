@@ -1,4 +1,4 @@
-"""Settings of data, of the model, and of the supervised phase before RL."""
+"""Settings of the data, of the model, and of the supervised phase before RL."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +9,16 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from laminar_py.config.section import ConfigError, Count, Section, Share
 
 PACKED = {".gz", ".zst", ".xz", ".bz2", ".zip"}
-FILES = {".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", *PACKED}  # no name on the hub ends so
+FILES = {
+    ".jsonl",
+    ".json",
+    ".parquet",
+    ".arrow",
+    ".csv",
+    ".tsv",
+    ".txt",
+    *PACKED,
+}  # ends that no name on the hub has
 
 
 class SourceConfig(Section):
@@ -17,24 +26,24 @@ class SourceConfig(Section):
 
     path: str
     """JSONL file, Parquet file, local folder of Hugging Face `datasets`, or name of a data set on its hub. A
-    problem has a `prompt`, text or a list of messages (or the latter as `messages`), and what its reward needs:
-    mostly an `answer`, perhaps `tests` or other fields, which rewards get as they are. Perhaps `id` and `task`
-    too: reports tell tasks apart, and each may have a reward of its own."""
+    problem has a `prompt` (text, or a list of messages) or `messages`, and the fields that its reward needs:
+    mostly an `answer`, or `tests` and others, which rewards get as they are. It may have an `id` and a `task`:
+    reports tell tasks apart, and each task may have a reward of its own."""
     split: str = "train"
     """Split of a folder or a data set on the hub."""
     subset: str | None = None
     """Subset (configuration) of a data set on the hub, where it has several."""
     revision: str | None = None
-    """Commit, branch or tag of a data set on the hub; a commit is the same rows for ever."""
+    """Commit, branch or tag of a data set on the hub; only a commit has the same rows forever."""
     columns: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
-    """Names of our fields and of the columns that hold them, e.g. `{prompt: question, answer: solution.value}`. A
-    dot goes into a column of objects."""
+    """Our field -> your column, e.g. `{prompt: question, answer: solution.value}`. A dot goes into a column of
+    objects."""
     task: str | None = None
-    """Task of all problems of this source, in place of what they say."""
+    """Task of all problems of this source, in place of their own field `task`."""
 
     @property
     def is_hub_name(self) -> bool:
-        """True for what reads as the name of a data set on the hub, and is neither here nor in a folder here."""
+        """True where `path` has the form of a name on the hub, and no such file and no such folder exists here."""
         path, parts = Path(self.path), self.path.split("/")
         named = len(parts) <= 2 and all(parts) and parts[0][0] not in ".~" and path.suffix not in FILES
         return named and not path.exists() and not (len(parts) == 2 and path.parent.exists())
@@ -44,16 +53,16 @@ class TrainSourceConfig(SourceConfig):
     """Problems to train on: one source, just its path, or a list of sources."""
 
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the groups that are of this source, against the weights of the others."""
+    """Share of groups from this source, relative to the weights of the others."""
 
 
 def read_source(given: Any) -> Any:
-    """Settings of a source that is given as no more than its path."""
+    """Settings of a source, also if only its path is given."""
     return {"path": given} if isinstance(given, str) else given
 
 
 def read_sources(given: Any) -> Any:
-    """Settings of sources that may be given as one."""
+    """Settings of sources, also if one source is given without a list."""
     return tuple(read_source(one) for one in (given if isinstance(given, list | tuple) else (given,)))
 
 
@@ -66,12 +75,12 @@ class ChatConfig(Section):
     """How messages become text: by the chat template of the model's tokenizer."""
 
     system: str | None = None
-    """System message, in front of messages that have none."""
+    """System message for conversations without one."""
     arguments: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it
     """Arguments of the template, e.g. `{enable_thinking: false}`."""
     texts: bool = False
-    """Take a prompt that is text for a message of the user. If false it is tokenized as it stands, after what the
-    tokenizer's own post-processor puts before a text, a BOS for one."""
+    """Turn a text prompt into a message of the user. If false, the text is tokenized as it stands, behind the
+    beginning that the tokenizer's post-processor adds, e.g. a BOS."""
 
 
 class PromptOrder(StrEnum):
@@ -88,25 +97,25 @@ class DataConfig(Section):
     train: AnySources
     """Source of the problems, or a list of them."""
     prepare: Path | None = None
-    """Python script that makes the files of this run where they are missing. Every command that reads its data
-    runs it first, without arguments, in the working directory."""
+    """Python script that makes missing files of this run. Every command that reads the run's data runs the script
+    first, without arguments, in the working directory."""
     chat: ChatConfig = ChatConfig()
-    """Prompts that are messages; of evaluation sets and the warm start too."""
+    """Prompts that are messages, also of evaluation sets and of the warm start."""
     order: PromptOrder = PromptOrder.SHUFFLED
-    """`shuffled`: each epoch anew from `seed`. `curriculum`: shuffled too, among the levels that are open; in each
-    source the lowest is, and a level is once each one below is solved. `signal`: shuffled too, but a problem whose
-    last n groups had equal rewards comes with probability max(`rest_floor`, 2^-n), else another one of its source
-    in its place."""
+    """`shuffled`: a new permutation in each epoch, from `seed`. `curriculum`: shuffled among open levels; in each
+    source the lowest level is open, and a level opens when all levels below are solved. `signal`: shuffled, but a
+    problem whose last n groups had equal rewards comes with probability max(`rest_floor`, 2^-n); else a random
+    problem of its source takes the place."""
     level: str = "level"
-    """Field of a problem that has its level, a number or a text, for `order: curriculum`."""
+    """Field with the level of a problem, a number or a text, for `order: curriculum`."""
     level_groups: Count = 32
-    """Groups of a level, the last ones, by which it is judged."""
+    """`curriculum`: number of a level's last groups by which it is judged."""
     opens_at: Share = 0.5
-    """Share of solved responses in these from which on the next level is open."""
+    """`curriculum`: share of solved responses in these groups that opens the next level."""
     solved_at: float = 1.0
-    """Reward from which on a response solves its problem."""
+    """`curriculum`: a response with at least this reward solves its problem."""
     rest_floor: Share = 0.0625
-    """Lowest probability of `order: signal`."""
+    """`signal`: lowest probability of a problem."""
 
 
 class ModelConfig(Section):
@@ -115,28 +124,28 @@ class ModelConfig(Section):
     path: Path
     """Folder with `config.json`, `tokenizer.json` and, unless `from_scratch`, safetensors."""
     from_scratch: bool = False
-    """Initialise the weights from `seed` instead of loading them; the folder needs no safetensors then."""
+    """Initialise the weights from `seed` instead of loading safetensors."""
 
 
 class DemonstrationConfig(SourceConfig):
     """Demonstrations: a source like those of `data.train`, or just its path, but without a `task`. A row has a
-    `prompt`, text or a list of messages, and a `response`; or `messages` that end with the assistant's. A cached
-    result knows a data set on the hub by its name alone."""
+    `prompt` (text, or a list of messages) and a `response`, or `messages` that end with the assistant's. The cache
+    identifies a data set on the hub by its name alone."""
 
 
 class WarmStartConfig(Section):
-    """A short supervised phase before RL; its result is cached by the hash of all that it depends on."""
+    """A short supervised phase before RL; its result is cached by a hash of its inputs."""
 
     data: Annotated[DemonstrationConfig, BeforeValidator(read_source)]
     """Demonstrations to imitate."""
     steps: Count = 500
     """Optimizer steps."""
     tokens_per_step: Count = 1024
-    """Tokens of prompts and responses in one step, at most."""
+    """Most tokens of prompts and responses in one step."""
     lr: Annotated[float, Field(gt=0)] = 4e-3
     """Peak learning rate: linear warm-up over 20 steps, linear decay over the last 40 %."""
     cache: Path = Path(".cache/warm_start")
-    """Folder that keeps finished warm starts."""
+    """Folder of cached results."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

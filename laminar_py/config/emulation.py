@@ -1,6 +1,12 @@
-"""Settings of emulated engines and learner, and of the parts that `laminar simulate` has no model of GPUs for."""
+"""Settings of emulation: an emulated GPU and model (the profile), engines, learner, turns, and simulated parts.
 
+The profile is read before a run and in each emulated process. `StepTimes.within` is the inverse of
+`StepTimes.seconds` (`tests/engines/emulated/test_engine.py`).
+"""
+
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -12,67 +18,160 @@ from laminar_py.config.data import WarmStartConfig
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 
+Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Extra = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Size = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Times of decoding steps, as in `EngineTimes`, in plain numbers: an engine asks at every event."""
+
+    step_s: float
+    sequence_s: float
+    kv_token_s: float
+
+    def seconds(self, steps: int, *, running: int, kv_used: int) -> float:
+        """Seconds of `steps` steps that begin with `kv_used` tokens; each adds one token for each running
+        sequence."""
+        first_s = self.step_s + self.sequence_s * running + self.kv_token_s * kv_used
+        grown = running * steps * (steps - 1) / 2
+        return steps * first_s + self.kv_token_s * grown
+
+    def within(self, seconds: float, *, running: int, kv_used: int) -> int:
+        """Largest number of steps that takes at most `seconds`."""
+        first_s, half = self.seconds(1, running=running, kv_used=kv_used), self.kv_token_s * running / 2
+        if first_s > seconds:
+            return 0
+        slope = first_s - half
+        divisor = slope + math.sqrt(slope * slope + 4 * half * seconds)
+        steps = int(2 * seconds / divisor) if divisor > 0 else 0
+        while self.seconds(steps + 1, running=running, kv_used=kv_used) <= seconds:
+            steps += 1
+        while steps and self.seconds(steps, running=running, kv_used=kv_used) > seconds:
+            steps -= 1
+        return steps
+
+
+class EngineTimes(Section):
+    """Times of an engine. A decoding step of N sequences over T tokens of KV takes
+    `step_s + sequence_s * N + kv_token_s * T`."""
+
+    step_s: Time
+    """Seconds of a step on an empty cache, which reads the weights."""
+    sequence_s: Extra = 0.0
+    """Seconds that each sequence of a batch adds."""
+    kv_token_s: Extra
+    """Seconds to read the keys and values of one token."""
+    prefill_tokens_per_s: Time
+    """Tokens prefilled in a second; no decoding step runs meanwhile."""
+    load_s: Extra
+    """Seconds to load new weights from this host's memory."""
+    reserve_tokens: Size
+    """Tokens that must be free for the growth of a request when it is admitted."""
+    gpus: Size = 1
+    """GPUs of the measured replica; only `laminar plan` reads it."""
+
+    @property
+    def steps(self) -> "StepTimes":
+        """Times of its decoding steps."""
+        return StepTimes(self.step_s, self.sequence_s, self.kv_token_s)
+
+    def slower(self, times: float) -> "EngineTimes":
+        """Times of an engine whose computation takes `times` as long, e.g. 1.5; loads stay as fast."""
+        return self.model_copy(
+            update={
+                "step_s": self.step_s * times,
+                "sequence_s": self.sequence_s * times,
+                "kv_token_s": self.kv_token_s * times,
+                "prefill_tokens_per_s": self.prefill_tokens_per_s / times,
+            }
+        )
+
+
+class LearnerTimes(Section):
+    """Times of a learner, on devices that divide the microbatches of a step among them."""
+
+    train_tokens_per_s: Time
+    """Tokens of short sequences that one device trains on in a second, recomputation included."""
+    num_parameters: Size
+    """Of the model; with the next two it gives the extra cost of attention in long sequences."""
+    hidden_size: Size
+    """Of the model."""
+    num_layers: Size
+    """Of the model."""
+    optimizer_s: Extra
+    """Seconds of a step that do not depend on its size: optimizer, collectives, copy of the weights."""
+
+
+class EmulationProfile(Section):
+    """A GPU and a model, e.g. `configs/emulation/h100_7b.yaml`."""
+
+    engine: EngineTimes
+    """Of each replica."""
+    learner: LearnerTimes
+    """Of the learner."""
+
+
 EMULATED = "emulated"  # the backend
 SHORTEST = 16  # tokens that the model has in any response
 
 
 class TurnsConfig(Section):
-    """Turns of emulated trajectories. The model has as many tokens in all as it would have in one turn; between
-    two turns an emulated environment works, and writes."""
+    """Turns of emulated trajectories. Between two turns of the model an emulated environment works and writes
+    tokens. The model's tokens are as many in all as in one turn."""
 
     count: Annotated[int, Field(ge=2, le=SHORTEST)]
-    """Turns of the model in each trajectory, of lengths that are drawn."""
+    """Turns of the model in each trajectory; their lengths are random."""
     median_s: Seconds
-    """Median of the time that an environment works between two turns, log-normal, in emulated seconds."""
+    """Median of the log-normal time that an environment works between two turns, in emulated seconds."""
     p95_s: Seconds
     """Its 95th percentile, in emulated seconds."""
     observation_tokens: Count = 64
-    """Tokens that an environment writes between two turns. `rollout.sampling.max_new_tokens` counts them."""
+    """Tokens that an environment writes between two turns; they count for `rollout.sampling.max_new_tokens`."""
 
     @property
     def observed_tokens(self) -> int:
-        """Tokens of a trajectory that environments write at most."""
+        """Most tokens that environments write in a trajectory."""
         return (self.count - 1) * self.observation_tokens
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.p95_s < self.median_s:
-            raise ConfigError(
-                f"emulation.turns.p95_s={self.p95_s:g}: is below median_s={self.median_s:g}; raise it"
-            )
+            raise ConfigError(f"emulation.turns.p95_s={self.p95_s:g}: below median_s={self.median_s:g}; raise it")
         return self
 
 
 class EmulationConfig(Section):
-    """Engines and a learner that take the time which GPUs would take, and compute nothing: for measuring
-    schedules, with the real controller, processes, relays and ledger."""
+    """Engines and a learner that wait for the time that GPUs would take, and compute nothing. They measure
+    schedules with the real controller, processes, relays and ledger."""
 
     profile: Path
-    """YAML with the times of a GPU and a model, e.g. `configs/emulation/h100_7b.yaml`; `rollout.kv_capacity` and
-    `rollout.max_batch` bound the engine as ever."""
+    """YAML with the times of a GPU and a model, e.g. `configs/emulation/h100_7b.yaml`. `rollout.kv_capacity` and
+    `rollout.max_batch` limit the emulated engine too."""
     compression: Annotated[float, Field(ge=1, le=20)] = 1.0
     """Emulated seconds in one second; all other settings are in real seconds."""
     start_spread_s: Annotated[float, Field(ge=0)] = 0.0
-    """Emulated seconds over which the replicas begin, one after another; 0: all at once, in step at first."""
+    """Emulated seconds over which replicas start one after another; 0: all start at once."""
     learner_devices: Count = 1
     """GPUs that share a learner step."""
     median_tokens: Count = 1500
-    """Median of the response lengths, which are log-normal and cut at `rollout.sampling.max_new_tokens`."""
+    """Median of response lengths, which are log-normal and cut at `rollout.sampling.max_new_tokens`."""
     sigma: Annotated[float, Field(ge=0)] = 0.99
     """Standard deviation of their logarithm; 0.99 makes p99 10 times the median."""
     prompt_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the variance of the logarithm of lengths that is between prompts; 0: responses to a prompt differ
-    as those to any."""
+    """Share of the variance of log-lengths between prompts; 0: responses to one prompt differ as much as responses
+    to different prompts."""
     turns: TurnsConfig | None = None
     """Turns that environments answer, or none: a response is one turn."""
 
     def most_sampled(self, cap: int) -> int:
-        """Tokens of a response that the model has at most, where all of it has `cap`."""
+        """Most tokens that the model samples in a response of `cap` tokens."""
         return cap if self.turns is None else cap - self.turns.observed_tokens
 
 
 def check_turns(emulation: EmulationConfig, caps: Iterable[int]) -> None:
-    """Refuse responses whose cap leaves the model nothing beside what environments write."""
+    """Raise `ConfigError` if environments would fill a capped response, and leave the model no tokens."""
     for cap in caps:
         if emulation.turns is not None and emulation.most_sampled(cap) < SHORTEST:
             raise ConfigError(
@@ -82,7 +181,7 @@ def check_turns(emulation: EmulationConfig, caps: Iterable[int]) -> None:
 
 
 def choose_engine(tree: object) -> object:
-    """Raw settings of a run, whose engine is the emulated one where they have the section `emulation`."""
+    """Raw settings of a run; with the section `emulation`, the default engine becomes the emulated one."""
     if not isinstance(tree, dict) or tree.get("emulation") is None:
         return tree
     rollout = tree.get("rollout", {})
@@ -99,7 +198,7 @@ def check_emulation(
     cluster: ClusterConfig,
     warm_start: WarmStartConfig | None,
 ) -> None:
-    """Refuse engines that compute, and what only a learner with a model can do."""
+    """Raise `ConfigError` for engines that compute, and for settings that need a learner with a model."""
     if kind != EMULATED:
         raise ConfigError(
             f"rollout.engine.kind={kind}: emulation replaces the engines; leave it out, or the section emulation"
@@ -121,44 +220,44 @@ def check_emulation(
 
 
 Portion = Annotated[float, Field(ge=0, le=1)]
-Delay = Annotated[float, Field(ge=0, le=86_400)]  # of which a simulation lives through each second
+Delay = Annotated[float, Field(ge=0, le=86_400)]  # a simulation steps through each second
 
 
 class SimulationConfig(Section):
-    """Times of the parts that a simulation has no model of GPUs for; engines and learner are in `emulation`. All
-    in seconds of the run, as everything but `emulation` is."""
+    """Times of simulated parts other than engines and learner, which are in `emulation`; `laminar simulate` alone
+    reads them. All are real seconds of the run."""
 
     prompt_tokens: Count = 400
     """Tokens of a prompt."""
     solved: Portion = 0.5
-    """Share of responses with reward 1; the others have 0."""
+    """Share of responses with reward 1; the others have reward 0."""
     reward_median_s: Delay = 0.05
-    """Median of the time that a response's score takes, log-normal."""
+    """Median of the log-normal time that scoring a response takes."""
     reward_sigma: Delay = 0.0
     """Standard deviation of its logarithm."""
     scorers: Count | None = None
-    """Responses that are scored at a time; others wait, first come first served. `null`: no limit."""
+    """Responses that are scored at a time; others wait in a queue. `null`: no limit."""
     publish_s: Delay = 0.5
-    """From a learner's step to the new version in the memory of every replica's host; with `link_gbit_per_s` in
-    that of the learner's host, from which it travels on."""
+    """Seconds from a learner's step until the new version is in the memory of every replica's host, or, with
+    `link_gbit_per_s`, of the learner's host, from where it goes down the tree."""
     link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """What a host passes on to one other, in seconds of the GPUs: a version, 2 bytes for each parameter of the
-    profile, goes down the tree of `relay.topology`, and a replica may load it when all of it is on its host.
-    `null`: every host has it after `publish_s`."""
+    """Bandwidth between two hosts, in emulated seconds. A version, with 2 bytes for each parameter of the profile,
+    goes down the tree of `relay.topology`; a replica loads it when its host has all of it. `null`: every host has
+    it after `publish_s`."""
     replicas_per_host: Count = 8
-    """Replicas that share a host, and the relay on it; e.g. 2 where each has four of eight GPUs."""
+    """Replicas that share a host and its relay, e.g. 2 if each has four of eight GPUs."""
     replica_mtbf_s: Seconds | None = None
-    """Mean time between failures of one replica, whose process dies then, exponential. What it had goes on
-    elsewhere, from where its journal (`rollout.partial_interval_s`) ends. `null`: none fails."""
+    """Mean of the exponential time between two deaths of a replica's process. Its trajectories continue elsewhere,
+    from the end of its journal (`rollout.partial_interval_s`). `null`: no replica dies."""
     restart_s: Delay = 60.0
-    """From a replica's failure until it serves the newest weights again."""
+    """Seconds from a replica's death until it serves the newest weights again."""
     hop_s: Delay = 0.02
-    """A report's way to the controller and onto its desk: an assumption, not measured by itself."""
+    """Seconds from sending a report until the controller reads it: an assumption, not a measurement."""
     order_s: Delay = 0.01
-    """An order's way from the controller to its replica: an assumption, too."""
+    """Seconds from the controller to its replica for an order: an assumption, too."""
     cores: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Cores that engines, learner and all else share, where they compute on CPUs: one each at most, the engines
-    what the others leave; 1.5 where other work takes half of one. Times in the profile are then CPU seconds. None:
-    each has what it needs."""
+    """Cores that engines, learner and other parts share when they compute on CPUs. Each uses one at most, and
+    engines get the rest; 1.5: other work takes half of a core. Times in the profile are then CPU seconds. None:
+    every part has a core."""
     trajectory_cpu_s: Delay = 0.0
-    """With `cores`: CPU seconds that a trajectory takes of all but engines and learner."""
+    """With `cores`: CPU seconds of a trajectory outside engines and learner."""

@@ -1,7 +1,7 @@
-"""Settings of environments, which answer the turns of the model.
+"""Settings of environments, which answer the turns of the model, and the registry of their kinds.
 
-A section is raw until `kind` names its own settings; a kind is built in or announced by an installed package as
-`laminar_py.environments`.
+The settings of the kind that `kind` names validate the section. A kind is built in, or an installed package
+announces it in the entry point group `laminar_py.environments`.
 """
 
 import math
@@ -13,49 +13,49 @@ from typing import Annotated, Any, Protocol, TypeAlias
 
 from pydantic import JsonValue, PlainValidator, SerializeAsAny, WithJsonSchema
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.registry import Registry, named_section
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 
 CLASS = "class"
-UNEVEN = 4  # deviations that a process may have above the mean: names choose it by a hash
+UNEVEN = 4  # standard deviations above the mean load of a process, since a hash of the id chooses the process
 
 
 class EnvironmentConfig(Section):
-    """Counterpart of the model, which answers its turns, and the processes that it runs in."""
+    """Environment that answers the turns of the model, and the processes that run it."""
 
     kind: str = CLASS
-    """`class`, `tools`, `agent`, `gymnasium`, `openenv`, `reasoning_gym`, `trl`, or one that an installed package
-    announces as `laminar_py.environments`."""
+    """`class`, `tools`, `agent`, `gymnasium`, `openenv`, `reasoning_gym`, `trl`, or a kind of another installed
+    package."""
     workers: Count = 1
-    """Processes that environments run in, each with many at a time."""
+    """Processes of environments; each runs many environments at a time."""
     at_once: Count = 64
-    """Environments of a process that work on a turn at the same time; others wait."""
+    """Environments of one process that work on a turn at the same time; others wait."""
     starts_per_s: Seconds | None = None
-    """Environments that a process begins in a second at most, where beginning one is dear to somebody."""
+    """Most environments that a process begins in a second, for environments that are expensive to begin."""
     timeout_s: Seconds = 30.0
-    """Longest time of a turn; what takes longer is dropped as `environment_timeout`."""
+    """Longest time of a turn, seconds; a trajectory above it is dropped as `environment_timeout`."""
     hold_s: Seconds = 10.0
-    """Longest time that a draining replica keeps its version while all of its trajectories are with their
-    environments; then repacking gathers them on others of that version, where there are some."""
+    """Longest time that a draining replica keeps its version while all of its trajectories wait for environments,
+    seconds. Then repacking moves them to other replicas of that version, if there are any."""
     max_turns: Count = 16
-    """Turns of the model in a trajectory; one that has not ended by then is cut, with an event."""
+    """Most turns of the model in a trajectory; then the trajectory is cut, with an event."""
     max_observation_bytes: Count = 65_536
-    """Longest text of one answer; a longer one is dropped as `environment_failed`."""
+    """Longest text of one answer; a trajectory with a longer one is dropped as `environment_failed`."""
     memory_bytes: Count | None = None
-    """Memory of a process, beyond which it is ended and begun anew. Default: no limit of its own."""
+    """Most memory of a process, bytes; a process above it is restarted. Default: no limit."""
     most_kept: Count = 4096
-    """Environments that a process keeps between turns; the longest idle ones make room, and are rebuilt where
-    their trajectory goes on."""
+    """Most environments that a process keeps between turns. The longest idle ones make room; they are rebuilt when
+    their trajectory continues."""
 
     @property
     def definitions(self) -> Sequence[dict[str, JsonValue]]:
-        """Tools that the chat template is told of, as it takes them."""
+        """Definitions of tools for the chat template."""
         return ()
 
     @property
     def has_session(self) -> bool:
-        """True where a trajectory keeps a slot of the sandbox until it ends."""
+        """True where each trajectory keeps a slot of the sandbox until it ends."""
         return False
 
 
@@ -65,32 +65,31 @@ class ClassEnvironment(EnvironmentConfig):
     path: str
     """`path/to/file.py:Class`."""
     arguments: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it
-    """Arguments of the class."""
+    """Arguments of the class, by name."""
 
 
 class Words(Protocol):
-    """Texts of the run's model, as an environment may need them; `environment.writer` has them."""
+    """Conversion between text and tokens of the run's model, for environments; `environment.writer` implements
+    it."""
 
     def said(self, ids: Any) -> str:
-        """Text of [n] tokens of a turn, without what ended it."""
+        """Text of a turn's [n] tokens, without the token that ended it."""
         ...
 
     def encoded(self, text: str, *, begins: bool) -> Any:
-        """[n] ids of a text as it stands; if it `begins` a conversation, behind those that a text begins with."""
+        """[n] ids of a text; if it `begins` a conversation, behind the tokenizer's beginning of a text."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentHome:
-    """Process that environments run in: the sandbox that it may use, its folder of the run, the run's model.
+    """Surroundings of environments in one process, e.g. `EnvironmentHome(index=1, folder=folder, model=model,
+    ...)`."""
 
-    `index` is its number, of several.
-    """
-
-    index: int = 0
-    sandbox: SandboxConfig
-    folder: Path
-    model: Path  # a folder, with the tokenizer
+    index: int = 0  # number of the process
+    sandbox: SandboxConfig  # for programs of the model
+    folder: Path  # for files of this process, in the run folder
+    model: Path  # folder with the tokenizer
     words: Words
 
 
@@ -98,8 +97,8 @@ class EnvironmentHome:
 class EnvironmentKind:
     """A kind of environment, e.g. `EnvironmentKind(settings=ClassEnvironment, open=open_class)`.
 
-    `open` is entered once in each process, with the settings and its home; it gives what makes an environment for
-    a trajectory. What it raises as `ConfigError` ends the run.
+    `open` is entered once in each process, with the settings and the home. It gives a function that makes an
+    environment for one trajectory. A `ConfigError` in it ends the run.
     """
 
     settings: type[EnvironmentConfig]
@@ -119,7 +118,7 @@ _read_section = named_section(EnvironmentConfig, key="kind", registry=ENVIRONMEN
 
 
 def _read_environment(given: object) -> EnvironmentConfig:
-    """Settings, also where they are no more than the path of a class."""
+    """Settings of an environment, also if only the path of a class is given."""
     if isinstance(given, str):
         if ".py:" not in given:
             raise ConfigError("names no class; write path/to/file.py:Class")
@@ -130,7 +129,7 @@ def _read_environment(given: object) -> EnvironmentConfig:
 AnyEnvironmentConfig: TypeAlias = Annotated[
     SerializeAsAny[EnvironmentConfig], PlainValidator(_read_environment), WithJsonSchema({"type": "object"})
 ]
-"""A section that is raw until the model of its kind has validated it; JSON keeps all of its fields."""
+"""Section that the settings of its kind validate; its JSON keeps all of their fields."""
 
 
 def check_environment(
@@ -141,8 +140,8 @@ def check_environment(
     in_flight: int,
     sandbox: SandboxConfig,
 ) -> None:
-    """Refuse a reward of environments where there are none, environments beside emulated engines, and processes
-    that cannot hold what is in flight.
+    """Raise `ConfigError` for a reward of environments without one, an environment with emulated engines, and
+    processes without room for `in_flight` trajectories.
 
     `terms` are the kinds of the reward's terms.
     """
@@ -164,7 +163,7 @@ def check_environment(
 
 
 def _check_code(environment: EnvironmentConfig, sandbox: SandboxConfig) -> None:
-    """Refuse code that may take as long as a turn."""
+    """Raise `ConfigError` if code of the model may take as long as a turn."""
     if environment.has_session and sandbox.wall_s >= environment.timeout_s:
         raise ConfigError(
             f"sandbox.wall_s={sandbox.wall_s:g}: not below environment.timeout_s={environment.timeout_s:g};"
@@ -173,7 +172,7 @@ def _check_code(environment: EnvironmentConfig, sandbox: SandboxConfig) -> None:
 
 
 def _check_room(environment: EnvironmentConfig, *, each: int, sandbox: SandboxConfig) -> None:
-    """Refuse processes with less room than the trajectories that `each` of them has at a time."""
+    """Raise `ConfigError` if a process has no room for `each` trajectories at a time."""
     has = f"up to {each} trajectories are in flight for each of environment.workers={environment.workers}"
     fewer = "raise environment.workers, or lower rollout.batch_per_replica"
     if environment.most_kept < each:

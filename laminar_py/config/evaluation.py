@@ -9,17 +9,17 @@ from laminar_py.config.data import SourceConfig, read_source
 from laminar_py.config.rollout import RolloutConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section, Share
 from laminar_py.records.engine import SamplingParams
-from laminar_py.records.recordings import Recording
+from laminar_py.records.pieces import Recording
 
 SetName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
 class EvalSetConfig(SourceConfig):
-    """Problems to evaluate on, none of which may occur in `data.train`. `reward.by_set` may give them a reward of
+    """Problems to evaluate on; none of them may occur in `data.train`. `reward.by_set` may give them a reward of
     their own."""
 
     samples: Count = 1
-    """Answers to each problem (k of avg@k, pass@k and maj@k); with more than one `temperature` is above 0."""
+    """Answers to each problem (k of avg@k, pass@k and maj@k); more than one needs a `temperature` above 0."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Divides the logits; 0 is greedy."""
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -32,7 +32,7 @@ class EvalSetConfig(SourceConfig):
     """Learner steps between two evaluations on this set. Default: `eval.every_steps`."""
 
     def sampling(self, run: SamplingParams) -> SamplingParams:
-        """Parameters of a request for an answer; what is not set is the `run`'s."""
+        """Sampling parameters of an answer; settings that are None come from `run`."""
         own = {"top_k": self.top_k, "top_p": self.top_p, "max_new_tokens": self.max_new_tokens}
         given = {name: value for name, value in own.items() if value is not None}
         return msgspec.structs.replace(run, temperature=self.temperature, **given)
@@ -42,42 +42,42 @@ AnyEvalSet: TypeAlias = Annotated[EvalSetConfig, BeforeValidator(read_source)]
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out problems, before RL, after it, and meanwhile; each set is a pass of its own."""
+    """Evaluation on held-out problems before, during and after RL; each set is a pass of its own."""
 
     sets: dict[SetName, AnyEvalSet] = {}  # noqa: RUF012 - pydantic copies it
-    """Sets by name, e.g. `{heldout: heldout.jsonl}`. The first is told where there is room for one."""
+    """Sets by name, e.g. `{heldout: heldout.jsonl}`. Views with room for one set show the first."""
     every_steps: Count | None = None
-    """Learner steps between two evaluations of RL; None: only before and after."""
+    """Learner steps between two evaluations during RL; None: only before and after."""
     at_seconds: tuple[Seconds, ...] = ()
-    """Seconds of RL after which the weights of that moment are evaluated too, in ascending order."""
+    """Seconds of RL, ascending; at each, the weights of that moment are evaluated too."""
     deferred: bool = False
-    """Keep the weights in shared memory and evaluate when RL is over, off its clock, instead of meanwhile."""
+    """Keep the weights in shared memory and evaluate them after RL instead of during it."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name, settings in self.sets.items():
             if settings.samples > 1 and settings.temperature == 0:
                 raise ConfigError(
-                    f"eval.sets.{name}.temperature=0: gives samples={settings.samples} equal answers; set it above"
-                    " 0, or samples to 1"
+                    f"eval.sets.{name}.temperature=0: all samples={settings.samples} answers are equal; set it"
+                    " above 0, or samples to 1"
                 )
         return self
 
     def requests(self, run: SamplingParams) -> dict[str, str]:
-        """Number of answers to a problem and their sampling, as JSON, by set."""
+        """Set -> JSON of the number of answers to a problem and their sampling parameters."""
         return {
             name: msgspec.json.encode((settings.samples, settings.sampling(run))).decode()
             for name, settings in self.sets.items()
         }
 
     def intervals(self) -> dict[str, int]:
-        """Learner steps between two evaluations on a set, of those that are evaluated during RL."""
+        """Set -> learner steps between two evaluations, for sets that are evaluated during RL."""
         every = {name: settings.every_steps or self.every_steps for name, settings in self.sets.items()}
         return {name: steps for name, steps in every.items() if steps is not None}
 
 
 def check_evaluation(evaluation: EvalConfig, rollout: RolloutConfig) -> None:
-    """Refuse sets whose answers the engines have no room for, or cannot record. Raises `ConfigError`."""
+    """Raise `ConfigError` for sets whose answers the engines cannot hold or record."""
     run = rollout.sampling.params()
     for name, settings in evaluation.sets.items():
         sampling = settings.sampling(run)

@@ -11,7 +11,7 @@ from laminar_py.config.section import ConfigError, Count, Section
 
 
 class LoraTarget(StrEnum):
-    """Projections of a layer."""
+    """Projections of a layer that adapters may change."""
 
     Q_PROJ = "q_proj"
     K_PROJ = "k_proj"
@@ -23,15 +23,15 @@ class LoraTarget(StrEnum):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: they alone are trained, checkpointed and published. Engines get the base from the folder
-    that the learner has it from, `model.path` or the warm start's cache, which all hosts see under that path."""
+    """Low-rank adapters, which alone are trained, checkpointed and published. Engines read the base from the
+    learner's folder (`model.path` or the warm start's cache), which all hosts must see under the same path."""
 
     rank: Count = 16
     """Rows of A and columns of B: the adapted weight is `W + alpha / rank * B A`."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale of the adapters, times `rank`."""
     targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = tuple(LoraTarget)
-    """Projections that are adapted in every layer."""
+    """Projections with adapters, in every layer."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -43,13 +43,13 @@ class LoraConfig(Section):
 def check_lora(
     lora: LoraConfig | None, model: ModelConfig, warm_start: WarmStartConfig | None, *, emulated: bool
 ) -> None:
-    """Refuse adapters without a base. A backend checks which adapters its engines can serve."""
+    """Raise `ConfigError` for adapters without a base. A backend checks which adapters its engines serve."""
     if lora is None:
         return
     if model.from_scratch and warm_start is None:
         raise ConfigError(
-            "model.from_scratch=true: with learner.lora only adapters are published, and engines would have no"
-            " base; name a folder with weights, or a warm_start"
+            "model.from_scratch=true: with learner.lora only adapters are published, so engines need the base"
+            " in a folder; name a folder with weights, or a warm_start"
         )
     if emulated:
         raise ConfigError("learner.lora: an emulated learner has no weights to adapt; leave learner.lora out")
@@ -64,7 +64,7 @@ class Decay(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Activations that are computed again in the backward pass."""
+    """Activations that the backward pass computes again."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -72,7 +72,7 @@ class Recompute(StrEnum):
 
 
 class Accumulate(StrEnum):
-    """Gradients that a rank keeps between the microbatches of an update."""
+    """Gradients that a rank keeps between microbatches of an update."""
 
     SHARDED = "sharded"
     WHOLE = "whole"
@@ -82,12 +82,12 @@ class LearnerConfig(Section):
     """Optimisation."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Learning rate of AdamW, after its warm-up. The default is for billions of parameters; a model of 245,000
-    learns with 1e-3."""
+    """Learning rate of AdamW after its warm-up. The default is for billions of parameters; a model of 245,000
+    parameters learns with 1e-3."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises to `lr`, linearly."""
+    """Steps of the linear warm-up to `lr`."""
     decay: Decay = Decay.NONE
-    """`linear` or `cosine`: the learning rate falls from there to 0 at the last of `steps`. `none`: it stays."""
+    """`linear` or `cosine`: the learning rate falls from `lr` to 0 at the last of `steps`. `none`: it stays."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW's decay rates."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -97,45 +97,45 @@ class LearnerConfig(Section):
     world_size: Count = 1
     """Data-parallel ranks (FSDP2), each in a process of its own."""
     recompute: Recompute = Recompute.NONE
-    """Activations that the backward pass computes again instead of keeping them, for long microbatches. `all` of a
-    layer: a third more work, and memory for one layer instead of all. `selective`: attention and every second
-    matrix product are kept; about a sixth more work."""
+    """Activations that the backward pass computes again, to save memory in long microbatches. `all`: those of each
+    layer, which costs a third more work and keeps the memory of one layer. `selective`: all except attention and
+    every second matrix product, about a sixth more work."""
     compile: bool = False
-    """Compile each layer (`torch.compile`): faster on GPUs, after some minutes at the start."""
+    """Compile each layer (`torch.compile`): faster on GPUs, with some minutes more at the start."""
     offload: bool = False
-    """Keep master weights, gradients and optimizer in the memory of the host, and update them there: 16 bytes a
-    parameter less on GPUs, and a slower step. Only with a learner on GPUs."""
+    """Keep master weights, gradients and optimizer in the host's memory, and update them there: saves 16 bytes a
+    parameter on GPUs and makes a step slower. Only with a learner on GPUs."""
     accumulate: Accumulate = Accumulate.SHARDED
-    """Gradients between the microbatches of an update. `sharded`: every microbatch sums them over the ranks, in
-    fp32, and a rank keeps its share, 4 bytes a parameter over `world_size`. `whole`: a rank keeps those of all
-    parameters, 4 bytes each, and they are summed once an update: less traffic between ranks. With one rank on its
-    own memory both are the same."""
+    """Gradients between microbatches of an update. `sharded`: ranks sum them in fp32 after every microbatch, and
+    each rank keeps its share: 4 bytes a parameter over `world_size`. `whole`: each rank keeps the gradients of all
+    parameters, 4 bytes each, and ranks sum them once an update, which saves traffic. With one rank both are the
+    same."""
     lora: LoraConfig | None = None
-    """Train adapters in place of all weights, or none."""
+    """Train adapters instead of all weights; none: train all weights."""
     publish_every: Count = 1
     """Learner steps between two weight versions."""
     checkpoint_every: Count = 20
-    """Learner steps between two checkpoints. They are written beside them, from a copy in the host's memory of 12
-    bytes a parameter."""
+    """Learner steps between two checkpoints. A checkpoint is written while later steps run, from a copy in the
+    host's memory of 12 bytes a parameter."""
     keep_checkpoints: Count = 2
-    """Checkpoints kept on disk. One that is to stay longer needs a copy or another name."""
+    """Newest checkpoints to keep on disk. Copy or rename a checkpoint to keep it longer."""
 
 
 class PackerConfig(Section):
     """How finished trajectories become microbatches."""
 
     max_tokens: Count = 8192
-    """Tokens of one microbatch, at most."""
+    """Most tokens of one microbatch."""
     look_ahead: Annotated[int, Field(ge=0)] = 0
-    """Ready groups beyond those of a step that may be taken in place of older ones, so that a step fills whole
-    microbatches on all ranks; none is passed over more than twice. 0: staleness order alone. It pays where a step
-    has few microbatches."""
+    """Ready groups beyond those of a step that may replace older ones, so that a step fills whole microbatches on
+    all ranks. No group is passed over more than twice. 0: oldest groups first. It helps if a step has few
+    microbatches."""
 
 
 def check_microbatches(packer: PackerConfig, rollout: RolloutConfig) -> None:
-    """Refuse microbatches that the longest trajectory does not fit."""
+    """Raise `ConfigError` if a microbatch cannot hold the longest trajectory."""
     if rollout.max_len > packer.max_tokens:
         raise ConfigError(
             f"packer.max_tokens={packer.max_tokens} is below rollout.max_len={rollout.max_len}, so a long"
-            " trajectory fits no microbatch; raise packer.max_tokens"
+            " trajectory fits into no microbatch; raise packer.max_tokens"
         )

@@ -1,6 +1,7 @@
-"""Configs as files: YAML with overrides in, YAML out, and every mistake as one line. Called by the command line.
+"""Config files: reading YAML with overrides, writing YAML, and one line for every mistake. The command line calls
+it.
 
-A file holds no more than its model describes; what is wrong raises `ConfigError` before anything starts.
+Every mistake in a file raises `ConfigError` before anything starts.
 """
 
 import json
@@ -14,60 +15,70 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from laminar_py.config.emulation import choose_engine
+from laminar_py.config.emulation import EmulationProfile, choose_engine
 from laminar_py.config.engine import BACKENDS, EngineConfig
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 
-BEGINNINGS = ("algorithm.name", "rollout.engine.kind")  # keys whose sections mean other things under other values
+RESETTING = ("algorithm.name", "rollout.engine.kind")  # keys whose value decides the meaning of their section
 SOURCE = re.compile(
     r"(data\.train|eval\.sets\.[^.]+|warm_start\.data)\."
-)  # sections that may be given as no more than a path
-NEAR = 0.7  # likeness of two names, of 1, from which on one may have been meant by the other
+)  # sections that may be given as a path alone
+NEAR = 0.7  # likeness of two names (1: equal) that makes one a suggestion for the other
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """The config of a run: a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`.
+    """Config of a run: a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`.
 
-    An override of `algorithm.name` or `rollout.engine.kind` begins that section anew: what the file says of
-    another algorithm or engine goes with it.
+    An override that changes `algorithm.name` or `rollout.engine.kind` drops the file's other settings of that
+    section, since they belong to another algorithm or engine.
     """
     return parse_config(read_tree(path, overrides))
 
 
 def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, help_at: str) -> Settings:
-    """Settings of another kind in a YAML file, likewise. Raises `ConfigError`."""
+    """Settings of type `kind` from a YAML file with overrides. Raises `ConfigError`, which refers to `help_at`."""
     return _check(kind, read_tree(path, overrides), help_at=help_at)
 
 
 def parse_config(tree: object) -> RunConfig:
-    """A checked config from plain data, as YAML gives it. Raises `ConfigError` with one line."""
+    """Config of a run from plain data, as YAML gives it. Raises `ConfigError`."""
     return _check(RunConfig, choose_engine(tree), help_at="docs/config.md")
 
 
+def read_profile(path: Path, *, setting: str = "emulation.profile") -> EmulationProfile:
+    """Profile from a YAML file that `setting` names. Raises `ConfigError`."""
+    if not path.is_file():
+        raise ConfigError(f"{setting}={path}: no such file; name one such as configs/emulation/h100_7b.yaml")
+    try:
+        return load_settings(EmulationProfile, path, [], help_at="laminar_py/config/emulation.py")
+    except ConfigError as error:
+        raise ConfigError(f"{setting}={path}: {error}") from None
+
+
 def read_tree(path: Path, overrides: list[str]) -> dict[str, object]:
-    """Plain data of a YAML file, unchecked, with overrides applied. Raises `ConfigError`."""
+    """Unchecked data of a YAML file with overrides applied. Raises `ConfigError`."""
     if not path.is_file():
         raise ConfigError(f"config={path}: no such file; name a YAML file such as configs/quickstart.yaml")
     try:
         tree = _read_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         line = " ".join(str(error).split())
-        raise ConfigError(f"config={path}: not YAML ({line}); mend the file") from error
+        raise ConfigError(f"config={path}: not YAML ({line}); fix the file") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"config={path}: holds no settings; write `key: value` lines")
     for override in overrides:
-        if override.partition("=")[0] in BEGINNINGS:
-            _begin(tree, override)
+        if override.partition("=")[0] in RESETTING:
+            _reset_section(tree, override)
     for override in overrides:
-        _apply(tree, override)
+        _apply_override(tree, override)
     return tree
 
 
 def read_config(data: str) -> RunConfig:
-    """The config that a process of a run is sent, as JSON. `ConfigError` where a plugin of it is not here."""
+    """Config from the JSON that a process of a run receives. Raises `ConfigError` if a plugin is missing here."""
     return _check_json(RunConfig, data, help_at="docs/config.md")
 
 
@@ -79,16 +90,16 @@ def _check_json(kind: type[Settings], data: str, *, help_at: str) -> Settings:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise _cause(error, kind, help_at) from None
+        raise _to_config_error(error, kind, help_at) from None
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML that `load_config` reads back to the same config."""
+    """YAML from which `load_config` reads the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes `1e-3` for a string; this loader reads it as the number it is."""
+    """YAML loader that reads `1e-3` as a number; YAML 1.1 would read it as a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -100,7 +111,7 @@ def _read_yaml(text: str) -> object:
     return yaml.load(text, Loader=_Loader)
 
 
-def _apply(tree: dict[str, object], override: str) -> None:
+def _apply_override(tree: dict[str, object], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override={override}: not of the form key=value; write for example steps=10")
@@ -119,8 +130,8 @@ def _apply(tree: dict[str, object], override: str) -> None:
         raise ConfigError(f"override={override}: its value is not YAML; quote it") from None
 
 
-def _begin(tree: dict[str, object], override: str) -> None:
-    """Empty the section that this override gives another meaning."""
+def _reset_section(tree: dict[str, object], override: str) -> None:
+    """Empty the section of an override from `RESETTING` that changes its value."""
     key, _, value = override.partition("=")
     *parents, leaf = key.split(".")
     node: object = tree
@@ -130,34 +141,35 @@ def _begin(tree: dict[str, object], override: str) -> None:
         node.clear()
 
 
-def _cause(error: ValidationError, kind: type[BaseModel], help_at: str) -> Exception:
-    """The user's fault as a `ConfigError` of one line; an error of ours, which a validator ran into, as it is."""
+def _to_config_error(error: ValidationError, kind: type[BaseModel], help_at: str) -> Exception:
+    """`ConfigError` with one line for a mistake of the user; a bug that a validator ran into is returned as it
+    is."""
     first = error.errors()[0]
     where = first["loc"]
-    while isinstance(inner := first.get("ctx", {}).get("error"), ValidationError):  # of a section's own reader
+    while isinstance(inner := first.get("ctx", {}).get("error"), ValidationError):  # raised by `named_section`
         first = inner.errors()[0]
         where += first["loc"]
     if isinstance(inner, Exception) and not isinstance(inner, ConfigError):
         return inner
     field = ".".join(str(name) for name in where) or "config"
     if first["type"] == "extra_forbidden":
-        meant = _remedy_of_engine(where) or _nearest(field, _settings(kind))
-        return ConfigError(f"{field}={first['input']!r}: unknown key; {meant}{help_at} lists all of them")
+        meant = _engine_remedy(where) or _suggestion(field, _setting_names(kind))
+        return ConfigError(f"{field}={first['input']!r}: unknown key; {meant}{help_at} lists all settings")
     return ConfigError(_one_line(first, field, help_at))
 
 
 def _one_line(first: ErrorDetails, field: str, help_at: str) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
-        return f"{field}: missing; add it, {help_at} says what it means"
+        return f"{field}: missing; add it, {help_at} explains it"
     named = message.startswith(f"{field.partition('.')[0]}.")
-    if first["type"] == "value_error" and (named or isinstance(first["input"], dict)):  # our own, with its fields
+    if first["type"] == "value_error" and (named or isinstance(first["input"], dict)):  # from our own validator
         return message
     return f"{field}={first['input']!r}: {message[0].lower()}{message[1:]}; {help_at} has its bounds"
 
 
-def _remedy_of_engine(where: tuple[int | str, ...]) -> str:
-    """The built-in backend to choose for a setting that another one lacks; nothing for other settings."""
+def _engine_remedy(where: tuple[int | str, ...]) -> str:
+    """Remedy for an engine setting that only another built-in backend has; "" for other settings."""
     *section, key = where
     if section != ["rollout", "engine"]:
         return ""
@@ -165,10 +177,10 @@ def _remedy_of_engine(where: tuple[int | str, ...]) -> str:
     return f"set rollout.engine.kind={owners[0]}, or leave it out; " if owners else ""
 
 
-def _nearest(field: str, known: list[str]) -> str:
-    """A question after the setting that an unknown one may have meant; nothing where none is near.
+def _suggestion(field: str, known: list[str]) -> str:
+    """Question that suggests a setting for an unknown one; "" where no setting is near.
 
-    `steps` for `stepz`, in the same section, and `learner.lr` for a `lr` that stands elsewhere.
+    Suggests `steps` for `stepz` in the same section, and `learner.lr` for `lr` in another section.
     """
     section, _, key = field.rpartition(".")
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
@@ -177,14 +189,14 @@ def _nearest(field: str, known: list[str]) -> str:
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
-def _settings(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Names of all settings, e.g. `rollout.sampling.top_k`; of engines those of every built-in backend."""
+def _setting_names(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """Dotted names of all settings, e.g. `rollout.sampling.top_k`, with those of every built-in backend."""
     kinds = [BACKENDS.get(kind).settings for kind in BACKENDS.built_in] if section is EngineConfig else [section]
     names = []
     for name, field in ((name, field) for kind in kinds for name, field in kind.model_fields.items()):
         names.append(prefix + name)
         for inner in _sections_in(field.annotation):
-            names += _settings(inner, f"{prefix}{name}.")
+            names += _setting_names(inner, f"{prefix}{name}.")
     return list(dict.fromkeys(names))
 
 
@@ -199,7 +211,7 @@ WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_/][\w./-]*
 
 
 def flatten(config: RunConfig) -> dict[str, object]:
-    """Values of a config by their dotted keys."""
+    """Dotted name -> value for all settings of a config."""
     return dict(_leaves(config.model_dump(mode="json"), ""))
 
 
@@ -212,13 +224,14 @@ def _leaves(tree: dict[str, object], prefix: str) -> Iterator[tuple[str, object]
 
 
 def to_overrides(settings: Mapping[str, object]) -> list[str]:
-    """Settings as the command line has them: words as they are, all else as JSON, which is YAML."""
+    """Settings as arguments of the command line: words as they are, other values as JSON, which is also YAML."""
     plain = {key: isinstance(value, str) and WORD.fullmatch(value) for key, value in settings.items()}
     return [f"{key}={value if plain[key] else json.dumps(value)}" for key, value in settings.items()]
 
 
 def scaled(config: RunConfig, *, replicas: int | None, urls: Sequence[str] | None) -> RunConfig:
-    """The config with so many replicas, or with one for each of these servers that run already."""
+    """Config with another number of replicas, or with one replica for each server of `urls`. Raises
+    `ConfigError`."""
     _check_kind(config, replicas=replicas, urls=urls)
     count = replicas if urls is None else len(urls)
     if count:
@@ -234,24 +247,24 @@ def _check_kind(config: RunConfig, *, replicas: int | None, urls: Sequence[str] 
     servers = config.rollout.engine.servers
     if urls is None and servers:
         raise ConfigError(
-            f"replicas={replicas}: this run attaches to {len(servers)} servers; name all that it is to have, as"
+            f"replicas={replicas}: this run attaches to {len(servers)} servers; name all of the new fleet, as"
             " urls=[http://...]"
         )
     if urls is not None and not servers:
         raise ConfigError(
-            f"urls={','.join(urls)}: this run starts its own engines; say how many, as replicas=N, or begin a run"
-            " with rollout.engine.urls"
+            f"urls={','.join(urls)}: this run starts its own engines; give replicas=N, or start a new run with"
+            " rollout.engine.urls"
         )
     if urls is not None and not urls:
-        raise ConfigError("urls=[]: a run needs a server at least; name one, or stop the run")
+        raise ConfigError("urls=[]: a run needs at least one server; name one, or stop the run")
     if urls is not None and replicas not in (None, len(urls)):
         raise ConfigError(f"replicas={replicas}: urls names {len(urls)} servers; leave replicas out")
 
 
 def _check_step(config: RunConfig, replicas: int, *, asked: str) -> None:
-    """Refuse a smaller fleet that admits, under one version, less than a learner step takes.
+    """Raise `ConfigError` for a smaller draining fleet that admits less than a learner step under one version.
 
-    Where replicas drain, the learner would wait for a second version at every step.
+    The learner would then wait for a second version at every step.
     """
     rollout, step = config.rollout, config.trajectories_per_step
     most = rollout.batch_per_replica

@@ -1,8 +1,8 @@
-"""Implementations by name: built in, or from installed packages that announce them as entry points.
+"""Registries of implementations by name: built in, or from installed packages that announce them as entry points.
 
-Used for backends, algorithms and planners. A name is imported when it is asked for and not before, so a registry
-costs nothing to import and knows nothing of the rooms above it. A package announces
-`my_name = "my_package.module:OBJECT"` under the group of a registry; it must be installed on every node of a run,
+Backends, algorithms, planners, rewards and environments have a registry each. An implementation is imported when
+its name is used, so a registry costs nothing to import and depends on no room above. A package announces `my_name
+= "my_package.module:OBJECT"` in the entry point group of a registry. It must be installed on every node of a run,
 and import without torch.
 """
 
@@ -28,10 +28,10 @@ Named = TypeVar("Named", bound=Section)
 
 
 class Registry(Generic[Kind]):
-    """Names that a setting may have, e.g. of the backends:
+    """Implementations that the setting `field` can name, e.g. backends:
 
     `Registry(Backend, field="rollout.engine.kind", group="laminar_py.backends", built_in={"local": "a.b:LOCAL"})`.
-    All of them are instances of `kind`, which is `type` where classes are announced.
+    All of them are instances of `kind`, which is `type` where implementations are classes.
     """
 
     def __init__(self, kind: type[Kind], *, field: str, group: str, built_in: Mapping[str, str]) -> None:
@@ -49,7 +49,7 @@ class Registry(Generic[Kind]):
         return tuple(dict.fromkeys((*self.built_in, *(point.name for point in self._announced))))
 
     def get(self, name: str) -> Kind:
-        """The implementation of a name. `ConfigError` if there is none, or its package is at fault."""
+        """Import the implementation of a name. Raises `ConfigError` for an unknown name or a faulty package."""
         offers = self._offers(name)
         if name in self.built_in and offers:
             raise self._error(name, f"{_source(offers[0])} announces a name that is built in", "uninstall it")
@@ -66,10 +66,10 @@ class Registry(Generic[Kind]):
             raise self._error(name, f"{both} announce it", "uninstall all but one")
         return self._load(offers[0])
 
-    def blame(self, name: str, error: BaseException) -> BaseException:
-        """Tell an error that came through the installed package of a name as `ConfigError` that names the package.
+    def package_error(self, name: str, error: BaseException) -> BaseException:
+        """`ConfigError` that names the installed package of `name`, if `error` passed through its code.
 
-        What is meant for the user already stays as it is, and so does an error of ours.
+        A `ConfigError` is returned as it is, and so is an error from our own code.
         """
         points = {point.module.partition(".")[0]: point for point in self._offers(name)}
         modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
@@ -77,18 +77,18 @@ class Registry(Generic[Kind]):
         if point is None or isinstance(error, ConfigError):
             return error
         fault = f"{point.value} of {_source(point)} raised {_in_one_line(error)}"
-        return self._error(name, fault, "mend that package")
+        return self._error(name, fault, "fix that package")
 
     @contextmanager
-    def blaming(self, name: str) -> Iterator[None]:
-        """Have whatever the package of a name raises in here name that package, see `blame`."""
+    def naming_package(self, name: str) -> Iterator[None]:
+        """Context that turns errors from the package of `name` into errors that name it, see `package_error`."""
         try:
             yield
-        except Exception as error:  # a package of somebody else's may raise anything
-            told = self.blame(name, error)
-            if told is error:
+        except Exception as error:  # a third-party package may raise anything
+            shown = self.package_error(name, error)
+            if shown is error:
                 raise
-            raise told from error
+            raise shown from error
 
     def _offers(self, name: str) -> list[EntryPoint]:
         return [point for point in self._announced if point.name == name]
@@ -96,9 +96,9 @@ class Registry(Generic[Kind]):
     def _load(self, point: EntryPoint) -> Kind:
         try:
             found = point.load()
-        except Exception as error:  # a package of somebody else's may raise anything
+        except Exception as error:  # a third-party package may raise anything
             fault = f"{point.value} of {_source(point)} cannot be imported ({_in_one_line(error)})"
-            raise self._error(point.name, fault, "mend that package") from error
+            raise self._error(point.name, fault, "fix that package") from error
         if isinstance(found, self._kind):
             return found
         wanted = "class" if self._kind is type else f"instance of {self._kind.__name__}"
@@ -110,30 +110,31 @@ class Registry(Generic[Kind]):
 
 
 def named_section(base: type[Named], *, key: str, registry: Registry[Any]) -> Callable[[object], Named]:
-    """The reader of a section whose `key` names an implementation, by the model that this has as `settings`."""
+    """Validator of a section whose `key` names an implementation: the model in that one's `settings` reads it."""
 
     def read(given: object) -> Named:
         if isinstance(given, base):
             return given
         if not isinstance(given, dict):
-            raise ConfigError(f"Input should be a section with a `{key}`")
+            raise ConfigError(f"not a section with a `{key}`")
         name = str(given.get(key, base.model_fields[key].default))
         model: type[Named] = registry.get(name).settings
         try:
             return model.model_validate_json(json.dumps(given, default=str))
         except ValidationError as error:
             cause = error.errors()[0].get("ctx", {}).get("error")
-            if isinstance(cause, Exception) and (told := registry.blame(name, cause)) is not cause:
-                raise told from error
+            if isinstance(cause, Exception) and (shown := registry.package_error(name, cause)) is not cause:
+                raise shown from error
             if isinstance(cause, ConfigError):
-                raise _in_its_place(error, cause, name) from error
+                raise _located(error, cause, name) from error
             raise
 
     return read
 
 
-def _in_its_place(error: ValidationError, fault: ConfigError, name: str) -> ValidationError:
-    """Error of a section's own check, e.g. `free=9: not below most=9`, so that pydantic says where it stands."""
+def _located(error: ValidationError, fault: ConfigError, name: str) -> ValidationError:
+    """Error of a section's own check, e.g. `free=9: not below most=9`, in a form that lets pydantic add its
+    place."""
     if error.errors()[0]["loc"]:
         return error
     line = InitErrorDetails(type="value_error", input=name, ctx={"error": fault})
@@ -149,19 +150,19 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def load_from_file(given: str, *, field: str) -> Callable[..., object]:
-    """The function of `path/to/file.py:function`, which `field` names.
+    """Import the function of `path/to/file.py:function`, the value of `field`.
 
-    Raises `ConfigError` if there is none, or its import fails.
+    Raises `ConfigError` if it does not exist or its import fails.
     """
     path, colon, name = given.rpartition(":")
     if not colon:
         raise ConfigError(f"{field}={given}: names no function; write path/to/file.py:function")
     if not Path(path).is_file():
-        remedy = "name a Python file, seen from where you are"
+        remedy = "name a Python file, relative to the working directory"
         raise ConfigError(f"{field}={given}: no such file as {path}; {remedy}")
     function: object = getattr(_import(given, Path(path), field=field), name, None)
     if not callable(function):
-        raise ConfigError(f"{field}={given}: {path} defines no function {name!r}; define it or mend the name")
+        raise ConfigError(f"{field}={given}: {path} defines no function {name!r}; define it or correct the name")
     return function
 
 
@@ -169,12 +170,12 @@ def _import(given: str, path: Path, *, field: str) -> ModuleType:
     name = f"laminar_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{field}={given}: {path} is no Python file; let its name end in .py")
+        raise ConfigError(f"{field}={given}: {path} is no Python file; give it a name that ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up the module they are defined in
+    sys.modules[name] = module  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{field}={given}: importing {path} failed ({line}); mend the file") from error
+        raise ConfigError(f"{field}={given}: importing {path} failed ({line}); fix the file") from error
     return module

@@ -1,7 +1,7 @@
-"""Settings of rewards and of the scoring stage.
+"""Settings of rewards and of the scoring stage, and the registry of kinds of terms.
 
-A reward is a sum of terms. A term is raw until `kind` names its own settings; a kind is built in or announced by
-an installed package as `laminar_py.rewards`.
+A reward is a weighted sum of terms. The settings of the kind that `kind` names validate a term. A kind is built
+in, or an installed package announces it in the entry point group `laminar_py.rewards`.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import Annotated, Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from pydantic import BeforeValidator, Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.registry import Registry, named_section
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 from laminar_py.records.codec import IntArray
-from laminar_py.records.servers import ServerAddress
+from laminar_py.records.scoring import ServerAddress
 from laminar_py.records.trajectory import Prompt
 
 ServerFlag: TypeAlias = str | int | float | bool | tuple[str | int | float, ...]
@@ -26,31 +26,31 @@ PoolName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$
 
 
 class ServerPoolConfig(Section):
-    """A pool of SGLang servers of one model, which the run launches, watches and starts anew; a term names it as
-    its `servers`, e.g. `{judge: {model: /models/judge, count: 2}}`. They have keys of their own."""
+    """A pool of SGLang servers of one model, which the run launches, watches and restarts, e.g. `{judge: {model:
+    /models/judge, count: 2}}`. A term names a pool as its `servers`. The run makes a key for each server."""
 
     model: Path
     """Hugging Face folder of the model, the same on every node."""
     count: Count = 1
-    """Servers."""
+    """Number of servers."""
     gpus: Annotated[int, Field(ge=0)] = 1
-    """GPUs of each, on one node; 0: on a CPU."""
+    """GPUs of each server, on one node; 0: the server runs on a CPU."""
     python: Path | None = None
-    """Interpreter of the environment that has SGLang; default: the run's own."""
+    """Python interpreter that has SGLang; default: that of the run."""
     flags: dict[str, ServerFlag] = {}  # noqa: RUF012 - pydantic copies it
-    """Any other flag of `sglang.launch_server`, without its dashes, e.g. `mem-fraction-static: 0.85`; `true` for
-    one that takes no value, a list for one that takes several."""
+    """Other flags of `sglang.launch_server`, without dashes, e.g. `mem-fraction-static: 0.85`. Write `true` for a
+    flag without a value, a list for a flag with several values."""
     start_timeout_s: Seconds = 900.0
-    """Longest start of a server."""
+    """Longest start of a server, seconds."""
 
     @property
     def interpreter(self) -> Path:
-        """Interpreter that launches servers, on every host that has some."""
+        """Interpreter that launches servers, on every host."""
         return self.python or Path(sys.executable)
 
 
 def server_name(pool: str, index: int) -> str:
-    """Name of a server as a part of the run, e.g. `server-judge-0`."""
+    """Name of a server among the parts of a run, e.g. `server-judge-0`."""
     return f"server-{pool}-{index}"
 
 
@@ -61,153 +61,158 @@ class TermConfig(Section):
     """A term of a reward."""
 
     kind: str = FUNCTION
-    """`exact`, `format`, `length`, `math`, `code`, `judge`, `steps`, `environment`, `function`, or one that an
-    installed package announces as `laminar_py.rewards`."""
+    """`exact`, `format`, `length`, `math`, `code`, `judge`, `steps`, `environment`, `function`, or a kind of
+    another installed package."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Factor of its value in the sum."""
+    """Factor of the term's value in the sum."""
     name: str | None = None
-    """Name of its value in metrics and on record, where one kind occurs twice. Default: the kind."""
+    """Name of the term's value in metrics and on record, needed if a kind occurs twice. Default: the kind."""
     timeout_s: Seconds | None = None
-    """Longest time of a call for one response. Default: `reward.timeout_s`."""
+    """Longest call for one response, seconds. Default: `reward.timeout_s`."""
 
     @property
     def title(self) -> str:
-        """Name of its value."""
+        """Name of the term's value."""
         return self.name or self.kind
 
     @property
     def asked_unless(self) -> str | None:
-        """Name of an earlier term; this one is asked only where that gave 0 or less."""
+        """Name of an earlier term; this term runs only where that one gave 0 or less. None: it always runs."""
         return None
 
     @property
     def pool(self) -> str | None:
-        """Pool of `reward.servers` that it asks; None where it asks none."""
+        """Pool of `reward.servers` that computes the value; None without one."""
         return None
 
     @property
     def asks_servers(self) -> bool:
-        """True where its value is computed by servers, so that a scorer waits and takes no core."""
+        """True where servers compute the value, so that the scorer waits and uses no core."""
         return self.pool is not None
 
     @property
     def gives_columns(self) -> bool:
-        """True where it may return columns beside its value."""
+        """True where the term may return columns beside its value."""
         return False
 
     @property
     def rounding(self) -> float:
-        """Difference up to which a reward with it is the same, computed again: of its size, or of 1."""
+        """Relative difference that counts as equal when a reward is computed again."""
         return 1e-6
 
     @property
     def looks_ahead(self) -> bool:
-        """True where a scorer serves it as a `ForesightedReward`."""
+        """True where the scorer serves the term as a `ForesightedReward`."""
         return False
 
     @property
     def processes(self) -> int:
-        """Processes at most that a scorer calls its function in; more than one where calls may hang."""
+        """Most processes of a scorer that call the function; more than one where calls may hang."""
         return 1
 
     @property
     def calls_at_once(self) -> int:
-        """Calls at the same time in one process, of a function that is not `async`."""
+        """Simultaneous calls in one process of a function that is not `async`."""
         return 1
 
     @property
     def memory_bytes(self) -> int | None:
-        """Address space of each process at most, where a call may ask for any amount."""
+        """Most address space of each process, bytes; None: no limit."""
         return None
 
 
 class FunctionTerm(TermConfig):
-    """A function of your own in a Python file, e.g. `{kind: function, path: "rewards.py:score"}`, or that path."""
+    """A function of your own in a Python file, e.g. `{kind: function, path: "rewards.py:score"}`, or just that
+    path."""
 
     path: str
     """`path/to/file.py:function`."""
     most_processes: Count = 1
-    """Processes of each scorer at most: one more wherever a response waits for one that is slow."""
+    """Most processes of each scorer; it starts one more when a response waits for a slow call."""
     threads: Count = 1
-    """Calls at once in one process, for a thread-safe function that waits for something and is not `async`."""
+    """Simultaneous calls in one process, for a thread-safe function that waits for I/O and is not `async`."""
 
     @property
     def title(self) -> str:
-        """Name of its value, e.g. `rewards.py:score`."""
+        """Name of the term's value, e.g. `rewards.py:score`."""
         return self.name or self.path
 
     @property
     def gives_columns(self) -> bool:
-        """True: a `Reward` may have any."""
+        """True: a `Reward` may have columns."""
         return True
 
     @property
     def processes(self) -> int:
-        """Processes at most."""
+        """Most processes."""
         return self.most_processes
 
     @property
     def calls_at_once(self) -> int:
-        """Threads."""
+        """Threads of each process."""
         return self.threads
 
 
 class ServedReward(Protocol):
-    """An `async` function that a scorer calls itself."""
+    """An `async` function that the scorer calls in its own process."""
 
     @property
     def at_once(self) -> int:
-        """Responses that it works on at the same time; others wait."""
+        """Number of responses that it works on at the same time; others wait."""
         ...
 
     async def __call__(self, request: Any) -> object:
-        """Value of a `ScoringRequest`, in any form that a reward function may return."""
+        """Value for a `ScoringRequest`, in any form that a reward function may return."""
         ...
 
 
 @runtime_checkable
 class ForesightedReward(ServedReward, Protocol):
-    """Served reward that works ahead on responses that still generate."""
+    """Served reward that works ahead on responses that are still generated."""
 
     async def look_ahead(self, response: Any) -> None:
-        """Work on a `PartialResponse`, perhaps not the last of its trajectory; the value must not depend on it.
-        It may raise what a call may, and be cancelled."""
+        """Work on a `PartialResponse`; later ones of the same trajectory may follow. The value must not depend on
+        it.
+
+        It may raise the errors of a call, and it may be cancelled.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeContext:
-    """Place of a scorer, for a term that it serves itself."""
+    """Surroundings of a served term in a scorer, e.g. `ServeContext(timeout_s=10.0, folder=folder, env={},
+    ...)`."""
 
     timeout_s: float  # of a call for one response
     folder: Path  # for logs
-    env: Mapping[str, str]  # the variables that `reward.env` names
+    env: Mapping[str, str]  # variables of `reward.env`
     sandbox: SandboxConfig
     decode: Callable[[IntArray], str]  # text of token ids
-    addresses: Callable[[str], Awaitable[Sequence[ServerAddress]]]  # of a pool's servers, once any is up
+    addresses: Callable[[str], Awaitable[Sequence[ServerAddress]]]  # waits until a server of the pool is up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardKind:
-    """A kind of term, e.g. `RewardKind(settings=ExactTerm, make=ExactReward)`; it has either `make` or `serve`.
+    """A kind of term, with either `make` or `serve`, e.g. `RewardKind(settings=ExactTerm, make=ExactReward)`.
 
-    Both are called once in each scorer, with the term's settings; what they raise as `ConfigError` ends the run.
+    Each scorer calls `make` or `serve` once with the term's settings. A `ConfigError` in it ends the run.
     """
 
     settings: type[TermConfig]
     make: Callable[[Any], Callable[..., object]] | None = None
-    """The function itself, which takes a `ScoringRequest`, as one of your own does. It runs in a process that has
-    none of the run's secrets and is ended where it hangs."""
+    """Make the reward function, which takes a `ScoringRequest`. The function runs in a process without the run's
+    secrets, which is killed if it hangs."""
     serve: Callable[[Any, ServeContext], AbstractAsyncContextManager[ServedReward]] | None = None
-    """A context that gives an `async` function, for what keeps processes or connections of its own. It runs in the
-    scorer itself, must not block, and sees to its own time limits; `NoValueError` says why a response has no
-    value."""
+    """Context that gives an `async` function, for terms with processes or connections of their own. The function
+    runs in the scorer, must not block, and keeps its own time limits. It raises `NoValueError` for a response
+    without a value."""
     caches: bool = False
-    """True where equal responses to a problem have equal values, so that one is computed."""
+    """True where equal responses to a problem have equal values, so that the scorer caches them."""
     runs_programs: bool = False
-    """True where it runs what the model wrote, for which a host of scorers has to offer a sandbox."""
+    """True where the term runs programs of the model, so that hosts of scorers need a sandbox."""
     fault: Callable[[Any, Prompt], str | None] = lambda term, problem: None
-    """What a problem lacks, e.g. `"tests" is missing`; None where it has all that the term needs."""
+    """Message on a missing field of a problem, e.g. `"tests" is missing`; None where nothing is missing."""
 
 
 REWARDS = Registry(
@@ -229,7 +234,7 @@ _read_section = named_section(TermConfig, key="kind", registry=REWARDS)
 
 
 def _read_term(given: object) -> TermConfig:
-    """A term, also where it is given as no more than a kind or the path of a function."""
+    """Settings of a term, also if only its kind or the path of a function is given."""
     if isinstance(given, str):
         if given.endswith(".py"):
             raise ConfigError(f"reward.use={given}: a file needs its function; write {given}:score")
@@ -240,11 +245,11 @@ def _read_term(given: object) -> TermConfig:
 AnyTerm: TypeAlias = Annotated[
     SerializeAsAny[TermConfig], PlainValidator(_read_term), WithJsonSchema({"type": "object"})
 ]
-"""A section that is raw until the model of its kind has validated it; JSON keeps all of its fields."""
+"""Section that the settings of its kind validate; its JSON keeps all of their fields."""
 
 
 def _read_terms(given: object) -> object:
-    """Terms, also where there is one and no list."""
+    """Terms, also if one is given without a list."""
     return tuple(given) if isinstance(given, list) else (given,) if isinstance(given, str | dict) else given
 
 
@@ -252,33 +257,34 @@ Terms: TypeAlias = Annotated[tuple[AnyTerm, ...], BeforeValidator(_read_terms)]
 
 
 def read_term(data: str) -> TermConfig:
-    """A term from its JSON. `ConfigError` where a plugin of it is not here."""
+    """Term from its JSON. Raises `ConfigError` if its plugin is missing here."""
     return _read_section(json.loads(data))
 
 
 class RewardConfig(Section):
-    """Rewards, and the stage that gives them."""
+    """Rewards and the scoring stage."""
 
     use: Terms = ()
     """Terms whose weighted sum is the reward, e.g. `[{kind: exact, pattern: '#(\\d)$'}, {kind: length, most: 9}]`.
-    A kind without settings stands for itself, a function of your own for its path: `[rewards.py:score]`."""
+    Write just the kind of a term without settings, and just the path of a function of your own:
+    `[rewards.py:score]`."""
     by_task: dict[str, Terms] = {}  # noqa: RUF012 - pydantic copies it
-    """Terms of the problems of a task, in place of `use`, e.g. `{code: [rewards.py:run_tests]}`."""
+    """Terms for a task's problems instead of `use`, e.g. `{code: [rewards.py:run_tests]}`."""
     by_set: dict[str, Terms] = {}  # noqa: RUF012 - pydantic copies it
-    """Terms of an evaluation set, in place of both, e.g. `{aime: [math]}`; other sets have those of training."""
+    """Terms for an evaluation set instead of `use` and `by_task`, e.g. `{aime: [math]}`."""
     servers: dict[PoolName, ServerPoolConfig] = {}  # noqa: RUF012 - pydantic copies it
-    """Servers that the run launches for terms, by a name of yours."""
+    """Pools of servers that the run launches for terms, by name."""
     workers: Count = 1
     """Scoring processes."""
     timeout_s: Seconds = 10.0
-    """Longest time of a call for one response, unless its term has a `timeout_s` of its own; what takes longer is
-    dropped as `reward_timeout`. Calls that another try may mend are made again for two minutes."""
+    """Longest call for one response, seconds, unless its term has its own `timeout_s`; then the trajectory is
+    dropped as `reward_timeout`. Calls that raise `TryAgainError` are retried for two minutes."""
     env: tuple[str, ...] = ()
-    """Environment variables that reward functions see; tokens and keys of the run are not among them."""
+    """Environment variables that reward functions get; tokens and keys of the run are never among them."""
 
     @property
     def rules(self) -> Mapping[str, tuple[TermConfig, ...]]:
-        """Terms by task; `""` has those of all other tasks."""
+        """Task -> terms; `""` stands for all other tasks."""
         return {"": self.use, **self.by_task} if self.use else self.by_task
 
     @property
@@ -289,27 +295,27 @@ class RewardConfig(Section):
 
     @property
     def waits_for_servers(self) -> bool:
-        """True where a term of training waits for servers that take none of this machine's cores."""
+        """True where a training term waits for servers that use no core of this machine."""
         asking = [term for terms in self.rules.values() for term in terms if term.asks_servers]
         return any(term.pool is None or self.servers[term.pool].gpus for term in asking)
 
     @property
     def looks_ahead(self) -> bool:
-        """True where a term looks ahead, and the scorer that does is the one to get the finished response."""
+        """True where a term looks ahead. Only with one scorer: it also gets the finished response."""
         return self.workers == 1 and any(term.looks_ahead for term in self.terms)
 
     @property
     def title(self) -> str:
-        """Names of all terms, as complaints have them."""
+        """Names of all terms, for messages."""
         return ", ".join(dict.fromkeys(term.title for term in self.terms))
 
     @property
     def launched(self) -> tuple[tuple[str, int], ...]:
-        """Servers that the run launches: pool, and number in it."""
+        """Servers that the run launches: (pool, number in the pool)."""
         return tuple((pool, index) for pool, settings in self.servers.items() for index in range(settings.count))
 
     def of_task(self, task: str, *, set_name: str = "") -> tuple[TermConfig, ...]:
-        """Terms of a problem's reward, in a set of its own; none where the config has none for its task."""
+        """Terms for a task's problems, in training or in an evaluation set; empty if the config has none."""
         return self.by_set.get(set_name) or self.by_task.get(task, self.use)
 
     @model_validator(mode="after")
@@ -324,12 +330,14 @@ class RewardConfig(Section):
             names = [term.title for term in terms]
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
-                raise ConfigError(f"{field}: two terms are called {twice}; give each a `name` of its own")
+                raise ConfigError(f"{field}: two terms have the name {twice}; give each its own `name`")
             if not names:
                 raise ConfigError(f"{field}: has no term; name one or leave it out")
             for place, term in enumerate(terms):
                 if term.asked_unless is not None and term.asked_unless not in names[:place]:
-                    raise ConfigError(f"{field}: {term.title} has unless={term.asked_unless}, no term before it")
+                    raise ConfigError(
+                        f"{field}: {term.title} has unless={term.asked_unless}, which is no earlier term; name one"
+                    )
         self._check_pools()
         return self
 
@@ -347,7 +355,7 @@ class RewardConfig(Section):
 
 
 def check_sets(reward: RewardConfig, sets: Collection[str]) -> None:
-    """Refuse terms of a set that `eval.sets` does not have. Raises `ConfigError`."""
+    """Raise `ConfigError` for terms of a set that `eval.sets` lacks."""
     unknown = next((name for name in reward.by_set if name not in sets), None)
     if unknown is not None:
         known = ", ".join(sets) or "none"
@@ -355,9 +363,9 @@ def check_sets(reward: RewardConfig, sets: Collection[str]) -> None:
 
 
 def check_tasks(reward: RewardConfig, tasks: Mapping[str, str]) -> None:
-    """Refuse tasks without a reward, and rewards without a task; `tasks` has the place of a problem of each.
+    """Raise `ConfigError` for a task without a reward, or a reward without a task.
 
-    Raises `ConfigError`.
+    `tasks` has the place of one problem of each task.
     """
     known = ", ".join(sorted(task for task in tasks if task)) or "none"
     for task in reward.by_task:

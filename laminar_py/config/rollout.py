@@ -1,20 +1,98 @@
-"""Settings of replicas, sampling and groups, and of consolidation in flight."""
+"""Settings of replicas, sampling, groups and repacking, and of schedule, staleness and buffer."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from laminar_py.config.engine import AnyEngineConfig, EngineConfig
 from laminar_py.config.registry import Registry
 from laminar_py.config.section import ConfigError, Count, Seconds, Section, Share
-from laminar_py.config.staleness import Schedule
 from laminar_py.records.engine import SamplingParams
-from laminar_py.records.recordings import Recording
+from laminar_py.records.pieces import Recording
+
+
+class Schedule(StrEnum):
+    """When prompts are admitted, relative to learner steps; see `RunConfig.schedule`."""
+
+    ASYNC = "async"
+    ONE_STEP = "one_step"
+    SYNC = "sync"
+
+
+class StalePolicy(StrEnum):
+    """How `max_staleness` is enforced; see `StalenessConfig.policies`."""
+
+    WAIT = "wait"
+    DROP = "drop"
+    REWEIGHT = "reweight"
+
+
+class StalenessConfig(Section):
+    """Bound on the age of a trajectory when the learner consumes it: learner steps since the oldest weights in
+    it."""
+
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Bound in learner steps; at least `learner.publish_every` - 1. None: no bound, so generation time decides."""
+    policies: tuple[StalePolicy, ...] = (StalePolicy.WAIT, StalePolicy.DROP)
+    """`wait`: delay admission so that trajectories rarely reach the bound. `drop`: drop trajectories above the
+    bound at consumption. `reweight`: scale their loss by `(max_staleness + 1) / (staleness + 1)`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if {StalePolicy.DROP, StalePolicy.REWEIGHT} <= set(self.policies):
+            raise ConfigError("staleness.policies=drop,reweight: only one of the two can apply; keep one")
+        if self.max_staleness is not None and not self.policies:
+            raise ConfigError(
+                "staleness.policies=[]: does not enforce staleness.max_staleness; name wait, drop or reweight"
+            )
+        return self
+
+    def unbounded(self, schedule: Schedule) -> bool:
+        """True where neither bound nor schedule limits the age of a trajectory."""
+        return schedule is Schedule.ASYNC and self.max_staleness is None
+
+    @property
+    def enforced(self) -> int | None:
+        """Bound that consumption enforces by `drop` or `reweight`; None where it does not."""
+        return self.max_staleness if {StalePolicy.DROP, StalePolicy.REWEIGHT} & set(self.policies) else None
+
+
+class BufferConfig(Section):
+    """Trajectories between generation and learner."""
+
+    capacity: Count | None = None
+    """Most live trajectories (running, being scored, ready, in the learner); at this number no prompt is admitted.
+    Default: 4 learner steps and one batch for each replica."""
+
+
+def check_buffer(capacity: int, trajectories_per_step: int) -> None:
+    """Raise `ConfigError` if the buffer cannot hold one learner step."""
+    if capacity < trajectories_per_step:
+        raise ConfigError(
+            f"buffer.capacity={capacity} is below one learner step of {trajectories_per_step} trajectories"
+            " (rollout.prompts_per_step * rollout.group_size); raise it"
+        )
+
+
+def check_schedule(schedule: Schedule, staleness: StalenessConfig, *, publish_every: int) -> None:
+    """Raise `ConfigError` for a bound that the schedule, or the learner between two versions, always exceeds."""
+    if schedule is Schedule.ONE_STEP and staleness.enforced == 0:
+        raise ConfigError(
+            "staleness.max_staleness=0: schedule=one_step exceeds it at every other step; set it to 1, or"
+            " choose schedule=sync"
+        )
+    least = publish_every - (schedule is not Schedule.ONE_STEP)
+    if staleness.enforced is not None and staleness.enforced < least:
+        raise ConfigError(
+            f"staleness.max_staleness={staleness.enforced}: with schedule={schedule} and"
+            f" learner.publish_every={publish_every} trajectories between two versions are older; set it to at"
+            f" least {least}"
+        )
 
 
 class OnNewWeights(StrEnum):
-    """Ways of a replica with newer weights."""
+    """What a replica does when there are newer weights; see `RolloutConfig.on_new_weights`."""
 
     DRAIN = "drain"
     RESUME = "resume"
@@ -23,7 +101,7 @@ class OnNewWeights(StrEnum):
 
 
 class WithoutSignal(StrEnum):
-    """Fates of a group whose rewards are all equal."""
+    """What happens to a group whose rewards are all equal; see `RolloutConfig.without_signal`."""
 
     TRAIN = "train"
     SKIP = "skip"
@@ -31,7 +109,7 @@ class WithoutSignal(StrEnum):
 
 
 class SamplingConfig(Section):
-    """How responses are drawn in training; an evaluation set may differ in each."""
+    """How responses are sampled in training; an evaluation set may override each setting."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Divides the logits; 0 is greedy."""
@@ -40,9 +118,9 @@ class SamplingConfig(Section):
     top_p: Share = 1.0
     """Keep the smallest set of tokens with this probability; 1 keeps all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Keep tokens at least this times as probable as the most probable one; 0 keeps all."""
+    """Keep tokens with at least this share of the highest probability; 0 keeps all."""
     max_new_tokens: Count = 1024
-    """Cap on response tokens of a trajectory; a response that reaches it is cut, with an event."""
+    """Cap on the response tokens of a trajectory; a response that reaches it is cut, with an event."""
 
     def params(self, *, stop_ids: tuple[int, ...] = ()) -> SamplingParams:
         """Parameters of a request to an engine."""
@@ -57,65 +135,68 @@ class SamplingConfig(Section):
 
     @property
     def cuts_vocabulary(self) -> bool:
-        """True where tokens are drawn from a part of the vocabulary."""
+        """True where tokens are sampled from a part of the vocabulary."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class RolloutConfig(Section):
-    """The replicas and what they generate."""
+    """Replicas and generation."""
 
     engine: AnyEngineConfig = EngineConfig()
-    """What generates."""
+    """Inference engine of each replica."""
     replicas: Count = 2
-    """Inference engines, each with a process of its own."""
+    """Number of replicas: inference engines, each in a process of its own."""
     max_batch: Count = 64
-    """Trajectories one engine decodes at a time."""
+    """Most trajectories that one engine decodes at a time."""
     max_len: Count = 2048
-    """Tokens of prompt and response that one trajectory may have in an engine."""
+    """Most tokens of prompt and response of one trajectory in an engine."""
     kv_capacity: Count | None = None
-    """KV cache of one engine, in tokens; default `max_batch * max_len`. A full cache retracts the youngest."""
+    """KV cache of one engine, in tokens; default `max_batch * max_len`. A full cache retracts the youngest
+    request."""
     batch_per_replica: Count = 128
-    """Trajectories a draining replica admits under one version before it takes newer weights."""
+    """Trajectories that a draining replica admits under one version before it loads newer weights."""
     on_new_weights: OnNewWeights = OnNewWeights.DRAIN
-    """`drain`: finish what was admitted, then load, so a trajectory has one version. `resume`: abort, load,
-    continue from the partial response; spans record the mix. `retract`: pause, load, recompute the KV cache, go
-    on. `in_place`: pause, load, go on with the KV cache of the old weights; spans record that too."""
+    """`drain`: finish admitted trajectories, then load, so that a trajectory has one version. `resume`: abort,
+    load, continue from partial responses; spans record the mixed versions. `retract`: pause, load, recompute the
+    KV cache, continue. `in_place`: pause, load, continue with the KV cache of the old weights; spans record that
+    too."""
     record: tuple[Recording, ...] = ()
-    """Beside tokens and log-probabilities: `sampling_mask` (the vocabulary each token was drawn from, where it is
-    cut), `routed_experts` (of mixture models). The learner replays what is recorded."""
+    """Recordings beside tokens and log-probabilities, which the learner replays: `sampling_mask` (the vocabulary
+    that each token was sampled from, if that is cut) and `routed_experts` (of mixture models)."""
     prompts_per_step: Count = 32
     """Groups in a learner step."""
     group_size: Count = 8
     """Samples of one prompt (K)."""
     sampling: SamplingConfig = SamplingConfig()
-    """How tokens are drawn."""
+    """How tokens are sampled."""
     max_seconds: Seconds | None = None
-    """Cap on generation time of a trajectory, in seconds; it is cut there, with an event."""
+    """Cap on the generation time of a trajectory, seconds; a trajectory that reaches it is cut, with an event."""
     without_signal: WithoutSignal = WithoutSignal.SKIP
-    """Groups whose rewards are all equal, and whose advantages so are 0: `train` on them, `skip` them (the same
-    gradient for less work, but for the divergence from a reference and for `algorithm.overlong_tokens`), or
-    `refill` until the step has enough with signal (dynamic sampling; the means of a step that has fewer in the end
-    are over these). Where tokens have rewards these are what counts. `algorithm.advantage=batch_std` trains on
-    all, whatever this says."""
+    """What to do with groups whose rewards are all equal, so that their advantages are 0. `train` on them. `skip`
+    them: the same gradient for less work, except for the divergence from a reference and for
+    `algorithm.overlong_tokens`. `refill`: generate more groups until the step has enough with signal (dynamic
+    sampling). With process rewards the rewards of tokens count. `algorithm.advantage=batch_std` always trains on
+    all groups."""
     max_refill: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
-    """With `refill`: groups that are generated for one step, over `prompts_per_step`, before it goes on with what
-    there is, and an event says how many groups were solved or hopeless. With 4 a full step has one group in four
-    with signal at least; below that other prompts help more than more groups. Where no group has signal others
-    are generated; a run in which 1,000 in a row have none ends."""
+    """`refill`: most groups that are generated for one step, as a multiple of `prompts_per_step`. Then the step
+    runs with the groups that have signal, and an event says how many groups were solved or hopeless. Below one
+    group in four with signal, other prompts help more than more groups. A step without any such group generates
+    more; 1,000 groups in a row without signal end the run."""
     group_deadline_s: Seconds | None = None
-    """Close a group this many seconds after its first member finished; stragglers are dropped with an event, as is
-    a group of which fewer than two are left."""
+    """Close a group this many seconds after its first member finished. Stragglers are dropped with an event, and
+    so is a group with fewer than two members left."""
     partial_interval_s: Seconds = 1.0
-    """Seconds between two entries of what runs in its replica's journal; the death of a replica costs as much."""
+    """Seconds between two writes of partial responses to a replica's journal. The death of a replica loses the
+    tokens since the last write."""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of KV cache in one engine."""
+        """KV cache of one engine, in tokens."""
         return self.kv_capacity or self.max_batch * self.max_len
 
 
 def check_rollout(rollout: RolloutConfig) -> None:
-    """Refuse sampling that cannot be trained on, and what has no room for a group or a trajectory."""
+    """Raise `ConfigError` for sampling that cannot be trained on, and for engines without room for a group."""
     _check_vocabulary(rollout)
     _check_sampling(rollout)
     _check_groups(rollout)
@@ -126,11 +207,11 @@ def _check_vocabulary(rollout: RolloutConfig) -> None:
     if sampling.cuts_vocabulary and not recorded:
         raise ConfigError(
             f"rollout.sampling.top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p} cut the"
-            " vocabulary, which the learner must know; add sampling_mask to rollout.record"
+            " vocabulary, and the learner must know the rest; add sampling_mask to rollout.record"
         )
     if recorded and not sampling.cuts_vocabulary:
         raise ConfigError(
-            "rollout.record=sampling_mask would name the whole vocabulary for each token; leave it out, or set"
+            "rollout.record=sampling_mask: would record the whole vocabulary for each token; leave it out, or set"
             " rollout.sampling.top_k, top_p or min_p"
         )
 
@@ -138,7 +219,9 @@ def _check_vocabulary(rollout: RolloutConfig) -> None:
 def _check_sampling(rollout: RolloutConfig) -> None:
     sampling, max_len = rollout.sampling, rollout.max_len
     if sampling.temperature == 0:
-        raise ConfigError("rollout.sampling.temperature=0 gives equal samples and no signal; set it above 0")
+        raise ConfigError(
+            "rollout.sampling.temperature=0: all samples of a group are equal, without signal; set it above 0"
+        )
     if sampling.max_new_tokens >= max_len:
         raise ConfigError(
             f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in"
@@ -154,7 +237,7 @@ def _check_sampling(rollout: RolloutConfig) -> None:
 def _check_groups(rollout: RolloutConfig) -> None:
     size = rollout.group_size
     if size < 2:
-        raise ConfigError("rollout.group_size=1 has no advantage within the group; set at least 2")
+        raise ConfigError("rollout.group_size=1: a group of one has no advantages; set at least 2")
     for name, value in (("batch_per_replica", rollout.batch_per_replica), ("max_batch", rollout.max_batch)):
         if value < size:
             raise ConfigError(
@@ -176,32 +259,33 @@ PLANNERS: Registry[type] = Registry(  # classes of `repack.planner.Planner`, eac
 
 
 class RepackConfig(Section):
-    """Consolidation of trajectories in flight: a replica's last ones move to others of its weight version, so that
-    it takes new weights and prompts. Only under `rollout.on_new_weights=drain` and `schedule=async`."""
+    """Repacking of trajectories in flight: the last ones of a replica move to other replicas of its weight
+    version, so that it can load new weights and start new prompts. Only with `rollout.on_new_weights=drain` and
+    `schedule=async`."""
 
     planner: str | None = None
-    """`paper`: Best-Fit, a source goes whole to one destination. `predictive`: what waits is shared; the emptiest
-    are emptied, and what they have is spread evenly over the others, by predicted remaining tokens and the cost of
-    computing KV caches anew, and only where that gains. Or what an installed package announces as
-    `laminar_py.planners`. `none`: nothing moves. Default: `predictive`, where anything can move."""
+    """`paper`: Best-Fit; all trajectories of a source go to one destination. `predictive`: spread waiting
+    trajectories, and empty the emptiest replicas: their trajectories go evenly to the others, by predicted
+    remaining tokens and the cost of recomputing KV caches, and only if that saves time. Or a planner of an
+    installed package. `none`: no moves. Default: `predictive` where moves are possible."""
     interval_s: Seconds = 5.0
-    """Seconds between two rounds; there is one after every publish too."""
+    """Seconds between two rounds; another round follows every publish."""
     max_stall_s: Seconds = 5.0
-    """Longest time that one round of `predictive` may cost a destination, for the prefill of what it receives; a
-    source that cannot be emptied within it stays."""
+    """`predictive`: longest prefill that one round may cost a destination, seconds. A source that cannot be
+    emptied within it keeps its trajectories."""
     roofline_batch: Count | None = None
-    """Decode batch below which a larger one costs an engine no time: `paper` keeps destinations below it. Default:
-    measured, like all that planners know of an engine's speed, on an idle one before the first run, and cached."""
+    """`paper`: largest decode batch of a destination, up to which a larger batch costs an engine no time. Default:
+    measured on an idle engine before the first run, and cached."""
 
 
 def can_repack(schedule: Schedule, rollout: RolloutConfig) -> bool:
-    """True where a replica that becomes free gets prompts: under other schedules it waits for the whole batch."""
+    """True where a freed replica gets new prompts; under other schedules it waits for the whole batch."""
     drains = rollout.on_new_weights is OnNewWeights.DRAIN and schedule is Schedule.ASYNC
     return drains and rollout.replicas > 1
 
 
 def check_planner(repack: RepackConfig, schedule: Schedule, rollout: RolloutConfig) -> None:
-    """Refuse a planner that is none, or would have nothing to move."""
+    """Raise `ConfigError` for an unknown planner, or one that could never move a trajectory."""
     if repack.planner in (None, NO_PLANNER):
         return
     PLANNERS.get(repack.planner)

@@ -1,7 +1,7 @@
-"""Every setting of a run, checked before anything starts. Owns defaults, bounds and their explanation.
+"""The config of a run: all sections, and the checks that concern several of them, before anything starts.
 
-`docs/config.md` is generated from the docstring under each field. Functions elsewhere take the values they
-use, never the whole config. Paths in a config file are relative to the working directory.
+`docs/config.md` is generated from the docstring under each field. Functions elsewhere take the values that they
+use, not the whole config. Paths in a config file are relative to the working directory.
 """
 
 from enum import StrEnum
@@ -17,7 +17,7 @@ from laminar_py.config.algorithm import (
     check_reference,
     check_teaching,
 )
-from laminar_py.config.cluster import ClusterConfig, Device, RelayConfig, SupervisorConfig
+from laminar_py.config.cluster import ClusterConfig, Device, RelayConfig, SandboxConfig, SupervisorConfig
 from laminar_py.config.data import DataConfig, ModelConfig, WarmStartConfig
 from laminar_py.config.emulation import EmulationConfig, SimulationConfig, check_emulation, check_turns
 from laminar_py.config.engine import BACKENDS
@@ -27,19 +27,22 @@ from laminar_py.config.learner import LearnerConfig, PackerConfig, check_lora, c
 from laminar_py.config.reward import RewardConfig, check_sets
 from laminar_py.config.rollout import (
     NO_PLANNER,
+    BufferConfig,
     RepackConfig,
     RolloutConfig,
+    Schedule,
+    StalenessConfig,
     can_repack,
+    check_buffer,
     check_planner,
     check_rollout,
+    check_schedule,
 )
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
-from laminar_py.config.staleness import BufferConfig, Schedule, StalenessConfig, check_buffer, check_schedule
 
 
 class TrackerKind(StrEnum):
-    """Trackers; the value is the package."""
+    """Trackers; the value is the name of the package."""
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -47,8 +50,8 @@ class TrackerKind(StrEnum):
 
 
 class TrackingConfig(Section):
-    """Trackers that get the metrics besides `metrics.jsonl`, see docs/metrics.md. Servers and keys are what the
-    packages' own environment variables say."""
+    """Trackers that get the metrics of `metrics.jsonl` too, see docs/metrics.md. Servers and keys come from the
+    packages' own environment variables."""
 
     kinds: tuple[TrackerKind, ...] = ()
     """Any of `tensorboard` (files in the run folder), `wandb`, and `mlflow` (a server, or `runs/mlflow.db`)."""
@@ -58,7 +61,7 @@ class TrackingConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(set(self.kinds)) < len(self.kinds):
-            raise ConfigError(f"tracking.kinds={','.join(self.kinds)}: one is named twice; name each once")
+            raise ConfigError(f"tracking.kinds={','.join(self.kinds)}: a tracker occurs twice; name each once")
         return self
 
 
@@ -66,42 +69,42 @@ class RunConfig(Section):
     """A run of `laminar train`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Runs go to `runs/<name>-<n>`."""
+    """Name of the run; its folder is `runs/<name>-<n>`."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seeds prompt order, sampling and initialisation."""
+    """Seed of prompt order, sampling and initialisation."""
     steps: Count
     """Learner steps of the RL phase."""
     max_rl_seconds: Seconds | None = None
-    """End the RL phase after this many seconds, if `steps` are not done before."""
+    """End the RL phase after this many seconds, even before the last of `steps`."""
     schedule: Schedule = Schedule.ASYNC
-    """`async`: no barrier anywhere. `one_step`: a batch is generated while the one before trains. `sync`:
-    generation and training take turns."""
+    """`async`: generation and training run side by side, without barriers. `one_step`: a batch is generated while
+    the one before trains. `sync`: generation and training alternate."""
     runs: Path = Path("runs")
     """Folder of all runs."""
     runs_local: Path = Path("/var/tmp")
-    """Folder on a disk of each host, used where `runs` lies on a file system over a network: a run's ledger is
-    written there on the controller's host, and copied into its folder at the start, at each checkpoint and at the
-    end; responses are written there on the host that made them, and copied at the end."""
+    """Folder on a local disk of each host, used if `runs` is on a network file system. The controller writes the
+    ledger there and copies it into the run's folder at the start, at each checkpoint and at the end. Each host
+    writes its responses there and copies them at the end."""
     model: ModelConfig
-    """The model."""
+    """Model that is trained."""
     warm_start: WarmStartConfig | None = None
-    """Supervised phase before RL, or none."""
+    """Supervised phase before RL; none: RL begins at once."""
     data: DataConfig
-    """Prompts."""
+    """Problems to train on."""
     rollout: RolloutConfig = RolloutConfig()
     """Replicas and generation."""
     staleness: StalenessConfig = StalenessConfig()
     """Bound on the age of data."""
     buffer: BufferConfig = BufferConfig()
-    """Depth between generation and learner."""
+    """Trajectories between generation and learner."""
     reward: RewardConfig
     """Scoring."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Fences around programs of the model."""
+    """Isolation of programs of the model."""
     environment: AnyEnvironmentConfig | None = None
-    """Answers the turns of the model, or none: a response is one turn."""
+    """Environment that answers the turns of the model; none: a response is one turn."""
     repack: RepackConfig = RepackConfig()
-    """Consolidation in flight."""
+    """Repacking of trajectories in flight."""
     packer: PackerConfig = PackerConfig()
     """Microbatches."""
     algorithm: AnyAlgorithmConfig = AlgorithmConfig()
@@ -111,17 +114,17 @@ class RunConfig(Section):
     relay: RelayConfig = RelayConfig()
     """Weight distribution."""
     cluster: ClusterConfig = ClusterConfig()
-    """Where all of it runs."""
+    """Placement of processes."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
     tracking: TrackingConfig = TrackingConfig()
-    """Metrics elsewhere."""
+    """Trackers of metrics."""
     supervisor: SupervisorConfig = SupervisorConfig()
-    """Revival of dead parts."""
+    """Restarts of dead parts."""
     emulation: EmulationConfig | None = None
-    """Times instead of computation, or none."""
+    """Emulated engines and learner, which wait instead of computing; none: real ones."""
     simulation: SimulationConfig = SimulationConfig()
-    """Times of other parts, for `laminar simulate` alone."""
+    """Times of simulated parts, for `laminar simulate` alone."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -148,13 +151,13 @@ class RunConfig(Section):
         if self.emulation is not None:
             check_emulation(rollout.engine.kind, algorithm, self.learner, self.cluster, warm_start)
             check_turns(self.emulation, self._caps)
-        with BACKENDS.blaming(rollout.engine.kind):
+        with BACKENDS.naming_package(rollout.engine.kind):
             BACKENDS.get(rollout.engine.kind).check(self)
         return self
 
     @property
     def _caps(self) -> list[int]:
-        """Caps on responses, of training and of each set."""
+        """Caps on response tokens, of training and of each set."""
         sampling = self.rollout.sampling.params()
         sets = (settings.sampling(sampling) for settings in self.eval.sets.values())
         return [sampling.max_new_tokens, *(one.max_new_tokens for one in sets)]
@@ -167,18 +170,18 @@ class RunConfig(Section):
 
     @property
     def repacks(self) -> bool:
-        """True where trajectories in flight are consolidated."""
+        """True where trajectories in flight are repacked."""
         return self.repack.planner != NO_PLANNER and can_repack(self.schedule, self.rollout)
 
     @property
     def learner_device(self) -> Device:
-        """Device that the learner's ranks run on."""
+        """Device of the learner's ranks."""
         engine = self.rollout.engine
         return self.cluster.learner_device or (Device.CUDA if engine.gpus and not engine.hosts else Device.CPU)
 
     @property
     def gpus(self) -> int:
-        """GPUs that all parts take together, those of servers that it attaches to left out."""
+        """GPUs of all parts together, without those of servers that the run attaches to."""
         rollout, launched = self.rollout, (self.reward.servers[pool] for pool, _ in self.reward.launched)
         trained = self.learner.world_size + self.algorithm.refers_in_stage
         return (
@@ -189,21 +192,21 @@ class RunConfig(Section):
 
     @property
     def num_evaluations(self) -> int:
-        """Moments during RL at which anything is evaluated, at most."""
+        """Most moments during RL at which a set is evaluated."""
         intervals = set(self.eval.intervals().values())
         return len(self.eval.at_seconds) + sum(self.steps // every for every in intervals)
 
     @property
     def trajectories_per_step(self) -> int:
-        """B * K."""
+        """Trajectories of a learner step: groups times samples of each."""
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
     def capacity(self) -> int:
-        """Live trajectories at most."""
+        """Most live trajectories."""
         return self.buffer.capacity or 4 * self.trajectories_per_step + self._in_flight
 
     @property
     def _in_flight(self) -> int:
-        """Trajectories that replicas have at a time."""
+        """Most trajectories that replicas have at a time."""
         return self.rollout.replicas * self.rollout.batch_per_replica

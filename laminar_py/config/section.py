@@ -1,4 +1,4 @@
-"""The base of all sections of a config, common bounds, and the error of a user's mistake."""
+"""The base of all sections of a config, common bounds, and the error for a user's mistake."""
 
 from typing import Annotated
 
@@ -10,13 +10,13 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ConfigError(ValueError):
-    """The user's fault alone; the message names the field, the value and the remedy, in one line.
+    """A mistake of the user; the message names the field, the value and the remedy, in one line.
 
-    A `ValueError` so that pydantic collects it from a validator; nobody else may take one for the other.
+    It is a `ValueError` so that pydantic collects it from validators. Other errors of that type are ours.
     """
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, no silent casts of strings."""
+    """Base of all sections: frozen, without unknown keys, without casts of strings to numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)

@@ -15,12 +15,10 @@ from laminar_py.control.groups import Credit, Group, teaches
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.events import Ready
-from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.outcomes import GroupRewards
+from laminar_py.records.host import Clock
 from laminar_py.records.pieces import ColumnRef
-from laminar_py.records.protocols import Clock
-from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
+from laminar_py.records.scoring import GroupRewards, Score
+from laminar_py.records.trajectory import DropReason, FinishedTrajectory, Kind, Prompt, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

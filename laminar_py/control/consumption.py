@@ -18,10 +18,8 @@ from laminar_py.learner.packing.balance import Bin
 from laminar_py.learner.packing.buffer import Buffer, Packing, ReadyGroup, StagedGroups, choose_groups
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import RefillStopped, Undone
-from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.spans import num_sampled, versions_of
-from laminar_py.records.trajectory import DropReason, FinishReason, Status
-from laminar_py.records.tree import packed_tokens
+from laminar_py.records.spans import num_sampled, packed_tokens, versions_of
+from laminar_py.records.trajectory import DropReason, FinishedTrajectory, FinishReason, Status
 
 COMMITTED_AT_ONCE = 64  # trajectories, before the event loop gets to other work
 
@@ -136,7 +134,7 @@ class Consumption:
         for group in batch.groups:
             del self._book.groups[group.group_id]
         self._in_hand((), missing=0)
-        self._book.ages.stepped(learned=bool(batch.trajectories))
+        self._book.ages.record_step(learned=bool(batch.trajectories))
 
     def refill_stopped(self, batch: StepBatch, step: int) -> RefillStopped | None:
         """Return the event of a batch with too few groups, None if it is full."""
@@ -160,7 +158,7 @@ class Consumption:
 
     async def roll_back(self, step: int) -> int:
         """Undo every consumption since the checkpoint of `step`; return how many trajectories are ready again."""
-        self._book.ages.rolled_back(step)
+        self._book.ages.record_rollback(step)
         undone, self._undoable = self._undoable, []
         groups: dict[str, Group] = {}
         for of_step, member in undone:
@@ -206,7 +204,7 @@ class Consumption:
         bins = self._stage.pack_groups(groups) if self._stage else []
         self.buffer.remove_groups(groups)
         trajectories = [t for group in groups for t in self._weighted(group)]
-        ages = {v: self._book.ages.of(v) for t in trajectories for v in versions_of(t.spans)}
+        ages = {v: self._book.ages.age_of(v) for t in trajectories for v in versions_of(t.spans)}
         return StepBatch(version=version, groups=groups, trajectories=trajectories, bins=bins, ages=ages)
 
     def _choose(self, window: Sequence[ReadyGroup], count: int) -> list[int]:
@@ -269,7 +267,7 @@ class Consumption:
         weights = self._weights(group)
         stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
         for trajectory in stale:
-            detail = f"staleness {self._book.ages.of(trajectory.oldest_version)}"
+            detail = f"staleness {self._book.ages.age_of(trajectory.oldest_version)}"
             self._book.drop([self._book.live[trajectory.id]], DropReason.STALE, detail)
         return self._shrink(place, group, without=stale)
 
@@ -297,9 +295,9 @@ class Consumption:
 
     def _weights(self, group: ReadyGroup) -> list[float | None]:
         """Loss weight that the staleness bound gives each member; None drops it."""
-        return [self._bound.weight(self._book.ages.of(member.oldest_version)) for member in group.members]
+        return [self._bound.weight(self._book.ages.age_of(member.oldest_version)) for member in group.members]
 
     def _exceeds(self, group: ReadyGroup, *, steps: int = 0) -> bool:
         """Whether some member exceeds the staleness bound `steps` steps from now."""
         bound, ages = self._bound.max_staleness, self._book.ages
-        return bound is not None and any(ages.of(t.oldest_version) + steps > bound for t in group.members)
+        return bound is not None and any(ages.age_of(t.oldest_version) + steps > bound for t in group.members)

@@ -13,7 +13,7 @@ from laminar_py.control.consumption import Consumption
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.protocols import Clock
+from laminar_py.records.host import Clock
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
 
@@ -113,4 +113,4 @@ class Deadlines:
     def _ages_out(self, member: LiveTrajectory) -> bool:
         """Whether a finished response would exceed the staleness bound after the next step."""
         settings, ages = self._book.settings, self._book.ages
-        return settings.bound.weight(1 + ages.of(member.age_version)) is None
+        return settings.bound.weight(1 + ages.age_of(member.age_version)) is None

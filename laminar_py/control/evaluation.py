@@ -147,7 +147,7 @@ class Evaluations:
         """Record the answer of a scored or dropped member; the last member completes the pass."""
         evaluation = self._by_id[trajectory.group_id]
         evaluation.pending.discard(trajectory.id)
-        evaluation.answers[trajectory.id] = EvalAnswer.of(
+        evaluation.answers[trajectory.id] = EvalAnswer.from_trajectory(
             trajectory.id,
             sample=trajectory.sample_index,
             reward=trajectory.reward,

@@ -13,8 +13,7 @@ import msgspec
 
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.codec import FloatArray
-from laminar_py.records.returns import Returns, differ
-from laminar_py.records.roles import RoleCredit
+from laminar_py.records.credit import Returns, RoleCredit, returns_differ
 from laminar_py.records.trajectory import Prompt, Status
 
 
@@ -86,7 +85,7 @@ class Credit:
         for role in {role: None for one in returns for role in one}:
             places = [place for place, one in enumerate(returns) if role in one]
             costs = [self.length_cost(members[place].length) for place in places]
-            credited = self._among([returns[i][role].less(cost) for i, cost in zip(places, costs, strict=True)])
+            credited = self._among([returns[i][role].minus(cost) for i, cost in zip(places, costs, strict=True)])
             for place, credit in zip(places, credited, strict=True):
                 found[place][role] = credit
         return [_joined(member, by_role) for member, by_role in zip(members, found, strict=True)]
@@ -100,7 +99,7 @@ def teaches(members: Sequence[LiveTrajectory]) -> bool:
     """Whether these responses have different returns in some role, so that advantages are not all 0."""
     returns = [member.returns_by_role() for member in members]
     roles = {role for one in returns for role in one}
-    return any(differ([one[role] for one in returns if role in one]) for role in roles)
+    return any(returns_differ([one[role] for one in returns if role in one]) for role in roles)
 
 
 def _joined(member: LiveTrajectory, by_role: dict[str, MemberCredit]) -> MemberCredit:

@@ -13,7 +13,7 @@ from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.segments.salvage import Known, Salvaged
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import Cut, Restamped, VersionLoaded
-from laminar_py.records.protocols import Clock
+from laminar_py.records.host import Clock
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.spans import clip_spans, num_turns, replace_spans
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Status

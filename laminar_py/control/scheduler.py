@@ -29,8 +29,8 @@ from laminar_py.control.waiting import Router, WaitingQueue
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.outcomes import GroupRewards
-from laminar_py.records.protocols import Clock
+from laminar_py.records.host import Clock
+from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.trajectory import Kind, Prompt, Status
 
 
@@ -208,7 +208,7 @@ class TrajectoryScheduler:
     def published(self, version: int) -> None:
         """Note that the learner published `version`."""
         self.book.newest_version = version
-        self.book.ages.published(version)
+        self.book.ages.record_version(version)
 
     async def enforce_deadlines(self) -> None:
         """Drop trajectories that no replica can continue; close groups whose stragglers are past the deadline."""

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from laminar_py.config.algorithm import Truncated
-from laminar_py.config.rollout import OnNewWeights, WithoutSignal
+from laminar_py.config.rollout import OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
-from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.learner.packing.buffer import Packing
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.engine import SamplingParams

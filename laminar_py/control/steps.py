@@ -13,8 +13,8 @@ from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.learner.packing.packer import Packed, assign_bins, step_terms
 from laminar_py.records.events import AnyEvent, RefillStopped, Stepped, StepSkipped
-from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
+from laminar_py.records.trajectory import FinishedTrajectory
 
 
 def pack_step(
@@ -91,7 +91,7 @@ class RefillWatch:
             return
         self._record(stopped)
         if not self._hollow:  # once per row of empty steps
-            log.warning("step %d, at %s: %s", stopped.step, self._setting, stopped.tell())
+            log.warning("step %d, at %s: %s", stopped.step, self._setting, stopped.describe())
         if batch.groups:
             return
         self._hollow.append(stopped)
@@ -103,6 +103,6 @@ class RefillWatch:
         )
         if len(self._hollow) >= MIN_CEILINGS and row.num_silent >= MIN_GROUPS:
             self._end(
-                f"step {row.step}, {len(self._hollow)} times in a row at {self._setting}: {row.tell()}; there is"
-                f" nothing to learn from, {self._remedy}"
+                f"step {row.step}, {len(self._hollow)} times in a row at {self._setting}: {row.describe()};"
+                f" there is nothing to learn from, {self._remedy}"
             )

@@ -1,7 +1,7 @@
-"""Prompts as the model gets them: text as it stands, messages through the chat template of the model's tokenizer.
+"""Prompts as the model reads them: plain text stays as it is, messages go through the model's chat template.
 
-Called by `prompts` and `demonstrations`. Invariant: messages have the ids that transformers' `apply_chat_template`
-gives them, which are those of SGLang's chat endpoint.
+`problems` and `demonstrations` call it. Messages get the ids that transformers' `apply_chat_template` and SGLang's
+chat endpoint give them (`tests/data/test_chat_sglang.py`).
 """
 
 import contextlib
@@ -18,33 +18,33 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.records.codec import IntArray
 
-MARK = "laminarlaminar"  # content of a turn whose end is looked for
-REMEDY = "mend them, name a model that was trained on chats, or write prompts as text"
-Turn: TypeAlias = dict[str, object]  # of a conversation, with all its fields, as its template gets it
+PROBE = "laminarlaminar"  # content of a turn whose end token is looked for
+REMEDY = "fix them, name a model that was trained on chats, or write prompts as text"
+Turn: TypeAlias = dict[str, object]  # a message with all its fields, as the template gets it
 
 
 class TextPart(msgspec.Struct, frozen=True):
-    """A part of what a turn says, e.g. `{"type": "text", "text": "2+2="}`; there is no other kind."""
+    """Part of a message's content, e.g. `{"type": "text", "text": "2+2="}`; other types are refused."""
 
     type: Literal["text"]
     text: str
 
 
-class Called(msgspec.Struct, frozen=True):
-    """A function that a turn calls; its arguments may be JSON in a text."""
+class CalledFunction(msgspec.Struct, frozen=True):
+    """Function that a message calls, e.g. `{"name": "add", "arguments": "{}"}`."""
 
     name: str
-    arguments: str | dict[str, msgspec.Raw] = ""
+    arguments: str | dict[str, msgspec.Raw] = ""  # an object, or its JSON as text
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool, e.g. `{"function": {"name": "add", "arguments": "{}"}}`."""
+    """Call of a tool, e.g. `{"function": {"name": "add", "arguments": "{}"}}`."""
 
-    function: Called
+    function: CalledFunction
 
 
 class Message(msgspec.Struct, frozen=True):
-    """Fields of a turn that are looked at, e.g. `{"role": "user", "content": "2+2="}`; others stay as they are."""
+    """Checked fields of a message, e.g. `{"role": "user", "content": "2+2="}`; it may have others."""
 
     role: str
     content: str | list[TextPart] | None = None
@@ -52,18 +52,19 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class TemplateError(ValueError):
-    """Messages that cannot become text; words for a line that says where they stand."""
+    """Messages cannot become text. The caller adds to its message where they stand."""
 
 
 def read_turns(written: bytes | str) -> list[Turn]:
-    """Turns of messages, given as JSON, as SGLang's chat endpoint hands them to the template.
+    """Turns of messages from their JSON, in the form in which SGLang's chat endpoint passes them to a template.
 
-    A null is no field, parts of a text are joined, arguments of tools are objects. Raises `TemplateError`.
+    Null fields are left out, parts of a content are joined, arguments of tools become objects. Raises
+    `TemplateError`.
     """
-    return [_turn(one) for one in msgspec.json.decode(written)]
+    return [_read_turn(one) for one in msgspec.json.decode(written)]
 
 
-def _turn(given: Any) -> Turn:
+def _read_turn(given: Any) -> Turn:
     turn = {name: value for name, value in given.items() if value is not None}
     if "content" not in turn and "tool_calls" not in turn:
         raise TemplateError(f"a message of {turn['role']!r} has no content")
@@ -79,10 +80,17 @@ def _turn(given: Any) -> Turn:
     return turn
 
 
-class PromptEncoder:
-    """Text and ids of prompts. `tokenizer` ends a response where a turn ends, once there were messages.
+def user_turn(text: str) -> Turn:
+    """Message of the user."""
+    return {"role": "user", "content": text}
 
-    With an environment prompts of messages end before the assistant's turn, which that opens.
+
+class PromptEncoder:
+    """Writes and encodes prompts. With an environment, a prompt ends before the assistant's turn, which that
+    opens.
+
+    `tokenizer` changes when the first prompt with messages is written: from then on the end of a turn ends a
+    response too.
     """
 
     def __init__(
@@ -94,55 +102,82 @@ class PromptEncoder:
     ) -> None:
         self.tokenizer = tokenizer
         self._tools = [] if environment is None else list(environment.definitions)
-        self._answers = environment is None  # else what an environment writes first opens the turn
+        self._opens_turn = environment is None  # else the environment's first text opens the assistant's turn
         self.uses_template = False
         self._end = tokenizer.eos_ids[0]
         self._model_dir = model_dir
         self._settings = settings
 
     def write(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> str:
-        """The text of a prompt, as the model gets it; of one that is `answered`, up to where the answer begins.
+        """Text of a prompt as the model reads it; if it is `answered`, up to where the answer begins.
 
         Raises `TemplateError`.
         """
-        if isinstance(prompt, str) and (self._stays(prompt) or not prompt):
+        if isinstance(prompt, str) and (self._is_plain(prompt) or not prompt):
             return prompt
-        messages: list[Turn] = [_asks(prompt)] if isinstance(prompt, str) else list(prompt)
+        messages: list[Turn] = [user_turn(prompt)] if isinstance(prompt, str) else list(prompt)
         self._check(messages)
-        messages = self.begun(messages)
+        messages = self.with_system(messages)
         if not self.uses_template:
-            self.tokenizer = self.tokenizer.ending(self._turn_ends(messages))
+            self.tokenizer = self.tokenizer.with_ends(self._turn_ends(messages))
             self.uses_template = True
-        return self.conversation(messages, answers=self._answers or answered)
+        return self.conversation(messages, answers=self._opens_turn or answered)
 
     def encode(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> tuple[str, IntArray]:
-        """The text of a prompt and its [P] ids. Raises `TemplateError`."""
+        """Text of a prompt and its [P] ids. Raises `TemplateError`."""
         text = self.write(prompt, answered=answered)
-        return text, self.tokenizer.encode_prompt(text) if self._stays(prompt) else self.tokenizer.encode(text)
+        return text, self.tokenizer.encode_prompt(text) if self._is_plain(prompt) else self.tokenizer.encode(text)
 
     def count(self, prompts: Sequence[str | Sequence[Turn]], texts: Sequence[str]) -> list[int]:
-        """Number of ids of each prompt, given with the text that was written of it; many at a time are cheaper."""
+        """Number of ids of each prompt, given with its text from `write`. One call with many prompts is
+        cheaper."""
         counts = [0] * len(texts)
-        for begun in (True, False):
-            places = [place for place, prompt in enumerate(prompts) if self._stays(prompt) is begun]
-            found = self.tokenizer.count([texts[place] for place in places], begun=begun)
+        for plain in (True, False):
+            places = [place for place, prompt in enumerate(prompts) if self._is_plain(prompt) is plain]
+            found = self.tokenizer.count([texts[place] for place in places], begun=plain)
             for place, number in zip(places, found, strict=True):
                 counts[place] = number
         return counts
 
-    def end_after(self, prompt: str | Sequence[Turn]) -> int:
-        """The id that ends a response to an encoded prompt: after messages the end of a turn."""
-        return self._end if self._stays(prompt) else self.tokenizer.eos_ids[0]
+    def end_id_after(self, prompt: str | Sequence[Turn]) -> int:
+        """Id that ends a response to an encoded prompt: after messages the end of a turn."""
+        return self._end if self._is_plain(prompt) else self.tokenizer.eos_ids[0]
 
     def template_ends(self) -> tuple[int, ...]:
-        """The id that ends a turn of the assistant; none where no template is or it refuses a question."""
+        """Id that ends a turn of the assistant; none without a template, or if it refuses a lone question."""
         if self._template is None:
             return ()
         with contextlib.suppress(TemplateError):
-            return self._turn_ends([_asks(MARK)])
+            return self._turn_ends([user_turn(PROBE)])
         return ()
 
-    def _stays(self, prompt: str | Sequence[Turn]) -> bool:
+    def with_system(self, messages: Sequence[Turn]) -> list[Turn]:
+        """Messages behind `data.chat.system`, if that is set and they have no system message."""
+        system: list[Turn] = [{"role": "system", "content": self._settings.system}]
+        lacks_system = self._settings.system is not None and messages[0]["role"] != "system"
+        return [*system, *messages] if lacks_system else list(messages)
+
+    def conversation(
+        self, messages: Sequence[Turn], *, answers: bool, tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
+        """Text of a conversation; if the assistant `answers` next, it ends where the assistant's turn begins.
+
+        The template gets `tools`, by default those of the environment. Raises `TemplateError`.
+        """
+        given: dict[str, Any] = {
+            **self._settings.arguments,
+            "tokenize": False,
+            "add_generation_prompt": answers,
+        }
+        if tools or self._tools:
+            given["tools"] = list(tools or self._tools)
+        try:
+            return str(self._template.apply_chat_template(list(messages), **given))
+        except Exception as error:  # noqa: BLE001 - the model's template may raise anything
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise TemplateError(f"the chat template refuses the messages ({words})") from None
+
+    def _is_plain(self, prompt: str | Sequence[Turn]) -> bool:
         """True for text that is tokenized as it stands."""
         return isinstance(prompt, str) and not self._settings.texts
 
@@ -158,7 +193,7 @@ class PromptEncoder:
 
     @cached_property
     def _template(self) -> Any:
-        """The tokenizer of transformers, if it has a template."""
+        """Tokenizer of transformers, if it has a chat template; else None."""
         from transformers import PreTrainedTokenizerFast
 
         try:
@@ -166,41 +201,11 @@ class PromptEncoder:
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             words = " ".join(str(error).split())
             raise ConfigError(
-                f"model.path={self._model_dir}: its tokenizer cannot be loaded ({words}); mend its files"
+                f"model.path={self._model_dir}: its tokenizer cannot be loaded ({words}); fix its files"
             ) from None
         return loaded if loaded.chat_template else None
 
     def _turn_ends(self, messages: Sequence[Turn]) -> tuple[int, ...]:
-        """The special token behind the content of an assistant's turn, if the template writes one."""
-        text = self.conversation([*messages, {"role": "assistant", "content": MARK}], answers=False)
-        return self.tokenizer.first_special(text.rpartition(MARK)[2])
-
-    def begun(self, messages: Sequence[Turn]) -> list[Turn]:
-        """Messages behind `data.chat.system`, if that is set and they do not begin with words of the system."""
-        system: list[Turn] = [{"role": "system", "content": self._settings.system}]
-        is_without = self._settings.system is not None and messages[0]["role"] != "system"
-        return [*system, *messages] if is_without else list(messages)
-
-    def conversation(
-        self, messages: Sequence[Turn], *, answers: bool, tools: Sequence[Mapping[str, object]] = ()
-    ) -> str:
-        """The text of a conversation; if the assistant `answers` next it ends where its turn begins.
-
-        It is told of `tools`, or else of those of the environment. Raises `TemplateError`.
-        """
-        given: dict[str, Any] = {
-            **self._settings.arguments,
-            "tokenize": False,
-            "add_generation_prompt": answers,
-        }
-        if tools or self._tools:
-            given["tools"] = list(tools or self._tools)
-        try:
-            return str(self._template.apply_chat_template(list(messages), **given))
-        except Exception as error:  # noqa: BLE001 - a template of somebody else's, which may raise anything
-            words = " ".join(f"{type(error).__name__}: {error}".split())
-            raise TemplateError(f"the chat template refuses the messages ({words})") from None
-
-
-def _asks(text: str) -> Turn:
-    return {"role": "user", "content": text}
+        """Special token that the template writes behind an assistant's turn, if any."""
+        text = self.conversation([*messages, {"role": "assistant", "content": PROBE}], answers=False)
+        return self.tokenizer.first_special(text.rpartition(PROBE)[2])

@@ -1,53 +1,54 @@
-"""Problems of a source in little memory: their rows, one after another, of which prompts are made when asked for.
+"""Problems of a source: reading and checking them, and holding a million of them in little memory.
 
-Filled by `prompts`, drawn from by `stream`, looked at by `preflight` and `survey`. Invariant: a place always gives
-the same problem, and its prompt was written once, with the length that is kept of it.
+Rows stay as JSON; a prompt is made when it is asked for. A place always gives the same problem. `preflight` and
+`laminar data` read problems, `stream` draws from them.
 """
 
 import unicodedata
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
 
 import msgspec
 import numpy as np
 
 from laminar_py.config.section import ConfigError
-from laminar_py.data.chat import Message, PromptEncoder, Turn, read_turns
-from laminar_py.data.sources import DataSource, other_fields, raw_fields, written_field
+from laminar_py.data.chat import REMEDY, Message, PromptEncoder, TemplateError, Turn, read_turns
+from laminar_py.data.sources import DataSource, other_fields, raw_fields, read_records, written_field
 from laminar_py.records.codec import IntArray
 from laminar_py.records.trajectory import Prompt
 
+BATCH = 1000  # prompts that are tokenized at a time
+MOST_KNOWN = 1 << 16  # prompts that are remembered, since a set may repeat a prompt many times
+OWN_FIELDS = ("prompt", "answer", "id", "task")  # the reward gets all other fields as they are
+NO_IDS = np.array([], dtype=np.int32)
+
 
 class HashIndex:
-    """Places by hash, in order, e.g. of `[7, 3, 7]` places 0 and 2 by 7; what stands there is to be compared."""
+    """Places by hash, e.g. of `[7, 3, 7]` places 0 and 2 for 7. The caller compares the values at these places."""
 
     def __init__(self, hashes: Sequence[int]) -> None:
         given = np.array(hashes, dtype=np.int64)
         self._order = np.argsort(given, kind="stable").astype(np.int32)  # [n] places
-        self._hashes = given[self._order]  # [n] of them, sorted
+        self._hashes = given[self._order]  # [n] sorted
 
     def places(self, hash: int) -> IntArray:
-        """[m] places that have this hash."""
+        """[m] places with this hash, in order."""
         begin, end = (np.searchsorted(self._hashes, hash, side=side) for side in ("left", "right"))
         return self._order[begin:end]
 
     def repeats(self) -> IntArray:
-        """[r, 2] places whose hash stands before, in order, each after the last one where it does."""
+        """[r, 2] each place whose hash occurs before, in order, and the last place before with the same hash."""
         again = self._hashes[1:] == self._hashes[:-1]
         pairs = np.stack([self._order[1:][again], self._order[:-1][again]], axis=1)
         ordered: IntArray = pairs[np.argsort(pairs[:, 0])]
         return ordered
 
 
-BATCH = 1000  # prompts that are tokenized at a time
-OWN_FIELDS = ("prompt", "answer", "id", "task")  # all others go to the reward as they are
-NO_IDS = np.array([], dtype=np.int32)
-
-
 class ProblemRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of a row that are looked at; `prompt` or `messages` is there."""
+    """Checked fields of a row, e.g. `{"prompt": "2+2=", "answer": "4"}`; `prompt` or `messages` is there."""
 
     prompt: str | list[Message] | None = None
     messages: list[Message] | None = None
@@ -56,26 +57,27 @@ class ProblemRow(msgspec.Struct, frozen=True, kw_only=True):
     task: str | None = None
 
 
-class ProblemSet:
-    """Problems of one source, e.g. 1,000,000 in 0.4 GB.
+Row = tuple[int, ProblemRow, bytes]  # number, checked fields, JSON
+GivenPrompt = str | bytes  # as a row has it: text, or JSON of messages
 
-    `tasks` has the place of the first problem of each task; ids begin with `prefix`.
-    """
+
+class ProblemSet:
+    """Problems of one source, e.g. 1,000,000 in 0.4 GB; their ids begin with `prefix`."""
 
     def __init__(self, source: DataSource, *, encoder: PromptEncoder, prefix: str = "") -> None:
         self.source = source
-        self.tasks: dict[str, int] = {}
+        self.tasks: dict[str, int] = {}  # task -> place of its first problem
         self.encoder = encoder
         self._prefix = prefix
-        self._written = bytearray()  # rows as JSON
-        self._ends = array("q", [0])  # [n + 1] of rows in it
-        self._rows = array("q")  # [n] numbers of rows in the source, where blank lines count
+        self._written = bytearray()  # JSON of all rows, end to end
+        self._ends = array("q", [0])  # [n + 1] ends of rows in it
+        self._rows = array("q")  # [n] numbers of rows in the source, which counts blank lines
         self._keys = array("q")  # [n] `text_key` of prompts
-        self._names = array("q")  # [n] hashes of ids, without the prefix
+        self._names = array("q")  # [n] hashes of ids without the prefix
         self._digest = blake2b(digest_size=16)
 
     def add(self, row: int, line: ProblemRow, written: bytes, *, key: int) -> None:
-        """Append a row, whose prompt has this `text_key`."""
+        """Append a row; `key` is the `text_key` of its prompt."""
         self.tasks.setdefault(self._task(line), len(self))
         self._names.append(hash(_name(row, line, written)))
         self._written += written
@@ -91,13 +93,13 @@ class ProblemSet:
         return (self[place] for place in range(len(self)))
 
     def __getitem__(self, place: int) -> Prompt:
-        """The problem at a place; its `index` is its row."""
+        """Problem at a place, with the number of its row as `index`."""
         _, line, written = self._at(place)
-        text, ids = self.encoder.encode(asked(line, written))
-        return msgspec.structs.replace(self.stated(place), text=text, ids=ids)
+        text, ids = self.encoder.encode(prompt_of(line, written))
+        return msgspec.structs.replace(self.without_prompt(place), text=text, ids=ids)
 
-    def stated(self, place: int) -> Prompt:
-        """A problem as its reward sees it, with neither text nor ids of its prompt, which cost most."""
+    def without_prompt(self, place: int) -> Prompt:
+        """Problem at a place without text and ids of its prompt, which cost the most time to make."""
         row, line, written = self._at(place)
         return Prompt(
             id=self._prefix + _name(row, line, written),
@@ -106,7 +108,7 @@ class ProblemSet:
             ids=NO_IDS,
             answer=_text(written, "answer", line.answer),
             task=self._task(line),
-            fields_json=_fields(line, written),
+            fields_json=_reward_fields(line, written),
         )
 
     def row(self, place: int) -> int:
@@ -118,24 +120,24 @@ class ProblemSet:
         return self._prefix + _name(*self._at(place))
 
     def text(self, place: int) -> str:
-        """Prompt of a problem as the model gets it."""
+        """Prompt of a problem as the model reads it."""
         _, line, written = self._at(place)
-        return self.encoder.write(asked(line, written))
+        return self.encoder.write(prompt_of(line, written))
 
     def find(self, id: str) -> int | None:
-        """Place of the problem that has an id; None where none has."""
+        """Place of the problem with an id; None where no problem has it."""
         if not id.startswith(self._prefix):
             return None
         candidates = self._by_name.places(hash(id[len(self._prefix) :])).tolist()
         return next((place for place in candidates if self.id(place) == id), None)
 
     def find_prompt(self, text: str) -> int | None:
-        """Place of a problem with a prompt that reads the same; None where none does."""
+        """Place of a problem whose prompt is equal to `text` when both are `folded`; None where none is."""
         candidates = self._by_key.places(text_key(text)).tolist()
         return next((place for place in candidates if folded(self.text(place)) == folded(text)), None)
 
-    def check_names(self) -> None:
-        """No id stands twice. Raises `ConfigError`."""
+    def check_ids(self) -> None:
+        """Raise `ConfigError` if two problems have the same id."""
         for place, first in self._by_name.repeats().tolist():
             if (id := self.id(place)) == self.id(first):
                 raise self.source.error(
@@ -146,31 +148,31 @@ class ProblemSet:
                 )
 
     def field(self, place: int, name: str) -> object:
-        """Value of a field that is the reward's; None where a problem has none."""
+        """Value of a field that the reward gets; None where the problem lacks it."""
         value = None if name in OWN_FIELDS else raw_fields(self._written_at(place)).get(name)
         return None if value is None else msgspec.json.decode(value)
 
     def lengths(self) -> IntArray:
-        """[n] numbers of tokens of prompts, counted anew."""
+        """[n] numbers of tokens of prompts; each call tokenizes all of them."""
         counted = []
         for begin in range(0, len(self), BATCH):
             rows = [self._at(place) for place in range(begin, min(begin + BATCH, len(self)))]
-            prompts = [asked(line, written) for _, line, written in rows]
+            prompts = [prompt_of(line, written) for _, line, written in rows]
             counted += self.encoder.count(prompts, [self.encoder.write(prompt) for prompt in prompts])
         return np.array(counted, dtype=np.int32)
 
     @property
     def num_duplicates(self) -> int:
-        """Number of problems whose prompt stands before."""
+        """Number of problems whose prompt occurs before."""
         return len(self._by_key.repeats())
 
     @property
     def digest(self) -> str:
-        """Digest of all rows and of where they stand."""
+        """Digest of all rows and their numbers."""
         return self._digest.hexdigest()
 
     def error(self, place: int, problem: str, *, remedy: str) -> ConfigError:
-        """A fault of a problem; its row is quoted."""
+        """Error for a fault of a problem; it quotes the row."""
         row, _, written = self._at(place)
         return self.source.error(row, problem, value=written, remedy=remedy)
 
@@ -182,7 +184,7 @@ class ProblemSet:
     def _by_key(self) -> HashIndex:
         return HashIndex(self._keys)
 
-    def _at(self, place: int) -> tuple[int, ProblemRow, bytes]:
+    def _at(self, place: int) -> Row:
         written = self._written_at(place)
         return self._rows[place], _problem_rows.decode(written), written
 
@@ -197,38 +199,139 @@ class ProblemSet:
 _problem_rows = msgspec.json.Decoder(ProblemRow)
 
 
-def asked(line: ProblemRow, written: bytes) -> str | list[Turn]:
-    """The prompt of a row that has one. Raises `TemplateError`."""
+def prompt_of(line: ProblemRow, written: bytes) -> str | list[Turn]:
+    """Prompt of a row that has one: text, or turns. Raises `TemplateError`."""
     if isinstance(line.prompt, str):
         return line.prompt
     return read_turns(written_field(written, "messages" if line.prompt is None else "prompt"))
 
 
 def folded(text: str) -> str:
-    """A text in which differences of white space and of composed characters are gone; 3² stays apart from 32."""
+    """Text with single spaces and composed characters (NFC), so that 3² and 32 stay different."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def text_key(text: str) -> int:
-    """Hash that texts share which are the same when `folded`."""
+    """Hash of the `folded` text."""
     return hash(folded(text))
 
 
 def _name(row: int, line: ProblemRow, written: bytes) -> str:
+    """Id of a row: its own, or "p" and its number."""
     return _text(written, "id", line.id) or f"p{row}"
 
 
 def _text(written: bytes, name: str, value: str | float | None) -> str:
-    """Text of a field that may be a number, which stays as the row has it."""
+    """Text of a field; a number stays as it is written, e.g. `1.50`."""
     if value is None:
         return ""
     return value if isinstance(value, str) else written_field(written, name)
 
 
-def _fields(line: ProblemRow, written: bytes) -> bytes:
-    """Fields for the reward; a prompt of messages is among them."""
+def _reward_fields(line: ProblemRow, written: bytes) -> bytes:
+    """JSON of the fields that the reward gets; a prompt of messages is among them, as `messages`."""
     others = other_fields(written, OWN_FIELDS)
     if not isinstance(line.prompt, list):
         return others
     messages = b'{"messages":' + written_field(written, "prompt").encode()
     return messages + (b"}" if others == b"{}" else b"," + others[1:])
+
+
+def read_prompts(
+    source: DataSource, *, encoder: PromptEncoder, max_prompt_tokens: int | None, prefix: str = ""
+) -> ProblemSet:
+    """Read and check all problems of a source. Raises `ConfigError` on the first invalid row.
+
+    Ids begin with `prefix`. `max_prompt_tokens` is the part of `rollout.max_len` that a whole response leaves.
+    """
+    problems = ProblemSet(source, encoder=encoder, prefix=prefix)
+    keys: dict[GivenPrompt, int] = {}
+    rows = read_records(source, ProblemRow)
+    while batch := list(islice(rows, BATCH)):
+        given = [_given_prompt(source, *row) for row in batch]
+        new = {one: row for one, row in zip(given, batch, strict=True) if one not in keys}
+        keys.update(zip(new, _check_prompts(source, new, encoder=encoder, limit=max_prompt_tokens), strict=True))
+        for one, row in zip(given, batch, strict=True):
+            problems.add(*row, key=keys[one])
+        if len(keys) > MOST_KNOWN:
+            keys.clear()
+    problems.check_ids()
+    return problems
+
+
+def _given_prompt(source: DataSource, row: int, line: ProblemRow, written: bytes) -> GivenPrompt:
+    """Prompt as a row has it. Raises `ConfigError` where it has none."""
+    if isinstance(line.prompt, str):
+        return line.prompt
+    if line.prompt is None and line.messages is None:
+        remedy = f"write one, or name the column that has it in {source.field}.columns"
+        raise source.error(row, "missing required field `prompt`", value=written, remedy=remedy)
+    return written_field(written, "messages" if line.prompt is None else "prompt").encode()
+
+
+def _check_prompts(
+    source: DataSource, rows: "dict[GivenPrompt, Row]", *, encoder: PromptEncoder, limit: int | None
+) -> list[int]:
+    """`text_key`s of prompts. Raises `ConfigError` on a prompt that is empty or longer than `limit` tokens.
+
+    Tokenizing takes most of the time, so it is left out for prompts whose number of bytes proves them valid.
+    """
+    keys: list[int] = []
+    to_count: list[tuple[GivenPrompt, int, str | list[Turn], str]] = []
+    for one, (row, line, written) in rows.items():
+        try:
+            text = encoder.write(prompt := prompt_of(line, written))
+        except TemplateError as error:
+            raise source.error(row, str(error), value=written, remedy=REMEDY) from None
+        most = encoder.tokenizer.max_ids(text)
+        if not text or most is None or (limit is not None and most > limit):
+            to_count.append((one, row, prompt, text))
+        keys.append(text_key(text))
+    lengths = encoder.count([prompt for _, _, prompt, _ in to_count], [text for *_, text in to_count])
+    for (one, row, _, _), num_tokens in zip(to_count, lengths, strict=True):
+        if not num_tokens:
+            raise source.error(row, "prompt is empty", value=one, remedy="write a prompt or remove the line")
+        if limit is not None and num_tokens > limit:
+            raise source.error(
+                row,
+                f"prompt has {num_tokens} tokens, above the {limit} that a response leaves of rollout.max_len,",
+                value=one,
+                remedy="raise rollout.max_len or shorten the prompt",
+            )
+    return keys
+
+
+def check_disjoint(heldout: ProblemSet, train: Sequence[ProblemSet]) -> None:
+    """Raise `ConfigError` if a held-out prompt is also a training prompt."""
+    leaks = find_leaks(heldout, train)
+    if leaks:
+        place, there = leaks[0]
+        more = f" ({len(leaks)} problems in all; `laminar data` counts them)" if len(leaks) > 1 else ""
+        raise heldout.source.error(
+            heldout.row(place),
+            f"prompt also in {there}{more}",
+            value=heldout.text(place),
+            remedy="remove it from one of the two",
+        )
+
+
+def find_leaks(heldout: ProblemSet, train: Sequence[ProblemSet]) -> list[tuple[int, str]]:
+    """Places of held-out problems whose `folded` prompt is a training prompt, each with that prompt's place."""
+    leaks = []
+    for place in range(len(heldout)):
+        text = heldout.text(place)
+        found = ((problems, problems.find_prompt(text)) for problems in train)
+        there = next((problems.source.place(problems.row(at)) for problems, at in found if at is not None), None)
+        if there is not None:
+            leaks.append((place, there))
+    return leaks
+
+
+def first_of_tasks(sets: Iterable[ProblemSet]) -> list[Prompt]:
+    """First problem of each task."""
+    first: dict[str, Prompt] = {}
+    for problems in sets:
+        for task, place in problems.tasks.items():
+            if task not in first:
+                first[task] = problems[place]
+    return list(first.values())

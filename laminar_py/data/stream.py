@@ -1,8 +1,8 @@
-"""The endless stream of problems that the dispatcher draws groups from: by weight of sources, in an order.
+"""The endless stream of problems that the controller draws groups from: sources by weight, problems in an order.
 
-Owned by the controller, which tells it what each group gave. A place in the stream is one integer; the problem at
-it follows from the files, the seed, and what was told by then, in whatever order that was. So a resumed run, which
-tells it all that is on record, goes on as one that was never stopped.
+A place in the stream is one integer. The problem at a place follows from the files, the seed, and the group
+rewards recorded before, in whatever order these came. So a resumed run, which records all rewards of its ledger
+first, draws the same problems as a run without a stop (`tests/data/test_stream.py`).
 """
 
 import re
@@ -22,17 +22,17 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import ProblemSet
 from laminar_py.records.codec import IntArray
 from laminar_py.records.metrics import OrderFigures
-from laminar_py.records.outcomes import GroupRewards
+from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.trajectory import Prompt
 
-SLOTS = 1000  # places that are divided by weight
-CACHED = 8  # blocks or epochs; a lost prompt of an older one costs a permutation
+SLOTS = 1000  # places of a block, which sources divide by weight
+CACHED = 8  # blocks or epochs; a place of an older one costs a permutation
 
 
 class WeightedSources:
-    """Places of a stream divided among sources by weight, e.g. 3 to 1: of each 1000 places 750 and 250.
+    """Divides the places of a stream among sources by weight, e.g. 3 to 1: 750 and 250 of each 1000 places.
 
-    Each source has places of its own, 0, 1, 2, ..., in order.
+    Each source counts its own places: 0, 1, 2, ...
     """
 
     def __init__(self, weights: Sequence[float], *, seed: int) -> None:
@@ -42,7 +42,7 @@ class WeightedSources:
         self._block = lru_cache(maxsize=CACHED)(self._shuffled)
 
     def at(self, place: int) -> tuple[int, int]:
-        """The source of a place, and its own place there."""
+        """Source of a place, and the place in that source."""
         if len(self._slots) == 1:
             return 0, place
         number, offset = divmod(place, sum(self._slots))
@@ -60,10 +60,10 @@ class WeightedSources:
 
 
 class Epochs:
-    """Rows of a source without end: epoch after epoch, each a permutation of its own.
+    """Rows of a source without end: each epoch is a permutation of its own.
 
-    With 3 rows, places 0 to 2 hold every row once, and so do 3 to 5 in another order. Places may be asked for in
-    any order; each costs O(1) once its epoch has been seen.
+    With 3 rows, places 0 to 2 hold every row once, and so do places 3 to 5, in another order. A place costs O(1)
+    while its epoch is cached.
     """
 
     def __init__(self, num_rows: int, *, seed: int, source: int) -> None:
@@ -73,7 +73,7 @@ class Epochs:
         self.order = lru_cache(maxsize=CACHED)(self._permute)  # [num_rows] rows of an epoch
 
     def row(self, place: int) -> int:
-        """The row at a place >= 0."""
+        """Row at a place >= 0."""
         epoch, offset = divmod(place, self.num_rows)
         return int(self.order(epoch)[offset])
 
@@ -91,24 +91,22 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?")
 class Levels:
     """Levels of a source, e.g. names `[1, 3]` with ranks `[0, 1, 0]` of three problems."""
 
-    names: list[Level]  # in order
+    names: list[Level]  # from the lowest to the highest
     ranks: IntArray  # [n] level of each problem, as a place in `names`
-    num_rows: list[int]  # problems of the lowest 0, 1, 2, ... levels
+    num_rows: list[int]  # [levels + 1] number of problems in the lowest 0, 1, 2, ... levels
 
 
 def read_levels(problems: ProblemSet, field: str) -> Levels:
-    """Levels in the field of that name: all numbers, or all text. Raises `ConfigError`.
-
-    Texts are sorted as such unless all of them are numbers.
-    """
+    """Levels of problems from their field `field`. Raises `ConfigError` unless all are numbers, or all are
+    texts."""
     found: dict[Level, int] = {}  # in the order of their first problems
     of_rows = array("i")
     for place in range(len(problems)):
         level = problems.field(place, field)
         if not isinstance(level, int | float | str) or isinstance(level, bool):
-            raise _no_level(problems, place, field, "no number or text")
+            raise _level_error(problems, place, field, "no number or text")
         if isinstance(level, str) is not isinstance(next(iter(found), level), str):
-            raise _no_level(problems, place, field, "neither a number nor a text as those before")
+            raise _level_error(problems, place, field, "another type of value than the problems before")
         of_rows.append(found.setdefault(level, len(found)))
     names = sort_levels(list(found))
     rank_of = np.zeros(len(names), dtype=np.int32)
@@ -118,13 +116,13 @@ def read_levels(problems: ProblemSet, field: str) -> Levels:
 
 
 def sort_levels(levels: list[Level]) -> list[Level]:
-    """Levels from the lowest to the highest: "8" before "10", where all texts are numbers."""
+    """Sort levels from the lowest to the highest: as numbers if all are ("8" before "10"), else as texts."""
     if all(not isinstance(level, str) or NUMBER.fullmatch(level) for level in levels):
         return sorted(levels, key=float)
     return sorted(levels, key=str)
 
 
-def _no_level(problems: ProblemSet, place: int, field: str, fault: str) -> ConfigError:
+def _level_error(problems: ProblemSet, place: int, field: str, fault: str) -> ConfigError:
     return problems.error(
         place,
         f"{field!r} holds {fault}, and data.order=curriculum needs a level,",
@@ -133,73 +131,73 @@ def _no_level(problems: ProblemSet, place: int, field: str, fault: str) -> Confi
 
 
 class ProblemOrder(Protocol):
-    """Rule by which rows of a source come at its places."""
+    """Rule that chooses the row at each place of a source."""
 
     def row(self, source: int, own_place: int, *, place: int) -> int:
-        """The row at a source's own place, which is `place` of the whole stream."""
+        """Row at a place of a source; `place` is the same place in the whole stream."""
         ...
 
-    def tell(self, group: GroupRewards) -> None:
-        """Take in what a group gave."""
+    def record_group(self, group: GroupRewards) -> None:
+        """Record the rewards of a group when it closes."""
         ...
 
     @property
     def figures(self) -> OrderFigures:
-        """Figures for the log."""
+        """Figures for `metrics.jsonl`."""
         ...
 
 
 class Shuffled:
-    """Every row once in each epoch."""
+    """Order in which every row comes once in each epoch."""
 
     def __init__(self, epochs: Sequence[Epochs]) -> None:
         self._epochs = epochs
         self.figures = OrderFigures()
 
     def row(self, source: int, own_place: int, *, place: int) -> int:
-        """The row of the epoch's permutation."""
+        """Row of the epoch's permutation."""
         return self._epochs[source].row(own_place)
 
-    def tell(self, group: GroupRewards) -> None:
-        """Nothing depends on it."""
+    def record_group(self, group: GroupRewards) -> None:
+        """Do nothing: the order does not depend on rewards."""
 
 
 class LevelLog:
-    """The last groups of a level, by their places, whenever they were told."""
+    """Solved shares of the last groups of a level; "last" is by place in the stream, whenever a group closed."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._newest: list[tuple[int, float]] = []  # heap of (place, solved share)
 
     def add(self, place: int, solved: float) -> None:
-        """Take in a group."""
+        """Add the solved share of the group at a place."""
         push = heappush if len(self._newest) < self._groups else heappushpop
         push(self._newest, (place, solved))
 
     @property
     def full(self) -> bool:
-        """True once there were enough groups to judge by."""
+        """True once it holds enough groups to judge the level."""
         return len(self._newest) == self._groups
 
     @property
     def solved(self) -> float | None:
-        """Mean of their solved shares."""
+        """Mean solved share; None without groups."""
         return sum(solved for _, solved in self._newest) / len(self._newest) if self._newest else None
 
 
 class Curriculum:
-    """Levels of each source, the lowest first; one is open while each one below is solved."""
+    """Order that draws from open levels: in each source the lowest, and every level above solved ones."""
 
     def __init__(self, epochs: Sequence[Epochs], problems: Sequence[ProblemSet], *, settings: DataConfig) -> None:
         self._epochs = epochs
         self._problems = problems
         self._levels = [read_levels(one, settings.level) for one in problems]
         self._settings = settings
-        self._logs = [{name: LevelLog(settings.level_groups) for name in of.names} for of in self._levels]
+        self._logs = [{name: LevelLog(settings.level_groups) for name in levels.names} for levels in self._levels]
         self._order = lru_cache(maxsize=CACHED)(self._open_rows)
 
     def row(self, source: int, own_place: int, *, place: int) -> int:
-        """The row of a permutation of those whose level is open."""
+        """Row of the epoch's permutation, restricted to rows of open levels."""
         num_open = len(self._open(source))
         epoch, offset = divmod(own_place, self._levels[source].num_rows[num_open])
         return int(self._order(source, num_open, epoch)[offset])
@@ -217,8 +215,8 @@ class Curriculum:
                 break
         return open
 
-    def tell(self, group: GroupRewards) -> None:
-        """Note a group in its level's log."""
+    def record_group(self, group: GroupRewards) -> None:
+        """Add a group to its level's log."""
         for problems, levels, logs in zip(self._problems, self._levels, self._logs, strict=True):
             place = problems.find(group.prompt_id)
             if place is not None:
@@ -227,18 +225,18 @@ class Curriculum:
 
     @property
     def figures(self) -> OrderFigures:
-        """Solved shares of levels that had groups, and how many levels are open."""
+        """Solved shares of levels, and the number of open levels."""
         solved = {
             f"{source}/{level}" if len(self._logs) > 1 else str(level): round(log.solved, 4)
-            for source, of in enumerate(self._logs)
-            for level, log in of.items()
+            for source, logs in enumerate(self._logs)
+            for level, log in logs.items()
             if log.solved is not None
         }
         return OrderFigures(solved=solved, open_levels=sum(len(self._open(s)) for s in range(len(self._logs))))
 
 
 class BySignal:
-    """Problems whose last n groups had equal rewards come with probability max(floor, 2^-n)."""
+    """Order in which a problem whose last n groups had equal rewards comes with probability max(floor, 2^-n)."""
 
     def __init__(
         self, epochs: Sequence[Epochs], problems: Sequence[ProblemSet], *, seed: int, floor: float
@@ -247,11 +245,11 @@ class BySignal:
         self._problems = problems
         self._seed = seed
         self._floor = floor
-        self._taught: dict[str, int] = {}  # last place with a signal
-        self._silent: defaultdict[str, list[int]] = defaultdict(list)  # places since, without one
+        self._signal: dict[str, int] = {}  # problem -> last place with different rewards
+        self._silent: defaultdict[str, list[int]] = defaultdict(list)  # problem -> later places with equal ones
 
     def row(self, source: int, own_place: int, *, place: int) -> int:
-        """The row of the epoch's permutation, or, where it rests, another one of the source."""
+        """Row of the epoch's permutation, or a random row of the source where that row rests."""
         problems = self._problems[source]
         draws = np.random.default_rng((self._seed, place, len(problems)))
         row = self._epochs[source].row(own_place)
@@ -262,56 +260,56 @@ class BySignal:
     def _probability(self, id: str) -> float:
         return max(self._floor, 2.0 ** -len(self._silent[id])) if id in self._silent else 1.0
 
-    def tell(self, group: GroupRewards) -> None:
-        """Note whether a group taught something."""
+    def record_group(self, group: GroupRewards) -> None:
+        """Record whether the rewards of a group differ."""
         id, place = group.prompt_id, group.place
         if group.differ:
-            self._taught[id] = max(place, self._taught.get(id, -1))
-            later = [silent for silent in self._silent.pop(id, ()) if silent > self._taught[id]]
+            self._signal[id] = max(place, self._signal.get(id, -1))
+            later = [silent for silent in self._silent.pop(id, ()) if silent > self._signal[id]]
             if later:
                 self._silent[id] = later
-        elif place > self._taught.get(id, -1):
+        elif place > self._signal.get(id, -1):
             self._silent[id].append(place)
 
     @property
     def figures(self) -> OrderFigures:
-        """Number of problems that come rarely."""
+        """Number of problems that rest."""
         return OrderFigures(resting=len(self._silent))
 
 
 class PromptStream:
-    """Problems without end."""
+    """Problems without end: `prompt(place)` for any place >= 0."""
 
     def __init__(self, problems: Sequence[ProblemSet], settings: DataConfig, *, seed: int) -> None:
         self._problems = problems
         self._sources = WeightedSources([source.weight for source in settings.train], seed=seed)
         self._order = make_order(problems, settings, seed=seed)
-        self.learns = settings.order is not PromptOrder.SHUFFLED  # from what it is told
+        self.learns = settings.order is not PromptOrder.SHUFFLED  # from recorded groups
 
     def prompt(self, place: int) -> Prompt:
-        """The problem at a place >= 0; its id is its row's, however often it comes."""
+        """Problem at a place >= 0. Its id is that of its row, so it repeats in each epoch."""
         source, own_place = self._sources.at(place)
         row = self._order.row(source, own_place, place=place)
         prompt: Prompt = msgspec.structs.replace(self._problems[source][row], index=place)
         return prompt
 
     def find(self, id: str) -> Prompt | None:
-        """The problem that has an id, with its row for its index; None where none has."""
+        """Problem with an id, whose `index` is its row; None where no problem has it."""
         found = ((problems, problems.find(id)) for problems in self._problems)
         return next((problems[place] for problems, place in found if place is not None), None)
 
-    def tell(self, group: GroupRewards) -> None:
-        """Take in what the group of a prompt gave."""
-        self._order.tell(group)
+    def record_group(self, group: GroupRewards) -> None:
+        """Record the rewards of a group when it closes."""
+        self._order.record_group(group)
 
     @property
     def figures(self) -> OrderFigures:
-        """Figures of the order, for the log."""
+        """Figures of the order for `metrics.jsonl`."""
         return self._order.figures
 
 
 def make_order(problems: Sequence[ProblemSet], settings: DataConfig, *, seed: int) -> ProblemOrder:
-    """The order that `data.order` names. Raises `ConfigError` on a problem without a level that needs one."""
+    """Order that `data.order` names. Raises `ConfigError` on a problem without a level under `curriculum`."""
     epochs = [Epochs(len(one), seed=seed, source=index) for index, one in enumerate(problems)]
     if settings.order is PromptOrder.SIGNAL:
         return BySignal(epochs, problems, seed=seed, floor=settings.rest_floor)

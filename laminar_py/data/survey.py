@@ -1,9 +1,10 @@
-"""Figures of the problems of a source: lengths, fields, tasks, duplicates. Pure; for `laminar data`."""
+"""Figures of the problems of a source for `laminar data`: lengths, fields, tasks, duplicates, unknown words.
+Pure."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -11,37 +12,36 @@ import numpy as np
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import Demonstrations, read_texts
 from laminar_py.data.problems import ProblemSet
-from laminar_py.data.sources import DataSource
 from laminar_py.data.stream import sort_levels
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.records.codec import IntArray
 
-MOST_LEVELS = 20  # values of a field that is a level
+MOST_LEVELS = 20  # distinct values; a field with more is no level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFigures:
-    """Figures of a source, e.g. of 800 problems with 31, 60 and 212 tokens (p50, p95, most)."""
+    """Figures of a source, e.g. `SourceFigures(num_problems=800, tokens=(31, 60, 212), num_too_long=0, ...)`."""
 
     num_problems: int
-    tokens: tuple[int, int, int]  # of prompts: p50, p95, the most
+    tokens: tuple[int, int, int]  # p50, p95 and maximum of prompts, or of whole demonstrations
     num_too_long: int  # prompts that leave no room for a whole response, or demonstrations longer than a step
     first_too_long: str  # place of the first of these; "" without any
     num_duplicates: int  # problems whose prompt stands before
-    tasks: dict[str, int]  # problems by task; "" where none is named
-    fields: dict[str, int]  # problems that have the field, which goes to their reward
-    levels: dict[str, int]  # problems by level, where the field is one
+    tasks: dict[str, int] = field(default_factory=dict)  # task -> problems; "" for problems without a task
+    fields: dict[str, int] = field(default_factory=dict)  # field for the reward -> problems that have it
+    levels: dict[str, int] = field(default_factory=dict)  # level -> problems, where the field has few values
 
 
 def source_figures(problems: ProblemSet, *, level: str, max_prompt_tokens: int | None) -> SourceFigures:
-    """Figures of problems, of which there is one at least; `level` is the field with their levels."""
+    """Figures of one or more problems; `level` is the name of the field with their levels."""
     counted = problems.lengths()
-    lengths, long = np.sort(counted), _longer(counted, max_prompt_tokens)
+    long = _places_above(counted, max_prompt_tokens)
     tasks: Counter[str] = Counter()
     fields: Counter[str] = Counter()
     levels: Counter[float | str] = Counter()
     for place in range(len(problems)):
-        problem = problems.stated(place)
+        problem = problems.without_prompt(place)
         given = msgspec.json.decode(problem.fields_json)
         tasks[problem.task] += 1
         fields.update(["answer", *given] if problem.answer else list(given))
@@ -50,7 +50,7 @@ def source_figures(problems: ProblemSet, *, level: str, max_prompt_tokens: int |
     few = len(levels) <= MOST_LEVELS
     return SourceFigures(
         num_problems=len(problems),
-        tokens=(_quantile(lengths, 0.5), _quantile(lengths, 0.95), int(lengths[-1])),
+        tokens=_quantiles(counted),
         num_too_long=len(long),
         first_too_long=problems.source.place(problems.row(long[0])) if long else "",
         num_duplicates=problems.num_duplicates,
@@ -61,45 +61,47 @@ def source_figures(problems: ProblemSet, *, level: str, max_prompt_tokens: int |
 
 
 def demonstration_figures(demonstrations: Demonstrations, *, max_tokens: int | None) -> SourceFigures:
-    """Figures of demonstrations, of which there is one at least; their tokens are those of prompt and response."""
+    """Figures of one or more demonstrations; tokens are of prompt and response together."""
     rows = demonstrations.all
     counted = np.array([one.num_tokens for one in rows], dtype=np.int32)
-    lengths, long = np.sort(counted), _longer(counted, max_tokens)
+    long = _places_above(counted, max_tokens)
     return SourceFigures(
         num_problems=len(rows),
-        tokens=(_quantile(lengths, 0.5), _quantile(lengths, 0.95), int(lengths[-1])),
+        tokens=_quantiles(counted),
         num_too_long=len(long),
         first_too_long=demonstrations.source.place(rows[long[0]].row) if long else "",
         num_duplicates=len(rows) - len({one.prompt_ids.tobytes() for one in rows}),
-        tasks={},
-        fields={},
-        levels={},
     )
 
 
-def _longer(lengths: IntArray, most: int | None) -> list[int]:
-    """Places of those of [n] lengths that are above `most`; None: no bound."""
+def _places_above(lengths: IntArray, most: int | None) -> list[int]:
+    """Places in [n] lengths that are above `most`; None: no bound."""
     return [] if most is None else np.flatnonzero(lengths > most).tolist()
 
 
-def _quantile(ordered: IntArray, q: float) -> int:
-    """The smallest of [n] sorted values with at least a share q at or below it."""
-    return int(ordered[math.ceil(q * len(ordered)) - 1])
+def _quantiles(lengths: IntArray) -> tuple[int, int, int]:
+    """p50, p95 and maximum of [n] lengths; a quantile is the smallest value with that share at or below it."""
+    ordered = np.sort(lengths)
+    p50, p95 = (int(ordered[math.ceil(q * len(ordered)) - 1]) for q in (0.5, 0.95))
+    return p50, p95, int(ordered[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownWords:
-    """Unknown words of a source, e.g. 12 in 900 of its 90,000 rows, the first "zebra" in data.train=t.jsonl:3."""
+    """Words of a source that its tokenizer lacks, e.g. 12 words in 900 of 90,000 rows:
+
+    `UnknownWords(number=12, first="zebra", place="data.train=t.jsonl:3", num_seen=900, num_rows=90_000)`.
+    """
 
     number: int
     first: str
     place: str  # of the first
-    num_seen: int  # rows that were looked at
+    num_seen: int  # rows that were searched
     num_rows: int
 
     @property
     def rows(self) -> str:
-        """Words on what was looked at, e.g. "900 of its 90,000 rows" or "all its rows"."""
+        """Text for the searched rows, e.g. "900 of its 90,000 rows" or "all its rows"."""
         return (
             f"{self.num_seen:,} of its {self.num_rows:,} rows" if self.num_seen < self.num_rows else "all its rows"
         )
@@ -112,46 +114,38 @@ def unknown_words(
     encoder: PromptEncoder,
     most: int | None = None,
 ) -> dict[str, UnknownWords]:
-    """Unknown words of each source that has any, by its field of the config; prompts as the model gets them.
+    """Unknown words in written prompts and responses, by the config's field of each source that has any.
 
-    `most` rows of a source are looked at, spread evenly over it; None: all.
+    At most `most` rows of a source are searched, spread evenly; None: all.
     """
     if not encoder.tokenizer.has_unknown:
         return {}
     found: dict[str, UnknownWords | None] = {}
-    for of in problems:
-        every = _every(len(of), most)
-        found[of.source.field] = _count(_prompts(of, every), encoder.tokenizer, num_rows=len(of))
+    for one in problems:
+        places = range(0, len(one), _step(len(one), most))
+        rows = ((one.source.place(one.row(at)), (one.text(at),)) for at in places)
+        found[one.source.field] = _find_unknown(rows, encoder.tokenizer, num_rows=len(one))
     if demonstrations is not None:
         source, num_rows = demonstrations.source, len(demonstrations.all)
-        texts = _demonstrations(source, encoder, _every(num_rows, most))
-        found[source.field] = _count(texts, encoder.tokenizer, num_rows=num_rows)
+        texts = read_texts(source, encoder=encoder, every=_step(num_rows, most))
+        pairs = ((source.place(row), (prompt, response)) for row, prompt, response in texts)
+        found[source.field] = _find_unknown(pairs, encoder.tokenizer, num_rows=num_rows)
     return {field: words for field, words in found.items() if words is not None}
 
 
-def _every(number: int, most: int | None) -> int:
-    """The smallest step at which no more than `most` of so many rows are looked at."""
+def _step(number: int, most: int | None) -> int:
+    """Smallest step that takes at most `most` of `number` rows; 1 for None."""
     return 1 if most is None else max(-(-number // most), 1)
 
 
-def _prompts(problems: ProblemSet, every: int) -> Iterable[tuple[str, Sequence[str]]]:
-    """Place and text of every so many-th prompt."""
-    places = range(0, len(problems), every)
-    return ((problems.source.place(problems.row(at)), (problems.text(at),)) for at in places)
-
-
-def _demonstrations(source: DataSource, encoder: PromptEncoder, every: int) -> Iterable[tuple[str, Sequence[str]]]:
-    """Place and texts of every so many-th demonstration."""
-    return ((source.place(row), texts) for row, *texts in read_texts(source, encoder=encoder, every=every))
-
-
-def _count(
+def _find_unknown(
     rows: Iterable[tuple[str, Sequence[str]]], tokenizer: Tokenizer, *, num_rows: int
 ) -> UnknownWords | None:
+    """Unknown words in the texts of rows, each given with its place; None where there are none."""
     number, num_seen, first = 0, 0, None
     for place, texts in rows:
         num_seen += 1
-        words = [word for text in texts for word in tokenizer.unknown(text)]
+        words = [word for text in texts for word in tokenizer.unknown_words(text)]
         number += len(words)
         if words and first is None:
             first = (words[0], place)

@@ -1,7 +1,7 @@
-"""A model small enough to learn on two CPU cores, and files of data that are the same every time they are made.
+"""A tiny model that learns on two CPU cores, and writing of data files that are the same each time.
 
-For tasks without a pretrained model: the experiments' and, by docs/own_task.md, a user's own. Called by scripts
-that `data.prepare` names, so it imports little.
+Scripts that `data.prepare` names call it, for tasks without a pretrained model: those of the experiments, and a
+user's own (docs/own_task.md). It imports little, so that such a script starts quickly.
 """
 
 import argparse
@@ -26,11 +26,11 @@ def tiny_model(
     context: int = 1024,
     template: str | None = None,
 ) -> dict[str, str]:
-    """Files of a folder `model/`, by name: a Qwen3 without weights, and a tokenizer with one token for each word.
+    """Contents of the files of a folder `model/`: a Qwen3 without weights, and a tokenizer with a token per word.
 
-    `pattern` is the regular expression whose matches are the words of a text; one that is not among `words`
-    becomes `<unk>`. `template` writes messages; `<eos>` is to end each. With 100 words, all else as given, it has
-    240,000 parameters.
+    `pattern` is the regular expression that matches the words of a text; words outside `words` become `<unk>`.
+    `template` is the chat template, which must end each message with `<eos>`. With 100 words and the defaults the
+    model has 240,000 parameters.
     """
     tokens = (*SPECIAL, *words)
     ends = {"eos_token_id": tokens.index(EOS), "pad_token_id": tokens.index(PAD)}
@@ -66,7 +66,8 @@ def tiny_model(
 
 
 def _tokenizer_config(template: str | None) -> dict[str, str]:
-    """Classes, without which AutoTokenizer takes that of a real Qwen3, which splits text in another way."""
+    """Contents of tokenizer_config.json. Without its classes AutoTokenizer would split text as a real Qwen3
+    does."""
     classes = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS,
@@ -86,12 +87,12 @@ def _tokenizer(tokens: Sequence[str], pattern: str) -> Tokenizer:
 
 
 def jsonl(rows: Iterable[object]) -> str:
-    """Text of JSON objects, a line for each."""
+    """JSON of rows, one line each."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def write_data(folder: Path, contents: Mapping[str, str]) -> None:
-    """Write the files that are missing or different, each whole or not at all; two runs may do it at once."""
+    """Write files that are missing or different, each atomically, so that two runs may do it at once."""
     for name, text in contents.items():
         path = folder / name
         if path.is_file() and path.read_text() == text:
@@ -104,7 +105,7 @@ def write_data(folder: Path, contents: Mapping[str, str]) -> None:
 
 
 def make_data(contents: Callable[[], Mapping[str, str]], *, out: Path, about: str | None) -> None:
-    """Main function of a script that makes data: `--out FOLDER` names another folder than `out`."""
+    """Main function of a script that makes data; its option `--out FOLDER` replaces the folder `out`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=out, help="folder of the data")
     write_data(parser.parse_args().out, contents())

@@ -1,8 +1,9 @@
-"""Text to token ids and back, with the model folder's own tokenizer. Owns the end-of-sequence ids.
+"""The tokenizer of a model folder: text to token ids and back, and the ids that end a response.
 
-The controller encodes prompts when a run starts, scorers decode responses for the reward; nothing that an engine
-generated is ever encoded again. Invariant: a prompt has the ids that transformers makes of it from the same
-`tokenizer.json`, but for an end of sequence, or a second beginning of one.
+The controller encodes prompts when a run starts, and scorers decode responses for the reward. Tokens of an engine
+are never decoded and encoded again. A prompt has the ids that transformers gives it with the same
+`tokenizer.json`, without an end of sequence and without a second beginning of one
+(`tests/data/test_tokenizer.py`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import tokenizers
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import IntArray
 
-LONGER_COMPOSED = 3  # times as many bytes a text may have once it is composed
+MOST_GROWTH = 3  # factor by which NFC composition may increase the bytes of a text
 
 
 class Tokenizer:
@@ -26,40 +27,40 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...]) -> None:
-        backend.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled
+        backend.no_truncation()  # a file may ask for truncation or padding, which no prompt gets
         backend.no_padding()
         self._backend = backend
         self._num_added = backend.num_special_tokens_to_add(False)
-        self._of_bytes = _is_of_bytes(backend)
-        self._unknown = None if self._of_bytes else _unknown_id(backend)
+        self._is_byte_level = _is_byte_level(backend)
+        self._unknown = None if self._is_byte_level else _unknown_id(backend)
         self.eos_ids = eos_ids
 
     @property
     def num_ids(self) -> int:
-        """Number of ids, added tokens included: one more than the highest."""
+        """One more than the highest id, added tokens included."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
 
-    def ending(self, first: tuple[int, ...]) -> "Tokenizer":
-        """A tokenizer where the ids `first` end a response too, and come before the others."""
+    def with_ends(self, first: tuple[int, ...]) -> "Tokenizer":
+        """Copy whose `eos_ids` begin with `first`."""
         return Tokenizer(self._backend, eos_ids=tuple(dict.fromkeys((*first, *self.eos_ids))))
 
     @property
     def special_texts(self) -> tuple[str, ...]:
-        """Names of the special tokens, the longest first."""
+        """Texts of the special tokens, the longest first."""
         found = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
         return tuple(sorted(found, key=len, reverse=True))
 
     def first_special(self, text: str) -> tuple[int, ...]:
-        """The first special token in a text, if there is one."""
+        """Id of the first special token in a text; none if it has no special token."""
         special = {id for id, token in self._backend.get_added_tokens_decoder().items() if token.special}
         return tuple(id for id in self.encode(text).tolist() if id in special)[:1]
 
     def encode(self, text: str) -> IntArray:
-        """[n] token ids of `text`, none added."""
+        """[n] token ids of `text`, without a beginning of sequence."""
         return np.array(self._encoding(text, begun=False).ids, dtype=np.int32)
 
     def encode_literal(self, text: str) -> IntArray:
-        """[n] token ids of `text` in which the name of a special token is text like any other."""
+        """[n] token ids of `text`, where the text of a special token becomes ordinary tokens."""
         (encoding,) = self._literal.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32)
 
@@ -70,40 +71,39 @@ class Tokenizer:
         return backend
 
     def encode_prompt(self, text: str) -> IntArray:
-        """[n] token ids of `text` after those with which the tokenizer's post-processor begins a text.
+        """[n] token ids of `text` behind the beginning that the tokenizer's post-processor adds, e.g. a BOS.
 
-        A text that is written with them, as chat templates do, has them once. Without a token of its own it has
-        none at all.
+        A text that begins so already, as chat templates write it, gets no second one. An empty text has no ids.
         """
-        return np.array(_begun(self._encoding(text, begun=True)), dtype=np.int32)
+        return np.array(_with_beginning(self._encoding(text, begun=True)), dtype=np.int32)
 
     def _encoding(self, text: str, *, begun: bool) -> tokenizers.Encoding:
-        """Encoding of a text, without the places of tokens in it, which cost as much as all else."""
+        """Encoding of a text by the fast call, which leaves out character offsets and so halves the time."""
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=begun)
         return encoding
 
     def count(self, texts: Sequence[str], *, begun: bool) -> list[int]:
-        """Number of ids of each text, where they are `begun` those of `encode_prompt`, else of `encode`."""
+        """Number of ids of each text, by `encode_prompt` if they are `begun`, else by `encode`."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=begun)
-        return [len(_begun(encoding)) if begun else len(encoding) for encoding in encodings]
+        return [len(_with_beginning(encoding)) if begun else len(encoding) for encoding in encodings]
 
-    def at_most(self, text: str) -> int | None:
-        """Number of ids that a text surely does not exceed; None where that is not known without making them.
+    def max_ids(self, text: str) -> int | None:
+        """Upper bound on the number of ids of a text, from its bytes; None for a tokenizer that is not byte-level.
 
-        Known of tokenizers of bytes, which moreover make at least one id of any text that is not empty.
+        A byte-level tokenizer makes at least one id of a text that is not empty.
         """
-        if not self._of_bytes:
+        if not self._is_byte_level:
             return None
-        num_bytes = len(text) if text.isascii() else LONGER_COMPOSED * len(text.encode())
-        return 2 * num_bytes + 1 + self._num_added  # a space may be put before each text between two added tokens
+        num_bytes = len(text) if text.isascii() else MOST_GROWTH * len(text.encode())
+        return 2 * num_bytes + 1 + self._num_added  # it may add a space before each stretch of text
 
     @property
     def has_unknown(self) -> bool:
-        """True where words that it does not have become a token for unknown ones."""
+        """True where words outside the vocabulary become an unknown token."""
         return self._unknown is not None
 
-    def unknown(self, text: str) -> list[str]:
-        """Words of a text that become that token, but for the token itself."""
+    def unknown_words(self, text: str) -> list[str]:
+        """Words of a text that become the unknown token, except that token's own text."""
         if self._unknown is None:
             return []
         encoding = self._backend.encode(text, add_special_tokens=False)
@@ -112,32 +112,32 @@ class Tokenizer:
         return [word for word in words if word != self.word(self._unknown)]
 
     def word(self, id: int) -> str:
-        """The token of an id, "" where there is none."""
+        """Token of an id; "" for an unused id."""
         return self._backend.id_to_token(id) or ""
 
     def decode(self, ids: IntArray, *, special: bool = False) -> str:
-        """Text of [n] `ids`; unless they are asked for special tokens, such as the end, leave nothing."""
+        """Text of [n] `ids`; special tokens, such as the end, are left out unless `special` is True."""
         return self._backend.decode(ids.tolist(), skip_special_tokens=not special)
 
 
-def _is_of_bytes(backend: tokenizers.Tokenizer) -> bool:
-    """True for what makes ids of the bytes of a text, which is composed (NFC) before, or stays as it is."""
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """True for a tokenizer that encodes the bytes of a text, after NFC composition or without normalization."""
     steps = repr(backend.pre_tokenizer)
     unchanged = backend.normalizer is None or isinstance(backend.normalizer, tokenizers.normalizers.NFC)
     return unchanged and "ByteLevel" in steps and "Metaspace" not in steps
 
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
-    """Id of unknown words; None where there is none, or bytes are written in their place."""
-    model = msgspec.json.decode(backend.to_str(), type=_Written).model
+    """Id of the unknown token; None where the tokenizer has none, or falls back to bytes."""
+    model = msgspec.json.decode(backend.to_str(), type=_TokenizerFile).model
     if model.byte_fallback:
         return None
     return model.unk_id if model.unk_token is None else backend.token_to_id(model.unk_token)
 
 
-def _begun(encoding: tokenizers.Encoding) -> list[int]:
-    """Ids of a text after those that the post-processor puts before it, which it may have already."""
-    added = encoding.special_tokens_mask  # 1 for what the post-processor adds before, between and behind
+def _with_beginning(encoding: tokenizers.Encoding) -> list[int]:
+    """Ids of a text behind the ids that the post-processor adds before it, unless it begins with them already."""
+    added = encoding.special_tokens_mask  # 1 on ids that the post-processor adds before, between and behind
     if 0 not in added:
         return []
     begin, end = added.index(0), len(added) - added[::-1].index(0)
@@ -147,7 +147,7 @@ def _begun(encoding: tokenizers.Encoding) -> list[int]:
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face model folder. Raises `ConfigError` if a file or the eos id is missing."""
+    """Tokenizer of a Hugging Face model folder. Raises `ConfigError` if a file or the eos id is missing."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"model.path={model_dir}: no tokenizer.json in it; name a Hugging Face model folder")
@@ -155,35 +155,41 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
         raise ConfigError(
-            f"model.path={model_dir}: tokenizer.json cannot be read ({error}); mend the file"
+            f"model.path={model_dir}: tokenizer.json cannot be read ({error}); fix the file"
         ) from None
     return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir))
 
 
-class _Model(msgspec.Struct):
+class _ModelSection(msgspec.Struct):
+    """Section `model` of tokenizer.json."""
+
     unk_token: str | None = None
-    unk_id: int | None = None  # of a model that has no `unk_token`
+    unk_id: int | None = None  # of a Unigram model, which has no `unk_token`
     byte_fallback: bool = False
 
 
-class _Written(msgspec.Struct):
-    model: _Model
+class _TokenizerFile(msgspec.Struct):
+    """Fields of tokenizer.json that are read."""
+
+    model: _ModelSection
 
 
-class _Ends(msgspec.Struct):
+class _ConfigFile(msgspec.Struct):
+    """Fields of generation_config.json and config.json that are read."""
+
     eos_token_id: int | list[int] | None = None
 
 
 def _read_eos_ids(model_dir: Path) -> tuple[int, ...]:
-    """From generation_config.json, which may list more of them, else from config.json."""
+    """End-of-sequence ids from generation_config.json, which may list several, else from config.json."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         if not path.is_file():
             continue
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=_Ends).eos_token_id
+            found = msgspec.json.decode(path.read_bytes(), type=_ConfigFile).eos_token_id
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); mend the file") from None
+            raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); fix the file") from None
         if found is not None and found != []:
             return (found,) if isinstance(found, int) else tuple(found)
     raise ConfigError(

@@ -10,8 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from laminar_py.records.codec import IntArray
-from laminar_py.records.engine import GenerateRequest
-from laminar_py.records.protocols import RefusedError
+from laminar_py.records.engine import GenerateRequest, RefusedError
 
 WeightsLayout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 

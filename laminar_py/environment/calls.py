@@ -20,7 +20,7 @@ import numpy as np
 
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.environment.protocol import MOST_TOKENS, Answer, End, Observation, Rewrite, Role, TokenWords
-from laminar_py.records.roles import MOST_ROLES, ROLE_CHARS
+from laminar_py.records.credit import MOST_ROLES, ROLE_CHARS
 from laminar_py.records.trajectory import DropReason
 
 log = logging.getLogger(__name__)

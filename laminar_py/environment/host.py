@@ -46,13 +46,11 @@ from laminar_py.environment.protocol import (
     TokenWords,
 )
 from laminar_py.environment.writer import PlainWriter
-from laminar_py.records.codec import IntArray, decode, encode
-from laminar_py.records.digests import DIGEST_BYTES
+from laminar_py.records.codec import DIGEST_BYTES, IntArray, decode, encode
+from laminar_py.records.credit import credits_of
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
-from laminar_py.records.roles import credits_of
-from laminar_py.records.spans import ANEW, Span
+from laminar_py.records.spans import ANEW, Span, context_of, turn_ends
 from laminar_py.records.trajectory import DropReason
-from laminar_py.records.tree import context_of, turn_ends
 
 SUFFIX = ".environment"
 KEPT_BYTES = 65_536  # of a file, and as many times its last frame as `KEPT_FRAMES`; then that alone is kept

@@ -17,7 +17,7 @@ import numpy as np
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.data.chat import MARK, PromptEncoder, TemplateError, Turn
+from laminar_py.data.chat import PROBE, PromptEncoder, TemplateError, Turn
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.environment.protocol import Observation, Rewrite, Role
 from laminar_py.records.codec import IntArray
@@ -59,7 +59,7 @@ class TextCodec(Protocol):
 class Template(Protocol):
     """Chat template as a writer needs it."""
 
-    def begun(self, messages: Sequence[Turn]) -> list[Turn]:
+    def with_system(self, messages: Sequence[Turn]) -> list[Turn]:
         """Messages behind the system's words, where those are to begin a conversation."""
         ...
 
@@ -104,7 +104,7 @@ class PlainWriter:
         ids = self._codec.encode_literal(text)
         if not begins:
             return ids
-        whole, alone = self._codec.encode_prompt(MARK), self._codec.encode(MARK)
+        whole, alone = self._codec.encode_prompt(PROBE), self._codec.encode(PROBE)
         return np.concatenate([whole[: len(whole) - len(alone)], ids])
 
     def check(self, ids: IntArray) -> None:
@@ -156,7 +156,7 @@ class ChatWriter(PlainWriter):
         hidden = HiddenWords(self._codec.special_texts)
         turns: list[Turn] = [hidden.hide(dict(turn)) for turn in rewrite.turns]
         tools = hidden.hide(list(rewrite.tools))
-        text = self._template.conversation(self._template.begun(turns), answers=True, tools=tools)
+        text = self._template.conversation(self._template.with_system(turns), answers=True, tools=tools)
         return np.concatenate(
             [
                 self._codec.encode(piece) if word is None else self._codec.encode_literal(word)
@@ -178,7 +178,7 @@ class ChatWriter(PlainWriter):
         turns: list[Turn] = [{"role": role.value, "content": _mark(place)} for place in range(count)]
         if is_first:
             return self._parted(self._opening(turns), count)
-        end, text = self._between(MARK, turns)
+        end, text = self._between(PROBE, turns)
         before, *others = self._parted(text, count)
         return [np.concatenate([end, before]), *others]
 
@@ -194,7 +194,7 @@ class ChatWriter(PlainWriter):
 
     def _opening(self, turns: list[Turn]) -> str:
         """Text of messages behind a prompt, and of the beginning of the assistant's turn."""
-        asked: list[Turn] = [{"role": Role.USER.value, "content": MARK}]
+        asked: list[Turn] = [{"role": Role.USER.value, "content": PROBE}]
         before = self._template.conversation(asked, answers=False)
         text = self._template.conversation([*asked, *turns], answers=True)
         if not text.startswith(before):
@@ -220,7 +220,7 @@ class ChatWriter(PlainWriter):
         """Why messages of a role cannot follow a turn; "" where they can."""
         answer: list[Turn] = [{"role": role.value, "content": "5"}]
         try:
-            (_, one), (_, other) = self._between(MARK, answer), self._between(OTHER_MARK, answer)
+            (_, one), (_, other) = self._between(PROBE, answer), self._between(OTHER_MARK, answer)
         except TemplateError as error:
             return str(error)
         return "" if one == other else "the chat template writes an answer in dependence of what came before"
@@ -267,7 +267,7 @@ def open_writer(model: Path, chat: ChatConfig, settings: EnvironmentConfig, *, m
     if not messages:
         return PlainWriter(tokenizer, stop_ids=tokenizer.eos_ids)
     encoder = PromptEncoder(tokenizer, model, chat, settings)
-    tokenizer = tokenizer.ending(encoder.template_ends())
+    tokenizer = tokenizer.with_ends(encoder.template_ends())
     return ChatWriter(tokenizer, encoder, stop_ids=tokenizer.eos_ids, model=str(model))
 
 

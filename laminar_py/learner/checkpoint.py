@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.marker import Adapted, Architecture, complete_checkpoint, read_marker
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.disk import write_file
+from laminar_py.records.host import write_file
 
 # Torch warns of a missing process group even if `no_dist` tells it that there is none.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

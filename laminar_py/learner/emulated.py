@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from laminar_py.config.emulated_profile import LearnerTimes
+from laminar_py.config.emulation import LearnerTimes
 from laminar_py.learner.marker import Architecture, complete_checkpoint, read_marker
 from laminar_py.learner.packing.balance import emulated_step_s
-from laminar_py.records.batch import MicroBatch
 from laminar_py.records.metrics import StepMetrics, Work
+from laminar_py.records.trajectory import MicroBatch
 
 NUM_TENSORS = 4
 SHAPE = (64, 64)

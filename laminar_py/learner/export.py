@@ -21,7 +21,7 @@ from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LoraConfig
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.model import check_model_folder, gather_full, is_mixture
-from laminar_py.records.disk import sync
+from laminar_py.records.host import sync
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"

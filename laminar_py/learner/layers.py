@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from laminar_py.config.learner import Recompute
 from laminar_py.config.section import ConfigError
-from laminar_py.records.batch import MicroBatch
+from laminar_py.records.trajectory import MicroBatch
 
 PRODUCTS = {"aten::mm", "aten::addmm"}
 ATTENTION = {

@@ -25,8 +25,8 @@ from laminar_py.learner.distributed import share_record
 from laminar_py.learner.marker import Adapted
 from laminar_py.learner.model import gather_full, is_mixture
 from laminar_py.learner.sharding import placeholder_weights
-from laminar_py.records.adapters import PREFIX, base_digest
-from laminar_py.records.protocols import RefusedError
+from laminar_py.records.engine import RefusedError
+from laminar_py.records.weights import PREFIX, base_digest
 
 _NAME = "policy"  # peft can hold several adapters by name
 

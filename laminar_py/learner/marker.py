@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.config.section import ConfigError
-from laminar_py.records.disk import sync, write_file
+from laminar_py.records.host import sync, write_file
 
 MARKER = "complete.json"
 

@@ -22,7 +22,7 @@ from laminar_py.learner.attention import choose_kernel, register_kernel
 from laminar_py.learner.layers import RouterReplay, fuse_norms
 from laminar_py.learner.losses.logprob import Support, token_logprobs
 from laminar_py.learner.sharding import make_buffers
-from laminar_py.records.batch import MicroBatch
+from laminar_py.records.trajectory import MicroBatch
 
 
 def load_reference(

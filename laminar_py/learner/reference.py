@@ -21,10 +21,9 @@ from laminar_py.config.data import ModelConfig
 from laminar_py.learner.model import load_reference, policy_logprobs
 from laminar_py.learner.packing.packer import Lazy, PlacedResponse, StepTerms, lay_out, microbatch
 from laminar_py.learner.sharding import shard
-from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.records.trajectory import MicroBatch, Trajectory
 
 if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
     from laminar_py.learner.lora import LoraAdapters

@@ -30,8 +30,8 @@ from laminar_py.learner.metrics import TokenSums, peak_flops, training_cost
 from laminar_py.learner.model import load_policy, policy_logprobs
 from laminar_py.learner.reference import open_reference
 from laminar_py.learner.sharding import shard
-from laminar_py.records.batch import MicroBatch
 from laminar_py.records.metrics import StepMetrics, TokenMetrics, Work
+from laminar_py.records.trajectory import MicroBatch
 
 DECAYS: dict[
     Decay, Callable[[float], float]

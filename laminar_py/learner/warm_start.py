@@ -23,8 +23,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.learner.export import export_hf
 from laminar_py.learner.losses.loss import cross_entropy_loss
 from laminar_py.learner.model import check_model_folder, load_policy, policy_logprobs
-from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import IntArray
+from laminar_py.records.trajectory import MicroBatch
 
 RECIPE_VERSION = 2  # raise it with every change here that changes the resulting weights
 

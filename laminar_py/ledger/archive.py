@@ -24,10 +24,9 @@ from laminar_py.ledger.pieces import PieceRow, StoredPiece, rebuilt, stored_piec
 from laminar_py.ledger.rows import decode_event
 from laminar_py.ledger.segments.frames import describe
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.records.codec import decode, encode
-from laminar_py.records.digests import file_digest
-from laminar_py.records.disk import sync
+from laminar_py.records.codec import decode, encode, file_digest
 from laminar_py.records.events import Archived
+from laminar_py.records.host import sync
 from laminar_py.records.pieces import ColumnPiece
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from laminar_py.config.section import ConfigError
-from laminar_py.records.digests import CHAIN_START
+from laminar_py.records.codec import CHAIN_START
 
 SCHEMA_VERSION = 9
 LEDGER_NAME = "ledger.sqlite"

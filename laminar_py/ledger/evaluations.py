@@ -82,7 +82,7 @@ def settled(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
     known = list(evaluations)
     graded = {one.set_name for one in known if not one.figures.is_accuracy}
     return [
-        msgspec.structs.replace(one, figures=one.figures.graded) if one.set_name in graded else one
+        msgspec.structs.replace(one, figures=one.figures.as_mean_reward) if one.set_name in graded else one
         for one in known
     ]
 
@@ -114,7 +114,7 @@ def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, Eva
 
 def answer_of(row: TrajectoryRow, *, reward: float | None, said: str) -> EvalAnswer:
     """Return the answer of an ended trajectory; `reward` is None without a score."""
-    return EvalAnswer.of(
+    return EvalAnswer.from_trajectory(
         row.id,
         sample=row.sample_index,
         reward=reward,

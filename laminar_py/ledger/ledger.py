@@ -33,8 +33,8 @@ from laminar_py.ledger.seal import seal_digest
 from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.ledger.writer import Stamped, Unwritten, Writer, end_of
 from laminar_py.records.events import AnyEvent, Archived, SealBroken, TokensLost
+from laminar_py.records.host import Clock
 from laminar_py.records.pieces import ColumnRef, TokensRef
-from laminar_py.records.protocols import Clock
 from laminar_py.records.spans import Span, encode_spans
 from laminar_py.records.trajectory import Prompt, Status
 from laminar_py.records.weights import Published

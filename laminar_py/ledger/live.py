@@ -21,7 +21,7 @@ from laminar_py.ledger.database import LEDGER_NAME, LedgerError, is_copy, log_pa
 from laminar_py.ledger.file_systems import network_kind
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.local import link_local
-from laminar_py.records.disk import sync
+from laminar_py.records.host import sync
 
 
 def own_disk(folder: Path, disk: Path) -> Path | None:

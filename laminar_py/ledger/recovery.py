@@ -19,7 +19,7 @@ from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, sam
 from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.events import AnyEvent, Checkpointed, Ready, RolledBack, RunStarted, Scored, Undone
-from laminar_py.records.outcomes import GroupRewards
+from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.spans import decode_spans, replace_spans
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 from laminar_py.records.weights import Published
@@ -148,7 +148,7 @@ def _ages(connection: sqlite3.Connection, events: Iterable[AnyEvent]) -> WeightA
         "SELECT body FROM event WHERE kind IN ('stepped', 'versionpublished', 'rolledback') ORDER BY seq"
     )
     for event in chain((decode_event(body) for (body,) in rows), events):
-        ages.see(event)
+        ages.record_event(event)
     return ages
 
 

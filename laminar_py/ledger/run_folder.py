@@ -21,8 +21,8 @@ from laminar_py.config.loading import dump_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import LEDGER_NAME, segments_path
-from laminar_py.records.disk import sync, write_file
 from laminar_py.records.events import Checkpointed
+from laminar_py.records.host import sync, write_file
 
 _RUN = "run"  # file in a run's folder in shared memory, with the path of the run
 

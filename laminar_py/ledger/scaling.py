@@ -24,8 +24,8 @@ import msgspec
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.records.disk import write_file
 from laminar_py.records.events import Scaled
+from laminar_py.records.host import write_file
 
 FOLDER = "scale"
 FLEET_SETTINGS = ("rollout.replicas=", "rollout.engine.", "rollout.engine=", "rollout=")

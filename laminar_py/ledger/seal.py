@@ -26,8 +26,8 @@ from laminar_py.ledger.database import (
     segments_path,
 )
 from laminar_py.ledger.segments.folder import segments_in
-from laminar_py.records.digests import DIGEST_BYTES, file_digest
-from laminar_py.records.disk import sync, write_file
+from laminar_py.records.codec import DIGEST_BYTES, file_digest
+from laminar_py.records.host import sync, write_file
 
 RECORD = (LEDGER_NAME, "config.yaml", "metrics.jsonl", "fleet.jsonl", "summary.json")
 

@@ -12,19 +12,16 @@ import msgspec
 import numpy as np
 
 from laminar_py.ledger.rows import TrajectoryRow, read_rows
-from laminar_py.records.digests import response_digest
+from laminar_py.records.codec import response_digest
+from laminar_py.records.credit import Earned, Returns, RoleCredit, returns_of
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.environment import Problem
 from laminar_py.records.events import Assigned, Consumed, Dropped, Finished, Interrupted, Issued, Scored, StreamCut
-from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.replica import Assignment, Progress
-from laminar_py.records.returns import Earned, Returns, returns_of
-from laminar_py.records.roles import RoleCredit
 from laminar_py.records.scoring import Score
-from laminar_py.records.spans import Span, num_sampled
-from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
-from laminar_py.records.tree import context_tokens
+from laminar_py.records.spans import Span, context_tokens, num_sampled
+from laminar_py.records.trajectory import DropReason, FinishedTrajectory, Kind, Prompt, Status
 
 NO_PROMPT = Prompt(id="", index=-1, text="", ids=np.empty(0, np.int32))
 """The prompt of a replayed trajectory; a replay knows prompts only by id."""

@@ -13,7 +13,7 @@ import msgspec
 
 from laminar_py.ledger.pieces import INSERT, PieceRow
 from laminar_py.ledger.rows import COLUMNS, TrajectoryRow
-from laminar_py.records.digests import event_hash, prompt_digest
+from laminar_py.records.codec import event_hash, prompt_digest
 from laminar_py.records.events import (
     AnyEvent,
     Checkpointed,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
-from laminar_py.config.staleness import Schedule
 from laminar_py.observe.mean_step import MeanStep, StageTimes, StepStage, Use, compose, predict
 from laminar_py.observe.remedies import Remedy, Wall, remedies
 

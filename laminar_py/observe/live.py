@@ -173,7 +173,7 @@ def progress_line(progress: LearnerProgress) -> str:
 def evaluation_line(result: Evaluated) -> str:
     """Line on an evaluation."""
     where = f"version {result.version}, step {result.step}, {result.rl_s:.1f} s of RL"
-    return f"{result.set_name}: {result.figures.tell()}: {where}"
+    return f"{result.set_name}: {result.figures.describe()}: {where}"
 
 
 def _turns(row: StepRow) -> str:

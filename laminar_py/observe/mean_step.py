@@ -8,8 +8,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
-from laminar_py.config.staleness import Schedule
 from laminar_py.observe.pipeline import Pipeline
 from laminar_py.observe.record import Samples
 from laminar_py.observe.trajectories import Ints, Times, Trajectories

@@ -94,6 +94,6 @@ def headline(report: RunReport) -> list[Card]:
             cards.append(Card(figure.name, figure.tell(value), figure.note(report)))
     for name, passes in report.snapshot.history.of_sets.items():
         last = passes[-1].figures
-        words = f"{passes[0].figures.mean.value:.3f} at the first evaluation; the last: {last.tell()}"
+        words = f"{passes[0].figures.mean.value:.3f} at the first evaluation; the last: {last.describe()}"
         cards.append(Card(f"{name}: {last.name}", f"{last.mean.value:.3f}", words))
     return cards

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule
 from laminar_py.observe.diagnosis import MEANINGS, STAGE_OF, Diagnosis, wall_rows
 from laminar_py.observe.kit import Chart, Heat, Panel, Series, Table
 from laminar_py.observe.mean_step import StageTimes, StepStage

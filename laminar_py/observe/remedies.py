@@ -13,9 +13,8 @@ from enum import StrEnum
 from laminar_py.config.algorithm import Correction, ReferencePass
 from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.learner import Recompute
-from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, WithoutSignal
+from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
-from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.observe.mean_step import MeanStep
 
 SMALL_MICROBATCHES = 4  # for each rank and step, above which larger ones are worth a try

@@ -10,9 +10,9 @@ from itertools import groupby, pairwise
 from rich.text import Text
 
 from laminar_py.observe.samples import Colour, FullSample, PromptVisit, TokenSpan
+from laminar_py.records.host import visible
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.trajectory import Kind
-from laminar_py.records.visible import visible
 
 CUT_AT = 2000  # characters of a text, unless all of it is asked for
 HEAD = 1200  # of these from its beginning, the others from its end

@@ -1,7 +1,7 @@
 """Texts that the model wrote, as every view gets them: rows of a list, and one response with all beside it.
 
 Made by `reading`; shown by `laminar samples`, `laminar audit RUN show`, the report and the dashboard. Text stands
-here as the model wrote it, whatever it contains: who shows it escapes it (`records.visible`, HTML).
+here as the model wrote it, whatever it contains: who shows it escapes it (`records.host`, HTML).
 """
 
 from enum import StrEnum

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.ledger.row_files import read_rows
-from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.host import Clock
 from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow, TurnFigures
-from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import num_sampled
+from laminar_py.records.trajectory import FinishedTrajectory
 
 log = logging.getLogger(__name__)
 

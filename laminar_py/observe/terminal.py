@@ -42,7 +42,7 @@ def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
         yield f"a mean step: {size:,.0f} trajectories x {length:,.1f} useful tokens / {tell_seconds(step_s)}"
     for name, passes in report.snapshot.history.of_sets.items():
         first, last = passes[0].figures, passes[-1].figures
-        yield f"{name}: {first.mean.value:.3f} at the first evaluation; the last: {last.tell()}"
+        yield f"{name}: {first.mean.value:.3f} at the first evaluation; the last: {last.describe()}"
     yield NO_STEP if report.diagnosis is None else diagnosis_table(report.diagnosis)
     yield token_table(tokens)
     yield from _beside(tokens)
@@ -69,7 +69,7 @@ def _refills(report: RunReport) -> Iterator[str]:
     stopped = [event for _, event in report.snapshot.history.of_kind(RefillStopped)]
     if stopped:
         last = stopped[-1]
-        yield f"steps that refill could not fill: {len(stopped)}, at last step {last.step} with {last.tell()}"
+        yield f"steps that refill could not fill: {len(stopped)}, at last step {last.step} with {last.describe()}"
 
 
 def make_table(title: str, first: str, others: Iterable[str], rows: Iterable[Iterable[str]]) -> Group:

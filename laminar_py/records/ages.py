@@ -1,8 +1,9 @@
-"""Staleness: learner steps between the learner's weights and those of a version. Pure.
+"""Staleness: the age of a weight version in learner steps. Pure.
 
-`control` follows the run with it, `ledger.recovery` a log that ends, `audit` a whole one. A step counts if it had
-trajectories, since others leave the weights as they are. However often the learner publishes, and whatever numbers
-its versions have, weights that are equal have age 0.
+`control` follows a running learner with `WeightAges`, recovery replays a log that broke off, the audit a whole
+one. A step counts if it had trajectories, since an empty step leaves the weights as they are. Equal weights have
+age 0, however often the learner publishes and whatever numbers its versions have (law 12,
+`tests/records/test_ages.py`).
 """
 
 from bisect import bisect_right
@@ -11,75 +12,76 @@ from laminar_py.records.events import AnyEvent, RolledBack, Stepped, VersionPubl
 
 
 class WeightAges:
-    """Ages of versions, e.g. 3 for one that was published three steps ago.
+    """Ages of versions, e.g. 3 for a version that was published three steps ago.
 
-    A learner that goes back to a checkpoint leaves a branch: weights that were made on it differ from its own by
-    the steps that were undone, and by those since.
+    A learner that goes back to a checkpoint leaves a branch. Weights made on that branch differ from the learner's
+    by the steps that were undone and by the steps since, and their age is the sum of both.
     """
 
     def __init__(self) -> None:
-        self._learned = [0]  # by step: how many up to it changed the weights
+        self._learned = [0]  # by step: number of steps up to it that changed the weights
         self._versions: list[int] = []  # ascending
-        self._made: dict[int, int] = {}  # by version: how many steps made it
-        self._shared: dict[int, int] = {}  # and how many of these are the learner's own
+        self._made: dict[int, int] = {}  # version -> steps that made it
+        self._shared: dict[int, int] = {}  # version -> how many of these steps the learner still has
 
-    def stepped(self, *, learned: bool) -> None:
-        """Take in a step; `learned` is False for one that had no trajectories."""
+    def record_step(self, *, learned: bool) -> None:
+        """Record a learner step; `learned` is False for a step without trajectories."""
         self._learned.append(self._learned[-1] + learned)
 
-    def rolled_back(self, step: int) -> None:
-        """Take in that steps after this one are undone."""
+    def record_rollback(self, step: int) -> None:
+        """Record that the learner went back to `step` and undid later steps."""
         del self._learned[step + 1 :]
         here = self._learned[-1]
         self._shared = {version: min(shared, here) for version, shared in self._shared.items()}
 
-    def published(self, version: int, *, step: int | None = None) -> None:
-        """Take in that a version was made after a step, by default the last one."""
-        made = self._at(step)
-        if not self.knows(version):
+    def record_version(self, version: int, *, step: int | None = None) -> None:
+        """Record that the learner published `version` after `step`, by default after the last one."""
+        made = self._learned_by(step)
+        if not self.knows_version(version):
             self._versions.insert(bisect_right(self._versions, version), version)
         self._made[version] = self._shared[version] = made
 
-    def see(self, event: AnyEvent) -> None:
-        """Take in an event of the log, in its order."""
+    def record_event(self, event: AnyEvent) -> None:
+        """Record an event of the log, in the log's order; other events than the three above change nothing."""
         match event:
             case Stepped():
-                self.stepped(learned=event.num_trajectories > 0)
+                self.record_step(learned=event.num_trajectories > 0)
             case RolledBack():
-                self.rolled_back(event.step)
+                self.record_rollback(event.step)
             case VersionPublished():
-                self.published(event.version, step=event.step)
+                self.record_version(event.version, step=event.step)
 
-    def knows(self, version: int) -> bool:
-        """True where it was published."""
+    def knows_version(self, version: int) -> bool:
+        """True where the version was published."""
         return version in self._made
 
-    def of(self, version: int, *, after: int | None = None) -> int:
-        """Age of a version, for the learner as it was after a step, by default the last one.
+    def age_of(self, version: int, *, after: int | None = None) -> int:
+        """Age of a version for the learner as it was after a step, by default after the last one.
 
-        A version that was never published is as old as the one before it.
+        A version that was never published is as old as the published one before it.
         """
-        if not self.knows(version):
+        if not self.knows_version(version):
             place = bisect_right(self._versions, version)
             assert place, f"version {version} is older than all that were published"
             version = self._versions[place - 1]
-        here = self._at(after)
+        here = self._learned_by(after)
         shared = min(self._shared[version], here)
         return here - shared + self._made[version] - shared
 
     def oldest_within(self, bound: int) -> int | None:
-        """The lowest version down to which none is older than the bound.
+        """Lowest version such that no version from it on is older than `bound`.
 
-        None where even weights from before the first version would be within it, or the newest is not.
+        None if even weights from before the first version would be within the bound, or if the newest is not.
         """
         found = None
         for version in reversed(self._versions):
-            age = self.of(version)
+            age = self.age_of(version)
             if age > bound:
                 return found
             found = version if age == bound or version != self._versions[0] else None
         return found
 
-    def _at(self, step: int | None) -> int:
+    def _learned_by(self, step: int | None) -> int:
+        """Number of steps up to `step`, by default the last one, that changed the weights."""
         last = len(self._learned) - 1
         return self._learned[last if step is None else min(max(step, 0), last)]

@@ -1,14 +1,23 @@
-"""MessagePack codec of every record that crosses a process. Owns how arrays travel; no pickle anywhere.
+"""Bytes of records: the MessagePack codec of everything that crosses a process, and the digests of the run's
+record.
 
-A field annotated `IntArray` or `FloatArray` travels as raw little-endian bytes and arrives as a read-only
-view on the received buffer, so decoding a trajectory copies no token.
+Arrays travel as raw little-endian bytes. They arrive as read-only views on the received buffer, so decoding a
+trajectory copies no token. No record is pickled (law 7).
+
+Digests bind the record together: of responses, prompts and files, and the hash chain of events. The ledger
+computes them when it writes, and the audit computes each of them again. The digest of a piece is made where the
+piece is written (`segments`). All are BLAKE3 cut to 16 bytes: enough against accidents and casual edits.
 """
 
+import struct
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TypeAlias, TypeVar, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -35,13 +44,46 @@ _decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
 
 
 def encode(record: object) -> bytes:
-    """MessagePack bytes of a record."""
+    """Encode a record as MessagePack bytes."""
     return _encoder.encode(record)
 
 
 def decode(kind: type[T], data: bytes | memoryview) -> T:
-    """The record of type `kind` in `data`; `msgspec.ValidationError` names the field that does not fit."""
+    """Decode `data` as a record of type `kind`. Raises `msgspec.ValidationError`, which names the wrong field."""
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
     return decoder.decode(data)  # type: ignore[return-value]
+
+
+DIGEST_BYTES = 16
+CHAIN_START = bytes(DIGEST_BYTES)  # the hash before the first event
+
+# Lengths stand before the texts, so that no two rows hash the same bytes.
+_event_head = struct.Struct("<qddIII").pack
+_prompt_head = struct.Struct("<qqIIIq").pack
+
+
+def response_digest(pieces: Iterable[bytes]) -> str:
+    """Hex digest of a whole response, from the digests of its pieces in order."""
+    return blake3(b"".join(pieces)).hexdigest(length=DIGEST_BYTES)
+
+
+def event_hash(
+    previous: bytes, *, seq: int, wall: float, mono: float, host: str, kind: str, subject: str, body: bytes
+) -> bytes:
+    """Hash of one row of the event log; it covers `previous`, the hash of the row before."""
+    head = _event_head(seq, wall, mono, len(host), len(kind), len(subject))
+    return blake3(previous + head + f"{host}{kind}{subject}".encode() + body).digest(length=DIGEST_BYTES)
+
+
+def prompt_digest(id: str, text: str, ids: bytes, answer: str, task: str, fields: bytes) -> bytes:
+    """Digest of one prompt from the columns of its row in the ledger."""
+    head = _prompt_head(len(id), len(text), len(ids), len(answer), len(task), len(fields))
+    row = b"".join((head, f"{id}{text}".encode(), ids, f"{answer}{task}".encode(), fields))
+    return blake3(row).digest(length=DIGEST_BYTES)
+
+
+def file_digest(path: Path) -> str:
+    """Hex digest of a file, which is mapped and not read into memory. Raises `OSError`."""
+    return blake3().update_mmap(path).hexdigest(length=DIGEST_BYTES)

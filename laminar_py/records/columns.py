@@ -1,8 +1,9 @@
-"""Columns: numbers beside the tokens of a response that a loss needs and that engine and packer do not know.
+"""Columns: numbers per response token that a loss needs and that engine and packer know nothing about.
 
-An algorithm declares each once (`config.algorithm`). The scoring worker checks what a reward function gives
-against that, the ledger keeps it, the packer writes it where its tokens are predicted, and the objective reads
-`terms.columns[name]`. Invariant: a trajectory that is scored has every column that is declared of the scorer.
+An algorithm declares each column once (`config.algorithm`). The scoring worker checks the numbers of a reward
+function against the declaration, the ledger keeps them, the packer puts each number where its token is predicted,
+and the objective reads `terms.columns[name]`. Every scored trajectory has every column that comes from the scorer:
+a response without one counts as a failed reward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-TOKEN_REWARDS = "token_rewards"  # of process rewards, which the packer turns into advantages
+TOKEN_REWARDS = "token_rewards"  # process rewards, which the packer turns into advantages
 TEACHER_LOGPROBS = "teacher_logprobs"
 REFERENCE_LOGPROBS = "reference_logprobs"
 
@@ -28,49 +29,46 @@ class Dtype(StrEnum):
 
 
 class Source(StrEnum):
-    """Origins of a column."""
+    """Part of a run that computes a column."""
 
     SCORER = "scorer"  # the reward function returns it, see `records.scoring.Reward`
-    REFERENCE = "reference"  # the reference model computes it, wherever that runs: `reference_logprobs` alone
+    REFERENCE = "reference"  # the reference model computes it; only `reference_logprobs`
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """Declaration of a number for each token of a response, e.g. `Column(name="hints", dtype=Dtype.INT32)`.
-
-    In a microbatch the number of a token stands at the position that predicts it, `padding` at all others.
-    """
+    """Declaration of one number per response token, e.g. `Column(name="hints", dtype=Dtype.INT32)`."""
 
     name: str
     dtype: Dtype = Dtype.FLOAT32
     source: Source = Source.SCORER
-    padding: float = 0
+    padding: float = 0  # at positions of a microbatch that predict no response token
 
 
 class TokenValues(msgspec.Struct, frozen=True, array_like=True):
     """A column of one response as it travels, e.g. `TokenValues(Dtype.FLOAT32, b"...")` of 4 L bytes."""
 
     dtype: Dtype
-    data: bytes
+    data: bytes  # [L] little-endian
 
     @property
     def array(self) -> Array:
-        """[L], read-only."""
+        """[L] numbers, read-only."""
         return np.frombuffer(self.data, self.dtype.value)
 
 
 class ColumnError(ValueError):
-    """A reward function gave a column that is not as declared; the message names it."""
+    """A reward function returned a column that does not fit its declaration; the message names it."""
 
 
 def token_values(array: Array) -> TokenValues:
-    """An array [L] of one of the types of columns, as it travels."""
+    """Record of an array [L], whose dtype is one of `Dtype`."""
     return TokenValues(Dtype(array.dtype.name), array.tobytes())
 
 
 def check_columns(columns: Sequence[Column], given: Mapping[str, Array], *, length: int) -> dict[str, TokenValues]:
-    """The columns that are declared of the scorer, of a response of `length` tokens. Others are passed over.
+    """Check the arrays that a reward function gave, and return the declared ones as records; others are ignored.
 
-    Raises `ColumnError` for one that is missing, not of that length, not of its type, or not finite.
+    Raises `ColumnError` for a column that is missing, not finite, or of another type or length than `length`.
     """
     found = {}
     for column in columns:
@@ -82,7 +80,7 @@ def check_columns(columns: Sequence[Column], given: Mapping[str, Array], *, leng
 
 
 def check_array(column: Column, array: Array, *, length: int) -> Array:
-    """Numbers that were given for a column, [length], in its type. Raises `ColumnError`."""
+    """Cast an array [length] to a column's type. Raises `ColumnError` if its numbers do not fit."""
     if array.shape != (length,):
         raise ColumnError(
             f"column {column.name!r} has shape {array.shape}; return one number for each of {length} tokens"

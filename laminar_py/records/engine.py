@@ -1,83 +1,159 @@
-"""Requests to an inference engine and what comes back; `protocols.InferenceEngine` has the calls."""
+"""The inference engine: its requests, its answers, its calls (`InferenceEngine`) and its errors.
 
+A replica calls an engine. `tests/engines/engine_conformance.py` defines what every engine does.
+"""
+
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.recordings import RoutedExperts, SamplingMask
+from laminar_py.records.pieces import RoutedExperts, SamplingMask
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
 
 
-class PauseMode(StrEnum):
-    """Fate of running requests under `InferenceEngine.pause` (SGLang's three modes)."""
+class EngineLostError(Exception):
+    """The engine is gone, hangs or answers nonsense; the message says which, in one line.
 
-    ABORT = "abort"  # they end, their partial response is delivered
-    RETRACT = "retract"  # they go back to the queue and are prefilled again
-    IN_PLACE = "in_place"  # they stop where they are and keep their KV cache
+    `__cause__` is set where the engine's own code raised; such a mistake ends the run.
+    """
+
+
+class StoreFullError(EngineLostError):
+    """A folder of segments cannot be written, so this replica is of no use; replicas on other hosts are."""
+
+
+class RefusedError(ValueError):
+    """A request can never be served, or weights do not fit. The message says why; the engine keeps serving."""
+
+
+class PauseMode(StrEnum):
+    """What `InferenceEngine.pause` does with running requests (SGLang's three modes)."""
+
+    ABORT = "abort"  # end them and deliver their partial responses
+    RETRACT = "retract"  # put them back into the queue and prefill them again
+    IN_PLACE = "in_place"  # stop them where they are and keep their KV cache
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn, e.g. `SamplingParams(max_new_tokens=344, stop_ids=(1,))`.
+    """How an engine draws tokens, e.g. `SamplingParams(max_new_tokens=344, stop_ids=(1,))`.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 leave the vocabulary whole. `max_new_tokens`
-    counts all response tokens, those of a resumed prefix included. One `seed` and one position always give the
-    same uniform number, whatever the request is batched with (SGLang draws freely).
+    One `seed` and one position always give the same uniform number, whatever else is in the batch. SGLang ignores
+    `seed`.
     """
 
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    max_new_tokens: int  # cap on all response tokens, the prefix of a resumed request included
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: the whole vocabulary
+    top_p: float = 1.0  # 1: the whole vocabulary
+    min_p: float = 0.0  # 0: the whole vocabulary
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to an engine: continue `prompt_ids + prefix_ids`, e.g. after an abort at token 41.
+    """Request to continue `prompt_ids + prefix_ids`, e.g. of "g3.1" after an abort at token 41:
 
-    Requests of one `group_id` share their prompt, so an engine may prefill it once. One that `has_turns` may come
-    again with the same `rid` once it has stopped, and go on, so an engine may keep its KV cache.
+    `GenerateRequest(rid="g3.1", group_id="g3", prompt_ids=prompt, prefix_ids=ids[:41], sampling=sampling)`.
     """
 
     rid: str
-    group_id: str
+    group_id: str  # requests of one group share their prompt, so an engine may prefill it once
     prompt_ids: IntArray  # [P]
     prefix_ids: IntArray  # [L so far], generated earlier
     sampling: SamplingParams
     routed: int = 0  # leading positions whose experts are recorded already
-    has_turns: bool = False
-    one_by_one: bool = False  # somebody waits for each token: an engine that gathers them does not here
+    has_turns: bool = False  # a request with this `rid` and a longer prefix may follow: keep the KV cache
+    one_by_one: bool = False  # a listener reads each token: do not gather tokens into larger deltas
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request, all generated under `version`; the last delta has a finish reason.
 
-    Weights that change under a running stream may leave the place of the change uncertain until it ends; then
-    `spans` in the last delta is the engine's own account of the whole stream, and replaces the `version`s.
+    E.g. `Delta(rid="g3.1", ids=ids, logprobs=logprobs, version=7)`. When weights change under a running stream,
+    the place of the change may stay uncertain until the stream ends. Then `spans` in the last delta is the
+    engine's own account of the whole stream, and it replaces the `version` of every delta before.
     """
 
     rid: str
     ids: IntArray  # [n] new response tokens, n >= 0
-    logprobs: FloatArray  # [n] log-probability of the drawn token in the distribution that it was drawn from
+    logprobs: FloatArray  # [n] of each token in the distribution that it was drawn from
     version: int
     finish_reason: FinishReason | None = None
     kv_version: int | None = None  # as in `Span`
-    spans: tuple[Span, ...] | None = None  # [0, tokens of this stream)
+    spans: tuple[Span, ...] | None = None  # cover [0, tokens of this stream)
     sampling_mask: SamplingMask | None = None  # n rows
-    routed_experts: RoutedExperts | None = None  # in the last delta, from `GenerateRequest.routed` on
+    routed_experts: RoutedExperts | None = None  # in the last delta, from position `GenerateRequest.routed` on
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Occupation of an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, ...)`; KV in tokens.
+    """Load of an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, kv_capacity=131072, version=7)`.
 
-    What an engine keeps between turns, and would drop for whatever runs, counts nowhere.
+    KV cache that an engine keeps between turns, and drops when a request needs the room, is not counted.
     """
 
-    running: int
-    waiting: int
-    kv_used: int
-    kv_capacity: int
+    running: int  # requests
+    waiting: int  # requests
+    kv_used: int  # tokens
+    kv_capacity: int  # tokens
     version: int  # -1 before the first load
+
+
+class InferenceEngine(Protocol):
+    """Continuous-batching engine. Every method raises `EngineLostError` once the engine is lost."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Yield new tokens as they come; the last delta has a finish reason.
+
+        Raises `RefusedError` if the request can never be served, `ValueError` if its `rid` is in flight.
+        """
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """End the stream of `rid`; its remaining tokens are delivered with finish reason ABORT."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating, and treat running requests as `mode` says."""
+        ...
+
+    async def resume(self) -> None:
+        """Continue generating after `pause`."""
+        ...
+
+    async def load_weights(self, path: Path, version: int) -> None:
+        """Serve the safetensors in the folder `path` as `version`, from the next token on.
+
+        Raises `RefusedError` if the files do not fit, `RuntimeError` while requests run unpaused, and `ValueError`
+        if `version` is lower than the one it serves.
+        """
+        ...
+
+    async def checksum(self) -> str:
+        """Hash of the tensors that the engine serves; equal for equal weights and layout."""
+        ...
+
+    async def watch(self) -> None:
+        """Run until cancelled. Raises `EngineLostError` when the engine is lost."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """Load and version: of this moment, or as the engine last reported."""
+        ...
+
+
+@runtime_checkable
+class PushEngine(InferenceEngine, Protocol):
+    """Engine on the caller's event loop that delivers deltas by callback, which saves a task for each stream."""
+
+    def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
+        """Generate as `generate` does, and call `hear` with each delta, or with the error when the engine is lost.
+
+        Raises what `generate` raises before the first delta. `hear` must not raise; the first call of it comes
+        after this method has returned.
+        """
+        ...

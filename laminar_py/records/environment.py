@@ -1,12 +1,14 @@
-"""Records between a replica and the environment of a trajectory: a turn of the model, and what came of it."""
+"""Records between a replica and the environment of a trajectory: a turn of the model, and the environment's
+answer."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.roles import RoleCredit
+from laminar_py.records.credit import RoleCredit
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 
@@ -17,48 +19,75 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     answer: str = ""
     task: str = ""
-    fields: dict[str, Any] = {}  # what else the line has
+    fields: dict[str, Any] = {}  # other fields of the line
     seed: int = 0  # the same for all samples of a group
     trajectory_id: str = ""
 
 
 class ModelTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A response up to the end of a turn of the model, or before the first one, where there is nothing of it.
+    """Request to an environment: the response up to the end of a turn of the model, or empty before the first
+    turn.
 
-    All of it goes along, so that an environment that has died can be rebuilt from what it was told.
+    E.g. `ModelTurn(trajectory_id="g3.1", problem=problem, response_ids=ids, spans=(Span(7, 0, 41),))`. It carries
+    the whole response, so that another process can rebuild an environment that died.
     """
 
     trajectory_id: str
     problem: Problem
-    response_ids: IntArray  # [L] so far
-    spans: tuple[Span, ...]  # cover [0, L)
-    logprobs: FloatArray = np.empty(0, np.float32)  # [n] of the last turn of the model
+    response_ids: IntArray  # [L so far]
+    spans: tuple[Span, ...]  # cover [0, L so far)
+    logprobs: FloatArray = np.empty(0, np.float32)  # [n] of the model's last turn
 
 
 class TurnPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a turn that the model is in the midst of, from its token `place` on."""
+    """Tokens of a turn that the model is still sampling, e.g. its tokens 5 to 8 behind 41 response tokens:
+
+    `TurnPart(trajectory_id="g3.1", turn_start=41, place=5, ids=ids, logprobs=logprobs)`.
+    """
 
     trajectory_id: str
-    turn_start: int  # response tokens before that turn
-    place: int
+    turn_start: int  # response tokens before the turn
+    place: int  # tokens of the turn before this part
     ids: IntArray  # [n]
     logprobs: FloatArray  # [n]
 
 
 class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of an environment to a turn: it wrote `ids`, or it ended the trajectory, or it failed.
+    """Answer of an environment to a turn: it wrote `ids`, it ended the trajectory, or it failed.
 
     E.g. `EnvironmentTurn(ids=ids, elapsed_s=0.2)` or `EnvironmentTurn(ends=True, reward=1.0, elapsed_s=0.2)`.
     """
 
     ids: IntArray | None = None  # [n] tokens to append as they are
-    follows: int | None = None  # leading tokens of the response that they are behind, see `Span`; None: all
-    max_tokens: int | None = None  # the most of the turn that answers it, see `Span`
-    listens: bool = False  # it is to be told the next turn as that is sampled
+    follows: int | None = None  # leading response tokens that `ids` stand behind, see `Span`; None: all
+    max_tokens: int | None = None  # cap on the model's next turn, see `Span.turn_limit`
+    listens: bool = False  # the environment reads the model's next turn while it is sampled
     ends: bool = False
-    is_cut: bool = False  # by the cap on turns
-    reward: float | None = None  # where it ends; None: the terms of the task judge it
-    roles: tuple[RoleCredit, ...] = ()  # of whose rewards that is the sum
-    failure: DropReason | None = None  # the trajectory cannot go on
+    is_cut: bool = False  # the cap on turns ended it
+    reward: float | None = None  # with `ends`; None: the reward's terms score the response
+    roles: tuple[RoleCredit, ...] = ()  # rewards by role, which sum to `reward`
+    failure: DropReason | None = None  # the trajectory is dropped for this reason
     detail: str = ""
-    elapsed_s: float = 0.0  # until it was there: the environment worked, was waited for or rebuilt
+    elapsed_s: float = 0.0  # seconds until the answer, waiting and rebuilding included
+
+
+class Environments(Protocol):
+    """Environments of trajectories, in whatever processes they run. A replica calls them."""
+
+    async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
+        """Have a trajectory's environment answer a turn, and begin the environment at the first turn.
+
+        A turn that was answered before gets the same answer; the environment does not see it twice.
+        """
+        ...
+
+    def hear(self, parts: Sequence[TurnPart]) -> None:
+        """Pass sampled tokens on to environments that listen, without waiting.
+
+        A part that is lost on the way does no harm: the environment gets the whole turn with `answer`.
+        """
+        ...
+
+    async def forget(self, trajectory_id: str) -> None:
+        """Release the environment of a trajectory that has ended and is stored."""
+        ...

@@ -1,106 +1,121 @@
-"""Answers of an evaluation, its figures, and the names of both. Records; `estimates` makes figures of answers.
+"""Evaluations: ids of passes and answers, and figures of a pass (means, intervals, pass@k, majority votes). Pure.
 
-An evaluation is a pass of one set under one version: `e4-aime` is the fifth pass of a run, over the set "aime",
-and `e4-aime.12.3` sample 3 of problem 12.
+A pass is all answers to one set of held-out problems under one version. `e4-aime` is the fifth pass of a run, over
+the set "aime", and `e4-aime.12.3` is sample 3 of its problem 12. The controller makes the figures when a pass
+ends, the audit makes them again. Equal answers have equal figures, in whatever order they came
+(`tests/records/test_evaluations.py`).
 """
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import comb
+
 import msgspec
+import numpy as np
+
+from laminar_py.records.columns import Array
+
+RESAMPLES = 1_000
+SEED = 0  # of the resampling: every process computes the same figures
+TAILS = (2.5, 97.5)  # percentiles that hold 95 % of the resampled means
 
 
 def pass_id(index: int, set_name: str = "") -> str:
-    """Id of a pass, e.g. "e4-aime"; "e4" of one that belongs to no set."""
+    """Id of pass number `index`, e.g. "e4-aime", or "e4" for a pass without a set."""
     return f"e{index}-{set_name}" if set_name else f"e{index}"
 
 
 def set_of(group_id: str) -> str:
-    """Set of a pass by its id; "" where it belongs to none."""
+    """Name of the set in the id of a pass; "" for a pass without a set."""
     return group_id.partition("-")[2]
 
 
 def pass_number(group_id: str) -> int:
-    """Number of a pass by its id, in the order in which a run began them."""
+    """Number of a pass in its id, counted in the order in which a run began its passes."""
     return int(group_id.partition("-")[0].removeprefix("e"))
 
 
 def answer_id(group_id: str, problem: int, sample: int, *, samples: int) -> str:
-    """Id of an answer's trajectory, e.g. "e4-aime.12.3"; "e4-aime.12" where problems are asked once."""
+    """Id of an answer's trajectory, e.g. "e4-aime.12.3", or "e4-aime.12" if each problem has one sample."""
     return f"{group_id}.{problem}.{sample}" if samples > 1 else f"{group_id}.{problem}"
 
 
 class EvalAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer to a held-out problem.
-
-    E.g. `EvalAnswer(problem=12, sample=3, reward=1.0, said="42", length=310)`.
-    """
+    """An answer to a held-out problem, e.g. `EvalAnswer(problem=12, sample=3, reward=1.0, said="42",
+    length=310)`."""
 
     problem: int  # place in the set
     sample: int
     reward: float | None  # None: it could not be scored
-    said: str = ""  # what it says by the verifier; "" where it says nothing, or no term tells
+    said: str = ""  # answer by the verifier, which majority votes count; "" where the verifier found none
     length: int  # response tokens
-    truncated: bool = False  # a cap cut it
+    truncated: bool = False  # a cap ended it
 
     @classmethod
-    def of(
+    def from_trajectory(
         cls, trajectory_id: str, *, sample: int, reward: float | None, said: str, length: int, truncated: bool
     ) -> "EvalAnswer":
-        """The answer of a trajectory, whose id has the place of the problem."""
+        """Answer of a trajectory; the place of the problem is in its id."""
         problem = int(trajectory_id.split(".")[1])
         return cls(problem=problem, sample=sample, reward=reward, said=said, length=length, truncated=truncated)
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean over problems and its 95 % bootstrap interval, e.g. `Estimate(0.41, 0.36, 0.47)`."""
+    """A mean over problems with its 95 % bootstrap interval, e.g. `Estimate(0.41, 0.36, 0.47)`."""
 
     value: float
     low: float
     high: float
 
-    def tell(self) -> str:
-        """Three digits of each, e.g. "0.410 (0.360 to 0.470)"."""
+    def describe(self) -> str:
+        """Text with three digits, e.g. "0.410 (0.360 to 0.470)"."""
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a pass, over the answers that have a score. Each mean is over samples, then over problems."""
+    """Figures of a pass, over answers that have a score. Each mean is over samples, then over problems.
+
+    E.g. `SetFigures(problems=30, samples=32, unscored=0, is_accuracy=True, mean=Estimate(0.41, 0.36, 0.47), ...)`.
+    """
 
     problems: int
     samples: int  # of each problem
     unscored: int  # answers without a score
     is_accuracy: bool  # every reward is 0 or 1
-    mean: Estimate  # avg@k: the mean reward
-    pass_at: dict[int, Estimate] = {}  # share of problems solved by one of k answers at least; of 0 and 1 alone
-    majority: Estimate | None = None  # maj@k: the reward of what most answers say; None where no term tells that
-    truncated: Estimate  # share of the answers that a cap cut
+    mean: Estimate  # mean reward: avg@k
+    pass_at: dict[int, Estimate] = {}  # k -> share of problems that one of k answers solves; if `is_accuracy`
+    majority: Estimate | None = None  # maj@k: reward of the most frequent answer; None: no term names answers
+    truncated: Estimate  # share of answers that a cap ended
     length_p50: int  # response tokens
-    length_p95: int
+    length_p95: int  # response tokens
 
     @property
     def name(self) -> str:
-        """Word for the mean."""
+        """Name of the mean."""
         return "accuracy" if self.is_accuracy else "mean reward"
 
     @property
     def best(self) -> tuple[int, Estimate] | None:
-        """pass@k at the largest k; None where there are no samples to choose from."""
+        """Largest k and its pass@k; None with one sample."""
         return max(self.pass_at.items()) if self.samples > 1 and self.pass_at else None
 
     @property
-    def graded(self) -> "SetFigures":
-        """Figures for a set whose other passes have rewards beside 0 and 1: a mean reward, without pass@k."""
+    def as_mean_reward(self) -> "SetFigures":
+        """The same figures without accuracy and pass@k, for a set whose other passes have rewards beside 0 and
+        1."""
         return msgspec.structs.replace(self, is_accuracy=False, pass_at={})
 
     @property
-    def told(self) -> tuple[object, ...]:
-        """Figures that follow from the answers alone, which intervals do not; means to nine digits."""
+    def exact(self) -> tuple[object, ...]:
+        """Figures that the audit compares: those without resampling, with means to nine digits."""
         means = self.mean, self.truncated, self.majority, *self.pass_at.values()
         rounded = [None if one is None else round(one.value, 9) for one in means]
         counts = self.problems, self.samples, self.unscored, self.length_p50, self.length_p95
         return *counts, self.is_accuracy, *self.pass_at, *rounded
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         """Line of text, e.g. "accuracy 0.410 (0.360 to 0.470) on 30 problems x 32, pass@32 0.733, 4.1% cut"."""
-        words = [f"{self.name} {self.mean.tell()} on {self.problems} problems"]
+        words = [f"{self.name} {self.mean.describe()} on {self.problems} problems"]
         if self.samples > 1:
             words[0] += f" x {self.samples}"
         if self.best is not None:
@@ -112,3 +127,73 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
         if self.unscored:
             words.append(f"{self.unscored} answers not scored")
         return ", ".join(words)
+
+
+def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | None:
+    """Figures of a pass with `samples` answers to each problem; None where no answer has a score."""
+    ordered = sorted(answers, key=lambda answer: (answer.problem, answer.sample))
+    by_problem: dict[int, list[EvalAnswer]] = {}
+    for answer in ordered:
+        by_problem.setdefault(answer.problem, []).append(answer)
+    kept = [group for group in by_problem.values() if any(one.reward is not None for one in group)]
+    if not kept:
+        return None
+    scored = [[one for one in group if one.reward is not None] for group in kept]
+    rewards = [[one.reward or 0.0 for one in group] for group in scored]
+    is_accuracy = all(reward in (0.0, 1.0) for group in rewards for reward in group)
+    votes = samples > 1 and any(one.said for group in scored for one in group)
+    lengths = [answer.length for answer in ordered]
+    return SetFigures(
+        problems=len(by_problem),
+        samples=samples,
+        unscored=sum(answer.reward is None for answer in ordered),
+        is_accuracy=is_accuracy,
+        mean=_estimate([sum(group) / len(group) for group in rewards]),
+        pass_at=_pass_at(rewards, samples) if is_accuracy else {},
+        majority=_estimate([_majority_reward(group) for group in scored]) if votes else None,
+        truncated=_estimate([sum(one.truncated for one in group) / len(group) for group in kept]),
+        length_p50=int(np.percentile(lengths, 50, method="higher")),
+        length_p95=int(np.percentile(lengths, 95, method="higher")),
+    )
+
+
+def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of `k` answers is right, from `num_answers` >= k.
+
+    Chen et al. 2021, "Evaluating large language models trained on code", equation 1.
+    """
+    return 1.0 - comb(num_answers - num_right, k) / comb(num_answers, k)
+
+
+def _pass_at(rewards: Sequence[Sequence[float]], samples: int) -> dict[int, Estimate]:
+    """pass@k for k = 1, 2, 4, ... and `samples`, over problems with at least k scored answers."""
+    counts = [(len(group), round(sum(group))) for group in rewards]
+    found: dict[int, Estimate] = {}
+    for k in (*(2**power for power in range((samples - 1).bit_length())), samples):
+        chances = [pass_at_k(number, right, k) for number, right in counts if number >= k]
+        if chances:
+            found[k] = _estimate(chances)
+    return found
+
+
+def _majority_reward(group: Sequence[EvalAnswer]) -> float:
+    """Mean reward of the most frequent answers to a problem: one, or several in a tie; 0 without any answer."""
+    votes = Counter(one.said for one in group if one.said)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    rewards = [
+        sum(one.reward or 0.0 for one in group if one.said == said) / count
+        for said, count in votes.items()
+        if count == most
+    ]
+    return sum(rewards) / len(rewards)
+
+
+def _estimate(numbers: Sequence[float]) -> Estimate:
+    """Mean and bootstrap interval of one number per problem, by resampling problems."""
+    values: Array = np.array(numbers)  # [problems]
+    draws, size = np.random.default_rng(SEED), len(values)
+    means = [values[draws.integers(size, size=size)].mean() for _ in range(RESAMPLES)]
+    low, high = np.percentile(means, TAILS)
+    return Estimate(float(values.mean()), float(low), float(high))

@@ -13,23 +13,23 @@ from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, 
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """A trajectory handed to a replica. `epoch` fences it: reports of an older epoch count for nothing.
+    """Order to a replica to generate a trajectory, e.g. "g3.1" for the second time, from its token 41 on:
 
-    `version` is set where the trajectory may continue only under that version (drain, a resumed prefix).
+    `Assignment(trajectory_id="g3.1", epoch=1, group_id="g3", tokens=(TokensRef(0, 41, at),), ...)`.
     """
 
     trajectory_id: str
-    epoch: int
+    epoch: int  # counts assignments of the trajectory; the controller ignores reports of an older epoch
     group_id: str
     kind: Kind
     prompt_ids: IntArray  # [P]
     sampling: SamplingParams
-    version: int | None = None
-    tokens: tuple[TokensRef, ...] = ()  # of the response so far, end to end
-    stores: dict[str, str] = {}  # names of the stores of segments among these that are of other hosts
-    used_s: float = 0.0  # seconds of generation on replicas that had it before
-    more_to_come: bool = False  # of its pass, for which the replica keeps its version
-    problem: Problem | None = None  # where an environment answers its turns
+    version: int | None = None  # the only version it may continue under (drain, a resumed prefix); None: any
+    tokens: tuple[TokensRef, ...] = ()  # response so far, end to end
+    stores: dict[str, str] = {}  # segment -> store that serves it, for segments of other hosts
+    used_s: float = 0.0  # seconds of generation on earlier replicas
+    more_to_come: bool = False  # its evaluation pass has more: the replica keeps its version for them
+    problem: Problem | None = None  # for the environment that answers its turns
 
     @property
     def length(self) -> int:
@@ -43,75 +43,77 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """News of one trajectory: what was stored of it since it was told of last, or how it ended.
+    """Part of a report: new tokens of one trajectory since the last report, or how it ended.
 
-    `spans` may begin before `tokens`: then they replace what was said of those tokens (see `Delta.spans`).
+    E.g. 400 more tokens of "g3.1" behind its first 41: `Progress(trajectory_id="g3.1", epoch=1, start=41,
+    tokens=TokensRef(41, 441, at), spans=(Span(7, 41, 441),))`.
     """
 
     trajectory_id: str
     epoch: int
-    start: int  # response tokens that were told before
-    tokens: TokensRef | None = None  # from there on; None where there is nothing new
-    spans: tuple[Span, ...] = ()  # cover [spans[0].start, end)
+    start: int  # response tokens that were reported before
+    tokens: TokensRef | None = None  # from `start` on; None: nothing new
+    spans: tuple[Span, ...] = ()  # cover [spans[0].start, end); before `start` they replace earlier spans
     finish_reason: FinishReason | None = None
-    cut: Cap | None = None  # that ended it, where that is not the one on tokens
-    queue_s: float = 0.0  # it waited here for its first tokens
-    generate_s: float = 0.0  # since it came here
+    cut: Cap | None = None  # cap that ended it, other than the one on tokens
+    queue_s: float = 0.0  # seconds that it waited here for its first tokens
+    generate_s: float = 0.0  # seconds since it came here
     broken: Break | None = None
-    begun: int | None = None  # version of its first token, where somebody waits to know
-    failure: DropReason | None = None  # it can never go on: its request is refused, or its environment failed
-    lost: bool = False  # the response so far cannot be read, so that nobody can go on with it
-    detail: str = ""  # of either
-    environment_s: float = 0.0  # that its environment worked, since it came here
+    begun: int | None = None  # version of its first token, for an evaluation pass that needs it
+    failure: DropReason | None = None  # it can never continue: its request is refused, or its environment failed
+    lost: bool = False  # its response so far cannot be read, so no replica can continue it
+    detail: str = ""  # of `failure` or `lost`
+    environment_s: float = 0.0  # seconds that its environment worked since it came here
 
     @property
     def end(self) -> int:
-        """Response tokens that are told with it."""
+        """Response tokens that are reported with this record."""
         return self.start if self.tokens is None else self.tokens.end
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
-    """A training trajectory that a replica has, e.g. `Held("g3.1", 441, 41)`: 400 tokens of prompt and 41 more."""
+    """A training trajectory on a replica, e.g. `Held("g3.1", 441, 41)`: 400 tokens of prompt and 41 of
+    response."""
 
     trajectory_id: str
-    context: int  # tokens of prompt and response: what its KV cache holds, or will when it runs
-    length: int  # of response
+    context: int  # tokens of prompt and response: its size in the KV cache while it runs
+    length: int  # response tokens
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a replica at one moment, by which repacking is planned; KV in tokens."""
+    """State of a replica at one moment, by which repacking is planned, e.g. replica 2 with one trajectory:
+
+    `Survey(replica=2, version=7, slots=64, kv_used=441, kv_capacity=131072, running=(Held("g3.1", 441, 41),))`.
+    """
 
     replica: int
     version: int
     slots: int  # sequences that its engine decodes at a time
-    kv_used: int
-    kv_capacity: int
+    kv_used: int  # tokens
+    kv_capacity: int  # tokens
     running: tuple[Held, ...]
-    waiting: tuple[Held, ...] = ()  # without a token here yet, in the order in which they came
-    settled: bool = True  # False while it loads, stops or evaluates: nothing moves to or from it
-    held_s: float = 0.0  # that its version was kept for trajectories alone whose environments work
+    waiting: tuple[Held, ...] = ()  # without a token from this replica, in order of arrival
+    settled: bool = True  # False while it loads, stops or evaluates: nothing may move to or from it
+    held_s: float = 0.0  # seconds that it kept its version only for trajectories whose environments work
 
 
 class WeightLoad(msgspec.Struct, frozen=True):
-    """A replica loaded `version` with this digest in `elapsed_s` seconds.
-
-    `checksum` hashes the engine's own tensors after the load, where the load was verified; engines of one kind,
-    layout and version agree in it.
-    """
+    """A replica loaded a version, e.g. `WeightLoad(7, digest, 0.8)`."""
 
     version: int
     digest: str
     elapsed_s: float
-    checksum: str | None = None
+    checksum: str | None = None  # `InferenceEngine.checksum` after the load; None: not verified
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Message of a replica to the controller: progress, its state, and how much more it takes."""
+    """Report of a replica to the controller, e.g. `ReplicaReport(replica=2, status=status, admissible=16,
+    received=48)`."""
 
     replica: int
     status: EngineStatus
-    admissible: int  # new training trajectories it takes now, beyond those received
-    received: int  # new ones that it has received in its life; those still under way are not in `admissible`
+    admissible: int  # new training trajectories that it accepts now, beyond those it has received
+    received: int  # new trajectories in its life; the controller subtracts later ones from `admissible`
     generated: int = 0  # training tokens since the last report
     progress: tuple[Progress, ...] = ()
     loads: tuple[WeightLoad, ...] = ()
@@ -120,9 +122,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A trajectory's way from a replica to another, e.g. `Move("g3.1", 4, 2, 441)`."""
+    """Move of a trajectory between replicas, e.g. `Move("g3.1", 4, 2, 441)`."""
 
     trajectory_id: str
-    source: int
-    destination: int
-    prefill: int  # tokens whose KV cache the destination computes anew; 0 where it had not begun
+    source: int  # replica
+    destination: int  # replica
+    prefill: int  # tokens whose KV cache the destination computes anew; 0 if it had not begun

@@ -1,99 +1,102 @@
-"""Requests to reward functions, their answers, and the scores that the scoring stage makes of them."""
+"""Scoring: requests to reward functions, their answers, and the scores that the scoring stage makes of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.credit import Earned, RoleCredit
 from laminar_py.records.pieces import ColumnRef, TokensRef
-from laminar_py.records.returns import Earned
-from laminar_py.records.roles import RoleCredit
 from laminar_py.records.trajectory import DropReason, FinishReason
 
 NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)  # of a response that is given by reference
 
 
 class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished response as a reward function sees it, with its problem.
+    """A finished response with its problem, as a reward function gets it, e.g. "4" and the end after "2+2=":
 
-    E.g. to "2+2=" the response "4" of one token and the end: `response_ids` and `logprobs` have two numbers each.
+    `ScoringRequest(trajectory_id="g3.1", prompt="2+2=", response="4", answer="4", response_ids=[19, 1], ...)`.
     """
 
     trajectory_id: str
     prompt: str
-    response: str  # text of its ids, without special tokens; empty on the way to a scorer
+    response: str  # text of `response_ids` without special tokens; empty on the way to a scorer
     answer: str
     task: str = ""
-    set_name: str = ""  # of an evaluation
-    finish_reason: FinishReason  # `length`: cut by a cap
+    set_name: str = ""  # evaluation set; "" in training
+    finish_reason: FinishReason  # `length`: a cap ended it
     prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [L]
-    logprobs: FloatArray  # [L] of the policy that sampled them
+    logprobs: FloatArray  # [L] of the policy that sampled the tokens
     fields_json: bytes = b"{}"
-    environment_reward: float | None = None  # of the environment, where that ended the trajectory with one
-    roles: tuple[RoleCredit, ...] = ()  # that the environment gave rewards of their own
+    environment_reward: float | None = None  # from the environment that ended the trajectory
+    roles: tuple[RoleCredit, ...] = ()  # rewards by role from the environment
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Other fields of the problem's line in the data set, e.g. `{"tests": [...]}`; read at each call."""
+        """Other fields of the problem's line in the data set, e.g. `{"tests": [...]}`; decoded at each call."""
         return msgspec.json.decode(self.fields_json, type=dict[str, Any])
 
 
 class Unscored(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished response on its way to a scorer, which reads `tokens`; without any the request has its own."""
+    """A finished response on its way to a scorer, e.g. `Unscored(request=request, tokens=(TokensRef(0, 41,
+    at),))`."""
 
-    request: ScoringRequest  # without ids and log-probabilities of the response
-    tokens: tuple[TokensRef, ...] = ()
-    stores: dict[str, str] = {}  # names of the stores of segments among these that are of other hosts
+    request: ScoringRequest  # without ids and log-probabilities where `tokens` refer to them
+    tokens: tuple[TokensRef, ...] = ()  # the scorer reads them; empty: the request has its tokens
+    stores: dict[str, str] = {}  # segment -> store that serves it, for segments of other hosts
 
     @property
     def id(self) -> str:
-        """Name of the trajectory."""
+        """Id of the trajectory."""
         return self.request.trajectory_id
 
 
 class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of a response that still generates, e.g. its first 200 tokens, with its prompt."""
+    """The beginning of a response that is still generated, e.g. its first 200 tokens, with its prompt.
+
+    `PartialResponse(trajectory_id="g3.1", task="math", prompt_ids=prompt_ids, response_ids=ids[:200])`.
+    """
 
     trajectory_id: str
     task: str
-    set_name: str = ""  # of an evaluation
+    set_name: str = ""  # evaluation set; "" in training
     prompt_ids: IntArray  # [P]
-    response_ids: IntArray  # [L] so far
+    response_ids: IntArray  # [L so far]
 
 
 class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of a response on its way to a scorer, which reads the tokens."""
+    """A partial response on its way to a scorer, e.g. `Unfinished(response=partial, tokens=(TokensRef(0, 200,
+    at),))`."""
 
-    response: PartialResponse  # without ids of the response
-    tokens: tuple[TokensRef, ...]
-    stores: dict[str, str] = {}
+    response: PartialResponse  # without `response_ids`
+    tokens: tuple[TokensRef, ...]  # the scorer reads them
+    stores: dict[str, str] = {}  # as in `Unscored`
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A value with columns, which a reward function may return, e.g. `Reward(1.0, {"hints": [0, 0, 1]})`.
+    """Return value of a reward function that says more than a number, e.g. `Reward(1.0, {"hints": [0, 0, 1]})`."""
 
-    `value` is a number for the response, or one for each of its tokens (process rewards). `columns` are further
-    numbers for each token, which the algorithm has declared. `text` is kept on record beside the value. `said` is
-    the answer that the response gives, in a form in which equal answers are equal text, for majority votes.
-    """
-
-    value: float | Sequence[float] | FloatArray | Mapping[str, float]  # [L] where it is a sequence
-    columns: Mapping[str, object] = field(default_factory=dict)  # by name, each [L]
+    value: float | Sequence[float] | FloatArray | Mapping[str, float]
+    """Reward of the response, or [L] process rewards of its tokens, or named numbers whose sum is the reward."""
+    columns: Mapping[str, object] = field(default_factory=dict)
+    """[L] numbers per token by name, for an algorithm that declares these columns."""
     text: str = ""
+    """Note that is kept on record beside the value."""
     said: str = ""
+    """Answer that the response gives, for majority votes; equal answers must be equal text."""
 
 
 class TryAgainError(Exception):
-    """Raised by a reward function where another call may succeed, e.g. as a server is busy."""
+    """Raised by a reward function where another call may succeed, e.g. when a server is busy."""
 
 
 class NoValueError(Exception):
-    """Raised by a term that a scorer serves where a response has no value, with the reason on record."""
+    """Raised by a served term where a response has no value; the reason becomes part of the record."""
 
     def __init__(self, detail: str, reason: DropReason = DropReason.REWARD_FAILED) -> None:
         super().__init__(detail)
@@ -101,22 +104,22 @@ class NoValueError(Exception):
 
 
 class TermValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A term of a score before its weight, e.g. `TermValue(name="code", value=0.75, text="test 4: got 3")`."""
+    """Value of one term before its weight, e.g. `TermValue(name="code", value=0.75, text="test 4: got 3")`."""
 
     name: str
     value: float
     elapsed_s: float = 0.0
-    text: str = ""  # of the verifier
-    said: str = ""  # answer of the response, see `Reward`
+    text: str = ""  # note of the verifier
+    said: str = ""  # as in `Reward`
 
 
 def said_by(terms: Iterable[TermValue]) -> str:
-    """Answer of a response by the first term that tells one; "" where none does."""
+    """Answer of a response by the first term that names one; "" where none does."""
     return next((term.said for term in terms if term.said), "")
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of a response, its terms and where its columns lie, or why there is none.
+    """Reward of a response, or the reason why it has none.
 
     E.g. `Score(trajectory_id="g3.1", value=1.0)`, or `Score(trajectory_id="g3.1", value=None,
     failure=DropReason.REWARD_TIMEOUT)`. Process rewards are the column `TOKEN_REWARDS`, and `value` is their sum.
@@ -125,11 +128,11 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     trajectory_id: str
     value: float | None
     terms: list[TermValue] = []
-    columns: dict[str, ColumnRef] = {}
-    earned: Earned | None = None  # in short, where its tokens have rewards of their own
-    roles: tuple[RoleCredit, ...] = ()  # where these have rewards of their own
+    columns: dict[str, ColumnRef] = {}  # by name
+    earned: Earned | None = None  # summary of process rewards, if there are any
+    roles: tuple[RoleCredit, ...] = ()  # rewards by role, if there are several
     elapsed_s: float = 0.0
-    at_once: float = 1.0  # responses like this one that the scorer works on at the same time
+    at_once: float = 1.0  # responses of this kind that the scorer works on at the same time
     failure: DropReason | None = None
     detail: str = ""
 
@@ -137,3 +140,61 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     def said(self) -> str:
         """Answer that the response gives."""
         return said_by(self.terms)
+
+
+class GroupRewards(msgspec.Struct, frozen=True):
+    """Rewards of a training group when it closed, e.g. `GroupRewards(17, "p3", (1.0, 0.0, 1.0))`.
+
+    Orders of problems that learn (`data.stream`) read it.
+    """
+
+    place: int  # of the group's prompt in the stream
+    prompt_id: str
+    rewards: tuple[float, ...]  # of each response that was scored
+
+    @property
+    def differ(self) -> bool:
+        """True where the rewards are not all equal."""
+        return min(self.rewards) < max(self.rewards)
+
+    def solved(self, at: float) -> float:
+        """Share of rewards that are at least `at`."""
+        return sum(reward >= at for reward in self.rewards) / len(self.rewards)
+
+
+class ServerAddress(msgspec.Struct, frozen=True):
+    """A server that a term of the reward asks, e.g. `ServerAddress("http://10.0.0.4:30000", "8f2c...")`."""
+
+    url: str
+    key: str | None = None  # None: the server needs no key
+
+    def __repr__(self) -> str:
+        return self.url  # the key must not reach a log
+
+
+class PoolAddresses(msgspec.Struct, frozen=True):
+    """Servers that are up, by pool, e.g. `PoolAddresses(2, {"judge": [ServerAddress(url, key)]})`."""
+
+    number: int  # counts updates: the higher number is the newer
+    pools: dict[str, list[ServerAddress]]
+
+
+class ScorerHandle(Protocol):
+    """A scorer, in whatever process it runs. The scoring stage calls it."""
+
+    @property
+    def at_once(self) -> int:
+        """Number of responses that it works on at the same time."""
+        ...
+
+    async def submit_responses(self, responses: Sequence[Unscored]) -> None:
+        """Hand over responses. Each gets one score; a failure is a score with its reason."""
+        ...
+
+    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
+        """Hand over partial responses to terms that work ahead; no answer comes back."""
+        ...
+
+    async def next_scores(self) -> list[Score]:
+        """Wait until a score is there and return all that are."""
+        ...

@@ -1,26 +1,27 @@
-"""Trajectories and prompts as they cross parts and processes, and the states of a trajectory. No behaviour.
+"""Prompts, trajectories and microbatches, and the states of a trajectory.
 
-L is the number of response tokens of one trajectory, P of its prompt. Token ids and log-probabilities come from
-the engine and are never recomputed from text. Decisions need counts and references (`records.finished`); who
-trains on a trajectory, or refers to it, has its tokens.
+L is the number of response tokens of a trajectory, P of its prompt. Token ids and log-probabilities come from the
+engine and are never recomputed from text. The controller decides by `FinishedTrajectory`, which refers to the
+tokens; the learner and the reference model read them into a `Trajectory`; the packer makes `MicroBatch`es of
+these.
 """
 
 from enum import StrEnum
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from laminar_py.records.codec import BoolArray, FloatArray, IntArray
-from laminar_py.records.columns import TokenValues
-from laminar_py.records.recordings import RoutedExperts, SamplingMask
-from laminar_py.records.returns import Earned, earned_by
-from laminar_py.records.roles import RoleCredit
-from laminar_py.records.spans import Span
-from laminar_py.records.tree import packed_tokens
+from laminar_py.records.columns import Array, TokenValues
+from laminar_py.records.credit import Earned, RoleCredit, earned_by
+from laminar_py.records.pieces import ColumnRef, PieceRef, RoutedExperts, SamplingMask, TokensRef
+from laminar_py.records.spans import Span, packed_tokens
 
 
 class Status(StrEnum):
-    """State of a trajectory. `ledger.machine` makes the transitions, as events are applied:
+    """State of a trajectory. `ledger.machine` makes the transitions as it applies events:
 
     QUEUED -> RUNNING -> (INTERRUPTED -> RUNNING)* -> FINISHED -> SCORED -> READY -> CONSUMED,
     CONSUMED -> READY when a rollback undoes a step, and DROPPED from any state but CONSUMED.
@@ -45,7 +46,7 @@ class FinishReason(StrEnum):
 
 
 class Cap(StrEnum):
-    """Limits of a trajectory, each of which ends it early and is told with its value."""
+    """Limit that ended a trajectory early; the event `Cut` has the limit's value."""
 
     TOKENS = "tokens"
     SECONDS = "seconds"
@@ -53,29 +54,29 @@ class Cap(StrEnum):
 
 
 class Break(StrEnum):
-    """Why a stream stopped although its trajectory goes on."""
+    """Why a stream stopped before its trajectory ended."""
 
-    NEW_WEIGHTS = "new_weights"  # its replica interrupted it for new weights, and submits it again
-    CUT = "cut"  # the engine was lost before its last word
+    NEW_WEIGHTS = "new_weights"  # the replica interrupted it to load new weights, and submits it again
+    CUT = "cut"  # the engine was lost before its last delta
 
 
 class DropReason(StrEnum):
     """Why a trajectory never reaches the learner (law 6: each drop is an event with one of these)."""
 
     NO_SIGNAL = "no_signal"  # all rewards of its group are equal
-    STALE = "stale"  # staleness above the bound when it was to be consumed, or once its late score had come
+    STALE = "stale"  # its staleness was above the bound when the learner was to consume it
     TOO_LONG = "too_long"  # more tokens than a microbatch holds
-    REFUSED = "refused"  # the engine does not take its request
-    VERSION_LOST = "version_lost"  # no copy of its weights is left to continue under
-    HOST_LOST = "host_lost"  # its tokens are gone with the host that alone had them, or were changed there
+    REFUSED = "refused"  # the engine refused its request
+    VERSION_LOST = "version_lost"  # no relay has the weights that it must continue under
+    HOST_LOST = "host_lost"  # the only host with its tokens is gone, or the tokens changed there
     GROUP_DEADLINE = "group_deadline"  # its group closed without it
-    GROUP_LOST = "group_lost"  # too few survivors in its group
-    ENVIRONMENT_FAILED = "environment_failed"  # it raised, or what it answered is no answer
-    ENVIRONMENT_TIMEOUT = "environment_timeout"  # it took too long
-    ENVIRONMENT_LOST = "environment_lost"  # it died, and cannot be rebuilt
+    GROUP_LOST = "group_lost"  # too few members of its group are left
+    ENVIRONMENT_FAILED = "environment_failed"  # the environment raised, or its answer was invalid
+    ENVIRONMENT_TIMEOUT = "environment_timeout"  # the environment took too long
+    ENVIRONMENT_LOST = "environment_lost"  # the environment died and cannot be rebuilt
     REWARD_FAILED = "reward_failed"  # the reward function raised
     REWARD_TIMEOUT = "reward_timeout"  # the reward function took too long
-    RUN_ENDED = "run_ended"  # an evaluation that was under way when the run ended
+    RUN_ENDED = "run_ended"  # an evaluation was under way when the run ended
 
 
 class Kind(StrEnum):
@@ -86,47 +87,80 @@ class Kind(StrEnum):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem, e.g. "2+2=" with the answer "4"; `index` is its place in the stream.
-
-    `fields_json` has what else its line in the data set has, e.g. `b'{"level": 3}'`, and go to the reward alone.
-    """
+    """A problem at a place of the stream, e.g. `Prompt(id="p7", index=7, text="2+2=", ids=ids, answer="4")`."""
 
     id: str
-    index: int
-    text: str
+    index: int  # place in the stream
+    text: str  # as the model reads it
     ids: IntArray  # [P]
     answer: str = ""
-    task: str = ""  # where a run mixes several: reports tell them apart
-    fields_json: bytes = b"{}"  # a JSON object
+    task: str = ""  # reports tell the tasks of a run apart
+    fields_json: bytes = b"{}"  # other fields of its line, for the reward alone, e.g. `b'{"level": 3}'`
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished sample with its tokens, e.g. 41 of "g3.1" with `spans=(Span(7, 0, 41),)`: all under version 7."""
+class _Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a finished sample that do not depend on whether its tokens are at hand."""
 
     id: str
     prompt_id: str
     group_id: str
-    sample_index: int
+    sample_index: int  # place in its group
     kind: Kind
     prompt_ids: IntArray  # [P]
-    response_ids: IntArray  # [L]
-    logprobs: FloatArray  # [L] of the behaviour policy, as sampled
-    loss_mask: BoolArray  # [L] False on tokens the environment wrote, and where nothing is to be learned of it
     spans: tuple[Span, ...]  # cover [0, L)
     finish_reason: FinishReason
-    reward: float | None = None
+    reward: float | None = None  # None: not scored yet
     advantage: float = 0.0
-    advantage_scale: float = 1.0  # what a unit of reward is in it
+    advantage_scale: float = 1.0  # advantage per unit of reward
     weight: float = 1.0  # factor on its loss (staleness reweighting)
-    roles: tuple[RoleCredit, ...] = ()  # where these have rewards, and so advantages, of their own
-    sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
-    routed_experts: RoutedExperts | None = None
-    columns: dict[str, TokenValues] = msgspec.field(default_factory=dict)  # by name, each [L]
+    roles: tuple[RoleCredit, ...] = ()  # rewards and advantages by role, where it has several
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all its sequences: prompt and response, where that is one."""
+        """Tokens of all its sequences: prompt and response where the response is one sequence."""
         return packed_tokens(len(self.prompt_ids), self.spans)
+
+    @property
+    def oldest_version(self) -> int:
+        """Lowest weight version in it, whose age is its staleness."""
+        return min(span.version for span in self.spans if span.version is not None)
+
+
+class FinishedTrajectory(_Sample, frozen=True, kw_only=True):
+    """A finished sample by reference, e.g. "g3.1" with 41 response tokens in one piece under version 7:
+
+    `FinishedTrajectory(id="g3.1", tokens=(TokensRef(0, 41, at),), num_trained=41, spans=(Span(7, 0, 41),), ...)`.
+    `segments.reader` reads the tokens.
+    """
+
+    tokens: tuple[TokensRef, ...]  # end to end over [0, L)
+    num_trained: int  # response tokens that the learner trains on
+    earned: Earned | None = None  # summary of its process rewards, if it has any
+    columns: dict[str, ColumnRef] = {}  # by name
+
+    @property
+    def length(self) -> int:
+        """Response tokens, L."""
+        return self.tokens[-1].end if self.tokens else 0
+
+    @property
+    def refs(self) -> list[PieceRef]:
+        """References to all of its stored pieces: tokens, then columns."""
+        return [*(tokens.at for tokens in self.tokens), *(column.at for column in self.columns.values())]
+
+
+class Trajectory(_Sample, frozen=True, kw_only=True):
+    """A finished sample with its tokens, e.g. "g3.1" with 41 response tokens under version 7:
+
+    `Trajectory(id="g3.1", response_ids=ids, logprobs=logprobs, loss_mask=mask, spans=(Span(7, 0, 41),), ...)`.
+    """
+
+    response_ids: IntArray  # [L]
+    logprobs: FloatArray  # [L] of the policy that sampled the tokens; 0 on tokens of an environment
+    loss_mask: BoolArray  # [L] True on tokens that the learner trains on
+    sampling_mask: SamplingMask | None = None  # L rows; an empty row: the whole vocabulary
+    routed_experts: RoutedExperts | None = None  # of P + L - 1 positions
+    columns: dict[str, TokenValues] = msgspec.field(default_factory=dict)  # by name, each [L]
 
     @property
     def num_trained(self) -> int:
@@ -135,10 +169,43 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def earned(self) -> Earned | None:
-        """Process rewards before each token in short; None where the response is scored as a whole."""
+        """Summary of its process rewards over trained tokens; None where only the whole response has a reward."""
         return earned_by(self.columns, among=self.loss_mask)
 
+
+Packable: TypeAlias = FinishedTrajectory | Trajectory
+"""A trajectory to be packed: placement needs no tokens, microbatches do."""
+
+
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """S sequences of R responses, packed without padding into T tokens, e.g. two sequences of 3 and 2 tokens:
+
+    `cu_seqlens [0, 3, 5]`, `position_ids [0, 1, 2, 0, 1]`. `labels[t]` is the token after `input_ids[t]` in the
+    same sequence (0 at a sequence's end). Arrays per token stand at the position that predicts the token.
+    """
+
+    input_ids: IntArray  # [T]
+    cu_seqlens: IntArray  # [S + 1]
+    position_ids: IntArray  # [T]
+    labels: IntArray  # [T]
+    loss_weights: FloatArray  # [T] 0 where nothing is learned; they sum to 1 over all microbatches of a step
+    behaviour_logprobs: FloatArray  # [T] of the policy that sampled the token
+    advantages: FloatArray  # [T]
+    staleness: IntArray  # [T] learner steps since the weights that generated the token
+    responses: IntArray  # [S] response of each sequence, in [0, R): a tree of spans has several sequences
+    rewards: FloatArray  # [R] of whole responses
+    groups: IntArray  # [R] place of each response's group in the step
+    columns: dict[str, Array] = msgspec.field(default_factory=dict)  # inputs of the loss by name, each [T]
+    support: SamplingMask | None = None  # T rows: vocabulary that the token was drawn from; empty row: all of it
+    experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] as recorded, -1 where not recorded
+
     @property
-    def oldest_version(self) -> int:
-        """The lowest version in it, whose age is its staleness."""
-        return min(span.version for span in self.spans if span.version is not None)
+    def num_tokens(self) -> int:
+        """Number of packed tokens, T."""
+        return len(self.input_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """[S] tokens of each sequence."""
+        lengths: list[int] = np.diff(self.cu_seqlens).tolist()
+        return lengths

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from laminar_py.config.section import ConfigError
-from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from laminar_py.records.weights import Published
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Published
 from laminar_py.relay.device_copy import TensorCopier
 from laminar_py.relay.digests import Checksums, digest_of, hashing_threads, version_digest
 from laminar_py.relay.messages import MIN_CHUNK_BYTES, FileEntry, Manifest

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from laminar_py.records.protocols import PulledVersion, VersionLostError
+from laminar_py.records.weights import PulledVersion, VersionLostError
 from laminar_py.relay import messages as m
 from laminar_py.relay.sockets import RelayKeys, SocketFactory
 from laminar_py.relay.uplink import Uplink

@@ -27,10 +27,9 @@ from laminar_py.control.moves import Round
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.views import ReplicaView
 from laminar_py.records.events import Repacked
-from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.protocols import Clock
+from laminar_py.records.host import Clock
 from laminar_py.records.replica import Move, Survey
-from laminar_py.records.trajectory import FinishReason
+from laminar_py.records.trajectory import FinishedTrajectory, FinishReason
 from laminar_py.repack.planner import Planner, PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 
@@ -130,7 +129,7 @@ class Migration:
             by_version.setdefault(survey.version, []).append(survey)
         context = self._context(speed, surveys)
         planned: dict[int, list[Move]] = {}
-        with PLANNERS.blaming(self._settings.planner):
+        with PLANNERS.naming_package(self._settings.planner):
             planner = kind(context)
             for version, group in by_version.items():
                 planned[version] = planner.plan(group)

@@ -21,8 +21,7 @@ from pydantic import model_validator
 
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
 from laminar_py.config.section import ConfigError, Count, Seconds
-from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, TryAgainError
-from laminar_py.records.servers import ServerAddress
+from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, ServerAddress, TryAgainError
 from laminar_py.reward.terms import missing_answer
 
 BUSY = {408, 425, 429, 500, 502, 503, 504}

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import (
     REWARDS,
     ForesightedReward,
@@ -32,26 +33,25 @@ from laminar_py.config.reward import (
     ServedReward,
     TermConfig,
 )
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.codec import IntArray
 from laminar_py.records.columns import TOKEN_REWARDS, Array, Column, ColumnError, Source, TokenValues, token_values
+from laminar_py.records.credit import RoleCredit, earned_by
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError
-from laminar_py.records.returns import earned_by
-from laminar_py.records.roles import RoleCredit
 from laminar_py.records.scoring import (
     NoValueError,
     PartialResponse,
+    PoolAddresses,
     Score,
     ScoringRequest,
+    ServerAddress,
     TermValue,
     TryAgainError,
     Unfinished,
     Unscored,
 )
-from laminar_py.records.servers import PoolAddresses, ServerAddress
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.child import CALLS_AT_ONCE
 from laminar_py.reward.calls.pool import CallPool, CallSpec
@@ -335,7 +335,7 @@ class Scorer:
     async def _open(self, stack: AsyncExitStack, term: TermConfig, key: str) -> Call:
         kind, limit_s = REWARDS.get(term.kind), term.timeout_s or self._reward.timeout_s
         if kind.serve is not None:
-            with REWARDS.blaming(term.kind):
+            with REWARDS.naming_package(term.kind):
                 context = replace(self._context, timeout_s=limit_s)
                 function = await stack.enter_async_context(kind.serve(term, context))
             self._room[key] = function.at_once
@@ -370,7 +370,7 @@ class Scorer:
             function = self._foresighted.get(term.model_dump_json())
             if function is None:
                 continue
-            with REWARDS.blaming(term.kind):
+            with REWARDS.naming_package(term.kind):
                 try:
                     await function.look_ahead(response)
                 except (NoValueError, TryAgainError) as error:
@@ -462,7 +462,7 @@ def _served(function: ServedReward, term: TermConfig, *, limit_s: float) -> Call
 
     async def limited(request: ScoringRequest) -> Outcome:
         start = time.perf_counter()
-        with REWARDS.blaming(term.kind):
+        with REWARDS.naming_package(term.kind):
             try:
                 async with asyncio.timeout(limit_s + OWN_LIMITS_S):
                     returned = await function(request)

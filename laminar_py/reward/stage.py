@@ -10,8 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from laminar_py.records.protocols import ScorerHandle
-from laminar_py.records.scoring import Score, Unfinished, Unscored
+from laminar_py.records.scoring import Score, ScorerHandle, Unfinished, Unscored
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ class ScoringStage:
         while True:
             while requests := self._take(hand):
                 hand.requests.update({request.id: request for request in requests})
-                await scorer.submit(requests)
+                await scorer.submit_responses(requests)
             self._news.clear()
             await self._news.wait()
             if hand.requests and len(self._waiting) < hand.room:
@@ -159,7 +158,7 @@ class ScoringStage:
     async def _drain(self, index: int) -> None:
         scorer, hand = self._scorers[index], self._hands[index]
         while True:
-            scores = await scorer.take()
+            scores = await scorer.next_scores()
             for score in scores:
                 self._since.pop(score.trajectory_id, None)
             await self._deliver(scores)

@@ -11,7 +11,7 @@ Under `drain` a version gets at most one batch of new trajectories (law 2).
 from enum import Enum
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.engine import EngineLostError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
 

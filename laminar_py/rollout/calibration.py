@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from laminar_py.records.codec import IntArray
-from laminar_py.records.engine import GenerateRequest, SamplingParams
-from laminar_py.records.protocols import Clock, InferenceEngine
+from laminar_py.records.engine import GenerateRequest, InferenceEngine, SamplingParams
+from laminar_py.records.host import Clock
 from laminar_py.repack.signals import EngineSpeed
 
 SHORT, LONG = 16, 48  # response tokens of the two batches

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 
 from laminar_py.records.engine import EngineStatus
-from laminar_py.records.protocols import Clock
+from laminar_py.records.host import Clock
 from laminar_py.records.replica import Assignment, Progress, ReplicaReport, WeightLoad
 
 GATHER_S = 0.1

@@ -20,18 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.engine import EngineStatus, PauseMode, SamplingParams
-from laminar_py.records.protocols import (
-    Clock,
-    EngineLostError,
-    Environments,
-    InferenceEngine,
-    PulledVersion,
-    VersionLostError,
-    WeightSource,
-)
+from laminar_py.records.engine import EngineLostError, EngineStatus, InferenceEngine, PauseMode, SamplingParams
+from laminar_py.records.environment import Environments
+from laminar_py.records.host import Clock
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
 from laminar_py.records.trajectory import Kind
+from laminar_py.records.weights import PulledVersion, VersionLostError, WeightSource
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed

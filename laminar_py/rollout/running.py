@@ -18,22 +18,32 @@ import msgspec
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.credit import RoleCredit
 from laminar_py.records.engine import Delta, GenerateRequest
 from laminar_py.records.environment import ModelTurn, TurnPart
-from laminar_py.records.pieces import Piece, TokensRef
-from laminar_py.records.recordings import (
+from laminar_py.records.pieces import (
+    Piece,
     RoutedExperts,
     SamplingMask,
+    TokensRef,
     join_experts,
     join_masks,
     pack_experts,
     pack_mask,
 )
 from laminar_py.records.replica import Assignment, Held, Progress
-from laminar_py.records.roles import RoleCredit
-from laminar_py.records.spans import Span, add_span, clip_spans, covers, replace_spans, shift_spans
+from laminar_py.records.spans import (
+    Span,
+    add_span,
+    clip_spans,
+    context_of,
+    context_tokens,
+    covers,
+    is_tree,
+    replace_spans,
+    shift_spans,
+)
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason
-from laminar_py.records.tree import context_of, context_tokens, is_tree
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, which spreads small numbers over all bits
 

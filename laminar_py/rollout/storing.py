@@ -16,8 +16,8 @@ from laminar_py.ledger.segments.local import LEAST_FREE, make_folder
 from laminar_py.ledger.segments.payload import Payload
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import Journal, SegmentWriter, tokens_ref
+from laminar_py.records.engine import StoreFullError
 from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
-from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment
 
 SYNC_S = 5.0  # between syncs to disk, against a loss of power

@@ -24,17 +24,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from laminar_py.records.engine import Delta, PauseMode
-from laminar_py.records.environment import EnvironmentTurn
+from laminar_py.records.engine import Delta, EngineLostError, InferenceEngine, PauseMode, PushEngine, RefusedError
+from laminar_py.records.environment import Environments, EnvironmentTurn
+from laminar_py.records.host import Clock
 from laminar_py.records.pieces import PayloadLostError
-from laminar_py.records.protocols import (
-    Clock,
-    EngineLostError,
-    Environments,
-    InferenceEngine,
-    PushEngine,
-    RefusedError,
-)
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind

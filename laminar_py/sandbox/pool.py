@@ -16,7 +16,7 @@ from types import TracebackType
 
 import msgspec
 
-from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.sandbox import interpreter, places
 from laminar_py.sandbox.files import pack

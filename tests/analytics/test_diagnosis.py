@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule
 from laminar_py.observe.diagnosis import BoundSide, diagnose, wall_rows, what_if, what_if_set
 from laminar_py.observe.mean_step import (
     Age,

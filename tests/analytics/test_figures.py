@@ -5,7 +5,7 @@ from math import isnan
 
 import pytest
 
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule
 from laminar_py.ledger.database import reading
 from laminar_py.observe.diagnosis import MEANINGS
 from laminar_py.observe.mean_step import StageTimes, StepStage, compose

@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from laminar_py.cli.choices import choices, command
+from laminar_py.cli.report import choices, command
 from laminar_py.config.loading import load_config
 from laminar_py.observe.figures import expose
 from laminar_py.observe.page import make_page, write_page

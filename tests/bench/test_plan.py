@@ -26,8 +26,8 @@ from laminar_lab.bench.plan.fleets import FleetFigures
 from laminar_lab.bench.plan.regret import MOST_PLACEMENTS, draw_case
 from laminar_lab.plan.placements import placements
 from laminar_lab.simulate.run import check
-from laminar_py.config.emulated_profile import LearnerTimes, read_profile
-from laminar_py.config.loading import load_config
+from laminar_py.config.emulation import LearnerTimes
+from laminar_py.config.loading import load_config, read_profile
 from tests.analytics.builders import make_fleet_row
 from tests.bench.figures import figures
 from tests.runs.runs import REPO

@@ -7,7 +7,7 @@ import pytest
 
 from laminar_lab.bench.repack import fleet as repacked_fleet
 from laminar_lab.bench.repack.plan import ramp_down, rows
-from laminar_py.config.emulated_profile import read_profile
+from laminar_py.config.loading import read_profile
 from tests.bench.figures import figures
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from laminar_lab.calibration.engine import measure_engine, shapes_of
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
-from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses

@@ -10,8 +10,7 @@ from laminar_lab.calibration.fit import TimedShape, fit
 from laminar_lab.calibration.learner import steps_of
 from laminar_lab.calibration.profile import Calibration, calibrate, write
 from laminar_py.cli import app
-from laminar_py.config.emulated_profile import read_profile
-from laminar_py.config.loading import load_config, parse_config
+from laminar_py.config.loading import load_config, parse_config, read_profile
 from laminar_py.config.section import ConfigError
 from tests.bench.test_engines import TINY
 

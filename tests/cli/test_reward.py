@@ -6,10 +6,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from laminar_py.cli import main
-from laminar_py.cli.tally import ScoreTally
+from laminar_py.cli.reward import ScoreTally, open_pools
+from laminar_py.config.reward import RewardConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.records.scoring import Score, TermValue
 from tests.runs.runs import REPO
 
@@ -81,7 +84,7 @@ def test_rewards_that_all_differ_are_told_by_their_spread(try_reward, tmp_path):
 
 def test_what_a_function_prints_is_kept_and_named(try_reward, tmp_path):
     _, out, _ = try_reward(RIGHT, overrides=[mine(tmp_path, "print('seen'); return 1")])
-    logs = Path(next(line for line in out.splitlines() if line.startswith("what was printed")).split(": ")[1])
+    logs = Path(next(line for line in out.splitlines() if line.startswith("output of the rewards")).split(": ")[1])
     assert "seen" in "".join(log.read_text() for log in logs.iterdir())
     shutil.rmtree(logs)
 
@@ -99,7 +102,7 @@ def test_a_task_of_the_config_that_no_sample_has_is_told(try_reward):
 
 
 def test_it_is_said_how_far_a_long_one_is(try_reward, monkeypatch):
-    monkeypatch.setattr("laminar_py.cli.reward.TELL_S", -1.0)
+    monkeypatch.setattr("laminar_py.cli.reward.PROGRESS_S", -1.0)
     assert "2 responses so far" in try_reward(RIGHT, RIGHT)[2]
 
 
@@ -152,3 +155,38 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(try_reward, sample, overrides
     assert code == 2
     assert line in err
     assert len(err.strip().splitlines()) == 1
+
+
+# an interpreter whose SGLang has the right version and ends at once
+FAILING = """#!/bin/sh
+if [ "$1" = -c ]; then echo 0.5.23; else echo "ValueError: no weights"; exit 3; fi
+"""
+TERM = {"kind": "steps", "servers": "prm", "separator_id": 7, "labels": [5, 6]}
+
+
+def reward_of(folder, **settings) -> RewardConfig:
+    (folder / "config.json").write_text("{}")
+    (folder / "python").write_text(FAILING)
+    (folder / "python").chmod(0o700)
+    pool = {"model": str(folder), "python": str(folder / "python"), **settings}
+    return RewardConfig.model_validate_json(msgspec.json.encode({"use": [TERM], "servers": {"prm": pool}}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"gpus": 1}, r"reward\.servers\.prm: SGLang server .* code 3; it last said: ValueError: no weights"),
+        ({"gpus": 0}, r"reward\.servers\.prm\.flags\.max-total-tokens=None: on a CPU"),
+    ],
+)
+async def test_a_server_that_does_not_start_is_one_line(tmp_path, settings, complaint):
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        async with open_pools(reward_of(tmp_path, **settings), tmp_path):
+            raise AssertionError("it started")
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_reward_without_pools_launches_nothing(tmp_path):
+    reward = RewardConfig.model_validate_json(b'{"use": ["math"]}')
+    async with open_pools(reward, tmp_path):
+        assert list(tmp_path.iterdir()) == []

@@ -54,7 +54,7 @@ def test_a_controller_that_ends_before_it_answers_is_told(run):
         run.unlock()
         _, error = asked.communicate(timeout=30)
     assert asked.returncode == 2
-    assert error.startswith(f"laminar: run={run.path}: no controller runs it; go on with it by `laminar train")
+    assert error.startswith(f"laminar: run={run.path}: no controller runs it; resume it by `laminar train")
     assert len(error.splitlines()) == 1
 
 
@@ -65,5 +65,5 @@ def test_an_evaluation_has_no_fleet_to_change(run):
     asked = subprocess.run(command, cwd=REPO, text=True, capture_output=True, check=False, timeout=60)
     assert (asked.returncode, asked.stderr) == (
         2,
-        f"laminar: run={run.path}: is an evaluation, whose replicas stay as they are; name a run of training\n",
+        f"laminar: run={run.path}: an evaluation, whose replicas cannot change; name a run of training\n",
     )

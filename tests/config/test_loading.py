@@ -47,7 +47,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"rollout": {"max_len": 512, "sampling": {"max_new_tokens": 512}}}, "leaves no room for a prompt"),
         ({"packer": {"max_tokens": 100}}, "packer.max_tokens=100 is below rollout.max_len"),
         ({"buffer": {"capacity": 10}}, "buffer.capacity=10 is below one learner step"),
-        ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies has both drop and reweight"),
+        ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies=drop,reweight: only one"),
         ({"staleness": {"max_staleness": 1}, "learner": {"publish_every": 3}}, "set it to at least 2"),
         ({"rollout": {"engine": {"urls": ["http://a"]}}}, "unknown key; set rollout.engine.kind=sglang"),
         (
@@ -59,12 +59,12 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
             "rollout.engine.kind=best: unknown; choose one of local, sglang",
         ),
         ({"rollout": {"engine": {"kind": "emulated"}}}, "rollout.engine.kind=emulated: is chosen by the section"),
-        ({"rollout": {"engine": "sglang"}}, "rollout.engine='sglang': input should be a section"),
+        ({"rollout": {"engine": "sglang"}}, "rollout.engine='sglang': not a section with a `kind`"),
         ({"repack": {"planner": "best"}}, "repack.planner=best: unknown; choose one of paper, predictive"),
         ({"schedule": "later"}, "schedule='later'"),
         ({"learner": {"lora": {"targets": ["lm_head"]}}}, "learner.lora.targets.0='lm_head'"),
         ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),
-        ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines would have no base"),
+        ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines need the base"),
         (
             {"warm_start": {"data": {"path": "d", "task": "sums"}}},
             "warm_start.data.task=sums: demonstrations have no task; leave it out",
@@ -81,7 +81,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"learner": {"lora": {}}, "emulation": {"profile": "p"}}, "learner.lora: an emulated learner has no"),
         (
             {"eval": {"sets": {"aime": {"path": "a", "samples": 32}}}},
-            "eval.sets.aime.temperature=0: gives samples=32 equal answers",
+            "eval.sets.aime.temperature=0: all samples=32 answers are equal",
         ),
         (
             {"eval": {"sets": {"aime": {"path": "a", "max_new_tokens": 2048}}}},
@@ -198,7 +198,7 @@ SURE = {"without_signal": "train"}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rollout": {"record": ["sampling_mask"]}}, "would name the whole vocabulary"),
+        ({"rollout": {"record": ["sampling_mask"]}}, "would record the whole vocabulary"),
         (
             {
                 "rollout": {
@@ -218,7 +218,7 @@ SURE = {"without_signal": "train"}
         ({"algorithm": {"name": "tba", "correction": "negative_mask"}}, "algorithm.correction=negative_mask"),
         ({"algorithm": TEACHER, "rollout": SURE}, "reward.use=exact gives one number"),
         ({"algorithm": {**TEACHER, "advantage": "group_std"}}, "algorithm.advantage=group_std"),
-        ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none teaches nothing"),
+        ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none leaves a loss without gradient"),
         ({"algorithm": {"reference_pass": "stage"}}, "there is no reference model with algorithm.kl_coef=0"),
         (
             {"algorithm": {"kl_coef": 0.1, "reference_pass": "stage"}, "emulation": {"profile": "p.yaml"}},

@@ -107,13 +107,13 @@ def test_an_error_that_came_through_a_package_names_it_and_one_of_ours_stays_as_
         pytest.raises(
             ConfigError, match=r"^some\.count=x: divpack:X of package divpack raised ZeroDivisionError: "
         ),
-        registry.blaming("x"),
+        registry.naming_package("x"),
     ):
         divide()
     for name in ("x", "pad"):
-        with pytest.raises(ValueError, match=r"^ours$"), registry.blaming(name):
+        with pytest.raises(ValueError, match=r"^ours$"), registry.naming_package(name):
             raise ValueError("ours")
-    with pytest.raises(ConfigError, match=r"^theirs$"), registry.blaming("x"):
+    with pytest.raises(ConfigError, match=r"^theirs$"), registry.naming_package("x"):
         raise ConfigError("theirs")
 
 

@@ -56,8 +56,8 @@ def test_what_no_fleet_can_be_is_refused_in_one_line(before, replicas, urls, lin
 @pytest.mark.parametrize(
     ("replicas", "urls", "line"),
     [
-        (3, None, "replicas=3: this run attaches to 2 servers; name all that it is to have, as urls=[http://...]"),
-        (None, [], "urls=[]: a run needs a server at least"),
+        (3, None, "replicas=3: this run attaches to 2 servers; name all of the new fleet, as urls=[http://...]"),
+        (None, [], "urls=[]: a run needs at least one server"),
         (1, URLS, "replicas=1: urls names 2 servers; leave replicas out"),
         (None, ["nowhere", *URLS], "rollout.engine.urls=nowhere: no address of a server"),
         (None, [URLS[0], URLS[0] + "/"], "rollout.engine.urls="),

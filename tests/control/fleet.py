@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.config.algorithm import Advantage
-from laminar_py.config.rollout import WithoutSignal
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule, WithoutSignal
 from laminar_py.control.closing import Stages
 from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
@@ -61,8 +60,8 @@ def ages_of(versions):
     """Ages of versions that were published a step after another."""
     ages = WeightAges()
     for version in versions:
-        ages.published(version)
-        ages.stepped(learned=True)
+        ages.record_version(version)
+        ages.record_step(learned=True)
     return ages
 
 
@@ -169,7 +168,7 @@ class Fleet:
     def learned(self, version):
         """The learner makes a step before each version up to this one."""
         for newer in range(self.scheduler.book.newest_version + 1, version + 1):
-            self.scheduler.book.ages.stepped(learned=True)
+            self.scheduler.book.ages.record_step(learned=True)
             self.scheduler.published(newer)
 
     async def report(self, index, *, progress=(), admissible=64, lost=()):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.config.staleness import StalePolicy
+from laminar_py.config.rollout import StalePolicy
 from laminar_py.control import consumption as consumption_module
 from laminar_py.learner.packing.buffer import Packing
 from laminar_py.records.events import Consumed, Dropped

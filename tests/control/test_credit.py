@@ -3,8 +3,8 @@
 import pytest
 
 from laminar_py.config.rollout import WithoutSignal
+from laminar_py.records.credit import RoleCredit
 from laminar_py.records.events import Dropped, Ready, Scored
-from laminar_py.records.roles import RoleCredit
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason
 from tests.control.fleet import Fleet

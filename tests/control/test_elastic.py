@@ -1,6 +1,6 @@
 """Replicas that join and leave while a run goes on: what is given to whom, and that nothing is lost."""
 
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule
 from laminar_py.records.events import Dropped
 from laminar_py.records.replica import Move
 from laminar_py.records.trajectory import FinishReason

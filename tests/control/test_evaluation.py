@@ -6,8 +6,7 @@ from msgspec import structs
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.records.engine import SamplingParams
-from laminar_py.records.estimates import set_figures
-from laminar_py.records.evaluations import EvalAnswer
+from laminar_py.records.evaluations import EvalAnswer, set_figures
 from laminar_py.records.events import Dropped
 from laminar_py.records.scoring import Score, TermValue
 from laminar_py.records.trajectory import FinishReason, Kind, Status

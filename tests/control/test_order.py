@@ -4,7 +4,7 @@ import pytest
 
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.ledger.recovery import closed_groups
-from laminar_py.records.outcomes import GroupRewards
+from laminar_py.records.scoring import GroupRewards
 from tests.control.fleet import Fleet
 from tests.ledger.runs import begin, open_ledger
 

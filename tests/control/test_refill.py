@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from laminar_py.config.algorithm import AlgorithmConfig, Truncated
-from laminar_py.config.rollout import WithoutSignal
-from laminar_py.config.staleness import Schedule, StalePolicy
+from laminar_py.config.rollout import Schedule, StalePolicy, WithoutSignal
 from laminar_py.learner.packing.buffer import Packing
 from laminar_py.records.events import Consumed, Ready
 from laminar_py.records.trajectory import FinishReason
@@ -54,7 +53,7 @@ async def test_a_step_goes_on_with_what_there_is_at_the_ceiling_of_refill_and_sa
     event = fleet.scheduler.consumption.refill_stopped(batch, 1)
     assert (event.num_wanted, event.num_taken, event.num_silent) == (2, 1, 4)
     assert (event.num_best, event.num_worst) == (3, 1)
-    assert "75% are solved" in event.tell()
+    assert "75% are solved" in event.describe()
     await fleet.scheduler.consumption.commit(batch, 1)
     task = asks(fleet)
     await generate(fleet, *[SOLVED] * 4)
@@ -142,7 +141,7 @@ async def test_a_run_that_has_seen_one_reward_alone_tells_neither_solved_nor_hop
     batch = await asyncio.wait_for(task, PATIENCE_S)
     event = fleet.scheduler.consumption.refill_stopped(batch, 1)
     assert (event.num_silent, event.num_best, event.num_worst, event.only_reward) == (6, 0, 0, pair[0])
-    assert f"every reward of the run is {pair[0]:g}, so they are all solved or all hopeless" in event.tell()
+    assert f"every reward of the run is {pair[0]:g}, so they are all solved or all hopeless" in event.describe()
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.config.rollout import WithoutSignal
-from laminar_py.config.staleness import Schedule, StalePolicy
+from laminar_py.config.rollout import Schedule, StalePolicy, WithoutSignal
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.ledger.machine import IllegalEventError
 from laminar_py.records.columns import TOKEN_REWARDS, Dtype, token_values
-from laminar_py.records.estimates import set_figures
+from laminar_py.records.credit import earned_by
+from laminar_py.records.evaluations import set_figures
 from laminar_py.records.events import Consumed, Cut, Dropped, Issued, Ready
 from laminar_py.records.pieces import ColumnRef
-from laminar_py.records.returns import earned_by
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
 from tests.builders import make_prompt, make_ref
@@ -256,7 +255,7 @@ async def test_the_bound_counts_steps_that_the_learner_does_not_publish():
     await fleet.finish_all(0, admissible=0)
     await fleet.score_all()
     for _ in range(4):
-        fleet.scheduler.book.ages.stepped(learned=True)
+        fleet.scheduler.book.ages.record_step(learned=True)
     batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
     assert [trajectory.weight for trajectory in batch.trajectories] == [0.4] * 4
     await fleet.scheduler.consumption.commit(batch, 5)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.config.staleness import Schedule, StalePolicy
+from laminar_py.config.rollout import Schedule, StalePolicy
 from laminar_py.control.settings import Admission, StalenessBound
 from laminar_py.records.ages import WeightAges
 
@@ -22,18 +22,18 @@ def test_groups_consumed_in_order_stay_within_max_staleness(batch, spare, publis
         schedule=Schedule.ASYNC, batch=batch, capacity=10_000, max_staleness=bound, publish_every=publish_every
     )
     ages, version, step = WeightAges(), 0, 0
-    ages.published(version)
+    ages.record_version(version)
     queue = []
     for pull in pulls:
         allowed = admission.allowed(live=len(queue), generating=0)
         queue += [version] * min(pull, allowed)
         if len(queue) >= batch:
-            assert max(ages.of(begun) for begun in queue[:batch]) <= bound
+            assert max(ages.age_of(begun) for begun in queue[:batch]) <= bound
             queue, step = queue[batch:], step + 1
-            ages.stepped(learned=True)
+            ages.record_step(learned=True)
             if step % publish_every == 0:
                 version += 1
-                ages.published(version)
+                ages.record_version(version)
 
 
 def test_capacity_bounds_live_groups_where_staleness_does_not():

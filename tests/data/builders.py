@@ -8,8 +8,7 @@ import tokenizers
 
 from laminar_py.config.data import ChatConfig, SourceConfig
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.problems import ProblemRow, ProblemSet
-from laminar_py.data.prompts import read_prompts
+from laminar_py.data.problems import ProblemRow, ProblemSet, read_prompts
 from laminar_py.data.sources import DataSource, source_at
 from laminar_py.data.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import read_turns
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.prompts import read_prompts
+from laminar_py.data.problems import read_prompts
 from tests.data.builders import written
 from tests.data.templates import (
     EOS,
@@ -154,7 +154,7 @@ def test_demonstrations_of_messages_end_in_the_end_of_a_turn_and_texts_in_the_us
 def test_a_damaged_tokenizer_config_is_one_line(tmp_path: Path) -> None:
     encoder = make_chat_encoder(tmp_path, None)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"^model\.path=.*: its tokenizer cannot be loaded .*; mend its files$"):
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: its tokenizer cannot be loaded .*; fix its files$"):
         encoder.encode([ASKED])
 
 

@@ -55,7 +55,7 @@ def test_a_prompt_begins_as_in_rl_and_its_response_does_not(tmp_path: Path) -> N
         ),
         (
             '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}]}',
-            "the last message calls a tool, which a response of text does not in ",
+            "the last message calls a tool, but a response is text in ",
         ),
         ('{"prompt": "", "response": "ba"}', "prompt is empty"),
         ('{"prompt": "ab", "response": ""}', "response is empty"),

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from laminar_py.config.section import ConfigError
-from laminar_py.data.prompts import BATCH, check_disjoint
-from tests.data.builders import GOOD, make_problems, read, source, written
+from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
+from laminar_py.data.problems import BATCH, check_disjoint
+from laminar_py.data.sources import source_at
+from laminar_py.data.survey import unknown_words
+from tests.data.builders import GOOD, make_problems, read, source, text_encoder, written
 
 MANY = 2 * BATCH + 500
 
@@ -63,3 +66,116 @@ def test_a_digest_is_of_rows_and_where_they_stand(tmp_path: Path) -> None:
     written(tmp_path / "c.jsonl", '{"question": "a", "prompt": "1+1=", "answer": "2"}')
     first, second = (read(source(tmp_path / "c.jsonl", columns=of)) for of in ({}, {"prompt": "question"}))
     assert first.digest != second.digest
+
+
+def test_a_good_file_gives_one_prompt_per_line(tmp_path: Path) -> None:
+    named = json.dumps({"prompt": "a", "answer": "b", "id": "mine", "source": "ignored"})
+    first, second = read(written(tmp_path / "t.jsonl", GOOD, named))
+    assert (first.id, first.index, first.text, first.answer) == ("p0", 0, "1+1=", "2")
+    assert (second.id, second.index, second.text, second.answer) == ("mine", 1, "a", "b")
+    assert first.ids.tolist() == [2, 11, 2, 12]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"prompt": "1', "input data was truncated"),
+        ('["1+1=", "2"]', "expected `object`, got `array`"),
+        ('{"answer": "2"}', "missing required field `prompt`"),
+        ('{"prompt": "1+1=", "answer": [2]}', "expected `int | float | str | null`, got `array` - at `$.answer`"),
+        ('{"prompt": "", "answer": "2"}', "prompt is empty"),
+        ('{"prompt": "a", "answer": "2", "id": "p0"}', "id also in line 1"),
+        ('{"prompt": "123456789", "answer": "2"}', "prompt has 9 tokens, above the 8"),
+    ],
+)
+def test_a_bad_line_is_named_with_field_place_value_and_remedy(tmp_path: Path, line: str, fault: str) -> None:
+    source = written(tmp_path / "t.jsonl", GOOD, line, GOOD)
+    with pytest.raises(ConfigError) as caught:
+        read(source, max_prompt_tokens=8)
+    message = str(caught.value)
+    assert message.startswith(f"data.train={source.path}:2: ")
+    assert fault in message
+    assert "; " in message
+    assert "\n" not in message
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"prompt": "\xff", "answer": "2"}\n')
+    with pytest.raises(ConfigError, match=r"t\.jsonl:1: .*utf-8.*\\\\xff"):
+        read(source_at(path, "eval.sets.heldout"))
+
+
+def test_blank_lines_are_skipped_and_every_other_line_keeps_its_number(tmp_path: Path) -> None:
+    source = written(tmp_path / "t.jsonl", "", GOOD, "  \t", '{"prompt": "a", "answer": "b"}', "")
+    assert [(prompt.id, prompt.index) for prompt in read(source)] == [("p1", 1), ("p3", 3)]
+    with pytest.raises(ConfigError, match=r"t\.jsonl:3: .*missing required field `prompt`"):
+        read(written(tmp_path / "t.jsonl", GOOD, "", '{"answer": "a"}'))
+    with pytest.raises(ConfigError, match=r"holds no lines"):
+        read(written(tmp_path / "t.jsonl", "", " "))
+
+
+def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"eval.sets.heldout=.*nowhere\.jsonl: no such file; "):
+        read(source_at(tmp_path / "nowhere.jsonl", "eval.sets.heldout"))
+    with pytest.raises(ConfigError, match=r"data.train=.*t\.jsonl: holds no lines; "):
+        read(written(tmp_path / "t.jsonl"))
+
+
+def test_a_heldout_prompt_that_is_trained_on_is_refused_with_both_lines(tmp_path: Path) -> None:
+    other = '{"prompt": "a", "answer": "2"}'
+    train = written(tmp_path / "train.jsonl", other, other, GOOD)
+    heldout = written(
+        tmp_path / "heldout.jsonl", '{"prompt": "b", "answer": "2"}', GOOD, field="eval.sets.heldout"
+    )
+    with pytest.raises(
+        ConfigError, match=r"eval.sets.heldout=.*heldout\.jsonl:2: .* data.train=.*train\.jsonl:3 .*1\+1="
+    ):
+        check_disjoint(read(heldout), [read(train)])
+
+
+def test_disjoint_files_pass(tmp_path: Path) -> None:
+    train = written(tmp_path / "train.jsonl", '{"prompt": "a", "answer": "2"}')
+    heldout = written(tmp_path / "heldout.jsonl", GOOD, field="eval.sets.heldout")
+    check_disjoint(read(heldout), [read(train)])
+
+
+def test_a_prompt_may_say_which_task_it_is_of(tmp_path):
+    source = written(tmp_path / "train.jsonl", '{"prompt": "1+1=", "answer": "2", "task": "sums"}', GOOD)
+    assert [prompt.task for prompt in read(source)] == ["sums", ""]
+
+
+def test_a_problem_keeps_all_fields_of_its_line_as_they_are_written(tmp_path: Path) -> None:
+    line = '{"prompt": "ab", "task": "code", "tests": [{"in": 1.50, "x": "\\u00e9"}], "level": 3, "answer": "4"}'
+    (prompt,) = read(written(tmp_path / "t.jsonl", line))
+    assert prompt.fields_json == b'{"tests":[{"in": 1.50, "x": "\\u00e9"}],"level":3}'
+
+
+def test_an_answer_or_id_that_is_a_number_stays_as_it_is_written(tmp_path: Path) -> None:
+    (prompt,) = read(written(tmp_path / "t.jsonl", '{"prompt": "a", "answer": 1.50, "id": 7, "task": null}'))
+    assert (prompt.id, prompt.answer, prompt.task) == ("7", "1.50", "")
+
+
+def test_a_source_may_name_its_task_and_ids_may_have_a_prefix(tmp_path: Path) -> None:
+    written(tmp_path / "t.jsonl", GOOD, '{"prompt": "a", "task": "own", "id": "x"}')
+    prompts = read(source(tmp_path / "t.jsonl", task="sums"), prefix="train.1/")
+    assert [(prompt.id, prompt.task) for prompt in prompts] == [("train.1/p0", "sums"), ("train.1/x", "sums")]
+
+
+def test_a_sample_is_bounded_and_reaches_the_end_of_a_source(tmp_path: Path) -> None:
+    lines = ['{"prompt": "1+1="}'] * 60 + ['{"prompt": "x=z"}'] * 40
+    problems, encoder = read(written(tmp_path / "t.jsonl", *lines)), text_encoder()
+    whole = unknown_words([problems], None, encoder=encoder)["data.train"]
+    assert (whole.number, whole.first, whole.num_seen, whole.rows) == (80, "x", 100, "all its rows")
+    some = unknown_words([problems], None, encoder=encoder, most=9)["data.train"]
+    assert (some.num_seen, some.rows) == (9, "9 of its 100 rows"), "every 12th"
+    assert (some.number, some.place) == (8, f"data.train={tmp_path}/t.jsonl:61")
+    assert unknown_words([problems], None, encoder=encoder, most=100)["data.train"] == whole
+
+
+def test_demonstrations_are_sampled_by_row_too(tmp_path: Path) -> None:
+    source = written(tmp_path / "w.jsonl", *['{"prompt": "1", "response": "1x"}'] * 7, field="warm_start.data")
+    encoder = text_encoder()
+    read_them = Demonstrations(source, read_demonstrations(source, encoder=encoder, max_tokens=None))
+    found = unknown_words([], read_them, encoder=encoder, most=3)["warm_start.data"]
+    assert (found.number, found.num_seen, found.num_rows) == (3, 3, 7)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from laminar_py.config.data import DataConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.stream import PromptStream, read_levels
-from laminar_py.records.outcomes import GroupRewards
+from laminar_py.records.scoring import GroupRewards
 from tests.data.builders import make_problems, read, written
 
 
@@ -61,7 +61,7 @@ def test_sources_have_the_shares_of_their_weights_under_every_order(order: str) 
     stream = make_stream(7, 400, 50, weights=(3, 1, 1), order=order, level_groups=1)
     for place in range(500):  # some that teach nothing
         prompt = stream.prompt(place)
-        stream.tell(GroupRewards(place, prompt.id, (0.0, 0.0) if prompt.id < "s1/2" else (0.0, 1.0)))
+        stream.record_group(GroupRewards(place, prompt.id, (0.0, 0.0) if prompt.id < "s1/2" else (0.0, 1.0)))
     drawn = ids(stream, range(1000))
     assert [sum(id.startswith(f"s{index}/") for id in drawn) for index in range(3)] == [600, 200, 200]
 
@@ -77,11 +77,11 @@ def test_a_level_opens_once_the_ones_below_are_solved_and_closes_when_one_is_no_
     stream = make_stream(4, order="curriculum", level_groups=4, opens_at=0.75)
     assert set(ids(stream, range(40))) == {"s0/0"}
     for place in range(4):
-        stream.tell(GroupRewards(place, "s0/0", (1.0, 1.0, 1.0, 0.0)))
+        stream.record_group(GroupRewards(place, "s0/0", (1.0, 1.0, 1.0, 0.0)))
     assert set(ids(stream, range(40))) == {"s0/0", "s0/1"}
     assert stream.figures.solved == {"0": 0.75}
     assert stream.figures.open_levels == 2
-    stream.tell(GroupRewards(4, "s0/0", (0.0,)))
+    stream.record_group(GroupRewards(4, "s0/0", (0.0,)))
     assert set(ids(stream, range(40))) == {"s0/0"}
 
 
@@ -92,7 +92,7 @@ def test_a_level_may_be_a_text_and_its_problems_are_shuffled_together_with_those
     problems = make_problems(10, fields='{"hard": "LROW"}')
     stream = PromptStream([problems], config, seed=0)
     assert set(ids(stream, range(10))) == {"0"}
-    stream.tell(GroupRewards(0, "0", (1.0,)))
+    stream.record_group(GroupRewards(0, "0", (1.0,)))
     assert sorted(ids(stream, range(2))) == ["0", "1"]
 
 
@@ -108,7 +108,7 @@ def test_levels_that_are_numbers_in_texts_are_sorted_as_numbers() -> None:
     [
         ('{"x": 1}', "'level' holds no number or text"),
         ('{"level": [1]}', "'level' holds no number or text"),
-        ('{"level": "one"}', "'level' holds neither a number nor a text as those before"),
+        ('{"level": "one"}', "'level' holds another type of value than the problems before"),
     ],
 )
 def test_a_problem_without_a_level_is_refused(tmp_path: Path, fields: str, fault: str) -> None:
@@ -122,7 +122,7 @@ def test_a_problem_comes_rarely_by_the_formula_after_visits_that_taught_nothing(
     stream = make_stream(100, order="signal", rest_floor=0.25)
     for place in range(4):  # the first four problems: 0 to 3 silent visits in a row
         for visit in range(place):
-            stream.tell(GroupRewards(10 * visit, f"s0/{place}", (1.0, 1.0)))
+            stream.record_group(GroupRewards(10 * visit, f"s0/{place}", (1.0, 1.0)))
     drawn = ids(stream, range(100 * 100))
     counts = [drawn.count(f"s0/{row}") / 100 for row in range(5)]
     assert counts == pytest.approx([1.0, 0.5, 0.25, 0.25, 1.0], abs=0.2)
@@ -131,9 +131,9 @@ def test_a_problem_comes_rarely_by_the_formula_after_visits_that_taught_nothing(
 
 def test_a_visit_with_a_signal_ends_the_rest_of_a_problem() -> None:
     stream = make_stream(9, order="signal")
-    stream.tell(GroupRewards(0, "s0/3", (0.0, 0.0)))
-    stream.tell(GroupRewards(20, "s0/3", (0.0, 1.0)))
-    stream.tell(GroupRewards(10, "s0/3", (0.0, 0.0)))  # closed late
+    stream.record_group(GroupRewards(0, "s0/3", (0.0, 0.0)))
+    stream.record_group(GroupRewards(20, "s0/3", (0.0, 1.0)))
+    stream.record_group(GroupRewards(10, "s0/3", (0.0, 0.0)))  # closed late
     assert stream.figures.resting == 0
 
 
@@ -143,8 +143,8 @@ def test_the_order_in_which_groups_closed_does_not_matter(order, visits, data) -
     told = [GroupRewards(place, f"s0/{row}", (1.0, reward)) for place, (row, reward) in enumerate(visits)]
     one, other = (make_stream(6, order=order, level_groups=3) for _ in range(2))
     for group in told:
-        one.tell(group)
+        one.record_group(group)
     for group in data.draw(st.permutations(told)):
-        other.tell(group)
+        other.record_group(group)
     assert ids(one, range(100, 160)) == ids(other, range(100, 160))
     assert one.figures == other.figures

@@ -71,7 +71,7 @@ def test_words_that_become_the_unknown_token_are_told_and_the_token_itself_is_no
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", behavior="isolated")
     tokenizer = Tokenizer(backend, eos_ids=(0,))
-    assert tokenizer.unknown("ab?ac") == unknown
+    assert tokenizer.unknown_words("ab?ac") == unknown
     assert tokenizer.has_unknown == bool(unknown)
 
 
@@ -118,7 +118,7 @@ def test_a_folder_without_usable_eos_id_is_refused(tmp_path: Path, files: dict[s
 def test_a_config_that_is_no_text_is_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     (folder / "config.json").write_bytes(b'{"eos_token_id": "\xff"}')
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read .*; mend the file$"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read .*; fix the file$"):
         load_tokenizer(folder)
 
 
@@ -131,7 +131,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
 @given(text=st.text(min_size=1) | st.text(alphabet="a\u0344\ufb2c <s>/", min_size=1, max_size=30))
 def test_a_tokenizer_of_bytes_makes_at_most_so_many_ids_of_a_text_and_at_least_one(normalizer, text) -> None:
     tokenizer = bytewise(add_prefix_space=True, normalizer=normalizer)
-    most = tokenizer.at_most(text)
+    most = tokenizer.max_ids(text)
     assert most is not None
     assert 1 <= len(tokenizer.encode_prompt(text)) <= most
     assert tokenizer.count([text] * 2, begun=True) == [len(tokenizer.encode_prompt(text))] * 2
@@ -139,8 +139,8 @@ def test_a_tokenizer_of_bytes_makes_at_most_so_many_ids_of_a_text_and_at_least_o
 
 
 def test_nothing_is_known_of_other_tokenizers() -> None:
-    assert Tokenizer(character_backend(), eos_ids=(1,)).at_most("a") is None
-    assert bytewise(normalizer=tokenizers.normalizers.NFKC()).at_most("a") is None
+    assert Tokenizer(character_backend(), eos_ids=(1,)).max_ids("a") is None
+    assert bytewise(normalizer=tokenizers.normalizers.NFKC()).max_ids("a") is None
 
 
 def bytewise(*, add_prefix_space: bool = False, normalizer: tokenizers.normalizers.Normalizer | None) -> Tokenizer:

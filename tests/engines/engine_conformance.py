@@ -19,8 +19,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from laminar_py.records.engine import Delta, GenerateRequest, PauseMode, SamplingParams
-from laminar_py.records.protocols import EngineLostError, InferenceEngine, PushEngine
+from laminar_py.records.engine import (
+    Delta,
+    EngineLostError,
+    GenerateRequest,
+    InferenceEngine,
+    PauseMode,
+    PushEngine,
+    SamplingParams,
+)
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
 

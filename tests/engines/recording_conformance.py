@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from laminar_py.records.engine import PauseMode
-from laminar_py.records.recordings import RoutedExperts, join_experts
+from laminar_py.records.pieces import RoutedExperts, join_experts
 from tests.engines.engine_conformance import Factory, Response, caught, collect, make_request
 
 PROMPT = (3, 4, 5)

@@ -115,6 +115,6 @@ async def test_a_mistake_in_an_installed_backend_is_told_with_its_name(monkeypat
     point = EntryPoint("dice", f"{__name__}:DICE", "laminar_py.backends")
     monkeypatch.setitem(vars(BACKENDS), "_announced", [point])
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
-    named = r"^rollout\.engine\.kind=dice: .*:DICE of .* raised ValueError: planted; mend"
+    named = r"^rollout\.engine\.kind=dice: .*:DICE of .* raised ValueError: planted; fix"
     with pytest.raises(ConfigError, match=named):
         await use({**MINIMAL, "model": {"path": str(tmp_path)}, "rollout": {"engine": {"kind": "dice"}}})

@@ -19,13 +19,11 @@ from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.packing.packer import Packed
 from laminar_py.learner.packing.packer import pack as pack_step
 from laminar_py.ledger.segments.reader import PayloadReader, complete_one
-from laminar_py.records.clock import SystemClock
 from laminar_py.records.engine import Delta, SamplingParams
-from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.host import SystemClock
 from laminar_py.records.replica import Assignment
-from laminar_py.records.spans import Span, num_sampled, num_turns, replace_spans
-from laminar_py.records.trajectory import FinishReason, Kind
-from laminar_py.records.tree import is_tree
+from laminar_py.records.spans import Span, is_tree, num_sampled, num_turns, replace_spans
+from laminar_py.records.trajectory import FinishedTrajectory, FinishReason, Kind
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
 from tests.depth import examples

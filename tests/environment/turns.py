@@ -7,8 +7,8 @@ from typing import ClassVar
 import tokenizers
 from tokenizers.models import BPE
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost, SavedTurns

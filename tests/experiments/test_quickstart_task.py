@@ -16,7 +16,7 @@ import pytest
 from laminar_py.config.loading import load_config
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.prompts import check_disjoint, read_prompts
+from laminar_py.data.problems import check_disjoint, read_prompts
 from laminar_py.data.sources import source_at
 from laminar_py.data.tiny_models import SPECIAL, UNKNOWN
 from laminar_py.data.tokenizer import load_tokenizer

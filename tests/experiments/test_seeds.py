@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from experiments.schedules import run as schedules
 from experiments.vs_trl import run as vs_trl
 from experiments.vs_trl.run import Measured
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule
 
 
 def measured(tokens_per_s: int, *, seconds_to_target: float) -> Measured:

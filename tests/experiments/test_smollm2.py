@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from laminar_contrib.mathematics.verify import MathOutcome, verify
 from laminar_py.config.loading import load_config
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.prompts import read_prompts
+from laminar_py.data.problems import read_prompts
 from laminar_py.data.sources import source_at
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.engines.local.engine import LocalEngine

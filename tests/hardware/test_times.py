@@ -6,7 +6,7 @@ import pytest
 
 from laminar_lab.plan.known_models import KNOWN_MODELS, model_named
 from laminar_lab.plan.times import engine_times, kv_tokens, learner_times, weights_bytes
-from laminar_py.config.emulated_profile import read_profile
+from laminar_py.config.loading import read_profile
 from laminar_py.runtime.preflight.gpus import gpu_named
 from tests.runs.runs import REPO
 

@@ -269,7 +269,7 @@ def test_a_mistake_in_the_file_is_one_line_and_starts_nothing(tmp_path):
     assert done.returncode == 2
     assert done.stderr == (
         "laminar: variant lrr-1: learner.lrr=1: unknown key; did you mean learner.lr? docs/config.md lists"
-        " all of them\n"
+        " all settings\n"
     )
     assert not (tmp_path / "runs").exists()
     shutil.rmtree(tmp_path)

@@ -22,8 +22,8 @@ from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.step import Learner, Update
-from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from laminar_py.records.batch import MicroBatch
+from laminar_py.records.trajectory import MicroBatch
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 torch.set_num_threads(1)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from laminar_py.config.emulated_profile import LearnerTimes
+from laminar_py.config.emulation import LearnerTimes
 from laminar_py.learner.emulated import EmulatedLearner
 from laminar_py.learner.marker import MARKER
 from laminar_py.learner.packing.balance import emulated_step_s

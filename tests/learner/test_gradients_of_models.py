@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.step import Learner
-from laminar_py.records.batch import MicroBatch
+from laminar_py.records.trajectory import MicroBatch
 from tests.learner.builders import (
     SETTINGS,
     Sample,

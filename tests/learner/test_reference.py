@@ -10,7 +10,7 @@ from laminar_py.learner.packing.balance import fit_bins, make_entry
 from laminar_py.learner.packing.packer import assign_bins, step_terms
 from laminar_py.learner.reference import ReferenceModel
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
-from laminar_py.records.recordings import SamplingMask
+from laminar_py.records.pieces import SamplingMask
 from tests.builders import make_trajectory
 from tests.learner.builders import VOCAB, make_learner, make_model_folder, referred
 from tests.stored import at_ranks

@@ -17,7 +17,7 @@ from laminar_py.learner.losses.loss import trained_rows
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from laminar_py.records.columns import TEACHER_LOGPROBS
-from laminar_py.records.recordings import SamplingMask
+from laminar_py.records.pieces import SamplingMask
 from tests.learner.builders import (
     VOCAB,
     full_parameters,

@@ -16,8 +16,7 @@ from laminar_py.ledger.recovery import rollback_events
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import read_rows
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
-from laminar_py.records.codec import decode, encode
-from laminar_py.records.digests import response_digest
+from laminar_py.records.codec import decode, encode, response_digest
 from laminar_py.records.events import (
     Assigned,
     Checkpointed,
@@ -30,8 +29,7 @@ from laminar_py.records.events import (
     Stepped,
     VersionPublished,
 )
-from laminar_py.records.pieces import ColumnPiece, ColumnRef, Piece
-from laminar_py.records.recordings import pack_experts, pack_mask
+from laminar_py.records.pieces import ColumnPiece, ColumnRef, Piece, pack_experts, pack_mask
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason, Kind
 from tests.builders import make_experts, make_mask, make_prompt

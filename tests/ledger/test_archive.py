@@ -18,7 +18,7 @@ from laminar_py.ledger.rows import read_rows
 from laminar_py.ledger.segments.folder import segments_in
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Assigned, Dropped, Restamped
-from laminar_py.records.recordings import SamplingMask, pack_mask
+from laminar_py.records.pieces import SamplingMask, pack_mask
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 from tests.builders import make_experts

@@ -5,8 +5,7 @@ import msgspec
 from laminar_py.control.evaluation import NO_STEP
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set, open_passes, read_evaluations
-from laminar_py.records.estimates import set_figures
-from laminar_py.records.evaluations import EvalAnswer
+from laminar_py.records.evaluations import EvalAnswer, set_figures
 from laminar_py.records.events import Consumed, Dropped, RolledBack
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.builders import make_answers, make_evaluated
@@ -33,7 +32,7 @@ async def test_the_mean_of_a_set_is_an_accuracy_in_all_of_its_passes_or_in_none(
         "e2-bonus": "mean reward",
     }
     assert (told["e0-bonus"].pass_at, told["e0-bonus"].mean) == ({}, first.figures.mean)
-    assert told["e0-bonus"].tell().startswith("mean reward 0.000 (0.000 to 0.000) on 8 problems")
+    assert told["e0-bonus"].describe().startswith("mean reward 0.000 (0.000 to 0.000) on 8 problems")
 
 
 def test_the_first_set_is_that_of_the_config_whichever_was_on_record_first():

@@ -9,6 +9,7 @@ from laminar_py.ledger.database import LEDGER_NAME, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.columns import token_values
+from laminar_py.records.credit import RoleCredit
 from laminar_py.records.events import (
     Dropped,
     Interrupted,
@@ -22,7 +23,6 @@ from laminar_py.records.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, Kind, Status
 from laminar_py.records.weights import Published

@@ -58,7 +58,7 @@ async def test_an_event_of_a_later_release_is_passed_over_and_said(tmp_path):
 
 def append_unknown(connection, kind, subject):
     """A well-formed event that this release does not know."""
-    from laminar_py.records.digests import event_hash
+    from laminar_py.records.codec import event_hash
 
     seq, previous = connection.execute("SELECT seq, hash FROM head").fetchone()
     body = f'{{"event":"{kind}","trajectory_id":"{subject}"}}'

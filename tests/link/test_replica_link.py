@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.engine import SamplingParams
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.engine import EngineLostError, SamplingParams
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
 from laminar_py.relay.sockets import PeerServer

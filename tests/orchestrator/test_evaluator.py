@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.evaluations import OpenPass
 from laminar_py.observe.stats import Stats, Totals
-from laminar_py.records.clock import SystemClock
 from laminar_py.records.evaluations import pass_number, set_of
+from laminar_py.records.host import SystemClock
 from laminar_py.records.trajectory import Kind
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
 from tests.builders import make_evaluated, make_prompt

@@ -12,8 +12,8 @@ import pytest
 from laminar_py.config.loading import load_config
 from laminar_py.config.reward import RewardConfig
 from laminar_py.observe.stats import Stats, Totals
-from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Dropped
+from laminar_py.records.host import SystemClock
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind
 from laminar_py.runtime.orchestrator import scoring as scoring_module

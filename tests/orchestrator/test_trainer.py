@@ -18,8 +18,8 @@ from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.observe.stats import Stats, read_totals
-from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import RunStarted
+from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import OrderFigures, StepMetrics
 from laminar_py.records.scoring import Score
 from laminar_py.records.weights import Published
@@ -286,7 +286,7 @@ async def test_staleness_counts_steps_where_versions_are_fewer(tmp_path):
     assert all(staleness == step - 1 - 2 * oldest for step, oldest, staleness in rows), "two steps a version"
     assert verify(tmp_path) == []
     ages = recover(tmp_path).ages
-    assert [ages.of(version) for version in range(4)] == [5, 3, 1, 0]
+    assert [ages.age_of(version) for version in range(4)] == [5, 3, 1, 0]
 
 
 async def test_a_run_that_is_stopped_says_which_checkpoint_stands_if_its_last_is_lost(tmp_path, caplog):

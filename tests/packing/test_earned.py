@@ -11,8 +11,8 @@ from laminar_py.learner.packing.balance import fit_bins, make_entry
 from laminar_py.learner.packing.packer import STD_FLOOR, step_terms
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import TOKEN_REWARDS, token_values
+from laminar_py.records.credit import ROUNDING, Earned, earned_by, returns_differ, returns_of
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.returns import ROUNDING, Earned, differ, earned_by, returns_of
 from tests.builders import make_ref, make_trajectory
 from tests.stored import by_reference
 
@@ -59,7 +59,7 @@ def test_among_some_of_the_tokens_only_these_count(rewards, data):
 @given(group=st.lists(WHOLE, min_size=2, max_size=4))
 def test_responses_differ_exactly_where_returns_of_some_two_tokens_do(group):
     direct = np.concatenate([returns_from_each_token(rewards, sum(rewards)) for rewards in group])
-    found = differ([returns_of(float(sum(rewards)), earned(rewards)) for rewards in group])
+    found = returns_differ([returns_of(float(sum(rewards)), earned(rewards)) for rewards in group])
     assert found == (np.ptp(direct) > 0)
 
 

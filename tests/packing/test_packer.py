@@ -11,10 +11,8 @@ from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.learner.packing.balance import fit_bins, make_entry
 from laminar_py.learner.packing.packer import Packed, StepTerms, assign_bins, pack, step_terms
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
-from laminar_py.records.pieces import TokensRef
-from laminar_py.records.recordings import RoutedExperts
-from laminar_py.records.returns import returns_of
-from laminar_py.records.roles import RoleCredit, role_advantages
+from laminar_py.records.credit import RoleCredit, returns_of, role_advantages
+from laminar_py.records.pieces import RoutedExperts, TokensRef
 from laminar_py.records.spans import ANEW, Span, sampled_mask
 from tests.builders import make_ref, make_trajectory
 from tests.depth import examples

@@ -8,8 +8,8 @@ import pytest
 from laminar_lab.plan.placements import placements
 from laminar_lab.plan.request import Lengths
 from laminar_lab.plan.stages import ReplicaRates, estimate
-from laminar_py.config.emulated_profile import EngineTimes
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.emulation import EngineTimes
+from laminar_py.config.rollout import Schedule
 from laminar_py.observe.remedies import Wall
 from tests.plan.builders import LENGTHS, make_request
 

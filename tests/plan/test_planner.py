@@ -18,10 +18,9 @@ from laminar_lab.plan.subject import read_subject
 from laminar_lab.plan.times import learner_times
 from laminar_lab.plan.writing import write_config
 from laminar_py.cli.main import app
-from laminar_py.config.emulated_profile import read_profile
-from laminar_py.config.loading import load_config, read_tree
+from laminar_py.config.loading import load_config, read_profile, read_tree
+from laminar_py.config.rollout import Schedule
 from laminar_py.config.section import ConfigError
-from laminar_py.config.staleness import Schedule
 from laminar_py.runtime.preflight.memory import memory_faults
 from tests.plan.builders import make_request
 from tests.runs.runs import REPO

@@ -2,9 +2,9 @@
 
 import pytest
 
-from laminar_py.cli.choices import choices, command
+from laminar_py.cli.report import choices, command
 from laminar_py.config.loading import dump_config, load_config
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule
 from laminar_py.observe.diagnosis import diagnose
 from tests.analytics.scripted import CONFIG
 from tests.analytics.test_diagnosis import mean_step_of

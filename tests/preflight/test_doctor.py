@@ -140,7 +140,7 @@ def test_the_laptops_config_fits_and_is_shown():
     assert (code, lines) == (0, [])
     for part in ("learner-0", "reference-0", "replica-0 to 1", "relay-0 to 2"):
         assert part in output
-    assert output.splitlines()[-1].startswith("every part has a place, and no node lacks what it needs; ")
+    assert output.splitlines()[-1].startswith("every part has a place, and no node lacks software; ")
 
 
 def test_a_cluster_that_cannot_be_joined_is_a_fault_of_the_config():

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.records.estimates import pass_at_k, set_figures
-from laminar_py.records.evaluations import answer_id, pass_id, pass_number, set_of
+from laminar_py.records.evaluations import answer_id, pass_at_k, pass_id, pass_number, set_figures, set_of
 from tests.builders import make_answers
 
 
@@ -36,7 +35,7 @@ def test_pass_at_k_ends_with_the_number_of_samples(samples, sizes):
     figures = set_figures(make_answers([[1.0] + [0.0] * (samples - 1), [0.0] * samples]), samples=samples)
     assert list(figures.pass_at) == sizes
     assert figures.pass_at[samples].value == 0.5, "one of two problems is solved"
-    assert samples == 1 or f"pass@{samples} 0.500" in figures.tell()
+    assert samples == 1 or f"pass@{samples} 0.500" in figures.describe()
 
 
 def test_the_interval_of_a_mean_is_that_of_problems_and_not_of_answers():

@@ -20,8 +20,7 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file
 
-from laminar_py.records.protocols import PulledVersion, VersionLostError
-from laminar_py.records.weights import Published
+from laminar_py.records.weights import Published, PulledVersion, VersionLostError
 from laminar_py.relay.store import SPARE, complete_versions
 from laminar_py.relay.subscriber import RelayError, Subscriber
 from laminar_py.relay.tree import Topology

@@ -16,8 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
-from laminar_py.records.weights import Published
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Published
 from laminar_py.relay import digests
 from laminar_py.relay.device_copy import TensorCopier
 from laminar_py.relay.digests import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.records.protocols import VersionLostError
+from laminar_py.records.weights import VersionLostError
 from laminar_py.relay.messages import (
     Announce,
     Attach,

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from laminar_py.config.algorithm import Advantage
-from laminar_py.config.emulated_profile import EngineTimes
-from laminar_py.config.rollout import OnNewWeights, WithoutSignal
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.emulation import EngineTimes
+from laminar_py.config.rollout import OnNewWeights, Schedule, WithoutSignal
 from laminar_py.control.closing import Stages
 from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler

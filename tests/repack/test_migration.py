@@ -97,7 +97,7 @@ def test_a_mistake_in_an_installed_planner_is_told_with_its_name(tmp_path, folde
     monkeypatch.setitem(vars(PLANNERS), "_announced", [point])
     with pytest.RaisesGroup(
         pytest.RaisesExc(
-            ConfigError, match=r"^repack\.planner=failing: .*:Failing of .* raised ValueError: planted; mend"
+            ConfigError, match=r"^repack\.planner=failing: .*:Failing of .* raised ValueError: planted; fix"
         ),
         flatten_subgroups=True,
     ):

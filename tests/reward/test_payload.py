@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardConfig
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
+from laminar_py.records.credit import earned_by
 from laminar_py.records.pieces import PayloadLostError
-from laminar_py.records.returns import earned_by
 from laminar_py.records.scoring import Score, ScoringRequest, Unscored
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from laminar_py.config import reward as reward_config
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardConfig, RewardKind, TermConfig
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.columns import TOKEN_REWARDS, Array, Column
-from laminar_py.records.roles import RoleCredit
+from laminar_py.records.credit import RoleCredit
 from laminar_py.records.scoring import (
     NoValueError,
     PartialResponse,

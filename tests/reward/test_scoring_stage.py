@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from laminar_py.records.protocols import ScorerHandle
-from laminar_py.records.scoring import NO_IDS, PartialResponse, Score, Unfinished, Unscored
+from laminar_py.records.scoring import NO_IDS, PartialResponse, Score, ScorerHandle, Unfinished, Unscored
 from laminar_py.reward.stage import MOST_IN_HAND, ScorerDiedError, ScoringStage
 from tests.reward.requests import make_requests
 
@@ -25,7 +24,7 @@ class GatedScorer:
         self._elapsed_s = elapsed_s
         self._scores: asyncio.Queue[Score] = asyncio.Queue()
 
-    async def submit(self, requests: Sequence[Unscored]) -> None:
+    async def submit_responses(self, requests: Sequence[Unscored]) -> None:
         self.batches.append([request.request.response for request in requests])
         await asyncio.sleep(0)  # as over a wire
         if "die" in self.batches[-1]:
@@ -37,7 +36,7 @@ class GatedScorer:
     def look_ahead(self, responses: Sequence[Unfinished]) -> None:
         self.seen += [unfinished.response.trajectory_id for unfinished in responses]
 
-    async def take(self) -> list[Score]:
+    async def next_scores(self) -> list[Score]:
         await self.gate.wait()
         return [await self._scores.get()]
 
@@ -175,7 +174,7 @@ async def test_what_was_dropped_while_it_waited_takes_no_time_of_a_scorer() -> N
 
 async def test_what_a_dead_scorer_had_is_scored_once_by_the_next_before_what_waits() -> None:
     class Dying(GatedScorer):
-        async def take(self) -> list[Score]:
+        async def next_scores(self) -> list[Score]:
             await self.gate.wait()
             raise ScorerDiedError
 

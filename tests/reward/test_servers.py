@@ -8,10 +8,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardConfig
-from laminar_py.config.sandbox import SandboxConfig
-from laminar_py.records.scoring import TryAgainError
-from laminar_py.records.servers import PoolAddresses, ServerAddress
+from laminar_py.records.scoring import PoolAddresses, ServerAddress, TryAgainError
 from laminar_py.reward.judge import Servers
 from laminar_py.reward.scorer import LaunchedServers, Scorer
 from tests.reward.requests import make_request

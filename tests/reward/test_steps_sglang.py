@@ -17,8 +17,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from laminar_py.config.algorithm import Advantage
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import ServeContext
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.engines.sglang import server as server_module
 from laminar_py.engines.sglang.server import SGLangServer
@@ -29,7 +29,7 @@ from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.records.columns import TOKEN_REWARDS
-from laminar_py.records.returns import earned_by, returns_of
+from laminar_py.records.credit import earned_by, returns_of
 from laminar_py.records.scoring import PartialResponse
 from laminar_py.records.trajectory import Kind, Status
 from laminar_py.reward.steps import StepsTerm, open_steps, separated, step_ends

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from laminar_py.records.protocols import PulledVersion, VersionLostError
+from laminar_py.records.weights import PulledVersion, VersionLostError
 
 
 class Folders:

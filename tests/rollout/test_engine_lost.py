@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from laminar_py.config.loading import parse_config
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.engine import EngineLostError
 from laminar_py.records.trajectory import Break
 from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, peer_sockets
 from laminar_py.runtime.link.hub import ReplicaHub

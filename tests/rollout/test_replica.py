@@ -13,10 +13,9 @@ from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
-from laminar_py.records.clock import SystemClock
-from laminar_py.records.engine import SamplingParams
+from laminar_py.records.engine import EngineLostError, SamplingParams
+from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import Piece
-from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind

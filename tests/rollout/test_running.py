@@ -6,8 +6,7 @@ import pytest
 
 from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.environment import Problem
-from laminar_py.records.pieces import TokensRef
-from laminar_py.records.recordings import unpack_experts
+from laminar_py.records.pieces import TokensRef, unpack_experts
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, clip_spans
 from laminar_py.records.trajectory import FinishReason, Kind

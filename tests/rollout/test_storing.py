@@ -9,8 +9,8 @@ from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, salvage
 from laminar_py.ledger.segments.writer import JOURNAL, Journal
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.engine import EngineLostError, StoreFullError
 from laminar_py.records.pieces import Piece, TokensRef
-from laminar_py.records.protocols import EngineLostError, StoreFullError
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.rollout.storing import LEAST_FREE, SegmentStore

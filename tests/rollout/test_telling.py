@@ -8,7 +8,7 @@ import pytest
 
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_lab.simulate.weights import ModelledRelay, PulledWeights
-from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses

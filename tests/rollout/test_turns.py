@@ -9,13 +9,12 @@ import pytest
 
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.ledger.segments.frames import whole_frames
-from laminar_py.records.clock import SystemClock
 from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.environment import EnvironmentTurn, Problem
+from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.spans import ANEW, num_turns
+from laminar_py.records.spans import ANEW, num_turns, sequences_of
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason
-from laminar_py.records.tree import sequences_of
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import StreamState
 from laminar_py.rollout.streams import Streams

@@ -10,8 +10,7 @@ import pytest
 
 from laminar_py.data.tiny_models import jsonl, tiny_model, write_data
 from laminar_py.ledger.audit.verify import verify
-from laminar_py.records.spans import ANEW, decode_spans, num_turns
-from laminar_py.records.tree import sequences_of
+from laminar_py.records.spans import ANEW, decode_spans, num_turns, sequences_of
 from tests.runs.runs import ALONE, TrainProcess
 
 WORDS = ["<system>", "<user>", "<assistant>", *map(str, range(10)), "more", "less", "say"]

@@ -295,6 +295,9 @@ def test_every_command_has_help_with_an_example():
 
 def test_help_reads_as_it_was_written():
     told = CliRunner().invoke(app, ["data", "--help"], env={"COLUMNS": "300"}).stdout
-    assert "one prompt rendered, duplicates, leaks between training and evaluation, and what is too long." in told
+    assert (
+        "one rendered prompt, duplicates, leaks between training and evaluation, and problems that are too long."
+        in told
+    )
     told = CliRunner().invoke(app, ["rescore", "--help"], env={"COLUMNS": "300"}).stdout
     assert "'reward.use=[math]'" in told, "brackets are no markup"

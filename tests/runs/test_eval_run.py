@@ -18,7 +18,7 @@ from laminar_py.ledger.evaluations import read_answers
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import read_rows
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.records.estimates import set_figures
+from laminar_py.records.evaluations import set_figures
 from tests.learner.builders import make_learner
 from tests.runs.runs import LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions, quickstart_model
 

@@ -18,7 +18,7 @@ TOKENS = (25, 300)  # of a response of replica 0, and of replica 1; 20 ms each
 BACKEND = f"""
 from pathlib import Path
 
-from laminar_py.config.emulated_profile import read_profile
+from laminar_py.config.loading import read_profile
 from laminar_py.config.engine import Backend, EngineConfig
 
 

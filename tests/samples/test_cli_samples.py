@@ -135,7 +135,7 @@ async def test_the_story_ends_with_prompt_text_and_verdict(run):
     [
         (["g9.9"], "trajectory=g9.9: not in "),
         (["--reward", "high"], "reward=high: not a comparison"),
-        (["g0.0", "--kind", "train"], "g0.0: named beside conditions; give one of the two"),
+        (["g0.0", "--kind", "train"], "g0.0: ids and conditions exclude each other; leave one of them out"),
         (["--model", "nowhere"], "model.path=nowhere: no tokenizer.json in it"),
     ],
 )

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.python_session import PythonSession
 from laminar_py.sandbox.pool import SandboxPool
@@ -97,5 +97,5 @@ async def test_a_folder_that_code_may_not_see_is_refused(folder):
 
 @pytest.mark.parametrize("folder", ["usr", "", "/", "//"])
 def test_a_folder_without_its_whole_path_is_refused(folder):
-    with pytest.raises(ValueError, match=f"sandbox.programs={folder}: write a folder by its whole path"):
+    with pytest.raises(ValueError, match=f"sandbox.programs={folder}: no absolute path of a folder"):
         SandboxConfig(programs=(folder,))

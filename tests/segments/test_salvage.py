@@ -12,7 +12,7 @@ from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, merge, salvage
 from laminar_py.ledger.segments.writer import Journal
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.recordings import RoutedExperts, SamplingMask, pack_experts, pack_mask
+from laminar_py.records.pieces import RoutedExperts, SamplingMask, pack_experts, pack_mask
 from laminar_py.records.spans import Span
 from tests.segments.pieces import make_piece
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from laminar_lab.simulate.cores import SharedCores, shares
 from laminar_lab.simulate.run import simulate
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
-from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.loading import load_config
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses

@@ -6,7 +6,8 @@ import pytest
 
 from laminar_lab.simulate import run as simulate_run
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.emulated_profile import EngineTimes, read_profile
+from laminar_py.config.emulation import EngineTimes
+from laminar_py.config.loading import read_profile
 from laminar_py.config.section import ConfigError
 from laminar_py.observe.stats import Stats
 from laminar_py.rollout.replica import Replica

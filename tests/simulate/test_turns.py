@@ -4,7 +4,7 @@ import pytest
 
 from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.emulated_profile import read_profile
+from laminar_py.config.loading import read_profile
 from laminar_py.config.section import ConfigError
 from laminar_py.records.spans import num_sampled, num_turns
 from tests.simulate.small import FAILING, run, small

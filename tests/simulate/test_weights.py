@@ -6,7 +6,7 @@ import pytest
 
 from laminar_lab.simulate.virtual_loop import virtually
 from laminar_lab.simulate.weights import ModelledWeights, host_arrivals_s
-from laminar_py.records.protocols import VersionLostError
+from laminar_py.records.weights import VersionLostError
 from tests.simulate.small import run, small
 
 SEVEN_B = 7_600_000_000

@@ -15,8 +15,7 @@ import numpy as np
 from blake3 import blake3
 
 from laminar_py.config.algorithm import Advantage, Aggregation
-from laminar_py.config.rollout import PLANNERS, WithoutSignal
-from laminar_py.config.staleness import Schedule, StalePolicy
+from laminar_py.config.rollout import PLANNERS, Schedule, StalePolicy, WithoutSignal
 from laminar_py.control.closing import Stages
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.control.groups import Credit
@@ -41,8 +40,9 @@ from laminar_py.records.columns import (
     TokenValues,
     token_values,
 )
+from laminar_py.records.credit import earned_by
 from laminar_py.records.engine import EngineStatus, SamplingParams
-from laminar_py.records.estimates import set_figures
+from laminar_py.records.evaluations import set_figures
 from laminar_py.records.events import (
     Checkpointed,
     Evaluated,
@@ -55,14 +55,30 @@ from laminar_py.records.events import (
     Stepped,
     VersionPublished,
 )
-from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.pieces import ColumnPiece, ColumnRef, Piece, TokensRef
-from laminar_py.records.recordings import pack_experts, pack_mask, unpack_experts, unpack_mask
+from laminar_py.records.pieces import (
+    ColumnPiece,
+    ColumnRef,
+    Piece,
+    TokensRef,
+    pack_experts,
+    pack_mask,
+    unpack_experts,
+    unpack_mask,
+)
 from laminar_py.records.replica import Held, Move, Progress, ReplicaReport, Survey, WeightLoad
-from laminar_py.records.returns import earned_by
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Prompt, Status, Trajectory
+from laminar_py.records.trajectory import (
+    Break,
+    Cap,
+    DropReason,
+    FinishedTrajectory,
+    FinishReason,
+    Kind,
+    Prompt,
+    Status,
+    Trajectory,
+)
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.planner import PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
@@ -809,7 +825,7 @@ class Control:
         """Put on record what replicas have and a dead controller did not come to say; the newest version."""
         for orphan in self.ledger.unpublished():
             self.published(orphan.version, step=step, parent=None, incarnation=incarnation)
-            self.scheduler.book.ages.published(orphan.version)
+            self.scheduler.book.ages.record_version(orphan.version)
         return self.ledger.newest_version
 
     async def checkpoint(self, *, step: int, version: int) -> None:

@@ -1,7 +1,7 @@
 """Rows of `metrics.jsonl` as a run makes them."""
 
 from laminar_py.observe.stats import Stats, Totals
-from laminar_py.records.clock import SystemClock
+from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import Mismatch, StepMetrics, TokenMetrics, Work
 
 

@@ -11,7 +11,7 @@ from laminar_py.observe import fleet
 from laminar_py.observe.fleet import OwnCpu, cpu_use, watch_fleet
 from laminar_py.observe.record import read_samples
 from laminar_py.observe.stats import Stats, Totals
-from laminar_py.records.clock import SystemClock
+from laminar_py.records.host import SystemClock
 
 
 def test_cores_that_a_loop_fills_are_busy():

@@ -9,7 +9,7 @@ from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.record import read_samples
 from laminar_py.observe.stats import Stats, Totals, read_totals
 from laminar_py.observe.trackers import flat_row
-from laminar_py.records.clock import SystemClock
+from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import TurnFigures
 from tests.telemetry.rows import make_rows
 

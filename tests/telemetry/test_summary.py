@@ -1,6 +1,6 @@
 """What the summary says of relay and checkpoints, from the ledger of a run."""
 
-from laminar_py.cli.train import tell_checkpoints, tell_relay
+from laminar_py.cli.train import checkpoint_summary, relay_summary
 from laminar_py.ledger.database import reading
 from laminar_py.observe.summary import (
     CheckpointFigures,
@@ -53,14 +53,14 @@ async def test_the_relay_is_summed_up_from_the_ledger(tmp_path):
     with reading(tmp_path) as connection:
         figures = read_relay(connection)
     assert figures == RelayFigures(4, 0.2, 2.5, 2060 / 8000)
-    assert tell_relay(figures) == (
-        "4 versions, the learner stood still 200.0 ms for one, 2.50 s until the last relay had it, what travelled"
-        " was 25.8% of whole versions, the rest was as in the version before"
+    assert relay_summary(figures) == (
+        "4 versions, the learner stood still 200.0 ms for one, 2.50 s until the last relay had it, 25.8% of whole"
+        " versions travelled, the rest was as in the version before"
     )
 
 
 def test_where_nothing_could_be_left_out_whole_versions_travelled():
-    assert tell_relay(RelayFigures(3, None, None, 1.0)) == "3 versions, whole versions travelled"
+    assert relay_summary(RelayFigures(3, None, None, 1.0)) == "3 versions, whole versions travelled"
 
 
 async def test_a_lone_root_has_nothing_to_say_of_the_wire(tmp_path):
@@ -70,7 +70,7 @@ async def test_a_lone_root_has_nothing_to_say_of_the_wire(tmp_path):
     with reading(tmp_path) as connection:
         figures = read_relay(connection)
     assert figures == RelayFigures(1, 0.1, None, None)
-    assert tell_relay(figures) == "1 versions, the learner stood still 100.0 ms for one"
+    assert relay_summary(figures) == "1 versions, the learner stood still 100.0 ms for one"
 
 
 async def test_checkpoints_are_summed_up_from_the_ledger(tmp_path):
@@ -85,7 +85,7 @@ async def test_checkpoints_are_summed_up_from_the_ledger(tmp_path):
     with reading(tmp_path) as connection:
         figures = read_checkpoints(connection)
     assert figures == CheckpointFigures(3, 0.003, 1.5)
-    assert tell_checkpoints(figures) == "3, the learner stood still 3.0 ms for one, 1.50 s until it was on disk"
+    assert checkpoint_summary(figures) == "3, the learner stood still 3.0 ms for one, 1.50 s until it was on disk"
 
 
 async def test_turns_are_summed_up_from_the_ledger_and_those_of_evaluations_left_out(tmp_path):

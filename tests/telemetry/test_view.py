@@ -8,7 +8,7 @@ from rich.console import Console
 from laminar_py.observe import live as view_module
 from laminar_py.observe.live import LiveView, View, Waits, evaluation_line, tell_time_left
 from laminar_py.observe.stats import Stats, Totals
-from laminar_py.records.clock import SystemClock
+from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import LearnerProgress
 from tests.builders import make_evaluated
 

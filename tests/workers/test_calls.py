@@ -9,9 +9,9 @@ from laminar_py.config.loading import load_config
 from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, Totals
-from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import Dtype
+from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.scoring import Score, Unscored
 from laminar_py.records.weights import Published

@@ -17,8 +17,8 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError, complete_all
 from laminar_py.ledger.segments.writer import Journal, SegmentWriter
 from laminar_py.observe.stats import Stats, Totals
-from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Consumed
+from laminar_py.records.host import SystemClock
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason
 from laminar_py.runtime.cluster.errors import NoAnswerError

@@ -15,10 +15,10 @@ from laminar_py.control.dispatcher import DISPATCH_S, Tick
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.observe.stats import Stats, Totals
-from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode
 from laminar_py.records.engine import EngineStatus
 from laminar_py.records.events import Dropped, PartDied, ReplicaLeft
+from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.replica import ReplicaReport, WeightLoad
 from laminar_py.records.spans import Span

@@ -8,8 +8,7 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.scoring import Unscored
-from laminar_py.records.servers import ServerAddress
+from laminar_py.records.scoring import ServerAddress, Unscored
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.scorers import MESSAGE_BYTES, RemoteScorer, RewardServers
@@ -44,7 +43,7 @@ class Recorder:
 async def test_large_responses_go_in_messages_of_a_few(sizes, messages):
     part = Recorder()
     requests = make_requests(*("x" * size for size in sizes))
-    await RemoteScorer(part, 1, Hosts()).submit([Unscored(request=request) for request in requests])
+    await RemoteScorer(part, 1, Hosts()).submit_responses([Unscored(request=request) for request in requests])
     sent = [decode(list[Unscored], message) for message in part.sent]
     assert [len(some) for some in sent] == messages
     assert [one.request.response for some in sent for one in some] == [one.response for one in requests]

@@ -17,7 +17,7 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.observe.summary import summarise
 from laminar_py.observe.trackers import Opening, Values
-from laminar_py.records.clock import SystemClock
+from laminar_py.records.host import SystemClock
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.placement import Needs, Placement
 from laminar_py.runtime.workers.trackers import TrackerLink, Trackers

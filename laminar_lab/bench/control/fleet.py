@@ -29,7 +29,7 @@ from laminar_lab.bench.control.inputs import COMPRESSION
 from laminar_lab.bench.control.process import SAMPLES, ProcessSamples
 from laminar_lab.bench.report import Row, Tell
 from laminar_py.ledger import decode_event, reading
-from laminar_py.records import Stepped
+from laminar_py.records.events import Stepped
 
 ROWS = (
     "control_trajectories_per_s control_live_trajectories controller_cores_1024 loop_delay_p99_ms "

@@ -15,22 +15,18 @@ from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
 
-from laminar_py.config import EngineLaunch, OnNewWeights, RunConfig
+from laminar_py.config import RunConfig
+from laminar_py.config.engine import EngineLaunch
+from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines import read_sizes
 from laminar_py.engines.emulated import hash_weights, open_engine
 from laminar_py.ledger.segments import PayloadReader
-from laminar_py.records import (
-    DropReason,
-    PayloadLostError,
-    Piece,
-    PulledVersion,
-    Score,
-    SystemClock,
-    TokensRef,
-    Unscored,
-    decode,
-    encode,
-)
+from laminar_py.records import DropReason
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.host import SystemClock
+from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
+from laminar_py.records.scoring import Score, Unscored
+from laminar_py.records.weights import PulledVersion
 from laminar_py.relay import PeerClient, RelayKeys, Subscriber, peer_sockets
 from laminar_py.rollout import Replica, SegmentStore
 from laminar_py.runtime.cluster import Part, Place, Process, cluster

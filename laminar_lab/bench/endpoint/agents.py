@@ -34,7 +34,7 @@ from laminar_lab.bench.turns.replica import TurnParts
 from laminar_lab.bench.workplace import SMALL, workplace, write_model
 from laminar_py.config import RunConfig, parse_config
 from laminar_py.data import EOS, PAD, SPECIAL, tiny_model
-from laminar_py.records import encode
+from laminar_py.records.codec import encode
 from laminar_py.runtime.cluster import open_cluster
 
 ROWS = (

@@ -17,7 +17,9 @@ import msgspec
 import numpy as np
 
 from laminar_py.data import SPECIAL
-from laminar_py.records import Assignment, Kind, Problem, SamplingParams
+from laminar_py.records import Problem, SamplingParams
+from laminar_py.records.replica import Assignment
+from laminar_py.records.trajectory import Kind
 
 MARKS = ("<user>", "<assistant>")
 VOCAB = 8192

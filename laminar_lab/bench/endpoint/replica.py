@@ -17,16 +17,9 @@ import torch
 from laminar_lab.bench.endpoint.conversations import Timed
 from laminar_lab.bench.turns.replica import BenchReplicaActor
 from laminar_py.engines.local import LocalEngine, ModelSpec, Scheduler
-from laminar_py.records import (
-    Assignment,
-    Delta,
-    EngineLostError,
-    FinishReason,
-    GenerateRequest,
-    IntArray,
-    decode,
-    encode,
-)
+from laminar_py.records import Delta, EngineLostError, FinishReason, GenerateRequest
+from laminar_py.records.codec import IntArray, decode, encode
+from laminar_py.records.replica import Assignment
 
 STREAM_INTERVAL = 32  # tokens that a stream gathers to which nobody listens: that of an engine by default
 

@@ -27,7 +27,8 @@ from transformers.utils import logging
 from laminar_lab.bench.report import Ratio, Row, Tell, cpu_s, in_turn
 from laminar_lab.bench.workplace import SMALL, count_parameters, workplace, write_model
 from laminar_py.engines.local import LocalEngine
-from laminar_py.records import GenerateRequest, IntArray, SamplingParams
+from laminar_py.records import GenerateRequest, SamplingParams
+from laminar_py.records.codec import IntArray
 
 ROWS = (
     "local_useful_tokens_c1 local_over_hf_c1 hf_useful_tokens_c1 local_useful_tokens_c8 local_over_hf_c8 "

@@ -22,7 +22,8 @@ from transformers import Qwen3Config
 
 from laminar_lab.bench.report import Ratio, Row, Tell, spread
 from laminar_lab.bench.workplace import write_model
-from laminar_py.config import ConfigError, Device
+from laminar_py.config import ConfigError
+from laminar_py.config.cluster import Device
 from laminar_py.engines.sglang import NO_FLAGS, Flag, Served, ServerSpec, SGLangEngine, SGLangServer
 from laminar_py.records import FinishReason, GenerateRequest, PauseMode, Recording, SamplingParams
 

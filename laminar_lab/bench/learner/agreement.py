@@ -18,7 +18,9 @@ from laminar_lab.bench.learner.samples import MAX_LEN, Draw, find_sglang, sample
 from laminar_lab.bench.report import Row, Tell
 from laminar_lab.bench.workplace import SMALL, workplace, write_model
 from laminar_py.learner import Learner, policy_logprobs
-from laminar_py.records import FloatArray, MicroBatch, Recording, Trajectory
+from laminar_py.records import Recording, Trajectory
+from laminar_py.records.codec import FloatArray
+from laminar_py.records.trajectory import MicroBatch
 
 ROWS = (
     "engine_mismatch_max mask_replay_ratio_error mask_replay_ratio_error_without router_replay_ratio_error "

@@ -18,7 +18,7 @@ from laminar_lab.bench.learner.parts import RATE, draw_lengths, make_learner, ma
 from laminar_lab.bench.relay.tree import WARM_VERSIONS, Tree
 from laminar_lab.bench.report import Ratio, Row, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, SMALL, count_parameters, workplace, write_model
-from laminar_py.config import LoraConfig
+from laminar_py.config.learner import LoraConfig
 from laminar_py.engines.local import LocalEngine
 from laminar_py.relay import RelayKeys, VersionComplete
 

@@ -12,9 +12,11 @@ from transformers import PretrainedConfig, Qwen3Config
 from laminar_lab.bench.learner.parts import draw_lengths, make_trajectories, pack_here
 from laminar_lab.bench.report import Row
 from laminar_lab.bench.workplace import count_parameters, workplace, write_no_tokenizer
-from laminar_py.config import AlgorithmConfig, LearnerConfig, ModelConfig, Recompute
+from laminar_py.config import AlgorithmConfig
+from laminar_py.config.data import ModelConfig
+from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner import Learner, choose_kernel, join_group, leave_group
-from laminar_py.records import StepMetrics
+from laminar_py.records.metrics import StepMetrics
 
 ROWS = "mfu"
 WARM_STEPS = 2

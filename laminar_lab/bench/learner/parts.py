@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from laminar_lab.calibration.trajectories import make_trajectory
-from laminar_py.config import Aggregation, AlgorithmConfig, LearnerConfig, LoraConfig, ModelConfig
+from laminar_py.config import AlgorithmConfig
+from laminar_py.config.algorithm import Aggregation
+from laminar_py.config.data import ModelConfig
+from laminar_py.config.learner import LearnerConfig, LoraConfig
 from laminar_py.learner import Learner, policy_logprobs
 from laminar_py.learner.packing import microbatches, pack
-from laminar_py.records import MicroBatch, Trajectory
+from laminar_py.records import Trajectory
+from laminar_py.records.trajectory import MicroBatch
 
 MAX_TOKENS = 2048
 SIGMA = float(np.log(5) / 1.645)  # p95 = 5 * p50

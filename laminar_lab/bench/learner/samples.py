@@ -20,7 +20,8 @@ from laminar_py.config import ConfigError
 from laminar_py.engines import read_sizes
 from laminar_py.engines.local import LocalEngine
 from laminar_py.engines.sglang import Served
-from laminar_py.records import GenerateRequest, InferenceEngine, Recording, SamplingParams, Trajectory, join_masks
+from laminar_py.records import GenerateRequest, InferenceEngine, Recording, SamplingParams, Trajectory
+from laminar_py.records.pieces import join_masks
 
 MAX_LEN = 256
 LENGTH = 200  # response tokens of a trajectory

@@ -35,7 +35,8 @@ from laminar_py.ledger import (
 )
 from laminar_py.ledger.audit import accounting, story, tell_story
 from laminar_py.observe import pss_bytes
-from laminar_py.records import Clock, SystemClock, decode, encode
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.host import Clock, SystemClock
 
 ROWS = (
     "accounting accounting_cpu append_cpu writer_cpu archive_cpu accounting_while_read read_while_written "

@@ -12,24 +12,14 @@ import numpy as np
 
 from laminar_py.ledger import SCHEMA_VERSION, Ledger, LiveTrajectory, issued
 from laminar_py.ledger.segments import SegmentWriter, tokens_ref
-from laminar_py.records import (
-    Checkpointed,
-    DropReason,
-    FinishReason,
-    FloatArray,
-    IntArray,
-    Kind,
-    Piece,
-    Progress,
-    Prompt,
-    Ready,
-    RunStarted,
-    Score,
-    Span,
-    Stepped,
-    VersionLoaded,
-    VersionPublished,
-)
+from laminar_py.records import DropReason, FinishReason, Prompt
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.events import Checkpointed, Ready, RunStarted, Stepped, VersionLoaded, VersionPublished
+from laminar_py.records.pieces import Piece
+from laminar_py.records.replica import Progress
+from laminar_py.records.scoring import Score
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Kind
 
 GROUP = 8
 STEP = 32  # groups

@@ -19,10 +19,11 @@ from laminar_lab.bench.report import Row, spread
 from laminar_lab.bench.runs import FinishedRun
 from laminar_lab.plan.run_lengths import prompt_share
 from laminar_lab.simulate.figures import WARM_SHARE
-from laminar_py.config import SHORTEST, LearnerTimes
+from laminar_py.config.emulation import SHORTEST, LearnerTimes
 from laminar_py.learner import emulated_step_s
 from laminar_py.ledger import decode_event, reading
-from laminar_py.records import FleetRow, Stepped, VersionLoaded
+from laminar_py.records.events import Stepped, VersionLoaded
+from laminar_py.records.metrics import FleetRow
 
 EVERY_S = 0.5
 LEARNER, REPLICA = "ray::LearnerActor", "ray::ReplicaActor"  # in the command lines of their processes

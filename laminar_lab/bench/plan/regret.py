@@ -18,7 +18,8 @@ from laminar_lab.plan.placements import FleetPlacement, placements
 from laminar_lab.plan.planner import make_plan
 from laminar_lab.plan.pool import judged_side_by_side
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
-from laminar_py.config import ConfigError, LearnerConfig
+from laminar_py.config import ConfigError
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.runtime.preflight import gpu_named
 
 ROWS = "plan_regret_p95"

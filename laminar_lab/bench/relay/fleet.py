@@ -21,7 +21,7 @@ from laminar_lab.bench.processes import PATIENCE_S, Worker
 from laminar_lab.bench.relay.namespaces import Network
 from laminar_lab.bench.relay.tree import NodeWorker
 from laminar_lab.bench.report import Tell
-from laminar_py.records import Published
+from laminar_py.records.weights import Published
 from laminar_py.relay import (
     HEADER_BYTES,
     Publisher,

@@ -14,7 +14,7 @@ from laminar_lab.bench.relay.hop import VERSION_BYTES, bare_socket
 from laminar_lab.bench.relay.namespaces import INTERFACE, Network, require, shared_folder
 from laminar_lab.bench.relay.peers import Gloo, Peers, http_side
 from laminar_lab.bench.report import Row, Tell
-from laminar_py.config import TopologyKind
+from laminar_py.config.cluster import TopologyKind
 from laminar_py.relay import MIN_CHUNK_BYTES, Broadcast, Choice, Links, Shape, broadcast_s, choose_tree, grow_tree
 
 ROWS = (

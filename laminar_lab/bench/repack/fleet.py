@@ -16,16 +16,9 @@ import yaml
 from laminar_lab.bench.report import Ratio, Row, Tell, spread
 from laminar_lab.simulate.figures import SimulatedRun
 from laminar_lab.simulate.run import simulate
-from laminar_py.config import (
-    DEFAULT_PLANNER,
-    NO_PLANNER,
-    ConfigError,
-    EmulationProfile,
-    EngineTimes,
-    LearnerTimes,
-    RunConfig,
-    parse_config,
-)
+from laminar_py.config import ConfigError, EmulationProfile, RunConfig, parse_config
+from laminar_py.config.emulation import EngineTimes, LearnerTimes
+from laminar_py.config.rollout import DEFAULT_PLANNER, NO_PLANNER
 
 ROWS = (
     "throughput_repack_over_off_7b throughput_paper_over_off_7b throughput_full_over_off_7b gain_of_ceiling_7b "

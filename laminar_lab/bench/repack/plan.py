@@ -7,7 +7,7 @@ from statistics import median
 import numpy as np
 
 from laminar_lab.bench.report import Row
-from laminar_py.records import Held, Survey
+from laminar_py.records.replica import Held, Survey
 from laminar_py.repack import EngineSpeed, GroupForecast, PlanningContext, PredictivePlanner, RemainingTokens
 
 ROWS = "plan_256x8192_ms"

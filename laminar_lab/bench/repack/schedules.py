@@ -23,7 +23,8 @@ from laminar_lab.bench.repack.workload import (
 )
 from laminar_lab.bench.report import Row, Tell
 from laminar_lab.bench.runs import FinishedRun, train
-from laminar_py.config import DEFAULT_PLANNER, NO_PLANNER, load_config
+from laminar_py.config import load_config
+from laminar_py.config.rollout import DEFAULT_PLANNER, NO_PLANNER
 
 ROWS = (
     "sync_tokens_per_s sync_generation_share sync_disaggregated_over_sync one_step_over_sync async_over_sync "

@@ -18,9 +18,10 @@ import numpy as np
 from laminar_lab.bench.repack.plan import MAX_STALL_S, SPEED
 from laminar_lab.bench.report import Ratio, Row, Tell
 from laminar_lab.bench.runs import FinishedRun, train
-from laminar_py.config import NO_PLANNER, ConfigError
+from laminar_py.config import ConfigError
+from laminar_py.config.rollout import NO_PLANNER
 from laminar_py.ledger import decode_event, reading
-from laminar_py.records import Assigned, Finished, Interrupted
+from laminar_py.records.events import Assigned, Finished, Interrupted
 
 ROWS = (
     "throughput_repack_over_off throughput_paper_over_off throughput_full_over_off gain_of_ceiling "

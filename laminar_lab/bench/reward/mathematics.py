@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 
 from laminar_lab.bench.report import Row, Tell
-from laminar_py.config import REWARDS, TermConfig
+from laminar_py.config import TermConfig
+from laminar_py.config.reward import REWARDS
 from laminar_py.records import DropReason, FinishReason, ScoringRequest
 from laminar_py.reward.calls import CallPool, CallSpec
 

@@ -11,7 +11,8 @@ import msgspec
 
 from laminar_lab.bench.report import Row
 from laminar_lab.bench.reward.mathematics import request
-from laminar_py.config import REWARDS, ConfigError
+from laminar_py.config import ConfigError
+from laminar_py.config.reward import REWARDS
 from laminar_py.records import Reward
 
 ROWS = "math_right_unseen math_mistaken_unseen math_library_right_unseen math_library_mistaken_unseen"

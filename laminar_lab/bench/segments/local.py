@@ -26,7 +26,9 @@ from laminar_lab.bench.processes import Start, Worker, here
 from laminar_lab.bench.report import Ratio, Row, Side, Tell, in_turn
 from laminar_lab.bench.workplace import workplace
 from laminar_py.ledger.segments import LOCAL, PieceStore, SegmentWriter, StoreClient, leave_address, make_frame
-from laminar_py.records import Piece, PieceRef, Span, decode, encode
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.pieces import Piece, PieceRef
+from laminar_py.records.spans import Span
 
 ROWS = (
     "segment_write_MBps segment_write_over_file segment_write_over_digested_file "

@@ -24,7 +24,10 @@ from laminar_lab.bench.turns.replica import ClockedReplicaActor, Play, Played, T
 from laminar_lab.bench.workplace import workplace, write_model
 from laminar_py.config import RunConfig, parse_config
 from laminar_py.data import SPECIAL, tiny_model
-from laminar_py.records import Assignment, Kind, Problem, SamplingParams, encode
+from laminar_py.records import Problem, SamplingParams
+from laminar_py.records.codec import encode
+from laminar_py.records.replica import Assignment
+from laminar_py.records.trajectory import Kind
 from laminar_py.runtime.cluster import open_cluster
 
 ROWS = "turn_added_ms turn_total_ms turn_engine_ms turn_2000_kept_ms turn_2000_computed_ms"

@@ -15,19 +15,14 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from laminar_py.config import OnNewWeights, RunConfig
+from laminar_py.config import RunConfig
+from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.local import LocalEngine, ModelSpec, Scheduler
-from laminar_py.records import (
-    Assignment,
-    Delta,
-    EngineLostError,
-    FinishReason,
-    GenerateRequest,
-    PulledVersion,
-    SystemClock,
-    decode,
-    encode,
-)
+from laminar_py.records import Delta, EngineLostError, FinishReason, GenerateRequest
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.host import SystemClock
+from laminar_py.records.replica import Assignment
+from laminar_py.records.weights import PulledVersion
 from laminar_py.relay import RelayKeys, peer_sockets
 from laminar_py.rollout import Replica, SegmentStore
 from laminar_py.runtime.cluster import LOOPBACK, Part

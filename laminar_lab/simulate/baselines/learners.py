@@ -6,7 +6,7 @@ Made by `simulate.baselines.schedules`. Invariant: a version is handed over to a
 import asyncio
 
 from laminar_lab.simulate.learner import LearnerParts, SimulatedLearner
-from laminar_py.config.emulated_profile import LearnerTimes
+from laminar_py.config.emulation import LearnerTimes
 from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.records.metrics import StepMetrics, Work
@@ -72,7 +72,7 @@ class StreamLearner(BarrierLearner):
 
     async def _hand_over(self, batch: StepBatch, metrics: StepMetrics | None) -> None:
         # the step before was committed after this batch was taken
-        batch.ages = {version: self._scheduler.book.ages.of(version) for version in batch.ages}
+        batch.ages = {version: self._scheduler.book.ages.age_of(version) for version in batch.ages}
         await super()._commit(batch, metrics)
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.engine import Backend, EngineConfig, EngineLaunch
+from laminar_py.config.loading import read_profile
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.records.protocols import InferenceEngine
-from laminar_py.records.recordings import Recording
+from laminar_py.records.engine import InferenceEngine
+from laminar_py.records.pieces import Recording
 
 
 class EmulatedEngineConfig(EngineConfig):

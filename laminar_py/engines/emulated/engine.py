@@ -14,13 +14,12 @@ from typing import TypeVarTuple
 
 from blake3 import blake3
 
-from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.scheduler import EmulatedScheduler
 from laminar_py.engines.requests import check_request, weights_layout
-from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.engine import Delta, EngineLostError, EngineStatus, GenerateRequest, PauseMode
 
 
 class CallbackStream:

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.config.emulation import EngineTimes
 from laminar_py.engines.emulated.batch import Batch, EmulatedJob, PrefixCache
 from laminar_py.engines.emulated.responses import LOGPROB, PlannedResponse
 from laminar_py.records.codec import FloatArray

@@ -77,7 +77,7 @@ class EmulatedEnvironments:
     """Environments that work for a log-normal time and write as many tokens each time.
 
     `compression` emulated seconds pass in a second of the event loop. A turn is worked on from when it was first
-    asked for, whoever waits for it. See `records.protocols.Environments`.
+    asked for, whoever waits for it. See `records.environment.Environments`.
     """
 
     def __init__(self, turns: TurnsConfig, *, seed: int, compression: float) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.engines.local.weights import Projection, Weights, load_weights, projections
-from laminar_py.records.adapters import ADAPTER_WEIGHTS, PREFIX, AdapterConfig, check_base, read_adapter_config
-from laminar_py.records.protocols import RefusedError
+from laminar_py.records.engine import RefusedError
+from laminar_py.records.weights import ADAPTER_WEIGHTS, PREFIX, AdapterConfig, check_base, read_adapter_config
 
 
 @dataclass(frozen=True, slots=True)

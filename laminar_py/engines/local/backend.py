@@ -3,7 +3,7 @@
 from laminar_py.config.engine import Backend, EngineConfig, EngineLaunch
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.local.spec import read_config
-from laminar_py.records.protocols import InferenceEngine
+from laminar_py.records.engine import InferenceEngine
 
 
 async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngine:

@@ -23,9 +23,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.engines.requests import check_request
-from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.recordings import Recording
+from laminar_py.records.engine import Delta, EngineLostError, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.records.pieces import Recording
 
 log = logging.getLogger(__name__)
 

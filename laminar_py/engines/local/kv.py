@@ -23,7 +23,7 @@ from torch import Tensor
 
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.codec import IntArray
-from laminar_py.records.recordings import RoutedExperts
+from laminar_py.records.pieces import RoutedExperts
 
 _FIRST_NUMBER = -2  # below everything else that a block may belong to
 

@@ -19,7 +19,7 @@ from laminar_py.engines.local.adapter import Adapter, AdapterBase
 from laminar_py.engines.local.attention import DecodeAttention, DecodePlan, PrefillAttention
 from laminar_py.engines.local.spec import Mixture, ModelSpec
 from laminar_py.engines.local.weights import LayerWeights, Weights, load_weights
-from laminar_py.records.adapters import holds_adapter
+from laminar_py.records.weights import holds_adapter
 
 
 class Routing:

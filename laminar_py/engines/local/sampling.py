@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laminar_py.engines.local.attention import LOG2_E
 from laminar_py.records.codec import BoolArray, FloatArray
-from laminar_py.records.recordings import SamplingMask
+from laminar_py.records.pieces import SamplingMask
 
 Seeds = npt.NDArray[np.uint64]
 

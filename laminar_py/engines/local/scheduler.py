@@ -25,9 +25,8 @@ from laminar_py.engines.local.slots import Rows, Slots, State
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.engines.requests import response_limit
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.recordings import Recording, RoutedExperts, SamplingMask, join_experts
+from laminar_py.records.engine import Delta, EngineLostError, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.records.pieces import Recording, RoutedExperts, SamplingMask, join_experts
 from laminar_py.records.trajectory import FinishReason
 
 

@@ -16,7 +16,7 @@ from laminar_py.engines.local.sampling import PLAIN, Sampler, Seeds, hash_seeds
 from laminar_py.engines.requests import response_limit
 from laminar_py.records.codec import BoolArray, FloatArray, IntArray
 from laminar_py.records.engine import GenerateRequest
-from laminar_py.records.recordings import SamplingMask
+from laminar_py.records.pieces import SamplingMask
 
 
 class State(IntEnum):

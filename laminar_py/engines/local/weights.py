@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from laminar_py.engines.local.spec import ModelSpec
-from laminar_py.records.protocols import RefusedError
+from laminar_py.records.engine import RefusedError
 
 
 @dataclass(frozen=True, slots=True)

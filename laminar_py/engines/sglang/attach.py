@@ -20,7 +20,7 @@ from laminar_py.engines.model_sizes import ModelSizes, read_sizes
 from laminar_py.engines.sglang.http import headers
 from laminar_py.engines.sglang.server import SPARE_TOKENS
 from laminar_py.engines.sglang.settings import KEY_ENV
-from laminar_py.records.recordings import Recording
+from laminar_py.records.pieces import Recording
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.settings import SGLangConfig, section_of
-from laminar_py.records.protocols import EngineLostError, InferenceEngine
+from laminar_py.records.engine import EngineLostError, InferenceEngine
 
 _VERSION = "from importlib.metadata import version; print(version('sglang'))"
 

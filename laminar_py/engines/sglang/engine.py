@@ -25,11 +25,17 @@ import laminar_py.engines.sglang.wire as wire
 from laminar_py.engines.requests import WeightsLayout, check_request, response_limit, weights_layout
 from laminar_py.engines.sglang.http import Connection, CutOffError
 from laminar_py.engines.sglang.stream import Served, Stream
-from laminar_py.records.adapters import check_base, holds_adapter, read_adapter_config
-from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.protocols import EngineLostError, RefusedError
-from laminar_py.records.recordings import Recording
+from laminar_py.records.engine import (
+    Delta,
+    EngineLostError,
+    EngineStatus,
+    GenerateRequest,
+    PauseMode,
+    RefusedError,
+)
+from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import FinishReason
+from laminar_py.records.weights import check_base, holds_adapter, read_adapter_config
 
 
 class _Loaded(msgspec.Struct):

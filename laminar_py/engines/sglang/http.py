@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 import laminar_py.engines.sglang.wire as wire
-from laminar_py.records.protocols import EngineLostError, RefusedError
+from laminar_py.records.engine import EngineLostError, RefusedError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -38,8 +38,8 @@ from laminar_py.engines.sglang.flags import (
 )
 from laminar_py.engines.sglang.http import headers
 from laminar_py.engines.sglang.settings import SGLangConfig
-from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.recordings import Recording
+from laminar_py.records.engine import EngineLostError
+from laminar_py.records.pieces import Recording
 
 # SGLang keeps the last positions of its context: a prompt must be 6 shorter, and a response ends 2 before it
 SPARE_TOKENS = 8

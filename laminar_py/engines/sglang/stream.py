@@ -12,7 +12,7 @@ import msgspec
 
 import laminar_py.engines.sglang.wire as wire
 from laminar_py.records.engine import Delta, GenerateRequest
-from laminar_py.records.recordings import Recording
+from laminar_py.records.pieces import Recording
 from laminar_py.records.spans import Span, sampled_versions
 from laminar_py.records.trajectory import FinishReason
 

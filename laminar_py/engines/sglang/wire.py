@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.recordings import RoutedExperts, SamplingMask
+from laminar_py.records.pieces import RoutedExperts, SamplingMask
 from laminar_py.records.spans import Span
 
 MAX_EVENT_BYTES = 512 * 2**20  # routed experts of a long response come in one event

@@ -23,7 +23,7 @@ from laminar_py.environment.agents.history import (
 from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
 from laminar_py.environment.python_session import PythonSession, SessionClosedError
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.roles import credits_of
+from laminar_py.records.credit import credits_of
 from laminar_py.sandbox.records import SandboxError
 
 KEY_BYTES = 24

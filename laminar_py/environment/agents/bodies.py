@@ -19,7 +19,7 @@ from laminar_py.environment.agents.connections import HttpStatusError
 from laminar_py.environment.agents.history import Chat, Prompt, TextPrompt, TokenPrompt
 from laminar_py.environment.protocol import MOST_TOKENS
 from laminar_py.records.codec import IntArray
-from laminar_py.records.roles import MOST_ROLES, ROLE_CHARS
+from laminar_py.records.credit import MOST_ROLES, ROLE_CHARS
 
 MODEL = "policy"
 MOST_CHOICES = 16

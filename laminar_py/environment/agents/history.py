@@ -18,8 +18,7 @@ from blake3 import blake3
 from laminar_py.config.environment import Words
 from laminar_py.environment.protocol import Observation, Rewrite, Role, SampledTurn, TokenWords
 from laminar_py.environment.tool_calls import CallFormat, WrittenCall, outside_reasoning
-from laminar_py.records.codec import IntArray
-from laminar_py.records.digests import DIGEST_BYTES
+from laminar_py.records.codec import DIGEST_BYTES, IntArray
 
 Message: TypeAlias = Mapping[str, Any]  # of a request, as the API has it
 TOKENS, TEXT = b"tokens", b"text"  # kinds of bytes; those of messages are named by their tools

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from laminar_py.config.algorithm import Advantage
 from laminar_py.records.codec import FloatArray
-from laminar_py.records.returns import Returns
+from laminar_py.records.credit import Returns
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 Advantages: TypeAlias = tuple[Numbers, float]

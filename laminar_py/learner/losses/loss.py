@@ -16,8 +16,8 @@ from laminar_py.config.algorithm import AlgorithmConfig, Divergence, Objective, 
 from laminar_py.learner.distributed import Ranks
 from laminar_py.learner.losses.objectives import CORRECTIONS, ESTIMATORS, Terms, imbalance, k1, objective_of
 from laminar_py.learner.model import policy_logprobs
-from laminar_py.records.batch import MicroBatch
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Array
+from laminar_py.records.trajectory import MicroBatch
 
 
 def policy_loss(terms: Terms, settings: AlgorithmConfig) -> Tensor:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from laminar_py.config.emulated_profile import LearnerTimes
-from laminar_py.records.finished import Packable
+from laminar_py.config.emulation import LearnerTimes
+from laminar_py.records.trajectory import Packable
 
 PackedT = TypeVar("PackedT", bound=Packable)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.learner.packing.balance import Bin, Entry, fit_bins, make_entry
-from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.trajectory import FinishedTrajectory
 
 CATCH_UP = 4  # groups staged at each arrival, while fewer than a step are: so no call takes long
 LOOSE_BINS = 32  # loose sequences are packed when they could fill so many bins: choice enough, and little is left

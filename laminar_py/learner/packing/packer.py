@@ -6,8 +6,9 @@ exceeds `max_tokens`, all ranks get equally many, and each trained token is in e
 microbatches sum to 1, or less where staleness reweights or groups without signal are left out (law 5;
 `tests/packing/test_packer.py::test_every_trained_token_stands_in_one_microbatch_of_bounded_size`).
 
-A trajectory is one sequence, or several where its response is a tree (`records.tree`); its sequences are adjacent.
-At most one row predicts a response token, a row of the token's own sequence; no row does where the token is first.
+A trajectory is one sequence, or several where its response is a tree (`records.spans`); its sequences are
+adjacent. At most one row predicts a response token, a row of the token's own sequence; no row does where the token
+is first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +22,12 @@ import numpy.typing as npt
 
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing.balance import Bin, Entry, PackedT, deal_bins, fit_bins, make_entry
-from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
-from laminar_py.records.finished import Packable
-from laminar_py.records.recordings import SamplingMask
-from laminar_py.records.returns import Returns, earlier_rewards, returns_of
-from laminar_py.records.roles import role_advantages, role_returns
-from laminar_py.records.spans import versions_of
-from laminar_py.records.trajectory import Trajectory
-from laminar_py.records.tree import TokenPath, is_tree, sequences_of
+from laminar_py.records.credit import Returns, earlier_rewards, returns_of, role_advantages, role_returns
+from laminar_py.records.pieces import SamplingMask
+from laminar_py.records.spans import TokenPath, is_tree, sequences_of, versions_of
+from laminar_py.records.trajectory import MicroBatch, Packable, Trajectory
 
 Chosen: TypeAlias = slice | IntArray
 

@@ -13,8 +13,7 @@ from laminar_py.ledger.audit.violations import Rule, Violation
 from laminar_py.ledger.evaluations import UNSCORED, answer_of
 from laminar_py.ledger.rows import TrajectoryRow
 from laminar_py.records.ages import WeightAges
-from laminar_py.records.estimates import set_figures
-from laminar_py.records.evaluations import EvalAnswer
+from laminar_py.records.evaluations import EvalAnswer, set_figures
 from laminar_py.records.events import (
     AnyEvent,
     Archived,
@@ -70,20 +69,20 @@ class StalenessCheck(Check):
         """Look at consumption by the learner."""
         if isinstance(event, RunStarted):
             self._bound = event.max_staleness
-        self._ages.see(event)
+        self._ages.record_event(event)
         if isinstance(event, VersionPublished):
             early = self._early.pop(event.version, [])
             return [violation for consumed in early for violation in self._judge(consumed, event.version)]
         if not isinstance(event, Consumed) or row is None or row.oldest_version is None or row.kind is Kind.EVAL:
             return []
-        if not self._ages.knows(row.oldest_version):
+        if not self._ages.knows_version(row.oldest_version):
             self._early.setdefault(row.oldest_version, []).append(event)
             return []
         return self._judge(event, row.oldest_version)
 
     def _judge(self, event: Consumed, oldest: int) -> list[Violation]:
         found = []
-        actual = self._ages.of(oldest, after=event.step - 1)
+        actual = self._ages.age_of(oldest, after=event.step - 1)
         if event.staleness != actual:
             found.append(f"recorded {event.staleness}, but version {oldest} was {actual} learner steps behind")
         if self._bound is not None and actual > self._bound and event.weight >= 1:
@@ -260,9 +259,9 @@ class FiguresCheck(Check):
         """Keep answers, and compare."""
         if isinstance(event, Evaluated):
             found = set_figures(self._answers.pop(event.pass_id, []), samples=event.figures.samples)
-            if found is None or found.told != event.figures.told:
-                told = "none" if found is None else found.tell()
-                message = f"says {event.figures.tell()}; by its answers that is {told}"
+            if found is None or found.exact != event.figures.exact:
+                told = "none" if found is None else found.describe()
+                message = f"says {event.figures.describe()}; by its answers that is {told}"
                 return [Violation(Rule.ROWS, f"evaluation {event.pass_id}", message)]
         elif row is not None and row.kind is Kind.EVAL:
             answers = self._answers.setdefault(row.group_id, [])

@@ -12,7 +12,7 @@ import msgspec
 
 from laminar_py.ledger.audit.violations import Rule, Violation
 from laminar_py.ledger.rows import KINDS, decode_event, decode_events
-from laminar_py.records.digests import CHAIN_START, event_hash
+from laminar_py.records.codec import CHAIN_START, event_hash
 from laminar_py.records.events import AnyEvent
 
 _BLOCK = 4096  # events that are decoded at once

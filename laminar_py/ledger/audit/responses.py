@@ -23,11 +23,9 @@ from laminar_py.ledger.rows import decode_event
 from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.start import is_simulated
-from laminar_py.records.codec import BoolArray, IntArray
-from laminar_py.records.digests import response_digest
+from laminar_py.records.codec import BoolArray, IntArray, response_digest
 from laminar_py.records.events import StreamCut
-from laminar_py.records.pieces import Piece
-from laminar_py.records.recordings import SamplingMask, unpack_mask
+from laminar_py.records.pieces import Piece, SamplingMask, unpack_mask
 from laminar_py.records.spans import Span, clip_spans, decode_spans, replace_spans
 
 

@@ -18,9 +18,9 @@ from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import KINDS, TrajectoryRow, decode_event, read_rows
 from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.records.events import AnyEvent, Assigned, Consumed, Finished, Interrupted, Scored
+from laminar_py.records.host import visible
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import Span, clip_spans, num_turns
-from laminar_py.records.visible import visible
 
 _NEAR = 4096  # trajectories on either side among which those of a group are looked for
 

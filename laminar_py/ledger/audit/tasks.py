@@ -31,7 +31,7 @@ from laminar_py.ledger.database import LedgerError, ledger_path, reading, segmen
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.start import is_simulated
-from laminar_py.records.digests import prompt_digest
+from laminar_py.records.codec import prompt_digest
 from laminar_py.records.events import Event
 
 SIMULATED = (

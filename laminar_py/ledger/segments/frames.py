@@ -13,10 +13,10 @@ from typing import TypeAlias
 import msgspec
 from blake3 import blake3
 
+from laminar_py.records.codec import DIGEST_BYTES
 from laminar_py.records.columns import Dtype, TokenValues
-from laminar_py.records.digests import DIGEST_BYTES
+from laminar_py.records.credit import RoleCredit
 from laminar_py.records.pieces import ColumnPiece, PayloadLostError, Piece
-from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span
 
 Buffer: TypeAlias = bytes | memoryview

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.disk import sync
+from laminar_py.records.host import sync
 
 LEAST_FREE = 16 * 2**20  # bytes of a disk without which nobody begins to write there
 KEPT = ".kept"  # after the name of the link

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.pieces import Piece
-from laminar_py.records.recordings import (
+from laminar_py.records.credit import RoleCredit
+from laminar_py.records.pieces import (
+    Piece,
     RoutedExperts,
     SamplingMask,
     join_experts,
@@ -15,7 +16,6 @@ from laminar_py.records.recordings import (
     unpack_experts,
     unpack_mask,
 )
-from laminar_py.records.roles import RoleCredit
 from laminar_py.records.spans import Span, replace_spans
 
 

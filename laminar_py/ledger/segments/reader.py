@@ -15,10 +15,9 @@ from laminar_py.ledger.segments.frames import AnyPiece, read_frame
 from laminar_py.ledger.segments.local import is_local
 from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.ledger.segments.writer import SEGMENT
-from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
 from laminar_py.records.spans import sampled_mask
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.records.trajectory import FinishedTrajectory, Trajectory
 
 OPEN_FILES = 64  # that a reader keeps open
 

@@ -16,8 +16,10 @@ from laminar_py.ledger.segments.frames import whole_frames
 from laminar_py.ledger.segments.payload import mask_of
 from laminar_py.ledger.segments.writer import JOURNAL, SegmentWriter, tokens_ref
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.pieces import Piece, PieceRef, TokensRef
-from laminar_py.records.recordings import (
+from laminar_py.records.pieces import (
+    Piece,
+    PieceRef,
+    TokensRef,
     join_experts,
     join_masks,
     pack_experts,

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import msgspec
 
-from laminar_py.records.disk import write_file
+from laminar_py.records.host import write_file
 from laminar_py.records.pieces import PieceRef
 
 REQUEST_HEAD = struct.Struct("<32sI")  # signature, bytes of the request

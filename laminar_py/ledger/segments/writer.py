@@ -15,8 +15,7 @@ from pathlib import Path
 
 from laminar_py.ledger.segments.frames import AnyPiece, Buffer, make_frame
 from laminar_py.ledger.segments.local import make_folder
-from laminar_py.records.pieces import Piece, PieceRef, TokensRef
-from laminar_py.records.recordings import unpack_experts
+from laminar_py.records.pieces import Piece, PieceRef, TokensRef, unpack_experts
 
 ROLL_BYTES, JOURNAL_ROLL_BYTES = 64 * 2**20, 16 * 2**20
 SEGMENT, JOURNAL = ".segment", ".journal"

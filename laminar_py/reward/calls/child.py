@@ -104,7 +104,7 @@ def _load(start: CallStart) -> "LimitedFunction":
     term = read_term(start.term)
     make = REWARDS.get(term.kind).make
     assert make is not None, f"{term.kind} is served by the scorer itself"
-    with REWARDS.blaming(term.kind):
+    with REWARDS.naming_package(term.kind):
         function = make(term)
     if term.memory_bytes is not None:
         kernel.limit(resource.RLIMIT_AS, term.memory_bytes)

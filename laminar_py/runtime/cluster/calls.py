@@ -25,7 +25,7 @@ import msgspec
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.protocols import StoreFullError
+from laminar_py.records.engine import StoreFullError
 from laminar_py.runtime.cluster.errors import NoAnswerError, RemoteCallError, bug_in, errors_in, unwritable
 
 HEAD = struct.Struct("<I")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from laminar_py.config.section import ConfigError
-from laminar_py.records.protocols import RefusedError
+from laminar_py.records.engine import RefusedError
 
 MISTAKES = (ValueError, TypeError, AssertionError, AttributeError, LookupError, NameError, ArithmeticError)
 

@@ -55,11 +55,10 @@ from laminar_py.observe.live import View, Waits
 from laminar_py.observe.stats import Stats
 from laminar_py.observe.summary import Summary, summarise
 from laminar_py.records.events import Evaluated, RunEnded
-from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason, Kind, Prompt
+from laminar_py.records.trajectory import DropReason, FinishedTrajectory, Kind, Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.runtime.cluster.backend import all_placed
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
@@ -588,7 +587,7 @@ class Controller:
         if self._source is None:
             self._view.evaluated(shown)
         else:
-            self._view.notice(f"{shown.set_name}: {shown.figures.tell()}")
+            self._view.notice(f"{shown.set_name}: {shown.figures.describe()}")
         self._trackers.evaluated(shown)
 
     def _stepped(self, row: StepRow) -> None:

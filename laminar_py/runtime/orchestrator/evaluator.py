@@ -14,8 +14,7 @@ from laminar_py.control.dispatcher import Tick
 from laminar_py.control.evaluation import Evaluation, EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.evaluations import OpenPass
-from laminar_py.records.estimates import set_figures
-from laminar_py.records.evaluations import EvalAnswer, pass_id, pass_number, set_of
+from laminar_py.records.evaluations import EvalAnswer, pass_id, pass_number, set_figures, set_of
 from laminar_py.records.events import Evaluated
 from laminar_py.runtime.cluster.errors import RunFailedError
 from laminar_py.runtime.workers.incarnation import Incarnation

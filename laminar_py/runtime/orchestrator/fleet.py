@@ -301,7 +301,7 @@ def _check_new(config: RunConfig, change: Change) -> None:
         engine = rollout.engine.model_copy(update={"urls": tuple(change.servers)})
         new = rollout.model_copy(update={"engine": engine, "replicas": len(change.servers)})
         kind = engine.kind
-        with BACKENDS.blaming(kind):
+        with BACKENDS.naming_package(kind):
             BACKENDS.get(kind).check_start(config.model_copy(update={"rollout": new}))
 
 

@@ -19,8 +19,7 @@ from laminar_py.ledger.database import LedgerError
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.seal import seal_run
 from laminar_py.ledger.start import first_events
-from laminar_py.records.finished import FinishedTrajectory
-from laminar_py.records.trajectory import Prompt
+from laminar_py.records.trajectory import FinishedTrajectory, Prompt
 from laminar_py.repack.migration import Migration
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.trainer import Trainer
@@ -86,7 +85,7 @@ def make_scheduler(
     scheduler = TrajectoryScheduler(
         replace(settings, versions_return=versions_return),
         prompt_at=inputs.stream.prompt,
-        on_rewards=inputs.stream.tell,
+        on_rewards=inputs.stream.record_group,
         on_failing=fail,
         recorder=incarnation.ledger,
         stages=Stages(

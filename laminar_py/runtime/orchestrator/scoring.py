@@ -16,7 +16,6 @@ from laminar_py.config.run import RunConfig
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.evaluations import set_of
-from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.scoring import (
     NO_IDS,
     NO_LOGPROBS,
@@ -27,7 +26,7 @@ from laminar_py.records.scoring import (
     Unscored,
 )
 from laminar_py.records.spans import num_turns
-from laminar_py.records.trajectory import Prompt, Status
+from laminar_py.records.trajectory import FinishedTrajectory, Prompt, Status
 from laminar_py.reward.failures import ScoreFailures, trials
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.preflight.inputs import Inputs

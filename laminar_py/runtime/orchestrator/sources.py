@@ -24,8 +24,8 @@ from laminar_py.ledger.recovery import is_finished
 from laminar_py.ledger.run_folder import RunFolder, runs_of
 from laminar_py.observe.summary import EvaluationFigures, evaluation_figures, write_summary
 from laminar_py.observe.trackers import flat_settings
-from laminar_py.records.disk import write_file
 from laminar_py.records.evaluations import EvalAnswer, pass_id
+from laminar_py.records.host import write_file
 from laminar_py.records.weights import Published
 from laminar_py.runtime.orchestrator.exports import export, run_of
 from laminar_py.runtime.orchestrator.versions import record_version

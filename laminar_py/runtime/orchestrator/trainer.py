@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.rollout import Schedule
 from laminar_py.control.book import Phase
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.scheduler import TrajectoryScheduler
@@ -21,8 +21,8 @@ from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.stats import read_totals
 from laminar_py.records.events import RolledBack
-from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
+from laminar_py.records.trajectory import FinishedTrajectory
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
@@ -203,7 +203,7 @@ class Trainer:
         if lost:
             raise BatchLostError(lost)
         step = self.step + 1
-        unpublished = 1 + self._scheduler.book.ages.of(self.version)  # steps, with this one
+        unpublished = 1 + self._scheduler.book.ages.age_of(self.version)  # steps, with this one
         publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
         return await self._learner.step(packed.terms, version=self._versions.next_number() if publishes else None)
 
@@ -326,7 +326,7 @@ class Trainer:
     async def _adopt(self) -> None:
         """Record versions that a dead learner completed but did not report."""
         for version in await self._versions.adopt(step=self.step):
-            self._scheduler.book.ages.published(version)
+            self._scheduler.book.ages.record_version(version)
 
     async def go_back(self, error: PartDiedError) -> None:
         """Restart a dead learner from its last checkpoint; trajectories consumed since are ready again."""

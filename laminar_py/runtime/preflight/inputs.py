@@ -22,8 +22,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
-from laminar_py.data.problems import ProblemSet
-from laminar_py.data.prompts import check_disjoint, first_of_tasks, read_prompts
+from laminar_py.data.problems import ProblemSet, check_disjoint, first_of_tasks, read_prompts
 from laminar_py.data.sources import DataSource
 from laminar_py.data.stream import PromptStream
 from laminar_py.data.survey import UnknownWords, unknown_words
@@ -33,9 +32,9 @@ from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.ledger.live import own_disk
 from laminar_py.ledger.segments.local import LEAST_FREE
 from laminar_py.observe.trackers import check_trackers
-from laminar_py.records.recordings import Recording
+from laminar_py.records.host import visible
+from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import Prompt
-from laminar_py.records.visible import visible
 from laminar_py.relay.tree import versions_at_peak
 from laminar_py.runtime.preflight.rewards import check_rewards
 
@@ -191,7 +190,7 @@ def stop_ids(config: RunConfig) -> tuple[int, ...]:
     """Return the ids that may end a response: those of the chat template, then those of the model."""
     tokenizer = load_tokenizer(config.model.path)
     encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment)
-    return tokenizer.ending(encoder.template_ends()).eos_ids
+    return tokenizer.with_ends(encoder.template_ends()).eos_ids
 
 
 def prepare(config: RunConfig) -> None:
@@ -273,7 +272,7 @@ def check_engine(config: RunConfig) -> None:
     if Recording.ROUTED_EXPERTS in config.rollout.record and experts is None:
         raise ConfigError("rollout.record=routed_experts: the model in model.path has no experts; leave it out")
     kind = config.rollout.engine.kind
-    with BACKENDS.blaming(kind):
+    with BACKENDS.naming_package(kind):
         BACKENDS.get(kind).check_start(config)
 
 

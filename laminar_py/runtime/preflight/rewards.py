@@ -15,8 +15,8 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import FUNCTION, REWARDS, RewardConfig, TermConfig, check_tasks
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import ProblemSet
 from laminar_py.data.sources import DataSource
@@ -72,7 +72,7 @@ def check_problem(reward: RewardConfig, problem: Prompt, *, place: str, set_name
     `place` names the problem in the message; `set_name` is its evaluation set, if any.
     """
     for term in reward.of_task(problem.task, set_name=set_name):
-        with REWARDS.blaming(term.kind):
+        with REWARDS.naming_package(term.kind):
             fault = REWARDS.get(term.kind).fault(term, problem)
         if fault is not None:
             raise ConfigError(
@@ -125,7 +125,7 @@ def _telling(problems: ProblemSet) -> Iterator[Prompt]:
     told_s, source = time.monotonic(), problems.source
     number = min(len(problems), MOST)
     for index in range(number):
-        yield problems.stated(index * len(problems) // number)
+        yield problems.without_prompt(index * len(problems) // number)
         if time.monotonic() - told_s > TELL_S:
             told_s = time.monotonic()
             of = f"{source.field}={source.path}"

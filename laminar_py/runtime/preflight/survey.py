@@ -51,7 +51,7 @@ def inspect_node(witness: str, settings: str, store: str, serving: str, pools: s
         config = parse_config(tree)
         kind = config.rollout.engine.kind
         if serving:
-            with BACKENDS.blaming(kind):
+            with BACKENDS.naming_package(kind):
                 BACKENDS.get(kind).check_node(config)
         for pool in filter(None, pools.split(",")):
             check_pool(config.reward, pool)

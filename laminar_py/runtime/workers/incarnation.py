@@ -11,8 +11,8 @@ from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import Recovered, closed_groups
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, read_totals
-from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import AnyEvent, Checkpointed, PartDied, PartStarted
+from laminar_py.records.host import SystemClock
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.cluster.part import KernelKills, MakePart
 from laminar_py.runtime.cluster.placement import Placement
@@ -102,7 +102,7 @@ def open_incarnation(opened: Opened, *, recovered: Recovered | None) -> Incarnat
     config, run, inputs = opened.config, opened.run, opened.inputs
     if recovered is not None and inputs.stream.learns:
         for group in closed_groups(run.live_ledger):
-            inputs.stream.tell(group)
+            inputs.stream.record_group(group)
     clock = SystemClock()
     checkpoint = recovered.checkpoint if recovered else None
     copy = None if run.live_ledger == run.ledger else run.ledger

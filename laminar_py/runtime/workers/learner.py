@@ -16,8 +16,8 @@ from typing import TypeVar
 from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepTerms
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import LearnerProgress
+from laminar_py.records.trajectory import FinishedTrajectory
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.backend import free_port, on_node
 from laminar_py.runtime.cluster.calls import Scalar

@@ -21,7 +21,7 @@ import msgspec
 from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.events import AnyEvent, Pulled, Reattached, Relayed, RelayGaveUp
-from laminar_py.records.protocols import VersionLostError
+from laminar_py.records.weights import VersionLostError
 from laminar_py.relay.messages import (
     Manifest,
     ParentLost,

@@ -19,8 +19,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.control.dispatcher import Tick
 from laminar_py.control.reports import HOST_LOST, REPLICA_DIED
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.records.engine import StoreFullError
 from laminar_py.records.events import PartDied, ReplicaLeft
-from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
 from laminar_py.relay.sockets import PeerServer
 from laminar_py.repack.signals import EngineSpeed

@@ -15,9 +15,7 @@ import msgspec
 from laminar_py.config.reward import server_name
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.protocols import ScorerHandle
-from laminar_py.records.scoring import Score, Unfinished, Unscored
-from laminar_py.records.servers import PoolAddresses, ServerAddress
+from laminar_py.records.scoring import PoolAddresses, Score, ScorerHandle, ServerAddress, Unfinished, Unscored
 from laminar_py.reward.stage import ScorerDiedError
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
@@ -37,14 +35,14 @@ SERVER_FIRST_STARTS = 2  # failed first starts after which the run ends
 
 
 class RemoteScorer:
-    """Calls one scoring process; see `records.protocols.ScorerHandle`."""
+    """Calls one scoring process; see `records.scoring.ScorerHandle`."""
 
     def __init__(self, part: Part, at_once: int, payload: PayloadHosts) -> None:
         self._part = part
         self._payload = payload
         self.at_once = at_once
 
-    async def submit(self, responses: Sequence[Unscored]) -> None:
+    async def submit_responses(self, responses: Sequence[Unscored]) -> None:
         """Send responses to the scorer. Raises `ScorerDiedError` if the process is gone."""
         located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
         try:
@@ -61,7 +59,7 @@ class RemoteScorer:
     def _stores(self, tokens: Sequence[TokensRef]) -> dict[str, str]:
         return self._payload.stores_for((one.at for one in tokens), self._part.place.node)
 
-    async def take(self) -> list[Score]:
+    async def next_scores(self) -> list[Score]:
         """Wait for scores, and return them. Raises `ScorerDiedError` if the process is gone or hangs."""
         scores: list[Score] = []
         while not scores:

@@ -4,10 +4,10 @@ import msgspec
 
 from laminar_py.learner.packing.packer import StepTerms
 from laminar_py.observe.trackers import Opening
-from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Assignment
+from laminar_py.records.trajectory import FinishedTrajectory
 
 
 class PartStart(msgspec.Struct, frozen=True, kw_only=True):

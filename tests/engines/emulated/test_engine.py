@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from laminar_lab.simulate.virtual_loop import virtually
-from laminar_py.config.emulated_profile import EngineTimes, read_profile
+from laminar_py.config.emulation import EngineTimes
+from laminar_py.config.loading import read_profile
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.scheduler import EmulatedScheduler
-from laminar_py.records.engine import PauseMode
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.engine import EngineLostError, PauseMode
 from laminar_py.records.trajectory import FinishReason
 from tests.depth import examples
 from tests.engines import engine_conformance as conformance

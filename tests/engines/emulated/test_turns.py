@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from laminar_lab.simulate.parts import CountedTokens
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
-from laminar_py.config.emulated_profile import EngineTimes
-from laminar_py.config.emulation import TurnsConfig
+from laminar_py.config.emulation import EngineTimes, TurnsConfig
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.emulated.batch import PrefixCache
 from laminar_py.engines.emulated.engine import EmulatedEngine

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from laminar_py.engines.local.engine import LocalEngine
-from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_digest
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_digest
 from tests.engines.engine_conformance import LAWS, Rig, collect, make_request
 from tests.engines.local.test_engine import MODELS, ROOM, VOCAB, assert_law_4, random_prompt, save_model, serving
 
@@ -149,7 +149,7 @@ def changed(**fields):
         (changed(r=5), r"lora_A\.weight has shape \(4, 64\), the adapters \(5, 64\)"),
         (changed(target_modules=["lm_head"]), r"adapters of lm_head"),
         (changed(use_dora=True), r"adapter_config\.json: .*use_dora"),
-        (changed(revision="0" * 64), r"holds other weights here than the learner has"),
+        (changed(revision="0" * 64), r"the weights here are not those of the learner"),
         (changed(base_model_name_or_path="/none", revision="0" * 64), r"base=/none: no \*\.safetensors"),
     ],
     ids=["tensor missing", "tensor too many", "rank", "target", "dora", "other base", "no base"],

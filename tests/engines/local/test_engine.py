@@ -28,9 +28,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.engines.local.backend import LOCAL
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.local.model import LocalModel
-from laminar_py.records.engine import PauseMode
-from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.recordings import Recording
+from laminar_py.records.engine import EngineLostError, PauseMode
+from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import FinishReason
 from tests.engines.engine_conformance import (
     LAWS,

@@ -14,7 +14,7 @@ from laminar_py.engines.local.model import LocalModel
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import PauseMode
-from laminar_py.records.recordings import Recording, join_experts
+from laminar_py.records.pieces import Recording, join_experts
 from laminar_py.records.trajectory import FinishReason
 from tests.engines.engine_conformance import full_forward, make_request
 from tests.engines.local.test_engine import VOCAB, save_model

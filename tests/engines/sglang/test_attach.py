@@ -21,7 +21,7 @@ from laminar_py.engines.sglang.attach import (
     find_warnings,
     is_loopback,
 )
-from laminar_py.records.recordings import Recording
+from laminar_py.records.pieces import Recording
 
 SIZES = ModelSizes(
     vocab_size=320, model_type="qwen3", architectures=["Qwen3ForCausalLM"], hidden_size=64, num_hidden_layers=2

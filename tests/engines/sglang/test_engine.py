@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.engines.sglang.stream import Served
-from laminar_py.records.engine import PauseMode
-from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.recordings import Recording
+from laminar_py.records.engine import EngineLostError, PauseMode
+from laminar_py.records.pieces import Recording
 from tests.engines import engine_conformance as laws
 from tests.engines.engine_conformance import LAWS, Rig, caught, collect, make_request
 from tests.engines.recording_conformance import RECORDING_LAWS

@@ -15,11 +15,10 @@ from safetensors.numpy import save_file
 
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
-from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, AdapterConfig, base_digest
-from laminar_py.records.engine import PauseMode
-from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.recordings import Recording
+from laminar_py.records.engine import EngineLostError, PauseMode
+from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import FinishReason
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, AdapterConfig, base_digest
 from tests.engines.engine_conformance import Caught, caught, collect, make_request, until
 
 PATIENCE_S = 20
@@ -433,7 +432,7 @@ async def test_the_base_that_is_checked_is_the_one_served_wherever_the_learner_h
     server = AdapterServer()
     async with server.client(loaded=False, base=good) as engine:
         await engine.load_weights(elsewhere, 1)
-        with pytest.raises(ValueError, match=r"base=.*good: holds other weights here"):
+        with pytest.raises(ValueError, match=r"base=.*good: the weights here are not those of the learner"):
             await engine.load_weights(wrong, 2)
         assert engine.status().version == 1
     assert server.calls.count("/load_lora_adapter") == 1

@@ -15,8 +15,8 @@ import pytest
 from laminar_py.config.cluster import Device
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang.server import EPHEMERAL_PORTS, ServerSpec, SGLangServer, _free_port, last_words
-from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.recordings import Recording
+from laminar_py.records.engine import EngineLostError
+from laminar_py.records.pieces import Recording
 from tests.engines.sglang.owner import owned_server, wait_until_gone
 
 PATIENCE_S = 20

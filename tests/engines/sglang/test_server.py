@@ -14,7 +14,7 @@ import pytest_asyncio
 from laminar_py.config.rollout import OnNewWeights, RolloutConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang.attach import check_server
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.engine import EngineLostError
 from tests.engines.sglang.owner import owned_server, wait_until_gone
 from tests.engines.sglang.rig import make_model, make_spec, running_server, sglang_python
 

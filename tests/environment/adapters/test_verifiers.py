@@ -20,8 +20,7 @@ from laminar_py.environment.writer import open_writer
 from laminar_py.ledger.audit.export import export
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.records.environment import Problem
-from laminar_py.records.spans import ANEW
-from laminar_py.records.tree import sequences_of
+from laminar_py.records.spans import ANEW, sequences_of
 from tests.environment.adapters.packages import ROOT, python_of
 from tests.environment.agents.test_agents import Story
 from tests.runs.runs import TrainProcess

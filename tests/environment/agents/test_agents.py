@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentHome
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.agents.agent import AgentFailedError
 from laminar_py.environment.agents.kind import AgentConfig, open_agents
@@ -25,9 +25,8 @@ from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.protocol import Observation, SampledTurn
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import ModelTurn, Problem, TurnPart
-from laminar_py.records.spans import ANEW, Span, add_span
+from laminar_py.records.spans import ANEW, Span, add_span, sequences_of
 from laminar_py.records.trajectory import DropReason
-from laminar_py.records.tree import sequences_of
 from tests.data.templates import TEMPLATES, make_chat_encoder
 
 NONE = np.empty(0, np.int32)

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentHome
 from laminar_py.config.loading import parse_config
-from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.agents.agent import AgentEnvironment, Keys
 from laminar_py.environment.agents.connections import ConnectionBounds

@@ -24,8 +24,7 @@ from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.tool_calls import HermesCalls
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import ModelTurn, Problem, TurnPart
-from laminar_py.records.spans import ANEW, Span, add_span
-from laminar_py.records.tree import context_of, sequences_of
+from laminar_py.records.spans import ANEW, Span, add_span, context_of, sequences_of
 from tests.data.templates import TEMPLATES, make_chat_encoder
 
 REQUESTS = int(os.environ.get("LAMINAR_AGENT_REQUESTS", "600"))
@@ -160,7 +159,7 @@ class Model:
 
     def of(self, log_by_text, messages, answer):
         """Turns in the log that are this answer to these messages."""
-        asked = self.encoder.conversation(self.encoder.begun(messages), answers=True)
+        asked = self.encoder.conversation(self.encoder.with_system(messages), answers=True)
         return [one for one in log_by_text.get(asked, ()) if self.writer.said(one[1]) == (answer["content"] or "")]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from laminar_contrib.tools.kind import ToolSettings
 from laminar_contrib.tools.toolbox import open_toolbox
-from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.environment.protocol import Restorable
 from laminar_py.environment.python_session import PythonSession, SessionClosedError
 from laminar_py.environment.tool_calls import CallFamily

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from laminar_py.config.algorithm import Advantage
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.records.columns import TOKEN_REWARDS, token_values
-from laminar_py.records.returns import Returns, differ, earned_by, returns_of
+from laminar_py.records.credit import Returns, earned_by, returns_differ, returns_of
 
 
 def advantages(kind, rewards):
@@ -122,7 +122,7 @@ def test_returns_over_their_deviation_have_mean_0_and_deviation_1_each_response_
     returns = [by_token(rewards) for rewards in group]
     found = of_tokens(Advantage.GROUP_STD, group)
     assert np.mean([item.mean() for item in found]) == pytest.approx(0.0, abs=1e-4)
-    if differ(returns):
+    if returns_differ(returns):
         squares = sum(np.mean(item**2) for item in found) / (len(group) - 1)
         assert squares == pytest.approx(1.0, rel=0.05)  # 1e-4 is added to the deviation
 
@@ -140,7 +140,7 @@ def test_what_differs_by_rounding_is_no_signal_and_moves_nothing():
     """A thousandth of ten thousand, as which float32 has token rewards."""
     earned = earned_by({TOKEN_REWARDS: token_values(np.array([0, 10_000], np.float32))})
     group = [returns_of(10_000.0, earned), returns_of(10_000.001, earned)]
-    assert not differ(group)
+    assert not returns_differ(group)
     found, _ = group_advantages(Advantage.GROUP_STD)(group)
     assert np.abs(found).max() == 0.0
 
@@ -149,7 +149,7 @@ def test_what_differs_by_rounding_is_no_signal_and_moves_nothing():
 def test_a_cost_of_length_is_taken_from_every_token(kind: Advantage):
     plain, costly = [by_token([0, 1]), by_token([1, 0, 1])], [by_token([0, 0.75]), by_token([1, 0, 1])]
     expected, _ = group_advantages(kind)(costly)
-    found, _ = group_advantages(kind)([plain[0].less(0.25), plain[1]])
+    found, _ = group_advantages(kind)([plain[0].minus(0.25), plain[1]])
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 

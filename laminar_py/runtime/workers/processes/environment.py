@@ -29,7 +29,7 @@ class EnvironmentActor(PartActor):
         settings = config.environment
         assert settings is not None, "a run without environments has no process for them"
         writer = open_writer(config.model.path, config.data.chat, settings, messages=spec.messages)
-        with ENVIRONMENTS.blaming(settings.kind):
+        with ENVIRONMENTS.naming_package(settings.kind):
             home = EnvironmentHome(
                 index=spec.index,
                 sandbox=config.sandbox,

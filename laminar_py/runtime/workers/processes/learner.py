@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.emulation import EmulationConfig
+from laminar_py.config.loading import read_profile
 from laminar_py.config.run import RunConfig
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations

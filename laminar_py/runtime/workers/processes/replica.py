@@ -15,14 +15,15 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.engine import BACKENDS, EngineLaunch
+from laminar_py.config.loading import read_profile
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.emulated.turns import environments_of
 from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.records.clock import SystemClock
-from laminar_py.records.protocols import EngineLostError, Environments
+from laminar_py.records.engine import EngineLostError
+from laminar_py.records.environment import Environments
+from laminar_py.records.host import SystemClock
 from laminar_py.relay.sockets import PeerClient, RelayKeys, SocketFactory, peer_sockets
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.repack.signals import EngineSpeed
@@ -126,7 +127,7 @@ def _raising_bugs(config: RunConfig) -> Iterator[None]:
         bug = bug_in(cause or error)
         if bug is None:
             raise
-        raise BACKENDS.blame(config.rollout.engine.kind, bug) from None
+        raise BACKENDS.package_error(config.rollout.engine.kind, bug) from None
 
 
 # ---- speed of the engine

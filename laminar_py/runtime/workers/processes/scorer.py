@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.records.scoring import Score, Unfinished, Unscored
-from laminar_py.records.servers import PoolAddresses
+from laminar_py.records.scoring import PoolAddresses, Score, Unfinished, Unscored
 from laminar_py.reward.scorer import LaunchedServers, ScoredPayload, Scorer
 from laminar_py.runtime.workers.processes.base import PartActor, open_part, open_reader, open_writer
 from laminar_py.runtime.workers.specs import ScorerSpec

@@ -10,7 +10,7 @@ from laminar_py.config.reward import server_name
 from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.segments.wire import ADDRESSES, leave_address
 from laminar_py.observe.trackers import TRACKERS, Ending, Message, Rewound, Values
-from laminar_py.records.servers import ServerAddress
+from laminar_py.records.scoring import ServerAddress
 from laminar_py.runtime.workers.processes.base import PartActor, log_to, open_part
 from laminar_py.runtime.workers.specs import ServerStart, StoreSpec, TrackerSpec
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from laminar_py.ledger.segments.frames import make_frame, read_frame
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.pieces import Piece
-from laminar_py.records.recordings import (
+from laminar_py.records.pieces import (
+    Piece,
     RoutedExperts,
     SamplingMask,
     join_experts,

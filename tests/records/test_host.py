@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.records.visible import visible
+from laminar_py.records.host import visible
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,15 @@ def faults(tmp_path: Path) -> dict[str, tuple[DataSource, str]]:
     folder.mkdir()
     written(folder / "train.jsonl", '{"prompt": "a"}')
     return {
-        "parquet": (source(tmp_path / "t.parquet"), r"t\.parquet: no Parquet file .*; mend it"),
+        "parquet": (source(tmp_path / "t.parquet"), r"t\.parquet: no Parquet file .*; fix it"),
         "split": (
             source(tmp_path / "t.jsonl", split="test"),
             r"data\.train\.split: .* is one file.*; leave it",
         ),
-        "folder": (source(folder, split="test"), r"folder: cannot be loaded with split 'test' .*; mend its name"),
+        "folder": (
+            source(folder, split="test"),
+            r"folder: cannot be loaded with split 'test' .*; fix its name",
+        ),
         "missing": (source("./no/such"), r"data\.train=no/such: no such file; name a JSONL or Parquet"),
     }
 
@@ -138,7 +141,7 @@ def test_a_data_set_that_cannot_be_reached_is_one_line(monkeypatch) -> None:
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{port}")
         with pytest.raises(ConfigError) as caught:
             read(source("nobody/nothing", field="eval.sets.math"))
-    words = r"is not in the cache, and the hub cannot be reached \(ConnectError: .*\); reach the network, mend the"
+    words = r"is not in the cache, and the hub cannot be reached \(ConnectError: .*\); reach the network, fix the"
     line = rf"eval\.sets\.math=nobody/nothing: {words} name, or name files that are here"
     assert re.fullmatch(line, str(caught.value))
     assert len(asked) == 1, "no retry of the library's, which take half a minute"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.roles import RoleCredit, credits_of, role_advantages, role_returns
+from laminar_py.records.credit import RoleCredit, credits_of, role_advantages, role_returns
 from laminar_py.records.spans import ANEW, Span
 
 # four turns of two roles: each begins anew, the third goes on behind the first, and two versions had a part in it

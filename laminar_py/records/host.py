@@ -1,0 +1,51 @@
+"""Services of the host that every part uses: the clock, files that survive a power cut, text safe for a
+terminal."""
+
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Source of time. The simulator passes a virtual clock, so it runs the same policies as a real run."""
+
+    def now(self) -> float:
+        """Monotonic seconds of this host; only differences have a meaning."""
+        ...
+
+
+class SystemClock:
+    """Real time."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file and return when its bytes are on disk. Its name is on disk after `sync` of its folder."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Return when the bytes of a file, or the names in a folder, are on disk and so survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def visible(text: str, *, keep: str = "") -> str:
+    r"""Replace characters that do not print by escapes, e.g. `\x1b` or `\u202e`, except those in `keep`.
+
+    Text of models, data and programs passes through here before a terminal or a page shows it. Replaced are
+    control characters, overrides of direction, lone surrogates, and every space other than the plain one.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
