@@ -65,7 +65,7 @@ async def open_toolbox(settings: ToolSettings, sandbox: SandboxConfig) -> AsyncI
     if PYTHON not in settings.use:
         yield Toolbox(settings)
         return
-    async with SandboxPool.of(sandbox) as pool:
+    async with SandboxPool.from_config(sandbox) as pool:
         yield Toolbox(settings, pool=pool)
 
 

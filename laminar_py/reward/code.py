@@ -31,7 +31,7 @@ from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, Ter
 from laminar_py.config.section import Seconds
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import Prompt
-from laminar_py.reward import crossing
+from laminar_py.reward.crossing import MOST_CALLS
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult
 
@@ -105,7 +105,7 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-MOST_CALLS = crossing.MOST_CALLS
+CROSSING = Path(__file__).with_name("crossing.py")  # runs in sandboxes, on both sides of a call
 CALLS_TOGETHER = 100  # calls that are made by one process
 BESIDE = "laminar_crossing"
 ANSWER = """
@@ -131,7 +131,7 @@ class AssertionRun:
         self._pool = pool
         self._program = program + ANSWER.format(beside=BESIDE, entry=entry_point)
         self._entry_point = entry_point
-        self._crossing = Path(crossing.__file__).read_text()
+        self._crossing = CROSSING.read_text()
 
     async def check(self, test: str) -> str | None:
         """Fault of the program; None where the test code runs to its end.
@@ -485,7 +485,7 @@ def _value_fault(result: SandboxResult, wanted: object) -> str | None:
 async def open_code(term: CodeTerm, context: ServeContext) -> AsyncIterator[ServedReward]:
     """The reward while its pool is open."""
     config = context.sandbox
-    async with SandboxPool.of(config) as pool:
+    async with SandboxPool.from_config(config) as pool:
         yield CodeReward(term, pool, slots=config.slots)
 
 

@@ -32,13 +32,13 @@ main()
 """
 
 
-def command(control: int) -> list[str]:
+def zygote_command(control: int) -> list[str]:
     """Command line of a zygote that talks over this descriptor."""
     root = Path(__file__).parent.parent.parent
     return [executable(), *SWITCHES, "-c", START, str(control), str(root)]
 
 
-def environment(home: Path | None) -> dict[str, str]:
+def zygote_environment(home: Path | None) -> dict[str, str]:
     """Environment of a zygote: nothing of ours. `home` is where the library was copied to, if it was."""
     plain = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}
     return plain if home is None else plain | {"PYTHONHOME": str(home)}
@@ -50,7 +50,7 @@ def executable() -> str:
 
 
 @cache
-def libraries() -> list[str]:
+def shared_libraries() -> list[str]:
     """Shared libraries that the interpreter and the extension modules of its library load, and links to them.
 
     None off Linux.
@@ -58,7 +58,7 @@ def libraries() -> list[str]:
     if sys.platform != "linux":
         return []
     run = [executable(), *SWITCHES, "-c", LOAD_ALL]
-    done = subprocess.run(run, env=environment(None), capture_output=True, text=True, check=True)
+    done = subprocess.run(run, env=zygote_environment(None), capture_output=True, text=True, check=True)
     files = {Path(line) for line in done.stdout.splitlines()}
     links = [
         link
@@ -69,13 +69,13 @@ def libraries() -> list[str]:
     return sorted(str(path) for path in (*files, *links))
 
 
-def readable_by_others() -> bool:
+def is_library_readable_by_others() -> bool:
     """True where another user can read the standard library."""
     library = Path(sysconfig.get_path("stdlib"))
     return all(folder.stat().st_mode & 0o001 for folder in (library, *library.parents))
 
 
-def copy(folder: Path) -> Path:
+def copy_standard_library(folder: Path) -> Path:
     """Link or copy the files of the standard library; gives the home that an interpreter takes it from."""
     library = Path(sysconfig.get_path("stdlib"))
     ignored = shutil.ignore_patterns(*LEFT_OUT)

@@ -18,13 +18,17 @@ import msgspec
 
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.sandbox import interpreter, places
-from laminar_py.sandbox.files import pack
-from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.inside.program import ProgramPayload
+from laminar_py.sandbox.inside.wire import SandboxLimits
+from laminar_py.sandbox.interpreter import (
+    copy_standard_library,
+    is_library_readable_by_others,
+    shared_libraries,
+)
+from laminar_py.sandbox.places import SlotPlace, sweep_places
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier, TierOffer
 from laminar_py.sandbox.session import SandboxSession
-from laminar_py.sandbox.slot import SandboxSlot, ZygoteLostError
+from laminar_py.sandbox.slot import SandboxSlot, ZygoteLostError, pack
 
 REMEDY = (
     "run as root or where user namespaces, Landlock (Linux 5.13) and seccomp are allowed, or lower it to a tier"
@@ -63,14 +67,14 @@ class SandboxPool:
         self._limits = limits or SandboxLimits()
         self._programs = [os.path.realpath(folder) for folder in programs]
         self._has_shell = False
-        self._places: list[places.SlotPlace] = []
+        self._places: list[SlotPlace] = []
         self._slots: list[SandboxSlot] = []
         self._idle = asyncio.PriorityQueue[tuple[bool, int, int]]()  # not ready, -turn, number; as many as slots
         self._turns = itertools.count()
         self._open = False
 
     @classmethod
-    def of(cls, config: SandboxConfig) -> "SandboxPool":
+    def from_config(cls, config: SandboxConfig) -> "SandboxPool":
         """The pool that settings ask for."""
         limits = SandboxLimits(cpu_s=config.cpu_s, wall_s=config.wall_s, memory_bytes=config.memory_mib << 20)
         require = SandboxTier(config.require.value)
@@ -217,10 +221,10 @@ class SandboxPool:
                 raise ConfigError(f"sandbox.programs={folder}: no folder of this machine; name one, such as /usr")
             if any(folder == one or (one != "/" and folder.startswith(f"{one}/")) for one in NO_PROGRAMS):
                 raise ConfigError(f"sandbox.programs={folder}: code may not see this; name another, such as /usr")
-        places.sweep()
-        interpreter.libraries()
+        sweep_places()
+        shared_libraries()
         for _ in range(self._number):
-            self._places.append(places.SlotPlace.take())
+            self._places.append(SlotPlace.claim())
 
     async def _choose(self) -> None:
         """Make slots of the strongest tier whose first one starts."""
@@ -269,9 +273,9 @@ class SandboxPool:
     def _home(self, tier: SandboxTier) -> Path | None:
         """A copy of the standard library for programs whose user cannot read the interpreter's own."""
         place = self._places[0]
-        if tier is not SandboxTier.LANDLOCK or not place.users or interpreter.readable_by_others():
+        if tier is not SandboxTier.LANDLOCK or not place.users or is_library_readable_by_others():
             return None
-        return interpreter.copy(place.folder / "python")
+        return copy_standard_library(place.folder / "python")
 
     async def _close(self) -> None:
         self._open = False

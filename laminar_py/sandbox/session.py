@@ -6,11 +6,9 @@ import socket
 import time
 from dataclasses import dataclass, replace
 
-from laminar_py.sandbox.files import RunFiles
-from laminar_py.sandbox.inside.limits import SandboxLimits
-from laminar_py.sandbox.inside.wire import HEADER, SlotNews, SlotOrder
+from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotNews, SlotOrder
 from laminar_py.sandbox.records import SandboxLabel, SandboxResult
-from laminar_py.sandbox.slot import GRACE_S, SandboxSlot, ZygoteLostError
+from laminar_py.sandbox.slot import GRACE_S, RunFiles, SandboxSlot, ZygoteLostError
 
 OWN_END_S = 0.2  # in which a program that says no more has ended
 

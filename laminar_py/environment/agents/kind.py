@@ -112,7 +112,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
     async with AsyncExitStack() as stack:
         served = serve(keys, home.words, external=external, host=settings.host, port=port, bounds=bounds)
         url = await stack.enter_async_context(served)
-        pool = await stack.enter_async_context(SandboxPool.of(home.sandbox)) if settings.python else None
+        pool = await stack.enter_async_context(SandboxPool.from_config(home.sandbox)) if settings.python else None
         if external is None:
             agents: Agents = await stack.enter_async_context(_own_agents(settings, home, url=url))
         else:

@@ -43,8 +43,8 @@ from laminar_py.reward.outcome import (
     plain,
 )
 from laminar_py.sandbox.inside import kernel
+from laminar_py.sandbox.inside.landlock import forbid_writes
 from laminar_py.sandbox.inside.wire import CALL, call_frame, own_control, receive_call
-from laminar_py.sandbox.protect import forbid_writes
 
 log = logging.getLogger(__name__)
 LATE_S = 1.0  # beyond its limit, after which a call hangs

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from laminar_py.sandbox.inside import kernel, landlock, seccomp
-from laminar_py.sandbox.inside.limits import SandboxLimits
+from laminar_py.sandbox.inside.wire import SandboxLimits
 
 NUM_DESCRIPTORS = 64
 SPARE = 8  # processes that the user's own limit allows above a cgroup's, which tells when it refuses

@@ -6,7 +6,9 @@ Source: https://docs.kernel.org/userspace-api/landlock.html
 import ctypes
 import os
 import stat
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from laminar_py.sandbox.inside import kernel
 
@@ -21,6 +23,8 @@ OWN = USE | READ_DIR | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAKE_FIF
 WRITES = OWN & ~(READ_FILE | READ_DIR)
 BIND_TCP, CONNECT_TCP = 1, 2  # from version 4 on
 ABSTRACT_SOCKETS, SIGNALS = 1, 2  # from version 6 on
+KERNEL = (Path("/proc"), Path("/sys"))  # settings there reach beyond every fence
+KEPT_CAPABILITIES = 0b10  # of root: to read and write whatever the modes of files say, CAP_DAC_OVERRIDE
 
 
 class _Ruleset(ctypes.Structure):
@@ -50,7 +54,7 @@ def ruleset(rules: Sequence[tuple[str, int]]) -> int:
     return _fence(rules, _Ruleset(_known_rights(), BIND_TCP | CONNECT_TCP, ABSTRACT_SOCKETS | SIGNALS), size)
 
 
-def writes_ruleset(rules: Sequence[tuple[str, int]]) -> int:
+def _writes_ruleset(rules: Sequence[tuple[str, int]]) -> int:
     """Descriptor of rules that refuse to write but beneath these paths, and refuse nothing else."""
     return _fence(rules, _Ruleset(_known_rights() & WRITES, 0, 0), 8)
 
@@ -84,3 +88,35 @@ def _add_rule(fence: int, parent: int, rights: int) -> None:
 def restrict(fence: int) -> None:
     """Put the rules on this process and on all that it starts; `no_new_privs` must be set."""
     kernel.syscall(RESTRICT_SELF, ctypes.c_int(fence), ctypes.c_uint32(0))
+
+
+def forbid_writes(folder: Path) -> bool:
+    """Forbid to write below a folder and in /proc and /sys, and to make or remove anything in folders above it.
+
+    Processes outside cannot be looked into any more either: of root all capabilities are dropped that would allow
+    it. False where the kernel has no Landlock, so that only those are dropped.
+    """
+    if sys.platform != "linux":
+        return False
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    fenced = bool(version())
+    if fenced:
+        fence = _writes_ruleset([(str(path), WRITES) for path in _beside(folder.resolve())])
+        try:
+            restrict(fence)
+        finally:
+            os.close(fence)
+    kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_CLEAR_ALL)
+    kernel.keep_capabilities(kernel.held_capabilities() & KEPT_CAPABILITIES)
+    return fenced
+
+
+def _beside(folder: Path) -> Iterator[Path]:
+    """Whatever lies beside a folder, and beside each of those above it."""
+    for above in folder.parents:
+        inner = folder.relative_to(above).parts[0]
+        with os.scandir(above) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.name != inner and not entry.is_symlink() and path not in KERNEL:
+                    yield path
