@@ -153,7 +153,7 @@ class ScorerHandle(Protocol):
         """Responses that it works on at the same time."""
         ...
 
-    async def submit(self, responses: Sequence[Unscored]) -> None:
+    async def submit_responses(self, responses: Sequence[Unscored]) -> None:
         """Hand responses over, each of which gets a score; a failure is a score with its reason."""
         ...
 
@@ -161,6 +161,6 @@ class ScorerHandle(Protocol):
         """Show it responses that still generate, for terms that work ahead; nothing comes back."""
         ...
 
-    async def take(self) -> list[Score]:
+    async def next_scores(self) -> list[Score]:
         """Scores that are there, once there are any."""
         ...

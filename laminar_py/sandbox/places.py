@@ -1,8 +1,11 @@
-"""Numbers of slots, of which no two on a machine are the same at one time, and what belongs to each.
+"""Places of slots: a number that no other slot of this machine has, with its two users, folder and cgroup.
 
-A number stands for two users, a folder and a cgroup. A file that is locked while its owner lives says so, and
-lists the cgroups. Who has another folder for temporary files takes other users and names. Invariant: whoever takes
-a number first removes what a killed owner left under it.
+The owner of a number holds a lock on a file while it lives, and lists its cgroups in that file. A process with
+another folder for temporary files uses other users and names. A new owner of a number first removes everything
+that a killed owner left under it (`tests/sandbox/test_ends.py`).
+
+**Cgroups.** The kernel counts and bounds the memory and the processes of a slot in a cgroup, where we may create
+one: below our own cgroup, or beside it. Versions 1 and 2 of cgroups both work.
 """
 
 import fcntl
@@ -31,18 +34,18 @@ NUM_OWN = 2  # processes of the slot itself
 
 @dataclass(frozen=True, slots=True)
 class CgroupCounts:
-    """Events of a slot since its cgroup was made, e.g. `CgroupCounts(0, 3)`."""
+    """Numbers of events in a cgroup since we created it, e.g. `CgroupCounts(num_oom_kills=0, num_refused=3)`."""
 
     num_oom_kills: int
     num_refused: int  # processes
 
     def since(self, before: "CgroupCounts") -> "CgroupCounts":
-        """Events after `before`."""
+        """Return the events between `before` and these counts."""
         return CgroupCounts(self.num_oom_kills - before.num_oom_kills, self.num_refused - before.num_refused)
 
 
 class SlotCgroup:
-    """Folders of a cgroup: one for both controllers, or in version 1 one for each."""
+    """A cgroup of a slot: one folder for both controllers, or one for each in cgroups version 1."""
 
     def __init__(self, memory: Path, pids: Path) -> None:
         self.folders = sorted({memory, pids})
@@ -54,17 +57,17 @@ class SlotCgroup:
 
     @property
     def joins(self) -> list[str]:
-        """Files by which a process joins."""
+        """Files into which a process writes its id to join the cgroup."""
         return [str(folder / "cgroup.procs") for folder in self.folders]
 
     def measure(self) -> None:
-        """Take what is used now as the slot's own, which no program pays for."""
+        """Read the memory that the idle slot uses, so that limits of programs do not include it."""
         name = "memory.usage_in_bytes" if self._old else "memory.current"
         self._own_bytes = int((self._memory / name).read_text())
         self._limits = (0, 0)
 
     def limit(self, *, memory_bytes: int, processes: int) -> None:
-        """Bounds for programs from here on."""
+        """Set the limits of all programs that start from now on. Raises `OSError` if more memory is in use."""
         if (memory_bytes, processes) == self._limits:
             return
         total = str(memory_bytes + self._own_bytes)
@@ -80,18 +83,18 @@ class SlotCgroup:
         self._limits = (memory_bytes, processes)
 
     def counts(self) -> CgroupCounts:
-        """Events up to now."""
+        """Read how many processes were killed for memory, and how many could not start."""
         events = self._memory / ("memory.oom_control" if self._old else "memory.events")
         return CgroupCounts(_count_of(events, "oom_kill"), _count_of(self._pids / "pids.events", "max"))
 
     def end_all(self) -> None:
-        """Wait until nothing runs in it, and end what does."""
+        """Kill all processes of the cgroup and wait until they are gone."""
         for folder in self.folders:
             _end_cgroup(folder)
 
 
 def make_cgroup(name: str) -> "SlotCgroup | None":
-    """A cgroup of this name, or None where we may make none with both controllers."""
+    """Create a cgroup of this name. Returns None where we may not create one with both controllers."""
     own = _own_folders()
     if not own.keys() >= set(MINE):
         return None
@@ -109,7 +112,10 @@ def make_cgroup(name: str) -> "SlotCgroup | None":
 
 
 def remove_cgroup(folder: Path) -> None:
-    """End all in a cgroup and remove it; for those that this module made, here or in a run that was killed."""
+    """Kill all processes of a cgroup and remove it.
+
+    Only for cgroups that this module created, maybe in a past run.
+    """
     assert folder.name.startswith(PREFIX), folder
     if folder.exists():
         _end_cgroup(folder)
@@ -126,11 +132,11 @@ def _end_cgroup(folder: Path) -> None:
                 continue
         if time.monotonic() > deadline:
             raise SandboxError(f"{folder}: processes {', '.join(processes)} do not end")
-        time.sleep(PAUSE_S)  # nothing tells of the last one's end
+        time.sleep(PAUSE_S)  # the kernel sends no event for the last exit
 
 
 def _own_folders() -> dict[str, Path]:
-    """Folder of our own cgroup by controller, as far as it is mounted where we can see it."""
+    """Return the folder of our own cgroup for each controller that is mounted here."""
     paths: dict[str, str] = {}
     for line in _lines("/proc/self/cgroup"):
         _, names, path = line.split(":", 2)
@@ -151,7 +157,7 @@ def _own_folders() -> dict[str, Path]:
 
 
 def _try_cgroup(folder: Path, *kinds: str) -> Path | None:
-    """Make a cgroup that has these controllers and that we may join; None where that is refused."""
+    """Create a cgroup with these controllers that we may join. Returns None where the system refuses."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError:  # read-only, not ours, or no such thing
@@ -175,7 +181,7 @@ def _lines(path: str) -> list[str]:
 
 
 class SlotPlace:
-    """A number with its folder, until `release`, e.g. `SlotPlace.claim()`."""
+    """A slot number and its resources, ours until `release`, e.g. `SlotPlace.claim()`."""
 
     def __init__(self, number: int, lock: int) -> None:
         self.number = number
@@ -185,7 +191,10 @@ class SlotPlace:
 
     @classmethod
     def claim(cls) -> "SlotPlace":
-        """The first number that is free, cleared."""
+        """Claim the first free number and remove leftovers of its last owner.
+
+        Raises `SandboxError` if all are taken.
+        """
         for number in range(NUM_SLOTS):
             lock = _try_lock(number)
             if lock is not None:
@@ -198,7 +207,7 @@ class SlotPlace:
 
     @property
     def users(self) -> list[int]:
-        """Users on this machine of the zygote and of its programs; none where we cannot become others."""
+        """User ids of the zygote and of its programs; an empty list where we may not change the user."""
         if not may_change_user():
             return []
         first = first_user() + 2 * self.number
@@ -211,7 +220,7 @@ class SlotPlace:
 
     @property
     def cgroup(self) -> SlotCgroup | None:
-        """Cgroup of the slot, made at the first call; None where we can make none."""
+        """The cgroup of the slot, created at first use; None where we cannot create one."""
         if self._cgroup is None:
             self._cgroup = make_cgroup(self.name)
             folders = [] if self._cgroup is None else self._cgroup.folders
@@ -219,13 +228,13 @@ class SlotPlace:
         return self._cgroup
 
     def end_all(self) -> None:
-        """End what may still run under this number, after its zygote."""
+        """Kill every process that still runs under this number after its zygote has ended."""
         if self._cgroup is not None:
             self._cgroup.end_all()
         _end_users(self.users)
 
     def release(self) -> None:
-        """Remove all of it; to be called when the slot's processes have ended."""
+        """Give the number up and remove its resources. Call it after the slot's processes have ended."""
         self._clear()
         _lock_file(self.number).unlink()
         os.close(self._lock)
@@ -244,7 +253,7 @@ class SlotPlace:
 
 
 def sweep_places() -> None:
-    """Remove what owners that were killed left on this machine."""
+    """Remove folders, processes and cgroups that killed owners left on this machine."""
     numbers = [int(path.stem) for path in _base().glob("*.lock")] if _base().exists() else []
     for number in numbers:
         lock = _try_lock(number)
@@ -253,7 +262,7 @@ def sweep_places() -> None:
 
 
 def may_change_user() -> bool:
-    """True where programs can run as users of their own: as root that holds the two capabilities for it."""
+    """Return True if programs can run as users of their own: we are root with SETUID and SETGID capabilities."""
     status = Path("/proc/self/status")
     if os.geteuid() != 0 or not status.exists():
         return False
@@ -262,14 +271,14 @@ def may_change_user() -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder that a program wrote into, whatever modes and depths that left."""
+    """Remove a folder that a program wrote into, whatever file modes and depths it has."""
     if os.geteuid() != 0:  # root needs no modes, and files of the interpreter's may be linked in there
         subprocess.run(["/bin/chmod", "-R", "u+rwx", str(folder)], check=False, capture_output=True)
     subprocess.run(["/bin/rm", "-rf", "--", str(folder)], check=True, capture_output=True)
 
 
 def _end_users(users: list[int]) -> None:
-    """End all processes of a slot's users."""
+    """Kill all processes of a slot's users."""
     code = "import os, sys; user = int(sys.argv[1]); os.setresuid(user, user, user); os.kill(-1, 9)"
     for user in users:
         assert user >= USERS_KEPT, "as root this would end the whole machine"
@@ -286,13 +295,13 @@ def _runs_as(process: str, user: int) -> bool:
         if folder.stat().st_uid != user:
             return False
         state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):  # the process ended meanwhile
         return False
-    return state not in "ZX"  # ended, and left to whoever adopted it
+    return state not in "ZX"  # a zombie has ended; its parent has not reaped it yet
 
 
 def _base() -> Path:
-    """Folder of all slots of our user, where users of slots can get to."""
+    """Return the folder of all slots of our user. Other users can traverse it."""
     folder = Path(tempfile.gettempdir())
     if not all(above.stat().st_mode & 0o001 for above in (folder, *folder.parents)):
         folder = Path("/tmp")
@@ -309,7 +318,7 @@ def _lock_file(number: int) -> Path:
 
 
 def _try_lock(number: int) -> int | None:
-    """Descriptor of a number's file, locked; None where another holds it."""
+    """Lock the file of a number and return its descriptor; None if another process holds the lock."""
     while True:
         _make_base()
         try:
@@ -327,7 +336,7 @@ def _try_lock(number: int) -> int | None:
 
 
 def _make_base() -> None:
-    """The folder of all slots of our user, refused if somebody else made it."""
+    """Create the folder of all slots of our user. Raises `SandboxError` if another user created it."""
     _base().mkdir(mode=0o711, exist_ok=True)
     found = _base().lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -335,7 +344,7 @@ def _make_base() -> None:
 
 
 def first_user() -> int:
-    """First user of slot 0, within those that exist where we are."""
+    """Return the first user id of slot 0. A container may map few ids, so take them from its largest range."""
     lines = Path("/proc/self/uid_map").read_text().splitlines()
     extents = [[int(word) for word in line.split()] for line in lines]
     wanted = FIRST_USER + 2 * NUM_SLOTS * _lane()

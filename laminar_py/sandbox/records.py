@@ -1,4 +1,7 @@
-"""Records of the sandbox: tiers, labels, results."""
+"""Records of the sandbox: tiers, results, and the label that tells how a run ended.
+
+A label rests on facts that the kernel and the owner saw. The program's own report (its `Claim`) counts last.
+"""
 
 import os
 import signal
@@ -13,7 +16,7 @@ from laminar_py.sandbox.inside.wire import SandboxLimits
 
 
 class SandboxTier(Enum):
-    """How strongly programs are fenced in, the strongest first."""
+    """Strength of the fences around a program, the strongest first."""
 
     NAMESPACES = "namespaces"
     """Own processes, users, mounts, network and root with Python alone, and all of the next tier."""
@@ -29,16 +32,16 @@ class SandboxTier(Enum):
 
 
 class SandboxLabel(Enum):
-    """How a run ended. By the kernel or the owner, unless marked as a claim: of an exception seen inside alone.
+    """How a run ended, as the kernel or the owner saw it. A label marked as a claim rests on the program's report.
 
-    A program may forge or hide claims, and leave with code 0 before its end: `ok` says that it ended well and
-    nothing more. No label makes a wrong output right, since outputs are compared outside.
+    A program may forge or hide claims, and may exit with code 0 early. So `ok` says only that the program exited
+    well. No label makes a wrong output right: the owner compares outputs outside the sandbox.
     """
 
     OK = "ok"
     """Exit code 0."""
     ERROR = "error"
-    """Another exit code: an exception that is none of the others, for instance."""
+    """Another exit code, for example after an exception that no other label covers."""
     TIME = "time"
     """Seconds of CPU or of the wall used up."""
     MEMORY = "memory"
@@ -52,7 +55,7 @@ class SandboxLabel(Enum):
     OUTPUT = "output"
     """Output, errors or the returned value were longer than allowed."""
     CRASH = "crash"
-    """Ended by another signal: a native crash, for instance."""
+    """Ended by another signal, for example a native crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +74,24 @@ class SandboxResult:
 
     @property
     def alive(self) -> bool:
-        """True where a session's variables are still there."""
+        """True if the session still has its variables."""
         return self.exit_code is None
 
 
 @dataclass(frozen=True, slots=True)
 class TierOffer:
-    """Row of a survey, e.g. `TierOffer(SandboxTier.NAMESPACES, False, "unshare: Operation not permitted")`."""
+    """Whether this machine offers a tier, e.g.
+
+    `TierOffer(SandboxTier.NAMESPACES, False, "unshare: not permitted")`.
+    """
 
     tier: SandboxTier
     offered: bool
-    reason: str = ""  # why not, or how it is weaker here than it could be
+    reason: str = ""  # why not, or how the tier is weaker here than elsewhere
 
 
 class SandboxError(RuntimeError):
-    """A sandbox that does not work, by no fault of a program's; names the slot and what failed."""
+    """The sandbox itself failed, not the program in it. The message names the slot and the failure."""
 
 
 CLAIMED = {kind: SandboxLabel(kind) for kind in ("memory", "processes", "network", "files")}
@@ -94,7 +100,7 @@ CPU_SLACK_S = 0.2  # between the kernel's clocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Facts of a run that ended, e.g. `Evidence(status=0, claim=Claim(finished=True))`."""
+    """Facts about a run that ended, e.g. `Evidence(status=0, claim=Claim(finished=True))`."""
 
     status: int | None  # as `waitpid` has it; None: a session that lives on
     claim: Claim
@@ -106,9 +112,9 @@ class Evidence:
 
 
 def label(evidence: Evidence, limits: SandboxLimits) -> tuple[SandboxLabel, str]:
-    """Label and one line why."""
+    """Return the label of a run, and one line that says why."""
     number = exit_code(evidence.status)
-    stopped = _name(-number) if number is not None and number < 0 else ""
+    stopped = _signal_name(-number) if number is not None and number < 0 else ""
     if evidence.too_long:
         return SandboxLabel.OUTPUT, f"more than {limits.output_bytes} bytes"
     if evidence.num_oom_kills:
@@ -132,17 +138,17 @@ def label(evidence: Evidence, limits: SandboxLimits) -> tuple[SandboxLabel, str]
 
 
 def exit_code(status: int | None) -> int | None:
-    """Exit code, or the negative number of the signal that ended it; None of a session that lives on."""
+    """Return the exit code of a status, or minus the number of its signal; None for a session that lives on."""
     return None if status is None else os.waitstatus_to_exitcode(status)
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     known = {one.value: one.name for one in signal.Signals}
     return known.get(number, f"signal {number}")
 
 
 def read_claim(text: bytes) -> Claim:
-    """A report; an empty one where a program wrote what is none."""
+    """Decode the report of a program; an empty report if the program wrote something else."""
     try:
         claim = msgspec.json.decode(text, type=Claim)
     except (msgspec.DecodeError, RecursionError):  # a program's bytes

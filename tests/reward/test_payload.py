@@ -130,10 +130,10 @@ async def test_columns_are_in_a_segment_before_a_score_names_them(tmp_path):
     unscored = [by_reference(response("\1\2\3"[: 1 + index % 3], index=index), writer) for index in range(12)]
     told = 0
     async with scorer_of(tmp_path, {"use": [f"{tmp_path}/mine.py:score"]}, columns=(HINTS,)) as scorer:
-        scorer.submit(unscored)
+        scorer.submit_responses(unscored)
         async with asyncio.timeout(PATIENCE_S):
             while told < len(unscored):
-                for score in await scorer.take(1.0):
+                for score in await scorer.next_scores(1.0):
                     told += 1
                     length = 1 + int(score.trajectory_id[3:]) % 3
                     assert sorted(score.columns) == ["hints", TOKEN_REWARDS], score.detail
@@ -202,11 +202,11 @@ async def test_no_score_is_lost_that_comes_while_others_are_taken(tmp_path, monk
     found: dict[str, float | None] = {}
     async with scorer_of(tmp_path, {"use": ["served"]}) as scorer:
         assert scorer.at_once == 1
-        scorer.submit(unscored)
+        scorer.submit_responses(unscored)
         async with asyncio.timeout(PATIENCE_S):
             while len(found) < count:
-                for score in await scorer.take(1.0):
+                for score in await scorer.next_scores(1.0):
                     assert score.trajectory_id not in found
                     found[score.trajectory_id] = score.value
-        assert await scorer.take(0.0) == []
+        assert await scorer.next_scores(0.0) == []
     assert found == {f"g0.{index}": float(index) for index in range(count)}

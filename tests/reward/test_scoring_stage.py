@@ -25,7 +25,7 @@ class GatedScorer:
         self._elapsed_s = elapsed_s
         self._scores: asyncio.Queue[Score] = asyncio.Queue()
 
-    async def submit(self, requests: Sequence[Unscored]) -> None:
+    async def submit_responses(self, requests: Sequence[Unscored]) -> None:
         self.batches.append([request.request.response for request in requests])
         await asyncio.sleep(0)  # as over a wire
         if "die" in self.batches[-1]:
@@ -37,7 +37,7 @@ class GatedScorer:
     def look_ahead(self, responses: Sequence[Unfinished]) -> None:
         self.seen += [unfinished.response.trajectory_id for unfinished in responses]
 
-    async def take(self) -> list[Score]:
+    async def next_scores(self) -> list[Score]:
         await self.gate.wait()
         return [await self._scores.get()]
 
@@ -92,7 +92,7 @@ def unscored(*responses: str) -> list[Unscored]:
 @asynccontextmanager
 async def running(stage: ScoringStage, *responses: str) -> AsyncIterator[None]:
     for request in unscored(*responses):
-        stage.submit(request)
+        stage.submit_response(request)
     task = asyncio.create_task(stage.run())
     try:
         await settle()
@@ -133,10 +133,10 @@ async def test_what_comes_for_a_scorer_that_has_work_comes_in_one_call() -> None
     stage = make_stage([scorer], inbox)
     first, *others = unscored(*"abc")
     async with running(stage, "z"):
-        stage.submit(first)
+        stage.submit_response(first)
         for request in others:
             await settle()
-            stage.submit(request)
+            stage.submit_response(request)
         assert scorer.batches == [["z"]]
         async with asyncio.timeout(PATIENCE_S):
             while len(scorer.batches) < 2:  # noqa: ASYNC110
@@ -156,7 +156,7 @@ async def test_what_was_dropped_while_it_waited_makes_room_for_what_is_wanted() 
     scorer, inbox = open_scorer(), Inbox()
     stage = make_stage([scorer], inbox, queue=3, wanted=lambda name: name not in ("g0.0", "g0.2"))
     for request in unscored(*"abcde"):  # of which a deadline dropped `a` and `c`
-        stage.submit(request)
+        stage.submit_response(request)
     assert (stage.num_waiting, stage.num_unscored) == (3, 3), "b, d and e"
     async with running(stage):
         assert set(await inbox.wait(3)) == {"g0.1", "g0.3", "g0.4"}
@@ -175,7 +175,7 @@ async def test_what_was_dropped_while_it_waited_takes_no_time_of_a_scorer() -> N
 
 async def test_what_a_dead_scorer_had_is_scored_once_by_the_next_before_what_waits() -> None:
     class Dying(GatedScorer):
-        async def take(self) -> list[Score]:
+        async def next_scores(self) -> list[Score]:
             await self.gate.wait()
             raise ScorerDiedError
 
@@ -216,7 +216,7 @@ async def test_a_scorer_rests_while_its_score_is_being_delivered() -> None:
 
 async def test_an_error_of_the_restart_ends_the_stage() -> None:
     stage = make_stage([GatedScorer()], Inbox())
-    stage.submit(unscored("die")[0])
+    stage.submit_response(unscored("die")[0])
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.timeout(PATIENCE_S):
             await stage.run()

@@ -113,7 +113,7 @@ class AgentRunner:
             try:
                 await launcher.begin(msgspec.json.encode(self._program)).answer
             except ProcessLostError as error:
-                raise LauncherError(error.words) from None
+                raise LauncherError(error.last_line) from None
             return launcher
 
     async def close(self) -> None:

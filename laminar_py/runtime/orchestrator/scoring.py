@@ -130,7 +130,7 @@ class Scoring:
 
     def submit(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Take it up as soon as a scorer is free."""
-        self._ready.submit(
+        self._ready.submit_response(
             Unscored(
                 tokens=trajectory.tokens,
                 request=ScoringRequest(
@@ -170,7 +170,7 @@ class Scoring:
     def _try_next(self) -> None:
         """Have the reward tried once more; one at a time, since it may hang, and be told of at the first."""
         if self._trials:
-            self._ready.submit(Unscored(request=self._trials[0].request))
+            self._ready.submit_response(Unscored(request=self._trials[0].request))
 
     def _wanted(self, trajectory_id: str) -> bool:
         return self._is_trial(trajectory_id) or self._scheduler.is_live(trajectory_id)
@@ -208,7 +208,7 @@ class Scoring:
 
     def _tried(self, score: Score) -> None:
         trial = self._trials.popleft()
-        self.failures.tried(score)
+        self.failures.add_trial(score)
         if score.value is None and score.detail not in self._complaints:
             self._complaints.add(score.detail)
             self._tell(trial.complaint(score, title=self._reward.title))

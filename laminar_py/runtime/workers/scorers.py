@@ -38,7 +38,7 @@ class RemoteScorer:
         self._payload = payload
         self.at_once = at_once
 
-    async def submit(self, responses: Sequence[Unscored]) -> None:
+    async def submit_responses(self, responses: Sequence[Unscored]) -> None:
         """Hand responses over. Raises `ScorerDiedError` if the process is gone."""
         located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
         try:
@@ -55,7 +55,7 @@ class RemoteScorer:
     def _stores(self, tokens: Sequence[TokensRef]) -> dict[str, str]:
         return self._payload.stores_for((one.at for one in tokens), self._part.place.node)
 
-    async def take(self) -> list[Score]:
+    async def next_scores(self) -> list[Score]:
         """Scores that are there, once there are any. Raises `ScorerDiedError` if the process is gone or hangs."""
         scores: list[Score] = []
         while not scores:

@@ -45,7 +45,7 @@ class ScorerActor(PartActor):
 
     async def submit(self, data: bytes) -> None:
         """Begin with a list of `Unscored`."""
-        self._scorer.submit(decode(list[Unscored], data))
+        self._scorer.submit_responses(decode(list[Unscored], data))
 
     async def look_ahead(self, data: bytes) -> None:
         """Work ahead on a list of `Unfinished`."""
@@ -53,7 +53,7 @@ class ScorerActor(PartActor):
 
     async def take(self, wait_s: float) -> bytes:
         """A list of `Score`, empty after `wait_s` seconds without any."""
-        return encode(await self._scorer.take(wait_s))
+        return encode(await self._scorer.next_scores(wait_s))
 
     async def stop(self) -> None:
         """End what the terms hold: processes, and what sandboxes have on this machine."""
