@@ -69,14 +69,14 @@ class ClassEnvironment(EnvironmentConfig):
 
 
 class Words(Protocol):
-    """Texts of the run's model, as an environment may need them; `environment.writer` has them."""
+    """Tokenizer of the run's model, as an environment may need it. `environment.writer` implements it."""
 
-    def said(self, ids: Any) -> str:
-        """Text of [n] tokens of a turn, without what ended it."""
+    def decode_turn(self, ids: Any) -> str:
+        """Decode [n] tokens of a turn, without the token that ended it."""
         ...
 
-    def encoded(self, text: str, *, begins: bool) -> Any:
-        """[n] ids of a text as it stands; if it `begins` a conversation, behind those that a text begins with."""
+    def encode_text(self, text: str, *, begins: bool) -> Any:
+        """Encode a text; if it `begins` a conversation, put the tokenizer's begin-of-text tokens before it."""
         ...
 
 

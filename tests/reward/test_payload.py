@@ -65,7 +65,7 @@ def test_a_request_by_reference_has_the_tokens_and_logprobs_of_all_its_pieces(id
     whole = make_request("", response_ids=np.array(ids, np.int32), logprobs=logprobs)
     unscored = by_reference(whole, replica(tmp_path), *sorted(cut for cut in cuts if cut < len(ids)))
     assert len(unscored.request.response_ids) == 0, "no token goes with it"
-    found = asyncio.run(payload(tmp_path).complete(travelled(unscored)))
+    found = asyncio.run(payload(tmp_path).load_request(travelled(unscored)))
     assert found.response_ids.tolist() == ids
     assert found.logprobs.tobytes() == logprobs.tobytes()
     bare = {"response_ids": unscored.request.response_ids, "logprobs": unscored.request.logprobs}
@@ -77,7 +77,7 @@ async def test_a_response_without_all_of_its_pieces_is_lost_and_never_scored_in_
     first, second, third = unscored.tokens
     for tokens in ((second, third), (first, third)):
         with pytest.raises(PayloadLostError, match="missing"):
-            await payload(tmp_path).complete(msgspec.structs.replace(unscored, tokens=tokens))
+            await payload(tmp_path).load_request(msgspec.structs.replace(unscored, tokens=tokens))
 
 
 async def test_the_reward_sees_the_text_of_tokens_that_were_read(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ class Recorder:
 async def test_large_responses_go_in_messages_of_a_few(sizes, messages):
     part = Recorder()
     requests = make_requests(*("x" * size for size in sizes))
-    await RemoteScorer(part, 1, Hosts()).submit([Unscored(request=request) for request in requests])
+    await RemoteScorer(part, 1, Hosts()).submit_responses([Unscored(request=request) for request in requests])
     sent = [decode(list[Unscored], message) for message in part.sent]
     assert [len(some) for some in sent] == messages
     assert [one.request.response for some in sent for one in some] == [one.response for one in requests]

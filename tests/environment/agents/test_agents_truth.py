@@ -161,7 +161,11 @@ class Model:
     def of(self, log_by_text, messages, answer):
         """Turns in the log that are this answer to these messages."""
         asked = self.encoder.conversation(self.encoder.begun(messages), answers=True)
-        return [one for one in log_by_text.get(asked, ()) if self.writer.said(one[1]) == (answer["content"] or "")]
+        return [
+            one
+            for one in log_by_text.get(asked, ())
+            if self.writer.decode_turn(one[1]) == (answer["content"] or "")
+        ]
 
 
 async def lead(host, model, name, seed):
