@@ -41,7 +41,7 @@ class PythonSession:
         return await self.python(f"(lambda code: print(f'exit status {{code}}') if code else None)({run})")
 
     async def python(self, code: str) -> str:
-        """Run Python code and return its output; variables stay for the next call.
+        """Run Python code and read what it prints; variables stay for the next call.
 
         Raises `SandboxError` if the sandbox itself fails, `SessionClosedError` if `close` comes first.
         """
