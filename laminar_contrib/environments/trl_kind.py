@@ -76,7 +76,7 @@ class TrlTurns:
             return End(await self._reward())
         timeout_s, chars = self._settings.timeout_s, self._settings.tools.result_chars
         texts = [await result_of(call, self._tools, timeout_s=timeout_s, chars=chars) for call in calls]
-        return self._turns.told(texts, has_more=has_more)
+        return self._turns.write_results(texts, has_more=has_more)
 
     async def _reward(self) -> float | None:
         """Return the number from `get_reward`; None if there is no such method or it returns None."""

@@ -45,7 +45,7 @@ class CallTurns:
         calls = list(islice(parsed, self._settings.most_calls))
         return calls, next(parsed, None) is not None
 
-    def told(self, texts: Sequence[str], *, has_more: bool) -> Observation:
+    def write_results(self, texts: Sequence[str], *, has_more: bool) -> Observation:
         """Write the results of a turn's calls, each as a message of its own."""
         most = self._settings.most_calls
         more = [fault_line(f"the calls after the first {most} were not run")] if has_more else []
@@ -93,7 +93,7 @@ class ToolEnvironment:
         calls, has_more = self._turns.read(action)
         if not calls:
             return End()
-        return self._turns.told(await self._results(calls), has_more=has_more)
+        return self._turns.write_results(await self._results(calls), has_more=has_more)
 
     async def close(self) -> None:
         """End the Python session, if there is one."""

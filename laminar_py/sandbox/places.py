@@ -22,9 +22,9 @@ from pathlib import Path
 from laminar_py.sandbox.interpreter import executable
 from laminar_py.sandbox.records import SandboxError
 
-FIRST_USER = 0x6C610000  # far from those that systems give out
-NUM_LANES, NUM_SLOTS = 4096, 1024  # folders for temporary files that are told apart, and slots of each
-USERS_KEPT = 4096  # at the top of what is mapped, in a container that maps few
+FIRST_USER = 0x6C610000  # far above ids of normal users
+NUM_LANES, NUM_SLOTS = 4096, 1024  # distinct folders for temporary files, and slots of each
+USERS_KEPT = 4096  # from the top of a container's range, if it maps few ids
 SETUID_SETGID = 0b11000000
 PREFIX = "laminar-sandbox-"
 MINE = ("memory", "pids")
