@@ -1,7 +1,7 @@
 """The kind `gymnasium`: an environment of the package gymnasium with numbered actions, played in words.
 
-Invariants: a turn takes one step at most, and none where no action is read from it; two trajectories with the same
-seed and actions read the same, which `open_gymnasium` tries once.
+A turn takes at most one step, and none if it has no action. Two trajectories with the same seed and actions get
+the same observations; `open_gymnasium` tries that once.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from laminar_py.environment import (
 )
 
 COLORS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
-COLORED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)  # text of a color, as terminals are told
+COLORED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)  # colored text with its escape sequences
 TEXT = "ansi"  # gymnasium's word for a rendering in text
 
 
@@ -68,7 +68,7 @@ class GymnasiumEnvironment(EnvironmentConfig):
 
 
 class GymnasiumTurns:
-    """Trajectory in an environment of gymnasium that nobody else has."""
+    """A trajectory in a gymnasium environment of its own."""
 
     def __init__(self, env: Any, *, settings: GymnasiumEnvironment) -> None:
         self._env = env
@@ -79,7 +79,7 @@ class GymnasiumTurns:
         self.deterministic = not env.spec.nondeterministic
 
     def reset(self, problem: Problem) -> Observation:
-        """Begin from the field `seed` of the problem, or from the seed that its group has."""
+        """Begin with the problem's field `seed`, or with the seed of its group."""
         seed = problem.fields.get("seed", problem.seed)
         if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
             raise ValueError(f"seed={seed!r}: is no integer of at least 0; mend the problem, or leave it out")
@@ -88,7 +88,7 @@ class GymnasiumTurns:
         return Observation(self._text(observation))
 
     def step(self, action: str) -> Answer:
-        """Take the action that a turn names, or say which there are."""
+        """Take the action that a turn names, or tell the model which actions there are."""
         said = outside_reasoning(action, begun=self._settings.opens_reasoning)
         number = self._numbers.get((last_group(self._pattern, said) or "").casefold())
         if number is None:
@@ -99,7 +99,7 @@ class GymnasiumTurns:
         return End(self._earned) if terminated or truncated else Observation(self._text(observation))
 
     def close(self) -> None:
-        """End what the environment holds."""
+        """Close the environment."""
         self._env.close()
 
     def _text(self, observation: object) -> str:
@@ -114,7 +114,7 @@ class GymnasiumTurns:
 async def open_gymnasium(
     settings: GymnasiumEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
-    """Maker of environments. Raises `ConfigError` where there is none that can be played in words."""
+    """Yield a function that makes environments. Raises `ConfigError` if it cannot be played in words."""
     if importlib.util.find_spec("gymnasium") is None:
         raise ConfigError(
             "environment.kind=gymnasium: the package is not installed; pip install laminar-py[gymnasium]"
@@ -127,7 +127,7 @@ async def open_gymnasium(
 
 
 def written(form: str, observation: object) -> str:
-    """An observation by a form, e.g. `written("{} and {}", (14, 10))`; names are those of a dictionary."""
+    """Write an observation by a format, e.g. `written("{} and {}", (14, 10))`; names are keys of a dictionary."""
     value = _plain(observation)
     if isinstance(value, dict):
         return form.format(**value)
@@ -135,7 +135,7 @@ def written(form: str, observation: object) -> str:
 
 
 def marked(rendering: str, marks: dict[str, str]) -> str:
-    """A rendering without escape sequences, e.g. `<red>S</red>FF`, and without empty lines at its ends."""
+    """Replace the escape sequences of a rendering, e.g. by `<red>S</red>FF`, and strip empty lines at its ends."""
 
     def mark(match: re.Match[str]) -> str:
         colors = [int(code) for code in match[1].split(";") if re.fullmatch("[349][0-7]|10[0-7]", code)]
@@ -148,7 +148,7 @@ def marked(rendering: str, marks: dict[str, str]) -> str:
 
 
 def _tried(make: Callable[[], Any], settings: GymnasiumEnvironment) -> str:
-    """First words of an environment with seed 0, or none where they may differ."""
+    """Return the first observation of an environment with seed 0, or none if it may differ between instances."""
     turns = GymnasiumTurns(make(), settings=settings)
     try:
         said = "".join(turns.reset(Problem(prompt="")).messages)
@@ -170,7 +170,7 @@ def _make(settings: GymnasiumEnvironment, render_mode: str | None) -> Any:
 
 
 def _render_mode(settings: GymnasiumEnvironment) -> str | None:
-    """The mode of text, if an environment has it and no form goes before it."""
+    """Return the text render mode, if the environment has it and the settings have no format."""
     env = _make(settings, None)
     try:
         modes = env.metadata.get("render_modes", ())
@@ -180,7 +180,7 @@ def _render_mode(settings: GymnasiumEnvironment) -> str | None:
 
 
 def _numbers(env: Any, settings: GymnasiumEnvironment) -> dict[str, int]:
-    """Number of the action that each word means. Raises `ConfigError` where it has no numbered actions."""
+    """Map each word to the number of its action. Raises `ConfigError` if the actions are not numbered."""
     from gymnasium.spaces import Discrete
 
     space = env.action_space
@@ -195,14 +195,14 @@ def _numbers(env: Any, settings: GymnasiumEnvironment) -> dict[str, int]:
 
 
 def _pattern_of(pattern: str | None, words: Sequence[str]) -> re.Pattern[str]:
-    """The pattern of an action: one that is given, or any of the words by itself."""
+    """Return the pattern of an action: the one of the settings, or any of the words by itself."""
     longest_first = sorted(words, key=len, reverse=True)
     own = rf"(?<![\w-])({'|'.join(map(re.escape, longest_first))})(?!\w)"
     return re.compile(own if pattern is None else pattern, re.IGNORECASE)
 
 
 def _plain(observation: object) -> Any:
-    """An observation of plain values, in which numbers of numpy are none any more."""
+    """Convert an observation to plain Python values."""
     if isinstance(observation, dict):
         return {str(name): _plain(part) for name, part in observation.items()}
     if isinstance(observation, tuple | list):

@@ -1,7 +1,7 @@
-"""The kind `openenv`: an environment of OpenEnv, which a server has, played in words.
+"""The kind `openenv`: an environment on an OpenEnv server, played in words.
 
-Invariants: a trajectory is one session of the server; a turn takes one step at most, and none where no action is
-read from it, or where the server takes it for none.
+A trajectory is one session of the server. A turn takes at most one step; it takes none if it has no action, or one
+that the server refuses (`tests/environment/test_openenv.py`).
 
 A session has one WebSocket, which lasts as long as its trajectory. Messages are JSON, and each but the last has
 one answer:
@@ -10,8 +10,8 @@ one answer:
     -> {"type": "step", "data": {"message": "4"}}   <- the same, or {"type": "error", "data": {"code": ..., ...}}
     -> {"type": "close"}
 
-Invariants: a session is read at all times, so that the pings of its server are answered while the model samples;
-what is read of a message is bounded.
+A session always reads, so that it answers the server's pings while the model samples. The size of a message is
+bounded.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerFault(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to what a server did not do; `errors` say what is wrong with an action."""
+    """Answer of a server that refused a request; `errors` describe the faults of an action."""
 
     message: str = ""
     code: str = ""
@@ -66,25 +66,25 @@ class ServerFault(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """Fault in one line."""
+        """The fault in one line."""
         told = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in self.errors]
         return "; ".join(told) or self.message
 
 
 class ObservationMessage(msgspec.Struct, frozen=True, tag="observation", tag_field="type"):
-    """Message that a reset or a step was done."""
+    """Message of a server after a reset or a step."""
 
     data: Observed
 
 
 class FaultMessage(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
-    """Message that a reset or a step was not done."""
+    """Message of a server that refused a reset or a step."""
 
     data: ServerFault
 
 
 class ServerFaultError(Exception):
-    """Refusal of a server, or its failure."""
+    """A server refused a request, or failed."""
 
     def __init__(self, fault: ServerFault) -> None:
         super().__init__(f"its server says {fault.code}: {fault.line}")
@@ -92,16 +92,17 @@ class ServerFaultError(Exception):
 
 
 class OpenEnvSession:
-    """Session that goes on, e.g. `await session.ask("step", {"message": "4"})`."""
+    """A running session, e.g. `await session.send_request("step", {"message": "4"})`."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._coming = asyncio.create_task(socket.receive(), name="openenv-message")
 
-    async def ask(self, kind: str, data: Mapping[str, Any]) -> Observed:
-        """Answer to a message.
+    async def send_request(self, kind: str, data: Mapping[str, Any]) -> Observed:
+        """Send a request and return the server's answer.
 
-        Raises `ServerFaultError`, `ValueError` for what is no answer, `CallFailedError` where the session is lost.
+        Raises `ServerFaultError`, `ValueError` if the answer cannot be read, `CallFailedError` if the session is
+        lost.
         """
         is_unasked = self._coming.done()
         if not is_unasked:
@@ -111,7 +112,7 @@ class OpenEnvSession:
         if isinstance(told, FaultMessage):
             raise ServerFaultError(told.data)
         if is_unasked:
-            raise ValueError("its server answered what nobody had asked")
+            raise ValueError("its server sent a message without a request")
         return told.data
 
     async def close(self) -> None:
@@ -145,7 +146,7 @@ class OpenEnvServer:
         self._max_message_bytes = max_message_bytes
 
     async def action_schema(self) -> dict[str, Any]:
-        """JSON schema of its actions. Raises `OSError` where there is no such server."""
+        """Fetch the JSON schema of the server's actions. Raises `OSError` if the server does not answer."""
         try:
             async with asyncio.timeout(CONNECT_S), self._http.get(f"{self._url}/schema") as answer:
                 answer.raise_for_status()
@@ -155,7 +156,7 @@ class OpenEnvServer:
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     async def begin(self, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
-        """Session, and the answer to its reset, once the server has room. Raises as `ask` does."""
+        """Wait until the server has room, open a session and reset it. Raises as `send_request` does."""
         for _ in range(ROOM_TRIES):
             try:
                 return await self._begin(data)
@@ -177,7 +178,7 @@ class OpenEnvServer:
             raise _lost(f"no session at {self._url} ({error})") from error
         session = OpenEnvSession(socket)
         try:
-            return session, await session.ask("reset", data)
+            return session, await session.send_request("reset", data)
         except BaseException:
             await session.close()
             raise
@@ -185,14 +186,14 @@ class OpenEnvServer:
 
 @asynccontextmanager
 async def connected(url: str, *, max_message_bytes: int) -> AsyncIterator[OpenEnvServer]:
-    """A server whose sessions end with it."""
+    """Open a server; its sessions end with the context."""
     unlimited = aiohttp.TCPConnector(limit=0)  # trajectories in flight are bounded, and each has one
     async with aiohttp.ClientSession(connector=unlimited) as http:
         yield OpenEnvServer(http, url, max_message_bytes=max_message_bytes)
 
 
 async def _read(content: aiohttp.StreamReader) -> bytes:
-    """Body of an answer. Raises `ValueError` above `SCHEMA_BYTES`."""
+    """Read the body of an answer. Raises `ValueError` above `SCHEMA_BYTES`."""
     found = b""
     while chunk := await content.read(SCHEMA_BYTES):
         found += chunk
@@ -211,8 +212,8 @@ def _lost(detail: str) -> CallFailedError:
 
 OBJECT = re.compile(r"(\{.*\})", re.DOTALL)
 ESCAPED = 6  # bytes of JSON for one of text, at most
-MORE_BYTES = 2**20  # of a message, for what is not shown of an observation
-FAULT_CHARS = 400  # of what is wrong with an action
+MORE_BYTES = 2**20  # of a message, beyond the observation that the model reads
+FAULT_CHARS = 400  # of a fault in an action
 
 
 class OpenEnvEnvironment(EnvironmentConfig):
@@ -249,7 +250,7 @@ class OpenEnvEnvironment(EnvironmentConfig):
 
 @dataclass(frozen=True, slots=True)
 class TurnActions:
-    """Actions in turns: their text is the field `name` of one, or else they have it as JSON.
+    """Reads actions from turns: a turn's text is the field `name` of the action, or else the action as JSON.
 
     E.g. `TurnActions(settings, "message").read("4")` is `{"message": "4"}`.
     """
@@ -258,7 +259,7 @@ class TurnActions:
     name: str | None
 
     def read(self, turn: str) -> dict[str, Any] | None:
-        """Action of a turn; None where it has none."""
+        """Read the action of a turn; None if it has none."""
         said = outside_reasoning(turn, begun=self.settings.opens_reasoning).strip()
         if self.settings.pattern is not None:
             said = last_group(re.compile(self.settings.pattern), said) or ""
@@ -271,7 +272,7 @@ class TurnActions:
 
 
 class OpenEnvTurns:
-    """Trajectory in a session of its own."""
+    """A trajectory in a session of its own."""
 
     def __init__(self, server: OpenEnvServer, actions: TurnActions, settings: OpenEnvEnvironment) -> None:
         self._server = server
@@ -282,7 +283,7 @@ class OpenEnvTurns:
         self.deterministic = settings.deterministic
 
     async def reset(self, problem: Problem) -> Observation:
-        """Begin a session with the fields of the problem, of which the server takes what its `reset` does."""
+        """Begin a session with the fields of the problem; the server ignores unknown ones."""
         given = {"prompt": problem.prompt, "answer": problem.answer, "task": problem.task}
         row = {name: value for name, value in given.items() if value}
         named = {"seed": problem.seed, "episode_id": problem.trajectory_id}
@@ -294,14 +295,14 @@ class OpenEnvTurns:
         return Observation(self._text(observed))
 
     async def step(self, action: str) -> Answer:
-        """Take the action of a turn, or say that it has none."""
+        """Take the action of a turn, or tell the model that it has none."""
         assert self._session is not None, "reset has begun it"
         data = self._actions.read(action)
         if data is None:
             what = "one" if self._actions.name is not None else "one as a JSON object"
             return Observation(f"No action. Write {what}.")
         try:
-            observed = await self._session.ask("step", data)
+            observed = await self._session.send_request("step", data)
         except ServerFaultError as error:
             if error.fault.code != INVALID:
                 raise
@@ -330,7 +331,10 @@ class OpenEnvTurns:
 async def open_openenv(
     settings: OpenEnvEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
-    """Maker of environments. Raises `ConfigError` where no server answers, or where its actions are others."""
+    """Yield a function that makes environments.
+
+    Raises `ConfigError` if no server answers, or its actions differ.
+    """
     most = ESCAPED * settings.max_observation_bytes + MORE_BYTES
     async with connected(settings.url, max_message_bytes=most) as server:
         try:
@@ -343,7 +347,7 @@ async def open_openenv(
 
 
 def _action_field(settings: OpenEnvEnvironment, schema: Mapping[str, Any]) -> str | None:
-    """Field that the text of a turn is; None where turns are JSON. Raises `ConfigError` for one that cannot be."""
+    """Return the action field that takes a turn's text; None if turns are JSON. Raises `ConfigError`."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if settings.action_field is None:
         is_text = len(required) == 1 and properties.get(required[0], {}).get("type") == "string"

@@ -1,9 +1,9 @@
-"""Problems of a task of reasoning-gym as JSONL:
+"""Write problems of a reasoning-gym task as JSONL:
 
     python -m laminar_contrib.environments.reasoning_gym_data chain_sum --out sums.jsonl --size 1000 min_terms=3
 
-Invariant: no problem is written whose own answer, with the entry as JSON keeps it, is not worth 1. Seeds that
-are less than a size apart share problems: those of a held-out set are to be further away.
+It drops problems whose own answer does not score 1 after a round trip through JSON. Seeds that are less than a
+size apart share problems, so choose a seed further away for a held-out set.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _setting(given: str) -> tuple[str, JsonValue]:
-    """A setting and its value, e.g. of `min_terms=3`; a value that is no JSON is a text."""
+    """Split a setting such as `min_terms=3` into name and value; a value that is not JSON is a text."""
     name, equals, value = given.partition("=")
     if not equals or not name.isidentifier() or name in ("size", "seed"):
         raise ConfigError(f"{given}: no setting of a task; write key=value, and --size and --seed as options")
@@ -84,7 +84,7 @@ def _setting(given: str) -> tuple[str, JsonValue]:
 
 
 def _as_json(task: str, entry: Any) -> dict[str, Any]:
-    """An entry as it is read from JSON again."""
+    """Return an entry as it is after a round trip through JSON."""
     try:
         read: dict[str, Any] = json.loads(json.dumps(entry, allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -57,13 +57,13 @@ EVALUATING = (
 
 
 def require_package(field: str) -> None:
-    """Raises `ConfigError`, which names the field, where reasoning-gym is not installed."""
+    """Raise a `ConfigError` that names the field, if reasoning-gym is not installed."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError(f"{field}: reasoning-gym is not installed; pip install laminar-py[reasoning-gym]")
 
 
 def make_task(name: str, config: Mapping[str, JsonValue], *, evaluates_answers: bool) -> Any:
-    """A `ProceduralDataset` of reasoning-gym. Raises `ConfigError` for one that is refused or cannot be made."""
+    """Make a `ProceduralDataset` of reasoning-gym. Raises `ConfigError` if it is refused or cannot be made."""
     from reasoning_gym import create_dataset
     from reasoning_gym.factory import DATASETS
 
@@ -120,7 +120,7 @@ class TaskScorers:
         self._told: set[str] = set()  # tasks whose scorer has raised
 
     def make(self, entry: Mapping[str, Any], config: Mapping[str, JsonValue]) -> Any:
-        """The task of an entry. Raises `ConfigError` where it is refused."""
+        """Return the task of an entry. Raises `ConfigError` if the task is refused."""
         name = entry["metadata"]["source_dataset"]
         key = json.dumps([name, config], sort_keys=True)
         with self._lock:
@@ -129,7 +129,7 @@ class TaskScorers:
             return self._made[key]
 
     def score(self, answer: str, entry: Mapping[str, Any], config: Mapping[str, JsonValue]) -> float:
-        """Score of an answer; 0 where the scorer raises, which is said once of each task."""
+        """Score an answer; 0 if the scorer raises, which is logged once for each task."""
         task = self.make(entry, config)
         try:
             score = float(task.score_answer(answer, entry))
@@ -160,7 +160,7 @@ class ReasoningGymTurn:
         self._pattern = TAGS if settings.pattern is None else re.compile(settings.pattern)
 
     def reset(self, problem: Problem) -> Observation:
-        """Say nothing: the prompt is the question. Raises `ConfigError` for a task that is refused."""
+        """Add no message: the prompt is the question. Raises `ConfigError` if the task is refused."""
         entry: Any = problem.fields.get("entry")
         config: Any = problem.fields.get("config", {})
         metadata = entry.get("metadata") if isinstance(entry, dict) else None
@@ -183,7 +183,10 @@ class ReasoningGymTurn:
 async def open_reasoning_gym(
     settings: ReasoningGymEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
-    """Maker of environments, which share their scorers. Raises `ConfigError` without the package."""
+    """Yield a function that makes environments, which share their scorers.
+
+    Raises `ConfigError` without the package.
+    """
     require_package("environment.kind=reasoning_gym")
     scorers = TaskScorers(evaluates_answers=settings.evaluates_answers)
     yield lambda: ReasoningGymTurn(scorers, settings=settings)

@@ -48,7 +48,7 @@ class TrlEnvironment(EnvironmentConfig):
 
 
 class TrlTurns:
-    """Trajectory in an object of such a class, which nobody else has."""
+    """A trajectory in an object of such a class of its own."""
 
     def __init__(self, own: Any, tools: Mapping[str, Tool], *, turns: CallTurns, settings: TrlEnvironment) -> None:
         self._own = own
@@ -58,7 +58,7 @@ class TrlTurns:
         self.deterministic = bool(getattr(own, "deterministic", False))
 
     def reset(self, problem: Problem) -> Observation:
-        """Begin with the fields of the problem, those alone that `reset` takes if it does not take all."""
+        """Begin with the fields of the problem that `reset` accepts."""
         given = {"prompt": problem.prompt, "answer": problem.answer, "task": problem.task}
         row = {**{name: value for name, value in given.items() if value}, **problem.fields}
         arguments = inspect.signature(self._own.reset).parameters.values()
@@ -70,16 +70,16 @@ class TrlTurns:
         return Observation(said or ())
 
     async def step(self, action: str) -> Answer:
-        """Results of the calls of a turn; the end, with the reward, where it has none."""
+        """Run the calls of a turn and return their results. A turn without a call ends with the reward."""
         calls, has_more = self._turns.read(action)
         if not calls:
             return End(await self._reward())
         timeout_s, chars = self._settings.timeout_s, self._settings.tools.result_chars
         texts = [await result_of(call, self._tools, timeout_s=timeout_s, chars=chars) for call in calls]
-        return self._turns.told(texts, has_more=has_more)
+        return self._turns.write_results(texts, has_more=has_more)
 
     async def _reward(self) -> float | None:
-        """Number that `get_reward` returns; None where it returns none, or there is no such method."""
+        """Return the number from `get_reward`; None if there is no such method or it returns None."""
         get_reward = getattr(self._own, "get_reward", None)
         reward = None if get_reward is None else await called(get_reward, {})
         if reward is None:
@@ -91,7 +91,7 @@ class TrlTurns:
 
 @asynccontextmanager
 async def open_trl(settings: TrlEnvironment, home: EnvironmentHome) -> AsyncIterator[Callable[[], Environment]]:
-    """Maker of environments. Raises `ConfigError` where the class is none of TRL's kind."""
+    """Yield a function that makes environments. Raises `ConfigError` if the class does not fit TRL's interface."""
     tools = declared(settings)
     turns = CallTurns(settings.tools, format_of(settings.tools.family, tools))
     own = _load(settings.path)
@@ -99,7 +99,7 @@ async def open_trl(settings: TrlEnvironment, home: EnvironmentHome) -> AsyncIter
 
 
 def declared(settings: TrlEnvironment) -> dict[str, Tool]:
-    """Tools of the class by name, in TRL's order, of none of its objects. Raises `ConfigError`."""
+    """List the tools of the class by name, in TRL's order, without making an object. Raises `ConfigError`."""
     own = _load(settings.path)
     names = [name for name, _ in inspect.getmembers(own, inspect.isfunction) if not name.startswith("_")]
     if "reset" not in names:
@@ -111,7 +111,7 @@ def declared(settings: TrlEnvironment) -> dict[str, Tool]:
 
 
 def _declared(own: type, name: str, path: str) -> Tool:
-    """A method as a tool; it keeps to the limit of a turn, behind which nothing is known of its object."""
+    """Make a tool of a method. Its timeout is that of a turn, after which the state of its object is unknown."""
     is_static = isinstance(inspect.getattr_static(own, name), staticmethod)
     function: Callable[..., object] = getattr(own, name)
     bound = function if is_static else MethodType(function, object())
@@ -120,7 +120,7 @@ def _declared(own: type, name: str, path: str) -> Tool:
 
 
 def _described(parameters: Mapping[str, Json], docstring: str) -> dict[str, Json]:
-    """Schema of arguments with what the docstring says of each under `Args:`, as TRL's tools have it."""
+    """Return the schema of arguments, with descriptions from the docstring's `Args:`, as TRL does."""
     told = argument_texts(docstring)
     properties = {
         name: {"description": told[name], **schema} if name in told else schema
@@ -130,7 +130,7 @@ def _described(parameters: Mapping[str, Json], docstring: str) -> dict[str, Json
 
 
 def argument_texts(docstring: str) -> dict[str, str]:
-    """Descriptions of arguments in a docstring of Google's style, e.g. `{"guess": "The number."}`."""
+    """Read descriptions of arguments from a docstring in Google style, e.g. `{"guess": "The number."}`."""
     section = SECTION.search(docstring)
     lines = [line for line in section[1].split("\n") if line.strip()] if section else []
     texts: dict[str, str] = {}

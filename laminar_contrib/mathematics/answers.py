@@ -8,7 +8,7 @@ Pure; `verify` calls it. Rules beyond equality of numbers, which `equality` has:
 - "50%" is 0.5, and 50 too, as percent may have been asked for, but "0.5%" is not 0.5; 30 degrees are 30, and pi/6.
 - A subscript for a base counts: 1011_2 is neither 1011 nor 11.
 
-Invariant: the spans of a `Region` are in order and apart, so that equal regions have equal spans.
+The spans of a `Region` are in order and disjoint, so equal regions have equal spans.
 """
 
 from collections.abc import Iterable, Sequence
@@ -238,7 +238,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Value with what it is the value of, e.g. "x = 5"; `equation` where both sides are expressions."""
+    """A value and its name, e.g. "x = 5"; `equation` if both sides are expressions."""
 
     label: str
     value: "AnswerValue"
@@ -254,7 +254,7 @@ class Phrase:
 
 @dataclass(frozen=True, slots=True)
 class Lettered:
-    """Letter of a multiple choice with what it stands for, e.g. "(B) 12"."""
+    """Letter of a multiple choice and its content, e.g. "(B) 12"."""
 
     letter: str
     value: "AnswerValue | None"
@@ -422,7 +422,7 @@ def _is_system(items: Sequence[AnswerValue]) -> bool:
 
 
 def _by_name(items: Sequence[AnswerValue]) -> Sequence[AnswerValue]:
-    """Values of several variables in the order of their names, and what is in a point; others as they stand."""
+    """Order values of several variables by name, and take a point apart; leave other values as they are."""
     if _is_system(items):
         return [item.value for item in sorted(items, key=_label) if isinstance(item, Named)]
     value = items[0].value if len(items) == 1 and isinstance(items[0], Named) else items[0]

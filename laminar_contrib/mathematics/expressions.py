@@ -114,7 +114,7 @@ def _argument(text: str, place: int) -> tuple[str, int] | None:
 
 
 def matching_braces(text: str) -> dict[int, int]:
-    """Place of the closing brace by that of the opening one, of those that match; escaped ones do not count."""
+    """Map the position of each opening brace to its closing one. Escaped braces do not count."""
     closed, open_ = dict[int, int](), list[int]()
     for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text):
         if found[0] == "{":
@@ -363,7 +363,7 @@ class ExpressionParser:
         return negated(rule()) if self._take("-") else rule()
 
     def _begins_factor(self) -> bool:
-        """True where a product goes on without a sign. Raises for a number after a factor."""
+        """Return True if a factor follows without a sign. Raises for a number after a factor."""
         token = self._peek()
         if token is None:
             return False

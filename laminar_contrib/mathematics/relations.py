@@ -1,6 +1,6 @@
 """Relations, and numbers and formulas with their units, read from tokens. Pure; `structure` calls it.
 
-Invariant: words that could say something else than a unit are refused.
+It refuses words that may mean something other than a unit.
 """
 
 import re
@@ -192,7 +192,7 @@ def read_relation(tokens: Tokens, read: Reader) -> AnswerValue:
 
 
 def _label_of_side(tokens: Tokens) -> str:
-    """Text of what is named; nothing where it is named in words, which differ from writer to writer."""
+    """Return the name on the left side of an equation; "" for a name in words, which differ between writers."""
     if any(token.text.lower() in words.NEGATIONS for token in tokens):
         raise UnreadableError("a relation that is denied")
     if all(token.kind is TokenKind.WORD for token in tokens):

@@ -156,7 +156,7 @@ def _read_phrase(tokens: Tokens) -> AnswerValue | None:
 
 
 def _without_parameters(parts: list[list[Token]]) -> tuple[list[list[Token]], list[str]]:
-    r"""Parts less those that declare a parameter, such as `k \in \mathbb{Z}`, and the names of the parameters."""
+    r"""Split off parts that declare a parameter, such as `k \in \mathbb{Z}`; return the rest and the names."""
     kept, names = [], []
     for part in parts:
         is_declared = len(part) == 3 and part[0].kind is NAME and part[1].is_sign("in")

@@ -233,7 +233,7 @@ def boxes(text: str) -> list[FoundAnswer]:
 
 
 def _neighbours(found: Sequence[FoundAnswer], text: str) -> list[FoundAnswer]:
-    """The last answer with those that stand right before it."""
+    """Return the last answer, together with answers right before it."""
     last = [found[-1]]
     for before in reversed(found[:-1]):
         if not BETWEEN.fullmatch(text, before.end, last[0].start):
@@ -285,7 +285,7 @@ def _phrased(text: str) -> str:
 
 
 def _first_of(formulas: Sequence[FoundAnswer], text: str) -> str:
-    """First formula with those that stand right after it; all of the sentence where it goes on with "or"."""
+    """Return the first formula and formulas right after it; the whole sentence if "or" follows."""
     together = [formulas[0]]
     for after in formulas[1:]:
         if not BETWEEN.fullmatch(text, together[-1].end, after.start):

@@ -68,7 +68,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """A power, refused before it is computed where it would be too large."""
+    """Compute a power; refuse it beforehand if it would be too large."""
     if exponent.denominator == 1:
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if bits > 1 and (bits - 1) * abs(exponent) > MOST_BITS:
@@ -92,7 +92,7 @@ def _bounded(number: Fraction) -> Fraction:
 
 
 def _written(number: Fraction) -> str:
-    """Integers with all their digits, others with as many as a floating-point number has."""
+    """Write an integer with all digits, and other numbers with as many as a float has."""
     if number.denominator == 1:
         return str(number.numerator)
     if Fraction(1, 10**300) < abs(number) < 10**300:
@@ -117,7 +117,7 @@ class Passage(msgspec.Struct, frozen=True):
 
 
 def read_corpus(path: Path) -> list[Passage]:
-    """Passages of a `.jsonl` file, or of a text file. Raises `ConfigError` where there are none with a word."""
+    """Read passages of a `.jsonl` or text file. Raises `ConfigError` if no passage has a word."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -147,7 +147,7 @@ def _paragraphs(text: str) -> list[Passage]:
 
 
 class PassageSearch:
-    """An index of passages, in memory, which any number of trajectories may ask at the same time."""
+    """An index of passages in memory, which many trajectories may search at the same time."""
 
     def __init__(self, passages: list[Passage], *, most: int, chars: int) -> None:
         _require_bm25s()

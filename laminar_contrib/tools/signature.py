@@ -1,4 +1,4 @@
-"""A typed Python function as a tool: what a chat template says of it, and a validated call.
+"""A typed Python function as a tool: its schema for the chat template, and a validated call.
 
     def add(a: int, b: int = 1) -> int:
         '''Sum of two numbers.'''
@@ -32,7 +32,7 @@ TYPES = "give it types that JSON has a form for, e.g. int, str, list[float], a p
 
 
 class ToolError(ValueError):
-    """Reason for the model why a call has no answer, e.g. `ToolError("division by zero")`."""
+    """A call failed; the model reads the message, e.g. `ToolError("division by zero")`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +48,20 @@ class Tool:
 
     @property
     def definition(self) -> dict[str, Json]:
-        """The tool as chat templates take it, e.g. `{"type": "function", "function": {"name": "add", ...}}`."""
+        """The tool for a chat template, e.g. `{"type": "function", "function": {"name": "add", ...}}`."""
         parameters = dict(self.parameters)
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
     @property
     def sole_argument(self) -> str | None:
-        """Name of the argument that a call with one must give; None where it is not exactly one."""
+        """Name of the only required argument; None if not exactly one is required."""
         required = list(self.parameters.get("required", ()))
         names = required or list(self.parameters["properties"])
         return names[0] if len(names) == 1 else None
 
     def read(self, given: Mapping[str, Json]) -> dict[str, object]:
-        """Arguments for the function. Raises `ToolError` where they are not what its types ask for."""
+        """Validate arguments for the function. Raises `ToolError` if they do not fit its types."""
         try:
             read = self.arguments.model_validate(given, by_alias=True)
         except ValidationError as error:
@@ -72,7 +72,7 @@ class Tool:
         return {str(fields[place].alias): getattr(read, place) for place in read.model_fields_set}
 
     async def call(self, given: Mapping[str, Json]) -> object:
-        """Answer of the function, which runs in a thread unless it is a coroutine function.
+        """Call the function and return its answer. A function that is not `async` runs in a thread.
 
         Raises `ToolError` where it was not called, and whatever it raises.
         """
@@ -80,15 +80,15 @@ class Tool:
 
 
 class ArgumentsSchema(GenerateJsonSchema):
-    """JSON schema without titles, which repeat the names."""
+    """Makes a JSON schema without titles, which would repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
-        """False for all fields."""
+        """Return False for all fields."""
         return False
 
 
 async def called(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """Answer of a function, which runs in a thread unless it is a coroutine function. Raises what it raises."""
+    """Call a function and return its answer; it runs in a thread unless it is `async`. Passes its errors on."""
     if inspect.iscoroutinefunction(function):
         answer: object = function(**arguments)
     else:
@@ -99,15 +99,15 @@ async def called(function: Callable[..., object], arguments: Mapping[str, object
 def _answer(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
     try:
         return function(**arguments)
-    except StopIteration as error:  # no future can carry it, and who waits would wait on
+    except StopIteration as error:  # asyncio futures cannot carry it, so the call would never return
         raise RuntimeError(f"StopIteration: {error}") from error
 
 
 def make_tool(function: Callable[..., object], *, name: str = "", given: str = "") -> Tool:
-    """The tool that a function is; `name` is its own unless given, and `given` the setting that has named it.
+    """Make a tool of a function. `name` is the function's own by default; `given` is the setting that names it.
 
-    `Annotated[int, Field(description="...")]` describes an argument. Raises `ConfigError` where the function is
-    not typed in a way that a model can be told of.
+    `Annotated[int, Field(description="...")]` describes an argument. Raises `ConfigError` if a type of the
+    function has no JSON schema.
     """
     plain = inspect.unwrap(function)
     name = name or str(getattr(plain, "__name__", type(plain).__name__))
@@ -125,7 +125,7 @@ def make_tool(function: Callable[..., object], *, name: str = "", given: str = "
 
 
 def _arguments_model(function: Callable[..., object], *, name: str, given: str) -> type[BaseModel]:
-    """Model of a function's arguments. Fields are numbered, since a name may mean something else to pydantic."""
+    """Make a pydantic model of a function's arguments. Fields are numbered, since pydantic reserves some names."""
     try:
         types = get_type_hints(inspect.unwrap(function), include_extras=True)
     except (NameError, TypeError, SyntaxError, AttributeError) as error:
@@ -160,10 +160,10 @@ log = logging.getLogger(__name__)
 
 
 async def result_of(call: Call, tools: Mapping[str, Tool], *, timeout_s: float, chars: int) -> str:
-    """Result of a call, or a line that says why there is none.
+    """Run a call and return its result, or a line that says why it failed.
 
-    A thread of a call that is out of time goes on; its result is dropped. Raises `SandboxError`, which is no
-    fault of the model's.
+    The thread of a call that times out keeps running, and its result is dropped. Raises `SandboxError`, which is
+    not the model's fault.
     """
     if isinstance(call, BrokenCall):
         return fault_line(f"not a call: {call.fault}")
@@ -187,7 +187,7 @@ async def result_of(call: Call, tools: Mapping[str, Tool], *, timeout_s: float, 
 
 
 def as_text(value: object) -> str:
-    """A text as it stands, anything else as JSON. Raises `ValueError` for what JSON has no form for."""
+    """Return a text as it is, and other values as JSON. Raises `ValueError` if JSON cannot express the value."""
     if isinstance(value, str):
         return value
     return json.dumps(
@@ -196,7 +196,7 @@ def as_text(value: object) -> str:
 
 
 def bounded(text: str, chars: int) -> str:
-    """A text of at most `chars` characters, the middle of a longer one left out."""
+    """Shorten a text to `chars` characters by leaving out its middle."""
     if len(text) > chars:
         mark = f"\n... {len(text) - chars} more characters ...\n"
         kept = chars - len(mark)
@@ -205,7 +205,7 @@ def bounded(text: str, chars: int) -> str:
 
 
 def fault_line(text: str) -> str:
-    """Text as a line, e.g. `error: calculator: division by zero`, of at most `FAULT_CHARS` characters."""
+    """Write a fault as a line of at most `FAULT_CHARS` characters, e.g. `error: calculator: division by zero`."""
     line = " ".join(f"error: {text[: 2 * FAULT_CHARS]}".split())
     line = line if len(line) <= FAULT_CHARS else f"{line[: FAULT_CHARS - 3]}..."
     return line.encode("utf-8", "replace").decode()

@@ -29,7 +29,10 @@ from laminar_py.environment import (
 
 
 class CallTurns:
-    """Turns as the settings have them, e.g. `CallTurns(CallSettings(), HermesCalls()).read(turn)`."""
+    """Reads calls and writes results as the settings say, e.g.
+
+    `CallTurns(CallSettings(), HermesCalls()).read(turn)`.
+    """
 
     def __init__(self, settings: CallSettings, call_format: CallFormat) -> None:
         self._settings = settings
@@ -37,20 +40,20 @@ class CallTurns:
         self._form = call_format.result_form if settings.result_form is None else settings.result_form
 
     def read(self, turn: str) -> tuple[list[Call], bool]:
-        """Calls of a turn that are to be run, and True where it has more than may be."""
+        """Return the calls of a turn to run, and True if the turn has more calls than allowed."""
         parsed = self._format.parse(outside_reasoning(turn, begun=self._settings.opens_reasoning))
         calls = list(islice(parsed, self._settings.most_calls))
         return calls, next(parsed, None) is not None
 
-    def told(self, texts: Sequence[str], *, has_more: bool) -> Observation:
-        """Results of the calls of a turn, each a message of its own."""
+    def write_results(self, texts: Sequence[str], *, has_more: bool) -> Observation:
+        """Write the results of a turn's calls, each as a message of its own."""
         most = self._settings.most_calls
         more = [fault_line(f"the calls after the first {most} were not run")] if has_more else []
         return Observation(tuple(self._form.replace("{}", text) for text in [*texts, *more]), role=Role.TOOL)
 
 
 def format_of(family: CallFamily, tools: Mapping[str, Tool]) -> CallFormat:
-    """Format of a family. Raises `ConfigError` for a tool that it cannot call."""
+    """Return the call format of a family. Raises `ConfigError` for a tool that it cannot call."""
     if family is not CallFamily.TAGS:
         return HermesCalls() if family is CallFamily.HERMES else LlamaCalls()
     arguments = {name: tool.sole_argument for name, tool in tools.items()}
@@ -64,7 +67,7 @@ def format_of(family: CallFamily, tools: Mapping[str, Tool]) -> CallFormat:
 
 
 class ToolEnvironment:
-    """Tools by name, for one trajectory, which may have a session of Python. `close` ends what it started."""
+    """Tools by name, for one trajectory, which may have a Python session. `close` ends that session."""
 
     deterministic = False
 
@@ -82,23 +85,23 @@ class ToolEnvironment:
         self._session = session
 
     def reset(self, problem: Problem) -> Observation:
-        """Say nothing: the prompt is all there is."""
+        """Add no message: the prompt is the whole conversation."""
         return Observation()
 
     async def step(self, action: str) -> Answer:
-        """Results of the calls of a turn; the end where it has none. Raises `SandboxError`."""
+        """Run the calls of a turn and return their results. A turn without a call ends. Raises `SandboxError`."""
         calls, has_more = self._turns.read(action)
         if not calls:
             return End()
-        return self._turns.told(await self._results(calls), has_more=has_more)
+        return self._turns.write_results(await self._results(calls), has_more=has_more)
 
     async def close(self) -> None:
-        """End the session of Python, if there is one."""
+        """End the Python session, if there is one."""
         if self._session is not None:
             await self._session.close()
 
     async def _results(self, calls: Sequence[Call]) -> list[str]:
-        """Results of calls that run together. All have ended where one raises, so that none runs on by itself."""
+        """Run calls at the same time and return their results. If one raises, the others have ended, too."""
         timeout_s, chars = self._settings.timeout_s, self._settings.result_chars
         running = [result_of(call, self._tools, timeout_s=timeout_s, chars=chars) for call in calls]
         texts = []
@@ -110,14 +113,14 @@ class ToolEnvironment:
 
 
 class StatelessToolEnvironment(ToolEnvironment):
-    """Tools that keep nothing from one call to the next: there is nothing to save."""
+    """Tools without state between calls, so the snapshot is empty."""
 
     deterministic = True
 
     def snapshot(self) -> bytes:
-        """Nothing."""
+        """Return an empty state."""
         return b""
 
     def restore(self, state: bytes) -> None:
-        """Go on, with nothing to be restored."""
+        """Continue; there is no state to restore."""
         assert state == b"", f"{len(state)} bytes of another environment"

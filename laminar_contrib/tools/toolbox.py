@@ -17,7 +17,7 @@ from laminar_py.sandbox import SandboxPool
 class Toolbox:
     """Tools of a process, e.g. `Toolbox(ToolSettings(use=["calculator"])).environment()`.
 
-    `pool` is where `python` runs. Raises `ConfigError` where a tool cannot be had.
+    The tool `python` runs in `pool`. Raises `ConfigError` if a tool cannot be loaded.
     """
 
     def __init__(self, settings: ToolSettings, *, pool: SandboxPool | None = None) -> None:
@@ -34,11 +34,11 @@ class Toolbox:
 
     @property
     def definitions(self) -> list[dict[str, Json]]:
-        """Tools as chat templates take them."""
+        """Tools for a chat template."""
         return [tool.definition for tool in self._tools.values()]
 
     def environment(self) -> ToolEnvironment:
-        """The environment of a trajectory."""
+        """Make the environment of a trajectory."""
         if self._pool is None or PYTHON not in self._settings.use:
             return StatelessToolEnvironment(self._tools, settings=self._settings, call_format=self._format)
         session = PythonSession(self._pool)
@@ -61,21 +61,21 @@ class Toolbox:
 
 @asynccontextmanager
 async def open_toolbox(settings: ToolSettings, sandbox: SandboxConfig) -> AsyncIterator[Toolbox]:
-    """A toolbox, with a pool of the sandbox while it is open if `python` is among its tools."""
+    """Open a toolbox, and a sandbox pool with it if `python` is among its tools."""
     if PYTHON not in settings.use:
         yield Toolbox(settings)
         return
-    async with SandboxPool.of(sandbox) as pool:
+    async with SandboxPool.from_config(sandbox) as pool:
         yield Toolbox(settings, pool=pool)
 
 
 def definitions(settings: ToolSettings) -> list[dict[str, Json]]:
-    """Tools as chat templates take them, where none is to be called. Raises `ConfigError`."""
+    """Return the tools for a chat template, without loading what a call needs. Raises `ConfigError`."""
     return [_declared(given).definition for given in settings.use]
 
 
 def _declared(given: str) -> Tool:
-    """A tool of which only the signature counts: neither passages are read nor is a sandbox there."""
+    """Make a tool only for its signature: it reads no passages and needs no sandbox."""
     built_in: dict[str, Callable[..., object]] = {
         "calculator": calculator,
         "search": MethodType(PassageSearch.search, object()),
@@ -85,7 +85,7 @@ def _declared(given: str) -> Tool:
 
 
 def _own(given: str) -> Tool:
-    """The tool of `path/to/file.py:function`. Raises `ConfigError`."""
+    """Load the tool `path/to/file.py:function`. Raises `ConfigError`."""
     if ":" not in given:
         remedy = "write calculator, search, python or path/to/file.py:function"
         raise ConfigError(f"tools.use={given}: no such tool; {remedy}")

@@ -69,15 +69,14 @@ class ClassEnvironment(EnvironmentConfig):
 
 
 class Words(Protocol):
-    """Conversion between text and tokens of the run's model, for environments; `environment.writer` implements
-    it."""
+    """Tokenizer of the run's model, as an environment may need it. `environment.writer` implements it."""
 
-    def said(self, ids: Any) -> str:
-        """Text of a turn's [n] tokens, without the token that ended it."""
+    def decode_turn(self, ids: Any) -> str:
+        """Decode [n] tokens of a turn, without the token that ended it."""
         ...
 
-    def encoded(self, text: str, *, begins: bool) -> Any:
-        """[n] ids of a text; if it `begins` a conversation, behind the tokenizer's beginning of a text."""
+    def encode_text(self, text: str, *, begins: bool) -> Any:
+        """Encode a text; if it `begins` a conversation, put the tokenizer's begin-of-text tokens before it."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Calls of environments, which somebody else wrote: limited in time, and nothing that they return is believed.
+"""Calls of environments, which are user code: each has a timeout, and each returned value is checked.
 
-Owned by `environment.host`. What is not `async` runs in a thread. A thread whose call overran its time cannot be
-stopped: once half as many as may work at a time hang so, `watch` raises, and the process is replaced.
+`environment.host` calls it. A method that is not `async` runs in a thread. Python cannot stop a thread whose call
+overran its timeout. Once half of `at_once` threads hang, `watch` raises, and the run replaces the process.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.5
 DETAIL_CHARS = 400
-SHOWN_CHARS = 40  # of a value that is refused
-SPEAKERS = ("system", "assistant", *Role)  # of a conversation that is written anew
-LARGEST = 1e30  # reward: advantages, which are differences of rewards, are finite in float32
+SHOWN_CHARS = 40  # of a refused value
+SPEAKERS = ("system", "assistant", *Role)  # roles of messages in a `Rewrite`
+LARGEST = 1e30  # reward: differences of rewards must stay finite in float32
 
 
 class CallFailedError(Exception):
-    """A call without a usable answer, with the reason on record."""
+    """A call gave no usable answer; `reason` goes into the ledger."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(" ".join(detail.split())[:DETAIL_CHARS])
@@ -41,29 +41,29 @@ class CallFailedError(Exception):
 
 
 class ProcessSpentError(Exception):
-    """A process that is of no use any more: its threads hang, or it has more memory than it may."""
+    """The process must be replaced: its threads hang, or it uses more memory than allowed."""
 
 
 class EnvironmentCalls:
-    """Calls within the limits of a config, e.g. `await calls.answer(environment.step, "4")`."""
+    """Calls environments within the limits of a config, e.g. `await calls.answer(environment.step, "4")`."""
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         self._settings = settings
         self._room = asyncio.Semaphore(settings.at_once)
         self.threads = ThreadPoolExecutor(2 * settings.at_once, thread_name_prefix="environment")
         self._hung = 0  # threads whose call overran its time
-        self._next_s = 0.0  # when another may begin
+        self._next_s = 0.0  # earliest start of the next environment
 
-    async def may_begin(self) -> None:
-        """Return when another environment may begin."""
+    async def wait_for_start(self) -> None:
+        """Wait until another environment may start, by `environment.starts_per_s`."""
         per_s = self._settings.starts_per_s
         if per_s is not None:
             now = time.monotonic()
             self._next_s = max(self._next_s, now) + 1 / per_s
             await asyncio.sleep(self._next_s - 1 / per_s - now)
 
-    async def of(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Result of a function. Raises `CallFailedError` where that raises, or takes too long."""
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function and return its result. Raises `CallFailedError` if it raises or times out."""
         async with self._room:
             return await self._limited(function, *arguments)
 
@@ -73,9 +73,9 @@ class EnvironmentCalls:
                 if inspect.iscoroutinefunction(function):
                     return await function(*arguments)
                 return await self._in_thread(function, *arguments)
-        except CallFailedError:  # of one of our own, which knows the reason
+        except CallFailedError:  # one of our own environments gives the reason itself
             raise
-        except (Exception, SystemExit) as error:  # somebody else's code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             if isinstance(error, TimeoutError) and limit.expired():
                 detail = f"{_name(function)} took longer than environment.timeout_s={self._settings.timeout_s:g}"
                 raise CallFailedError(DropReason.ENVIRONMENT_TIMEOUT, detail) from None
@@ -84,21 +84,22 @@ class EnvironmentCalls:
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail) from error
 
     async def answer(self, function: Callable[..., Any], *arguments: Any) -> Answer:
-        """`of` a function that returns an `Observation` or `End`, checked."""
-        return self._checked(_name(function), await self.of(function, *arguments))
+        """Call a function that returns an `Answer`, and check it. Raises `CallFailedError`."""
+        return self._check_answer(_name(function), await self.call(function, *arguments))
 
-    def end(self, environment: object) -> None:
-        """Have an environment close what it holds, if it has a `close`; what that raises is noted.
+    def close_environment(self, environment: object) -> None:
+        """Start the `close` of an environment, if it has one, and log its errors.
 
-        It waits for no room, which those may have who wait for what it gives back.
+        It does not wait for a free place in `at_once`: calls that hold the places may wait for resources that this
+        environment releases.
         """
         close = getattr(environment, "close", None)
         if close is not None:
             task = asyncio.get_running_loop().create_task(self._limited(close), name="close-environment")
-            task.add_done_callback(_note)
+            task.add_done_callback(_log_failed_close)
 
     async def watch(self, seconds: float) -> None:
-        """Return after so many seconds. Raises `ProcessSpentError` where the process is to be replaced."""
+        """Watch this process for `seconds`. Raises `ProcessSpentError` if it must be replaced."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self._hung >= max(1, self._settings.at_once // 2):
@@ -109,20 +110,20 @@ class EnvironmentCalls:
             await asyncio.sleep(WATCH_S)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        future = self.threads.submit(_called, function, *arguments)
+        future = self.threads.submit(_call_in_thread, function, *arguments)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if future.running():
                 self._hung += 1
-                future.add_done_callback(lambda _: self._back())
+                future.add_done_callback(lambda _: self._thread_returned())
             raise
 
-    def _back(self) -> None:
+    def _thread_returned(self) -> None:
         self._hung -= 1
 
-    def _checked(self, name: str, returned: object) -> Answer:
-        fault = self._fault(returned)
+    def _check_answer(self, name: str, returned: object) -> Answer:
+        fault = self._find_fault(returned)
         if fault:
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, f"{name} returned {fault}")
         if isinstance(returned, End):
@@ -135,8 +136,8 @@ class EnvironmentCalls:
         role, most = Role(returned.role), returned.max_tokens
         return Observation(returned.texts, role=role, after=returned.after, max_tokens=most)
 
-    def _fault(self, returned: object) -> str:
-        """Fault of an answer, and what would be right; "" where there is none."""
+    def _find_fault(self, returned: object) -> str:
+        """Describe the fault of an answer and its remedy; "" if it has none."""
         if isinstance(returned, End):
             return _fault_of_end(returned)
         if isinstance(returned, Observation | Rewrite | TokenWords) and not _is_limit(returned.max_tokens):
@@ -186,15 +187,15 @@ class EnvironmentCalls:
         return f"{num_bytes:,} bytes, above environment.max_observation_bytes={most:,}" if num_bytes > most else ""
 
 
-def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
-    except StopIteration as error:  # no future can carry it, and the call would seem to take for ever
+    except StopIteration as error:  # asyncio futures cannot carry it, so the call would never return
         raise RuntimeError(f"StopIteration: {error}") from error
 
 
 def _fault_of_end(end: End) -> str:
-    """Fault of an end, whose reward is a number, none, or one number for each role."""
+    """Describe the fault of an end. Its reward is a number, None, or a number for each role."""
     if not isinstance(end.reward, Mapping):
         return "" if end.reward is None else _fault_of_reward(end.reward)
     if not isinstance(end.roles, tuple | list) or not all(map(_is_role, (*end.reward, *end.roles))):
@@ -211,7 +212,7 @@ def _fault_of_reward(reward: Any) -> str:
 
 
 def _plain_end(end: End) -> End:
-    """An end without a fault, as plain numbers and texts."""
+    """Convert the numbers of a valid end to plain floats, and its roles to a tuple."""
     if isinstance(end.reward, Mapping):
         return End({role: float(one) for role, one in end.reward.items()}, roles=tuple(end.roles))
     return End(None if end.reward is None else float(end.reward))
@@ -252,12 +253,12 @@ def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def _note(task: "asyncio.Task[Any]") -> None:
+def _log_failed_close(task: "asyncio.Task[Any]") -> None:
     if not task.cancelled() and task.exception() is not None:
         log.warning("an environment did not close: %s", task.exception())
 
 
 def _resident_bytes() -> int:
-    """Memory of this process that is its own or shared, as the kernel counts it."""
+    """Return the resident memory of this process, shared pages included."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""An environment, as whoever writes one sees it: `reset` and `step`, each of them synchronous or a coroutine.
+"""The interface of an environment: `reset` and `step`, each of them synchronous or a coroutine.
 
     class Guess:
         deterministic = True
@@ -33,17 +33,17 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Words of an environment, e.g. `Observation("391", role=Role.TOOL)`; several texts are as many messages.
+    """Messages of an environment to the model, e.g. `Observation("391", role=Role.TOOL)`; each text is a message.
 
-    Without a text it says nothing, which `reset` alone may do: the prompt of the data set is all there is. With
-    `after` it goes back: it is said behind that turn of the model, 1 the first that it took, and what that was
-    behind; all else is out of sight. `Observation("Think briefly.", max_tokens=64)` limits the turn that answers.
+    Only `reset` may return an observation without a text: then the model sees the prompt alone. `after` goes back
+    in the conversation: the messages follow that turn of the model (1 is its first) and its context, and the model
+    no longer sees later turns. `Observation("Think briefly.", max_tokens=64)` limits the model's next turn.
     """
 
     texts: str | tuple[str, ...] = ()
     role: Role = Role.USER
     after: int | None = None
-    max_tokens: int | None = None  # the most of the turn that answers it, from 1 on
+    max_tokens: int | None = None  # of the model's next turn, at least 1
 
     @property
     def messages(self) -> tuple[str, ...]:
@@ -53,18 +53,18 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """Conversation that takes the place of all that was said, the prompt too, e.g. after a summary:
+    """A conversation that replaces everything the model saw, the prompt included, e.g. after a summary:
 
-    `Rewrite((("user", "You have read 40 files. In short: ... Go on."),))`, or a text where prompts are text.
+    `Rewrite((("user", "You have read 40 files. In short: ... Continue."),))`, or a text if prompts are text.
     """
 
-    messages: str | tuple[tuple[str, str] | Mapping[str, object], ...]  # (role, text), or for a template
-    tools: tuple[Mapping[str, object], ...] = ()  # in place of those that the chat template is told of, if any
-    max_tokens: int | None = None  # the most of the turn that answers it, from 1 on
+    messages: str | tuple[tuple[str, str] | Mapping[str, object], ...]  # (role, text), or dicts for the template
+    tools: tuple[Mapping[str, object], ...] = ()  # tools for the chat template, in place of the run's
+    max_tokens: int | None = None  # of the model's next turn, at least 1
 
     @property
     def turns(self) -> tuple[Mapping[str, object], ...]:
-        """Messages as chat templates take them."""
+        """Messages as dicts for a chat template."""
         if isinstance(self.messages, str):
             return ({"role": Role.USER.value, "content": self.messages},)
         return tuple(
@@ -74,23 +74,23 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class TokenWords:
-    """Conversation in ids of the model, up to its next turn, written as they are.
+    """Token ids that the model reads before its next turn, used as they are.
 
-    They stand behind the model's turn `after`, 1 the first that it took, and what that was behind; 0: behind
-    nothing.
+    They follow the model's turn `after` (1 is its first) and the context of that turn; 0: they begin a
+    conversation.
     """
 
     ids: IntArray  # [n]
     after: int
-    max_tokens: int | None = None  # the most of the turn that answers them, from 1 on
+    max_tokens: int | None = None  # of the model's next turn, at least 1
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of a trajectory, e.g. `End(1.0)`; without a reward the other terms of the task judge the response.
+    """End of a trajectory, e.g. `End(1.0)`. Without a reward, other terms of the task score the response.
 
-    Where the model has played several roles, each has its own: `End({"first": 1.0, "second": 0.0}, roles=("first",
-    "second", "first"))`, with the role of each of its turns.
+    If the model played several roles, give each its reward, and name the role of each turn: `End({"first": 1.0,
+    "second": 0.0}, roles=("first", "second", "first"))`.
     """
 
     reward: float | Mapping[str, float] | None = None
@@ -105,21 +105,21 @@ Answer: TypeAlias = Begin | End
 class SampledTurn:
     """Tokens of a turn of the model."""
 
-    context: IntArray  # [c] of the conversation that it was sampled behind, without the prompt of the data set
-    ids: IntArray  # [n] with what ended it
-    logprobs: FloatArray  # [n] or, of a turn that is taken over again, [0]
-    is_cut: bool = False  # by the limit that its environment gave it, so that no token ends it
+    context: IntArray  # [c] tokens before the turn, without the prompt of the data set
+    ids: IntArray  # [n] with the token that ended it
+    logprobs: FloatArray  # [n], or [0] for a turn that is replayed
+    is_cut: bool = False  # True if the environment's `max_tokens` ended the turn, so that no stop token is in it
 
 
 class Environment(Protocol):
     """Counterpart of a model in one trajectory.
 
-    `deterministic = True` in its class says that the same actions always have the same answers: then one that died
-    is rebuilt by repeating them. One that is `Restorable` is rebuilt from its last snapshot.
+    A class with `deterministic = True` always answers the same actions alike. If its process dies, a new instance
+    replays the actions. A `Restorable` environment is restored from its last snapshot instead.
     """
 
     def reset(self, problem: Problem) -> Begin | Awaitable[Begin]:
-        """Begin; what it says precedes the model's first turn."""
+        """Begin the trajectory and return the messages before the model's first turn."""
         ...
 
     def step(self, action: str) -> Answer | Awaitable[Answer]:
@@ -129,30 +129,33 @@ class Environment(Protocol):
 
 @runtime_checkable
 class Restorable(Protocol):
-    """An environment whose state can be saved between turns."""
+    """An environment that can save its state between turns."""
 
     def snapshot(self) -> bytes:
-        """State, as bytes that a new instance of another process understands."""
+        """Return the state as bytes, from which a new instance in another process can continue."""
         ...
 
     def restore(self, state: bytes) -> None:
-        """Go on from such a state, in place of `reset`."""
+        """Continue from the state of a snapshot, in place of `reset`."""
         ...
 
 
 @runtime_checkable
 class HearsTokens(Protocol):
-    """An environment that is told the tokens of the model's turns."""
+    """An environment that reads the tokens of the model's turns, too."""
 
     @property
     def listens(self) -> bool:
-        """True where it is to `hear` the next turn as that is sampled."""
+        """True if the host should call `hear` while the model samples the next turn."""
         ...
 
     def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
-        """[n] tokens of a turn that goes on, from its token `place` on; some may be missing, or come twice."""
+        """Receive [n] new tokens of a running turn; `place` is the index of the first.
+
+        Some may miss, or come twice.
+        """
         ...
 
-    def take(self, turn: SampledTurn) -> None:
-        """Take a whole turn as it was sampled, before `step` has its text."""
+    def receive_turn(self, turn: SampledTurn) -> None:
+        """Receive the tokens of a finished turn, before `step` gets its text."""
         ...

@@ -1,4 +1,4 @@
-"""The tool `python`: code of a model, run in the sandbox in a session that keeps its variables between turns."""
+"""The tool `python`: it runs code of a model in a sandbox session, which keeps variables between turns."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -11,13 +11,14 @@ LOST = "The variables are lost."
 
 
 class SessionClosedError(Exception):
-    """Code for a session that has ended."""
+    """A call of a session that has been closed."""
 
 
 class PythonSession:
-    """The session of one trajectory, begun at its first call, which waits for a slot, and held until `close`.
+    """The sandbox session of one trajectory. Its first call waits for a slot and holds it until `close`.
 
-    Calls run one after another, in their order. One that its caller breaks off takes the variables with it.
+    Calls run one after another, in order. A call that its caller cancels ends the program, so its variables are
+    lost.
     """
 
     def __init__(self, pool: SandboxPool) -> None:
@@ -26,23 +27,23 @@ class PythonSession:
         self._session: SandboxSession | None = None
         self._turn = asyncio.Lock()
         self._calls: set[asyncio.Task[str]] = set()
-        self._was_broken = False  # off, the call before
+        self._was_cancelled = False  # the call before this one
         self._closed = False
 
     @property
     def has_shell(self) -> bool:
-        """True where its code may start a shell."""
+        """True if code of the session may start a shell."""
         return self._pool.has_shell
 
     async def shell(self, command: str) -> str:
-        """`python`, with a command that a shell runs in the folder of the session."""
+        """Run a shell command in the folder of the session, and return its output as `python` does."""
         run = f"__import__('subprocess').run(({SHELL!r}, '-c', {command!r}), stdin=-3, stderr=-2).returncode"
         return await self.python(f"(lambda code: print(f'exit status {{code}}') if code else None)({run})")
 
     async def python(self, code: str) -> str:
         """Run Python code and read what it prints; variables stay for the next call.
 
-        Raises `SandboxError` where the sandbox itself fails, `SessionClosedError` where `close` comes first.
+        Raises `SandboxError` if the sandbox itself fails, `SessionClosedError` if `close` comes first.
         """
         if self._closed:
             raise SessionClosedError
@@ -58,7 +59,7 @@ class PythonSession:
             raise
 
     async def close(self) -> None:
-        """Break off what runs and what waits, and give the slot back."""
+        """Cancel all running and waiting calls, and release the slot."""
         self._closed, calls = True, list(self._calls)
         for call in calls:
             call.cancel()
@@ -73,14 +74,14 @@ class PythonSession:
             try:
                 result = await self._session.run(code)
             except asyncio.CancelledError:
-                self._was_broken = True
+                self._was_cancelled = True
                 raise
-            before, self._was_broken = [LOST] if self._was_broken else [], False
-            return "\n".join([*before, _told(result)])
+            before, self._was_cancelled = [LOST] if self._was_cancelled else [], False
+            return "\n".join([*before, _as_terminal_text(result)])
 
 
-def _told(result: SandboxResult) -> str:
-    """A result in the words of a terminal: output, errors, and what ended it."""
+def _as_terminal_text(result: SandboxResult) -> str:
+    """Show a result as a terminal would: output, errors, and the reason why the code ended."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
     if result.label is not SandboxLabel.OK and not (result.label is SandboxLabel.ERROR and result.stderr):
         parts.append(f"{result.label.value}: {result.detail}")

@@ -1,7 +1,7 @@
-"""Calls of tools as the families of models write them in a turn, read and written.
+"""Read and write tool calls in the formats of model families.
 
-Invariants: no text raises; calls come in their order; what is meant as a call and cannot be read is a
-`BrokenCall`. The formats are those of the chat templates of Qwen2.5 and Qwen3, and of Llama 3.1 to 3.3.
+The formats are those of the chat templates of Qwen2.5 and Qwen3, and of Llama 3.1 to 3.3. Parsing never raises; a
+call that cannot be read becomes a `BrokenCall` (`tests/environment/tools/test_calls.py`).
 """
 
 import json
@@ -20,7 +20,7 @@ SPACE = re.compile(r"\s*")
 
 
 class CallFamily(StrEnum):
-    """Ways in which models write calls."""
+    """Formats in which models write tool calls."""
 
     HERMES = "hermes"
     LLAMA = "llama"
@@ -37,7 +37,7 @@ class WrittenCall:
 
 @dataclass(frozen=True, slots=True)
 class BrokenCall:
-    """Text that is meant as a call and is none, e.g. `BrokenCall("no </tool_call> after it")`."""
+    """A tool call that cannot be read, e.g. `BrokenCall("no </tool_call> after it")`."""
 
     fault: str
 
@@ -46,23 +46,23 @@ Call: TypeAlias = WrittenCall | BrokenCall
 
 
 class CallFormat(Protocol):
-    """How a family writes calls."""
+    """Format of a family's tool calls."""
 
-    result_form: str  # a result as its models read it, with `{}` in its place
+    result_form: str  # format of a tool's result, with `{}` for the result
 
     def parse(self, text: str) -> Iterator[Call]:
-        """Calls in what a turn says outside of its reasoning."""
+        """Yield the calls in a turn's text, without its reasoning."""
         ...
 
     def render(self, calls: Sequence[WrittenCall]) -> str:
-        """A turn with these calls alone, as a demonstration would have it."""
+        """Write a turn that consists of these calls, for a demonstration."""
         ...
 
 
 def outside_reasoning(turn: str, *, begun: bool = False) -> str:
-    """Text of a turn outside of `<think>` and `</think>`; reasoning that is never closed lasts to the end.
+    """Return the text of a turn outside of `<think>` and `</think>`. Unclosed reasoning lasts to the end.
 
-    It begins in reasoning where that was `begun` before it, or where the first mark closes one.
+    The turn starts inside reasoning if `begun` is True, or if its first tag is `</think>`.
     """
     pieces = MARK.split(turn)  # text, mark, text, ..., text
     inside = begun or pieces[1:2] == ["</think>"]
@@ -82,7 +82,7 @@ class HermesCalls:
     _open, _close = "<tool_call>", "</tool_call>"
 
     def parse(self, text: str) -> Iterator[Call]:
-        """Each call; one that is not closed is broken."""
+        """Yield each call; an unclosed one is broken."""
         place = text.find(self._open)
         while place >= 0:
             start = place + len(self._open)
@@ -96,14 +96,14 @@ class HermesCalls:
             place = text.find(self._open, closed)
 
     def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Calls, each on lines of its own."""
+        """Write the calls, each on lines of its own."""
         return "\n".join(f"{self._open}\n{_json(call, 'arguments')}\n{self._close}" for call in calls)
 
 
 class LlamaCalls:
-    """JSON alone, or after text and a mark, e.g. `<|python_tag|>{"name": "add", "parameters": {"a": 1}}`.
+    """JSON alone, or after text and a tag, e.g. `<|python_tag|>{"name": "add", "parameters": {"a": 1}}`.
 
-    Several are separated by semicolons or lines. Text after them is none.
+    Semicolons or line breaks separate several calls. No text follows them.
     """
 
     result_form = "{}"
@@ -112,7 +112,7 @@ class LlamaCalls:
     _between = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
 
     def parse(self, text: str) -> Iterator[Call]:
-        """Each call, up to the first whose end cannot be found."""
+        """Yield each call, up to the first one without an end."""
         place: int | None = 0 if self._begin.match(text) else text.find(self._mark)
         first = True
         while place is not None and place >= 0:
@@ -124,19 +124,19 @@ class LlamaCalls:
             first = False
 
     def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Calls, separated by semicolons."""
+        """Write the calls, separated by semicolons."""
         return "; ".join(_json(call, "parameters") for call in calls)
 
     def _after(self, text: str, place: int) -> int:
-        """Place of what follows separators."""
+        """Skip separators and return the next position."""
         found = self._between.match(text, place)
         return place if found is None else found.end()
 
 
 class TagCalls:
-    """The tool as a tag around its only argument, e.g. `<calculator>12*3</calculator>`, with text around.
+    """The tool's name as a tag around its only argument, e.g. `<calculator>12*3</calculator>`, with text around.
 
-    Made with the name of that argument for each tool; other tags are text.
+    `arguments` has the name of that argument for each tool. Other tags are text.
     """
 
     result_form = "<result>{}</result>"
@@ -146,7 +146,7 @@ class TagCalls:
         self._opening = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
 
     def parse(self, text: str) -> Iterator[Call]:
-        """Each call; one that is not closed is broken."""
+        """Yield each call; an unclosed one is broken."""
         place = 0
         while opening := self._opening.search(text, place):
             name, start = opening[1], opening.end()
@@ -158,7 +158,10 @@ class TagCalls:
             place = closed
 
     def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Calls, one on a line. Raises `ValueError` for an argument that holds its end or a mark of reasoning."""
+        """Write the calls, one on a line.
+
+        Raises `ValueError` if an argument contains its end tag or a `<think>` tag.
+        """
         return "\n".join(map(self._tag, calls))
 
     def _tag(self, call: WrittenCall) -> str:
@@ -169,7 +172,10 @@ class TagCalls:
 
 
 def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:
-    """JSON call after `start`, whose arguments have one of these keys, and its end; None where that is unknown."""
+    """Read a JSON call after `start`, whose arguments have one of these keys.
+
+    Returns the call and the position of its end, or None as position if the JSON is broken.
+    """
     found = SPACE.match(text, start)
     try:
         read, end = DECODER.raw_decode(text, start if found is None else found.end())
@@ -184,7 +190,7 @@ def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:
 
 
 def _json(call: WrittenCall, key: str) -> str:
-    """A call as JSON in which no mark of reasoning stands."""
+    """Encode a call as JSON; escape `<` if the text contains a `<think>` tag."""
     text = json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c") if MARK.search(text) else text
 
@@ -197,7 +203,7 @@ DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def check_pattern(pattern: str | None) -> None:
-    """Raises `ConfigError` where a pattern that a user wrote is none, or has no group for what counts."""
+    """Check a user's regular expression. Raises `ConfigError` if it is invalid, or has no group."""
     if pattern is None:
         return
     try:
@@ -209,6 +215,6 @@ def check_pattern(pattern: str | None) -> None:
 
 
 def last_group(pattern: re.Pattern[str], text: str) -> str | None:
-    """First group of a pattern's last match, without white space around it; None where nothing matches."""
+    """Return the first group of a pattern's last match, stripped; None without a match."""
     found = [match[1] or "" for match in pattern.finditer(text)]
     return found[-1].strip() if found else None

@@ -1,8 +1,8 @@
-"""Turns as text and ids: what the model said, and what an environment's answer is to a model of its kind.
+"""Decode turns of the model, and encode messages of an environment. `environment.host` owns a writer.
 
-Owned by `environment.host`. Invariant: what a model sampled is decoded and never encoded again; an answer is
-encoded by itself and appended, so no earlier id depends on it. Special tokens in what an environment says are text
-like any other: it cannot end or begin a turn. Who speaks in ids (`TokenWords`) has them taken as they are.
+Sampled tokens are decoded and never encoded again. Messages are encoded by themselves and appended, so no earlier
+token depends on them (`tests/environment/test_writer.py`). The name of a special token in a message stays plain
+text, so an environment cannot end or begin a turn. Ids of `TokenWords` are used as they are.
 """
 
 import re
@@ -22,7 +22,7 @@ from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.environment.protocol import Observation, Rewrite, Role
 from laminar_py.records.codec import IntArray
 
-OTHER_MARK = "turntwoturntwo"  # content of other turns
+OTHER_MARK = "turntwoturntwo"  # placeholder for the content of a message
 REMEDY = "name a model whose chat template only appends, or write prompts as text"
 
 
@@ -31,28 +31,28 @@ class TextCodec(Protocol):
 
     @property
     def special_texts(self) -> tuple[str, ...]:
-        """Names of the special tokens, the longest first."""
+        """Names of special tokens, the longest first."""
         ...
 
     @property
     def num_ids(self) -> int:
-        """Ids of the model."""
+        """Number of token ids of the model."""
         ...
 
     def encode(self, text: str) -> IntArray:
-        """[n] ids of a text, none added."""
+        """Encode a text to [n] ids, without adding any."""
         ...
 
     def encode_literal(self, text: str) -> IntArray:
-        """[n] ids of a text in which no special token is known."""
+        """Encode a text to [n] ids, with names of special tokens as plain text."""
         ...
 
     def encode_prompt(self, text: str) -> IntArray:
-        """[n] ids of a text behind those with which a text begins."""
+        """Encode a text to [n] ids, after the tokenizer's begin-of-text tokens."""
         ...
 
     def decode(self, ids: IntArray, *, special: bool = False) -> str:
-        """Text of ids."""
+        """Decode ids to text."""
         ...
 
 
@@ -60,97 +60,97 @@ class Template(Protocol):
     """Chat template as a writer needs it."""
 
     def with_system(self, messages: Sequence[Turn]) -> list[Turn]:
-        """Messages behind the system's words, where those are to begin a conversation."""
+        """Put the run's system message before the messages, if it has one."""
         ...
 
     def conversation(
         self, messages: Sequence[Turn], *, answers: bool, tools: Sequence[Mapping[str, object]] = ()
     ) -> str:
-        """Text of messages and `tools`; if the model `answers` next it ends where its turn begins."""
+        """Write messages and `tools` as text. If the model `answers` next, the text ends where its turn begins."""
         ...
 
 
 class PlainWriter:
-    """Answers as they stand, for prompts that are text, e.g. `PlainWriter(tokenizer, stop_ids=(1,))`."""
+    """Encodes messages as plain text, for prompts that are text, e.g. `PlainWriter(tokenizer, stop_ids=(1,))`."""
 
     def __init__(self, codec: TextCodec, *, stop_ids: Sequence[int]) -> None:
         self._codec = codec
         self._stop_ids = frozenset(stop_ids)
 
-    def said(self, ids: IntArray) -> str:
-        """Text of a turn of the model, without what ended it."""
+    def decode_turn(self, ids: IntArray) -> str:
+        """Decode a turn of the model, without the token that ended it."""
         return self._codec.decode(ids[:-1] if self.has_ended(ids) else ids, special=True)
 
     def has_ended(self, ids: IntArray) -> bool:
-        """True where the last token ends a turn of the model; its limit has cut it where none does."""
+        """Return True if the last token ends a turn. Without such a token, a limit has cut the turn."""
         return len(ids) > 0 and int(ids[-1]) in self._stop_ids
 
-    def first(self, observation: Observation) -> IntArray:
-        """[n] ids of what an environment says before the first turn."""
-        return self.next(observation)
+    def encode_first(self, observation: Observation) -> IntArray:
+        """Encode the messages before the first turn to [n] ids."""
+        return self.encode_next(observation)
 
-    def next(self, observation: Observation, *, is_cut: bool = False) -> IntArray:
-        """[n] ids of what an environment says after a turn, which a limit may have cut. Raises `TemplateError`."""
+    def encode_next(self, observation: Observation, *, is_cut: bool = False) -> IntArray:
+        """Encode the messages after a turn, which a limit may have cut, to [n] ids. Raises `TemplateError`."""
         return self._codec.encode_literal("".join(observation.messages))
 
-    def anew(self, rewrite: Rewrite) -> IntArray:
-        """[n] ids of a conversation up to the next turn of the model. Raises `TemplateError`."""
+    def encode_conversation(self, rewrite: Rewrite) -> IntArray:
+        """Encode a conversation up to the model's next turn to [n] ids. Raises `TemplateError`."""
         if not isinstance(rewrite.messages, str):
             raise TemplateError("a Rewrite has messages where prompts are text; give it a text")
-        return self.encoded(rewrite.messages, begins=True)
+        return self.encode_text(rewrite.messages, begins=True)
 
-    def encoded(self, text: str, *, begins: bool) -> IntArray:
-        """[n] ids of a text as it stands; if it `begins` a conversation, behind those that a text begins with."""
+    def encode_text(self, text: str, *, begins: bool) -> IntArray:
+        """Encode a text to [n] ids; if it `begins` a conversation, after the tokenizer's begin-of-text tokens."""
         ids = self._codec.encode_literal(text)
         if not begins:
             return ids
         whole, alone = self._codec.encode_prompt(PROBE), self._codec.encode(PROBE)
         return np.concatenate([whole[: len(whole) - len(alone)], ids])
 
-    def check(self, ids: IntArray) -> None:
-        """Raise `TemplateError` where there is no such token."""
+    def check_ids(self, ids: IntArray) -> None:
+        """Raise `TemplateError` if an id is not a token of the model."""
         outside = (ids < 0) | (ids >= self._codec.num_ids)
         if outside.any():
             raise TemplateError(f"token {ids[outside][0]} is none of the {self._codec.num_ids} of the model")
 
 
 class ChatWriter(PlainWriter):
-    """Answers as messages, as the model's chat template writes them between two turns of the assistant.
+    """Encodes messages as the model's chat template writes them between two turns of the assistant.
 
-    What the assistant said earlier stays as it was sampled, whatever the template would make of it now. The
-    template is asked once how it writes so many messages of a role, with marks in their place. Raises
-    `ConfigError` if it does not just append: then what it writes depends on what came before.
+    Earlier turns of the assistant stay as they were sampled, even if the template would write them otherwise. The
+    writer renders placeholder messages once for each role and number of messages, and keeps the text around them.
+    Raises `ConfigError` if the template does not only append, so that its text depends on earlier turns.
     """
 
     def __init__(self, codec: TextCodec, template: Template, *, stop_ids: Sequence[int], model: str) -> None:
         super().__init__(codec, stop_ids=stop_ids)
         self._template = template
-        self._faults = {role: fault for role in Role if (fault := self._fault(role))}
+        self._faults = {role: fault for role in Role if (fault := self._why_unsupported(role))}
         if len(self._faults) == len(Role):
             raise ConfigError(f"model.path={model}: {self._faults[Role.USER]}, so turns cannot follow; {REMEDY}")
-        self._around = lru_cache(maxsize=64)(self._pieces)
+        self._around = lru_cache(maxsize=64)(self._template_pieces)
 
-    def first(self, observation: Observation) -> IntArray:
-        """[n] ids of messages before the first turn, and of its beginning. Raises `TemplateError`."""
-        return self._written(observation, is_first=True)
+    def encode_first(self, observation: Observation) -> IntArray:
+        """Encode the messages before the first turn, and its beginning, to [n] ids. Raises `TemplateError`."""
+        return self._encode_messages(observation, is_first=True)
 
-    def next(self, observation: Observation, *, is_cut: bool = False) -> IntArray:
-        """[n] ids of what is between the end of a turn and the beginning of the next. Raises `TemplateError`.
+    def encode_next(self, observation: Observation, *, is_cut: bool = False) -> IntArray:
+        """Encode messages, and the template's text around them, between two turns to [n] ids.
 
-        Behind a turn that its limit has cut, they begin with the token that the template ends a turn with.
+        After a turn that a limit has cut, they begin with the token that ends a turn. Raises `TemplateError`.
         """
         if fault := self._faults.get(observation.role):
             raise TemplateError(f"{fault}, in a message of role {observation.role}")
-        ids = self._written(observation, is_first=False)
+        ids = self._encode_messages(observation, is_first=False)
         return ids if is_cut else ids[1:]
 
-    def _written(self, observation: Observation, *, is_first: bool) -> IntArray:
-        """Ids of the texts, and of what the template has around them, with the end of a turn before them."""
+    def _encode_messages(self, observation: Observation, *, is_first: bool) -> IntArray:
+        """Encode messages and the template's text around them; the token that ends a turn comes first."""
         texts = observation.messages
-        return self._filled(self._around(observation.role, len(texts), is_first), texts)
+        return self._join_texts(self._around(observation.role, len(texts), is_first), texts)
 
-    def anew(self, rewrite: Rewrite) -> IntArray:
-        """[n] ids of a conversation up to the next turn of the model. Raises `TemplateError`."""
+    def encode_conversation(self, rewrite: Rewrite) -> IntArray:
+        """Encode a conversation up to the model's next turn to [n] ids. Raises `TemplateError`."""
         if rewrite.turns[-1]["role"] == "assistant":
             raise TemplateError("a Rewrite ends before a turn of the assistant; let another speak last")
         hidden = HiddenWords(self._codec.special_texts)
@@ -164,8 +164,8 @@ class ChatWriter(PlainWriter):
             ]
         )
 
-    def _filled(self, around: Sequence[IntArray], texts: Sequence[str]) -> IntArray:
-        """Ids of texts, and of what is before, between and behind them."""
+    def _join_texts(self, around: Sequence[IntArray], texts: Sequence[str]) -> IntArray:
+        """Encode texts and put them between the pieces `around` them."""
         between = [
             part
             for text, after in zip(texts, around[1:], strict=True)
@@ -173,17 +173,17 @@ class ChatWriter(PlainWriter):
         ]
         return np.concatenate([around[0], *between])
 
-    def _pieces(self, role: Role, count: int, is_first: bool) -> list[IntArray]:
-        """Ids of what the template writes before, between and behind so many messages of a role."""
+    def _template_pieces(self, role: Role, count: int, is_first: bool) -> list[IntArray]:
+        """Encode the template's text before, between and after `count` messages of a role."""
         turns: list[Turn] = [{"role": role.value, "content": _mark(place)} for place in range(count)]
         if is_first:
-            return self._parted(self._opening(turns), count)
-        end, text = self._between(PROBE, turns)
-        before, *others = self._parted(text, count)
+            return self._split_at_marks(self._text_before_turn(turns), count)
+        end, text = self._text_between_turns(PROBE, turns)
+        before, *others = self._split_at_marks(text, count)
         return [np.concatenate([end, before]), *others]
 
-    def _parted(self, text: str, count: int) -> list[IntArray]:
-        """Ids of what is before, between and behind so many marks."""
+    def _split_at_marks(self, text: str, count: int) -> list[IntArray]:
+        """Split a text at `count` placeholders and encode the pieces. Raises `TemplateError` if one is missing."""
         pieces = []
         for place in range(count):
             before, found, text = text.partition(_mark(place))
@@ -192,8 +192,8 @@ class ChatWriter(PlainWriter):
             pieces.append(before)
         return [self._codec.encode(piece) for piece in (*pieces, text)]
 
-    def _opening(self, turns: list[Turn]) -> str:
-        """Text of messages behind a prompt, and of the beginning of the assistant's turn."""
+    def _text_before_turn(self, turns: list[Turn]) -> str:
+        """Return the text after a prompt: messages, then the beginning of the assistant's turn."""
         asked: list[Turn] = [{"role": Role.USER.value, "content": PROBE}]
         before = self._template.conversation(asked, answers=False)
         text = self._template.conversation([*asked, *turns], answers=True)
@@ -201,35 +201,38 @@ class ChatWriter(PlainWriter):
             raise TemplateError("the chat template writes a first message otherwise once there is another")
         return text.removeprefix(before)
 
-    def _between(self, said: str, turns: list[Turn]) -> tuple[IntArray, str]:
-        """[1] token that ends a turn in which the assistant `said` something, and the text behind it."""
+    def _text_between_turns(self, said: str, turns: list[Turn]) -> tuple[IntArray, str]:
+        """Return the token [1] that ends an assistant's turn `said`, and the text after that token."""
         spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": said}]
         _, found, after = self._template.conversation([*spoken, *turns], answers=True).partition(said)
         if not found:
             raise TemplateError("the chat template leaves out what the assistant said")
-        return self._ended(after)
+        return self._split_end_token(after)
 
-    def _ended(self, text: str) -> tuple[IntArray, str]:
-        """[1] first token of a text, which must end a turn, and the text behind it."""
+    def _split_end_token(self, text: str) -> tuple[IntArray, str]:
+        """Return the first token [1] of a text, which must end a turn, and the rest of the text."""
         ids = self._codec.encode(text)
         if not len(ids) or int(ids[0]) not in self._stop_ids:
             raise TemplateError("the chat template writes no token behind a turn that ends it")
         return ids[:1], text.removeprefix(self._codec.decode(ids[:1], special=True))
 
-    def _fault(self, role: Role) -> str:
-        """Why messages of a role cannot follow a turn; "" where they can."""
+    def _why_unsupported(self, role: Role) -> str:
+        """Say why messages of a role cannot follow a turn; "" if they can."""
         answer: list[Turn] = [{"role": role.value, "content": "5"}]
         try:
-            (_, one), (_, other) = self._between(PROBE, answer), self._between(OTHER_MARK, answer)
+            (_, one), (_, other) = (
+                self._text_between_turns(PROBE, answer),
+                self._text_between_turns(OTHER_MARK, answer),
+            )
         except TemplateError as error:
             return str(error)
         return "" if one == other else "the chat template writes an answer in dependence of what came before"
 
 
 class HiddenWords:
-    """Names of special tokens in what is given to a template, hidden from it and from the tokenizer behind it.
+    """Replaces names of special tokens by random words, which are not special to template and tokenizer.
 
-    E.g. `hidden.hide({"content": "a <s> b"})` has another word for `<s>`, which nobody can know before.
+    E.g. `hidden.hide({"content": "a <s> b"})` has a random word in place of `<s>`, which no user can guess.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -239,7 +242,7 @@ class HiddenWords:
         self._special = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
 
     def hide(self, value: Any) -> Any:
-        """Value of JSON with these words hidden in all of its texts."""
+        """Return a JSON value with the names replaced in all of its texts."""
         if isinstance(value, str):
             return self._special.sub(lambda found: self._names[found[0]], value)
         if isinstance(value, Mapping):
@@ -249,7 +252,7 @@ class HiddenWords:
         return value
 
     def parts(self, text: str) -> Iterator[tuple[str, str | None]]:
-        """Text in parts: what is as it was written, with None, and each hidden word."""
+        """Split a text at the random words: yield plain pieces with None, and each random word with its name."""
         pattern = "|".join(map(re.escape, self._words)) or r"(?!)"
         for piece in re.split(f"({pattern})", text):
             if piece:
@@ -257,30 +260,15 @@ class HiddenWords:
 
 
 def _mark(place: int) -> str:
-    """Stand-in for the text of a message, for the template."""
+    """Return the placeholder for the text of a message."""
     return f"{OTHER_MARK}{place}x"
 
 
 def open_writer(model: Path, chat: ChatConfig, settings: EnvironmentConfig, *, messages: bool) -> PlainWriter:
-    """The writer for a model, by its chat template where prompts are `messages`. Raises `ConfigError`."""
+    """Make the writer for a model; it uses the chat template if prompts are `messages`. Raises `ConfigError`."""
     tokenizer = load_tokenizer(model)
     if not messages:
         return PlainWriter(tokenizer, stop_ids=tokenizer.eos_ids)
     encoder = PromptEncoder(tokenizer, model, chat, settings)
     tokenizer = tokenizer.with_ends(encoder.template_ends())
     return ChatWriter(tokenizer, encoder, stop_ids=tokenizer.eos_ids, model=str(model))
-
-
-def turns_of(ids: IntArray, spans: Sequence[Any]) -> list[IntArray]:
-    """Ids of each turn of the model in a response; consecutive spans of an engine are one turn."""
-    turns: list[list[IntArray]] = []
-    last_end = -1
-    for span in spans:
-        if span.version is None:
-            last_end = -1
-            continue
-        if span.start != last_end:
-            turns.append([])
-        turns[-1].append(ids[span.start : span.end])
-        last_end = span.end
-    return [np.concatenate(parts) for parts in turns]

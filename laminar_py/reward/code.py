@@ -1,15 +1,14 @@
-"""The term `code`: the program in a response is run against the tests of its problem, in a sandbox.
+"""The term `code`: run the program of a response against the tests of its problem, in a sandbox.
 
-A problem's `tests` are of one of two forms. `{"inputs": [...], "outputs": [...]}`: standard input and output as
-text, or, with `"fn_name": "solve"`, arguments and the value of that function. `{"asserts": "assert f(2) == 4",
-"entry_point": "f"}`: any test code that calls that function. Invariant: a process that the program runs in never
-holds what a test expects, so a verdict cannot be forged from there.
+A problem's `tests` have one of two forms. `{"inputs": [...], "outputs": [...]}` has standard input and output as
+text, or, with `"fn_name": "solve"`, arguments and value of that function. `{"asserts": "assert f(2) == 4",
+"entry_point": "f"}` has any test code that calls that function. A process that runs the program never holds an
+expected value, so the program cannot forge a verdict (`tests/reward/test_code.py`).
 
-Test code that calls a program's function runs in a sandbox of its own. Where it calls the function, its run ends
-and says with which arguments; the program is run with them, and the test code again from its start, with all
-values known by then. Calls with literal arguments are foreseen and made together. Test code has to be
-deterministic. Where it computes more calls than are allowed, a program led it there, or may have: that is no way
-to have no value.
+Test code runs in a sandbox of its own. At a call of the program's function, its run ends and names the arguments.
+The program runs with them in another sandbox. Then the test code starts again, with all values known by then; so
+it must be deterministic. Calls with literal arguments are made together, ahead. Test code that makes too many
+calls counts as a failure of the program, which may have caused it.
 """
 
 import ast
@@ -31,18 +30,18 @@ from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, Ter
 from laminar_py.config.section import Seconds
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import Prompt
-from laminar_py.reward import crossing
+from laminar_py.reward.crossing import MOST_CALLS
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult
 
 TOLERANCE = 1e-6  # of floats
 LONGEST_NUMBER = 400  # characters
-SHOWN = 120  # characters of a value or a call
+SHOWN = 120  # characters of a value or a call, in messages
 DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 
 
 def read_value(text: str) -> object:
-    """A value from a program's JSON. Raises `ValueError` where it is none."""
+    """Decode the JSON that a program returned. Raises `ValueError` if it is not JSON."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -50,7 +49,7 @@ def read_value(text: str) -> object:
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """Equality of printed text: line by line without spaces at the ends, or word by word with floats near."""
+    """Compare printed texts: equal lines without outer spaces, or equal words where floats may differ slightly."""
     if [line.strip() for line in _lines(printed)] == [line.strip() for line in _lines(wanted)]:
         return True
     left, right = [_words(text) for text in (printed, wanted)]
@@ -62,7 +61,7 @@ def same_output(printed: str, wanted: str) -> bool:
 
 
 def same_value(value: object, wanted: object) -> bool:
-    """Equality of JSON values, with floats near; True is not 1."""
+    """Compare JSON values, where floats may differ slightly; True is not 1."""
     if isinstance(value, bool) or isinstance(wanted, bool):
         return value is wanted
     if isinstance(value, int | float) and isinstance(wanted, int | float):
@@ -84,7 +83,7 @@ def _words(text: str) -> list[list[str]]:
 
 
 def _near(printed: str, wanted: str) -> bool:
-    """True for two decimals that are near each other; integers are exact."""
+    """Return True for two decimals that are close; integers must be equal as text."""
     if max(len(printed), len(wanted)) > LONGEST_NUMBER or not (set(wanted) | set(printed)) & set(".eE"):
         return False
     if not all(DECIMAL.fullmatch(word) for word in (wanted, printed)):
@@ -95,18 +94,18 @@ def _near(printed: str, wanted: str) -> bool:
 def _close(value: float, wanted: float) -> bool:
     try:
         return math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def shown(value: object) -> str:
-    """A value in a few words."""
+    """Shorten a value for a message."""
     text = repr(value) if isinstance(value, str) else msgspec.json.encode(value).decode()
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-MOST_CALLS = crossing.MOST_CALLS
-CALLS_TOGETHER = 100  # calls that are made by one process
+CROSSING = Path(__file__).with_name("crossing.py")  # runs in sandboxes, on both sides of a call
+CALLS_TOGETHER = 100  # calls of the function in one process
 BESIDE = "laminar_crossing"
 ANSWER = """
 
@@ -117,26 +116,26 @@ def _laminar_answers(calls):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Answer of a run of the test code."""
+    """Result of one run of the test code."""
 
-    needed: list[str] = []  # calls whose values are not known
+    needed: list[str] = []  # calls whose values are not known yet
     fault: str | None = None  # of the program
     broken: str | None = None  # of the test code
 
 
 class AssertionRun:
-    """Test code of one problem against one program, whose function is `entry_point`."""
+    """Runs the test code of a problem against the function `entry_point` of a program."""
 
     def __init__(self, pool: SandboxPool, program: str, entry_point: str) -> None:
         self._pool = pool
         self._program = program + ANSWER.format(beside=BESIDE, entry=entry_point)
         self._entry_point = entry_point
-        self._crossing = Path(crossing.__file__).read_text()
+        self._crossing = CROSSING.read_text()
 
     async def check(self, test: str) -> str | None:
-        """Fault of the program; None where the test code runs to its end.
+        """Return a fault of the program, or None if the test code runs to its end.
 
-        Raises `NoValueError` where it is the test code that is at fault.
+        Raises `NoValueError` if the test code itself is at fault.
         """
         known: list[tuple[str, str | None]] = []
         failed = ""
@@ -151,19 +150,20 @@ class AssertionRun:
             known += zip(step.needed, answers, strict=False)
 
     async def _answers(self, calls: Sequence[str]) -> tuple[list[str | None], str]:
-        """Answers to calls up to the first that ends the process, None for that one, and what is to be told of it.
+        """Make calls up to the first one that ends the process.
 
-        Calls after it are made when the test code gets to them: mostly its verdict is made by then.
+        Returns an answer for each, None for the fatal one, and a note about it for the user. The rest is made when
+        the test code needs it; mostly the verdict is known before.
         """
         found: list[str | None] = []
         for first in range(0, len(calls), CALLS_TOGETHER):
-            answers, told = await self._together(calls[first : first + CALLS_TOGETHER])
+            answers, told = await self._call_together(calls[first : first + CALLS_TOGETHER])
             found += answers
             if told:
                 return found, told
         return found, ""
 
-    async def _together(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
+    async def _call_together(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
         result = await self._call(
             self._program, "_laminar_answers", [calls], files={f"{BESIDE}.py": self._crossing.encode()}
         )
@@ -174,7 +174,7 @@ class AssertionRun:
             return [None], f" ({self._entry_point}{calls[0]:.{SHOWN}}: {result.label.value}: {result.detail})"
         found: list[str | None] = []
         for call in calls:
-            answer, told = await self._together([call])
+            answer, told = await self._call_together([call])
             found += answer
             if told:
                 return found, told
@@ -190,7 +190,7 @@ class AssertionRun:
 
 
 def _answers_in(result: SandboxResult) -> list[str] | None:
-    """Answers that a program's process gave; None where it gave none."""
+    """Decode the answers of a program's process; None if there are none."""
     if result.label is not SandboxLabel.OK or result.value_json is None:
         return None
     try:
@@ -200,7 +200,7 @@ def _answers_in(result: SandboxResult) -> list[str] | None:
 
 
 def _step(result: SandboxResult) -> Step:
-    """Answer of a run of the test code. Raises `NoValueError` where that is at fault itself."""
+    """Decode the result of a run of the test code. Raises `NoValueError` if the test code itself is at fault."""
     if result.label is not SandboxLabel.OK or result.value_json is None:
         raise NoValueError(f"the tests of the problem: {result.label.value}: {result.detail}")
     try:
@@ -215,7 +215,7 @@ def _step(result: SandboxResult) -> Step:
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 PLAIN = frozenset().union(*map(dir, (0, 0.0, 0j, "", b"", [], {}, (), set(), frozenset(), None)))
 PYTHON = ("python", "python3", "py")
-TOGETHER = 16  # tests of a function that are tried in one process
+TOGETHER = 16  # tests of a function that run in one process first
 ALL_CASES = """
 
 def _all_cases(cases):
@@ -224,7 +224,7 @@ def _all_cases(cases):
 
 
 class CodeTerm(TermConfig):
-    """1 for a program that passes all tests of its problem, else 0, or the share that it passes."""
+    """1 for a program that passes all tests of its problem, else 0, or the share of passed tests."""
 
     kind: str = "code"
     timeout_s: Seconds | None = 60.0
@@ -244,13 +244,13 @@ class Tests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProblemFields(msgspec.Struct, frozen=True):
-    """Fields of a problem that this term reads."""
+    """Fields of a problem that the term `code` reads."""
 
     tests: Tests
 
 
 def fault_in_tests(term: TermConfig, problem: Prompt) -> str | None:
-    """Complaint about the tests of a problem; None where they can be run."""
+    """Return a complaint about the tests of a problem; None if they can run."""
     try:
         tests = msgspec.json.decode(problem.fields_json, type=ProblemFields).tests
     except msgspec.DecodeError as error:
@@ -295,7 +295,7 @@ def _asserts_fault(tests: Tests) -> str | None:
 
 
 def imported_names(tree: ast.Module) -> Iterator[str]:
-    """Packages that code imports in any case; "." for its own."""
+    """Yield packages that code imports at its top level; "." for relative imports."""
     for node in tree.body:
         if isinstance(node, ast.Import):
             yield from (each.name.partition(".")[0] for each in node.names)
@@ -304,7 +304,10 @@ def imported_names(tree: ast.Module) -> Iterator[str]:
 
 
 def attributes_of_values(tree: ast.Module, entry: str) -> Iterator[str]:
-    """Attributes that code takes of a function's values, at once or by names that hold nothing else."""
+    """Yield attributes that code reads from values of the function `entry`, directly or through a variable.
+
+    A variable counts if the code assigns nothing but such values to it.
+    """
     nodes = list(ast.walk(tree))
     stored = [_stored(node) for node in nodes]
     given = [
@@ -321,7 +324,7 @@ def attributes_of_values(tree: ast.Module, entry: str) -> Iterator[str]:
 
 
 def _stored(node: ast.AST) -> str | None:
-    """Name to which a node gives a value, in any scope."""
+    """Return the name to which a syntax node gives a value, in any scope; None if it gives none."""
     if isinstance(node, ast.Name):
         return node.id if isinstance(node.ctx, ast.Store) else None
     if isinstance(node, ast.arg):
@@ -334,7 +337,7 @@ def _calls(node: ast.expr, entry: str) -> bool:
 
 
 def defined_names(table: symtable.SymbolTable) -> Iterator[str]:
-    """Global names to which code gives a value."""
+    """Yield global names to which code gives a value."""
     for symbol in table.get_symbols():
         outside = table.get_type() == "module" or symbol.is_declared_global()
         if outside and (symbol.is_assigned() or symbol.is_imported()):
@@ -344,7 +347,7 @@ def defined_names(table: symtable.SymbolTable) -> Iterator[str]:
 
 
 def global_names(table: symtable.SymbolTable) -> Iterator[str]:
-    """Global names that code reads."""
+    """Yield global names that code reads."""
     for symbol in table.get_symbols():
         if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
             yield symbol.get_name()
@@ -353,15 +356,15 @@ def global_names(table: symtable.SymbolTable) -> Iterator[str]:
 
 
 def assert_text(tests: Tests) -> str:
-    """Test code as one text."""
+    """Return the test code of a problem as one text."""
     return tests.asserts if isinstance(tests.asserts, str) else "\n".join(tests.asserts)
 
 
 def find_program(response: str, wanted: str = "") -> str:
-    """The program in a response, after its thinking.
+    """Find the program in a response, after its `</think>`.
 
-    The last block, of Python or without a name, that defines the wanted function; else the last block of Python,
-    else the last block, else all.
+    It is the last code block, of Python or without a language, that defines the function `wanted`. Without one it
+    is the last Python block, else the last block, else the whole text.
     """
     said = response.rpartition("</think>")[2]
     fenced: list[tuple[str, str]] = FENCE.findall(said)
@@ -373,9 +376,9 @@ def find_program(response: str, wanted: str = "") -> str:
 
 
 def _defines(program: str, wanted: str) -> bool:
-    """True where a program parses and gives a value to a name, e.g. "solve", or "Solution" of "Solution.solve"."""
+    """Return True if a program parses and defines a name, e.g. "solve", or "Solution" for "Solution.solve"."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the model's text: they are nobody's to mend
+        with warnings.catch_warnings(action="ignore"):  # the model wrote this code, so nobody can fix it
             return wanted.partition(".")[0] in defined_names(symtable.symtable(program, "program", "exec"))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
@@ -383,14 +386,14 @@ def _defines(program: str, wanted: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CodeFault:
-    """Reason why a test does not pass, e.g. `CodeFault(SandboxLabel.TIME, "time: more than 5 s on the CPU")`."""
+    """Why a test does not pass, e.g. `CodeFault(SandboxLabel.TIME, "time: more than 5 s on the CPU")`."""
 
-    label: SandboxLabel  # `ok`: the program ended well, with something else than is wanted
+    label: SandboxLabel  # `ok`: the program ended well, with a wrong output
     text: str
 
 
 class CodeReward:
-    """Runs programs in the slots of a pool."""
+    """Runs the programs of responses in the slots of a sandbox pool."""
 
     def __init__(self, term: CodeTerm, pool: SandboxPool, *, slots: int) -> None:
         self._term = term
@@ -398,10 +401,10 @@ class CodeReward:
         self.at_once = slots
 
     async def __call__(self, request: ScoringRequest) -> Reward:
-        """1.0, 0.0, or the share of tests that passed, with the first failure.
+        """Return 1.0, 0.0, or the share of passed tests, with the first failure as text.
 
-        Tests after one that is out of time, be it of the CPU or of the wall, count as failed: programs that sleep
-        would use up `timeout_s` else. Where a busy machine is the cause, `sandbox.wall_s` is too low for it.
+        Tests after a timeout, of CPU or wall time, count as failed; else a program that sleeps would use up
+        `timeout_s`. If a busy machine causes such timeouts, raise `sandbox.wall_s`.
         """
         tests = msgspec.json.decode(request.fields_json, type=ProblemFields).tests
         program = find_program(request.response, tests.fn_name or tests.entry_point)
@@ -409,33 +412,33 @@ class CodeReward:
             told = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
             return Reward(float(told is None), text=told or "")
         failed, first = 0, ""
-        async for index in self._doubtful(program, tests):
+        async for index in self._tests_to_run_alone(program, tests):
             fault = await self._test(program, tests.fn_name, tests.inputs[index], tests.outputs[index])
             if fault is None:
                 continue
             first = first or f"test {index + 1}: {fault.text}"
             if not self._term.partial:
                 return Reward(0.0, text=first)
-            if fault.label is SandboxLabel.TIME:  # those after it are not waited for
+            if fault.label is SandboxLabel.TIME:  # the rest counts as failed
                 return Reward((index - failed) / len(tests.inputs), text=first)
             failed += 1
         return Reward(1 - failed / len(tests.inputs), text=first)
 
-    async def _doubtful(self, program: str, tests: Tests) -> AsyncIterator[int]:
-        """Tests to be run alone: those that the program does not pass when many are tried in one process.
+    async def _tests_to_run_alone(self, program: str, tests: Tests) -> AsyncIterator[int]:
+        """Yield the tests that must run alone: the program fails them when many run in one process.
 
-        Nothing is held against it there: one call may have changed what the next one found.
+        Such a failure is no verdict, because one call may have changed global state that the next call reads.
         """
         for first in range(0, len(tests.inputs), TOGETHER):
             some = slice(first, first + TOGETHER)
             given, wanted = tests.inputs[some], tests.outputs[some]
-            values = await self._together(program, tests.fn_name, given) if tests.fn_name else []
+            values = await self._call_together(program, tests.fn_name, given) if tests.fn_name else []
             for place in range(len(given)):
                 if len(values) != len(given) or not same_value(values[place], wanted[place]):
                     yield first + place
 
-    async def _together(self, program: str, function: str, cases: list[Any]) -> list[Any]:
-        """Values of a function for several arguments; none where something went wrong on the way."""
+    async def _call_together(self, program: str, function: str, cases: list[Any]) -> list[Any]:
+        """Call a function for several arguments in one process; [] if the run fails."""
         holder, _, method = function.rpartition(".")
         call = f"{holder}().{method}" if holder else function
         result = await self._sandboxed(
@@ -485,7 +488,7 @@ def _value_fault(result: SandboxResult, wanted: object) -> str | None:
 async def open_code(term: CodeTerm, context: ServeContext) -> AsyncIterator[ServedReward]:
     """The reward while its pool is open."""
     config = context.sandbox
-    async with SandboxPool.of(config) as pool:
+    async with SandboxPool.from_config(config) as pool:
         yield CodeReward(term, pool, slots=config.slots)
 
 

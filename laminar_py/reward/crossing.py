@@ -1,9 +1,9 @@
-"""Values that cross between test code and the function that it tests, and both ends of a call.
+"""Both ends of a call from test code to the function that it tests, and the encoding of values between them.
 
-The text of this file is run in sandboxes, in one beside the program and in another with the test code, so that it
-needs nothing but the standard library. Invariant: a value arrives as it left, a tuple as a tuple; one that has no
-plain form is refused by name. Lists, dicts and sets that a function is given hold after the call what it left in
-them, and stay the same objects.
+This file runs inside two sandboxes, one with the program and one with the test code. So it imports only the
+standard library. A value arrives as it left, e.g. a tuple as a tuple; values without a plain form raise
+`TypeError`. If a function changes a list, dict or set among its arguments, the caller's object changes, too
+(`tests/reward/test_code.py`).
 """
 
 import ast
@@ -16,26 +16,27 @@ from itertools import accumulate
 from typing import Any
 
 MOST_CALLS = 1000  # of the function, by the tests of one problem
-MOST_BYTES = 200_000  # of calls that are foreseen at one time: four times as much in an answer, which has 1 MiB
+MOST_BYTES = 200_000  # of calls in one answer; encoded they may take four times as much, and an answer has 1 MiB
 HOLDERS = (list, dict, set, deque, range, Iterator, KeysView, ValuesView, ItemsView)
 
 
 class UnknownValueError(BaseException):
-    """Test code needs the value of a call that is not known yet; ends it."""
+    """Ends a run of the test code at a call whose value is not known yet."""
 
 
 class TestFaultError(BaseException):
-    """Test code does what it cannot do here."""
+    """Ends a run of the test code at a call whose arguments cannot be encoded."""
 
 
 def _nothing(_: Any) -> None:
-    """Leave each holder to `pack`."""
+    """Let `pack` encode each container itself."""
 
 
 def pack(value: Any, meet: Callable[[Any], Any] = _nothing) -> Any:
-    """A value as JSON has it. Raises `TypeError` for one without a plain form.
+    """Encode a value for JSON. Raises `TypeError` for a value without a plain form.
 
-    `meet` is called with each list, dict, set and iterator before what it holds, and may give another form of it.
+    `meet` is called with each list, dict, set and iterator before its items, and may return another encoding of
+    it.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -61,7 +62,7 @@ def pack(value: Any, meet: Callable[[Any], Any] = _nothing) -> Any:
 
 
 def unpack(packed: Any, held: Sequence[Any] = ()) -> Any:
-    """The value again; `{"at": 2}` is `held[2]`."""
+    """Decode a value; `{"at": 2}` stands for `held[2]`."""
     if isinstance(packed, list):
         return [unpack(each, held) for each in packed]
     if not isinstance(packed, dict):
@@ -84,10 +85,10 @@ def _packed(values: Iterable[Any], meet: Callable[[Any], Any]) -> list[Any]:
 
 
 def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[str]:
-    """Answers of a function to calls, in the program's own process, e.g. `[{"value": 4}, null]`.
+    """Call a function in the program's process and encode each answer, e.g. `[{"value": 4}, null]`.
 
-    A call that fails has `{"raised": ["ValueError", "no"]}`. In place of null stands a list of what each list,
-    dict and set among the arguments holds after the call, with null for one that is as before.
+    A call that raises has `{"raised": ["ValueError", "no"]}`. The second item is null if the arguments are
+    unchanged. Else it lists the new content of each list, dict and set among them, with null for unchanged ones.
     """
     return [_answer(function, call) for call in calls]
 
@@ -111,16 +112,16 @@ def _answer(function: Callable[..., Any], call: str) -> str:
 
 
 def _contents(held: list[Any]) -> list[str]:
-    """JSON of what each holder holds; where it holds one of them, the place of that."""
+    """Encode the content of each container as JSON; a reference to another container becomes its index."""
     places = {id(each): {"at": place} for place, each in enumerate(held)}
     return [json.dumps(pack(each.copy(), lambda one: places.get(id(one)))) for each in held]
 
 
 def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dict[str, Any]:
-    """Run test code with the answers that are known; says which calls it needs, or what is at fault: the
-    function (`fault`) or the test code itself (`broken`).
+    """Run test code with the answers known so far.
 
-    Each time it draws the same random numbers.
+    Returns {} if it runs to its end, the calls that it needs (`needed`), or a fault of the function (`fault`) or
+    of the test code itself (`broken`). Every run draws the same random numbers.
     """
     answers = dict(known)
     literal = literal_calls(test, entry)
@@ -128,9 +129,9 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
         return {"broken": f"the test code calls {entry} more than {MOST_CALLS} times"}
     if foreseen := _first([call for call in literal if call not in answers and None not in answers.values()]):
         return {"needed": foreseen}
-    stops: list[dict[str, Any]] = []  # nothing after the first is a verdict, also where the test code goes on
-    used: list[str] = []  # calls that the test code got an answer to
-    raised: list[Exception] = []  # by the function
+    stops: list[dict[str, Any]] = []  # the first is the verdict, even if the test code catches it and goes on
+    used: list[str] = []  # calls that had an answer
+    raised: list[Exception] = []  # errors of the function
 
     def candidate(*args: Any, **named: Any) -> Any:
         held: list[Any] = []
@@ -165,12 +166,15 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
 
 
 def _told(error: BaseException, what: str = "") -> str:
-    """Line on an error, whose text may be a program's: half a character is written as `?`."""
+    """Describe an error in one text. A program may have made its message, so replace broken characters by `?`."""
     return f"{what or type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
 def _value(answer: str | None, held: list[Any]) -> Any:
-    """The value of an answer; arguments get what they hold after the call. Raises what the function raised."""
+    """Decode an answer and update the arguments `held` as the call did.
+
+    Raises the error that the function raised.
+    """
     if answer is None:
         raise RuntimeError("the function failed")
     outcome, after = json.loads(answer)
@@ -188,7 +192,7 @@ def _value(answer: str | None, held: list[Any]) -> Any:
 
 
 def literal_calls(test: str, entry: str) -> list[str]:
-    """Calls of the function whose arguments are literals, as test code mostly has them; each once."""
+    """List calls of the function in test code whose arguments are literals; each once."""
     found = dict[str, None]()
     for node in ast.walk(ast.parse(test)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in (entry, "candidate"):
@@ -202,7 +206,7 @@ def literal_calls(test: str, entry: str) -> list[str]:
 
 
 def _first(calls: list[str]) -> list[str]:
-    """First calls, as many as fit into one answer; one at least."""
+    """Return the first calls, as many as fit into one answer, but at least one."""
     sizes = accumulate(map(len, calls))
     return [
         call for place, (call, size) in enumerate(zip(calls, sizes, strict=True)) if not place or size < MOST_BYTES

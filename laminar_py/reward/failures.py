@@ -1,21 +1,20 @@
-"""Failed scores of a run: how many there are, which the user is told of, and when there are so many that it ends.
+"""Failed scores of a run: it counts them, reports some to the user, and decides when the run must end.
 
-Pure; `orchestrator.scoring` hands in every score with its time and acts on the answers. Each failure is on record
-too (law 6). Training responses are looked at in steps, `FEWEST` at least. A run ends in three cases:
+`orchestrator.scoring` adds every score with its time and acts on the answers. The ledger has each failure, too
+(law 6). This module looks at training responses in steps of at least `FEWEST`. A run ends in three cases:
 
-- *Nothing to learn from*: nine tenths of every step fail for `OUTAGE_S` seconds, or nothing was scored at all by
-  the end of a step. A reward that fails now and then never gets there, and a service that is down is waited for.
-- *Always late*: a dozen (`LATE`) responses or more, over `TELL_S` seconds, were all out of time, and nothing ever
-  had a value. The rest of a step would take as long again and again. Counted are responses that train, or, where
-  nothing trains (`laminar eval`), those of the evaluation: a run does not end for its evaluations, which may have
-  another reward and longer answers. A value counts wherever the same reward gave it, in trials and evaluations
-  too, since such a service is then down and is waited for.
-- *Wrong answers fail*: in each of `MIXED_STEPS` steps in a row some failed (`SOME`) and something was scored, and
-  all values that were ever seen of this reward, also in trials and evaluations, are one number above 0. No such
-  step has taught anything, whatever its failures are. A sparse run has zeros. A solved one whose scores fail now
-  and then goes on, since an honest reward gives another value to the trial with an empty response; where that
-  failed too, it ends, and `--resume` tries again. Fewer failures than `SOME` leave few groups that differ.
-  Time-outs do not count here, nor does a reward whose columns teach by themselves.
+- *Nothing to learn from*: nine tenths of every step fail for `OUTAGE_S` seconds, or a whole step has no score at
+  all. A reward that fails now and then never gets there, and the run waits for a service that is down.
+- *Always late*: at least `LATE` responses, over `TELL_S` seconds, all timed out, and the reward never gave a
+  value. Only training responses count, or those of the evaluation under `laminar eval`: an evaluation inside a run
+  may have another reward and longer answers, and does not end the run. A value of the same reward counts wherever
+  it came from, trials and evaluations included: it shows that the service works and is only down.
+- *Wrong answers fail*: in each of `MIXED_STEPS` steps in a row, some responses failed (`SOME`) and some had a
+  score, and every value of this reward so far, trials and evaluations included, is the same number above 0. Then
+  no step has taught anything. A run with sparse rewards has zeros, so it goes on. So does a solved run whose
+  scores fail now and then: an honest reward gives another value to the trial with an empty response. If that trial
+  failed too, the run ends, and `--resume` tries again. Timeouts do not count here, nor do rewards whose columns
+  teach by themselves.
 """
 
 import math
@@ -29,54 +28,57 @@ from laminar_py.records.codec import IntArray
 from laminar_py.records.scoring import Score, ScoringRequest
 from laminar_py.records.trajectory import DropReason, FinishReason, Prompt
 
-FEWEST = 32  # responses from which anything is concluded
+FEWEST = 32  # responses: fewer are no evidence
 NEARLY_ALL = 0.9  # share of a step
 SOME = 0.02  # share of a step
 MIXED_STEPS = 4
 LATE = 12  # responses
-OUTAGE_S = 600.0  # that a verifier may be down
-TELL_S = 60.0  # between lines on an outage
+OUTAGE_S = 600.0  # a verifier may be down for so long
+TELL_S = 60.0  # between two lines about an outage
 
 
 class ScoreFailures:
-    """Failed scores of the reward `title`; `step` trajectories make a learner step, unless nothing `trains`.
+    """Failed scores of the reward `title`. A learner step has `step` trajectories; `trains` is False for `eval`.
 
-    One failure of each task and reason is told: a reward that fails now and then does not fill the terminal.
+    It reports one failure of each task and reason, so that an unreliable reward does not fill the terminal.
     """
 
     def __init__(self, title: str, *, step: int, trains: bool = True) -> None:
         self.counts: Counter[str] = Counter()  # by reason
         self.num_scored = 0
         self.fault: str | None = None
-        """Reason why the run has to end."""
+        """Why the run must end; None while it may go on."""
         self._title = title
         self._size = max(FEWEST, step)
         self._trains = trains
-        self._in_step = Counter[str]()  # responses of the step in hand: "all", "failed", "late"
+        self._in_step = Counter[str]()  # responses of the current step: "all", "failed", "late"
         self._mixed = deque[bool](maxlen=MIXED_STEPS)  # True for a step with values and with failures
-        self._values = set[float]()  # seen, two at most
-        self._columns = False  # True where they teach even if all values are equal
-        self._since: float | None = None  # when the first of the last steps that failed ended
+        self._values = set[float]()  # distinct values so far, two at most
+        self._columns = False  # True if a score had columns, which teach even if all values are equal
+        self._since: float | None = None  # start of the outage: end of the first failed step in a row
         self.is_outage = False
-        """True from the end of a step of which nearly all failed to the next value."""
-        self._told_s = -math.inf  # when it was last told of that
-        self._told = set[tuple[str, DropReason]]()
+        """True after a step in which nearly all responses failed, until the next value."""
+        self._reported_s = -math.inf  # time of the last line about the outage
+        self._reported = set[tuple[str, DropReason]]()
         self._detail = ""  # of the last failure
-        self._purpose = Counter[str]()  # failures by reason of what the run is for: to train, or to evaluate
-        self._failed_s = math.inf  # when the first of these was told
+        self._purpose = Counter[
+            str
+        ]()  # failures by reason, of training responses, or of the evaluation for `eval`
+        self._failed_s = math.inf  # time of the first of these
 
-    def tried(self, score: Score) -> None:
-        """Take note of the value of a trial."""
+    def add_trial(self, score: Score) -> None:
+        """Remember the value of a trial."""
         if score.value is not None and len(self._values) < 2:
             self._values.add(score.value)
 
     def add(self, score: Score, *, task: str, trains: bool, now_s: float, own_reward: bool = False) -> str | None:
-        """Count a score; a line for the user where it is the first failure of its kind, or of an outage.
+        """Count a score. Returns a line for the user about a first failure of its kind or an outage, else None.
 
-        `own_reward`: of an evaluation set with terms of its own, whose values say nothing of those in training.
+        `own_reward` is True for an evaluation set with terms of its own, whose values are no evidence for
+        training.
         """
         if not (own_reward and self._trains):
-            self.tried(score)
+            self.add_trial(score)
         self.num_scored += score.value is not None
         self._columns |= bool(score.columns)
         line = self._count_failure(score, task=task) if score.value is None else None
@@ -88,9 +90,9 @@ class ScoreFailures:
         reason = score.failure or DropReason.REWARD_FAILED
         self.counts[reason] += 1
         self._detail = score.detail
-        if (task, reason) in self._told:
+        if (task, reason) in self._reported:
             return None
-        self._told.add((task, reason))
+        self._reported.add((task, reason))
         of_task = f" of task {task!r}" if task else ""
         return f"reward.use={self._title}: {score.trajectory_id}{of_task} could not be scored: {score.detail}"
 
@@ -102,7 +104,7 @@ class ScoreFailures:
             self._end(f"every response {'to train on' if self._trains else 'so far'} was out of time")
 
     def _judge(self, score: Score, *, now_s: float) -> str | None:
-        """Count a response of training; a line at the end of a step that begins an outage, or goes on with it."""
+        """Count a training response. Returns a line for the user while an outage lasts, else None."""
         step, size = self._in_step, self._size
         step["all"] += 1
         step["failed"] += score.value is None
@@ -122,14 +124,14 @@ class ScoreFailures:
 
     def _note_outage(self, now_s: float) -> str | None:
         if self._since is None:
-            self._since, self._told_s = now_s, -math.inf
+            self._since, self._reported_s = now_s, -math.inf
         left = self._since + OUTAGE_S - now_s
         if not self.num_scored:
             self._end("no response could be scored")
         elif left <= 0:
             self._end(f"for {OUTAGE_S:g} s nearly no response could be scored")
-        elif now_s - self._told_s >= TELL_S:
-            self._told_s = now_s
+        elif now_s - self._reported_s >= TELL_S:
+            self._reported_s = now_s
             return (
                 f"reward.use={self._title}: nearly all responses fail, the last: {self._detail};"
                 f" waiting, and the run ends in {left:.0f} s"
@@ -155,7 +157,7 @@ class ScoreFailures:
 
     @property
     def text(self) -> str:
-        """E.g. "12 of 480 responses could not be scored (reward_failed 12)"; "" where none failed."""
+        """A summary, e.g. "12 of 480 responses could not be scored (reward_failed 12)"; "" if none failed."""
         if not self.counts:
             return ""
         failed = self.counts.total()
@@ -165,18 +167,21 @@ class ScoreFailures:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A made-up response, e.g. the right answer alone to prompt "p0"."""
+    """A made-up response on which a run tries its reward, e.g. the right answer alone to prompt "p0"."""
 
     request: ScoringRequest
-    text: str  # says what it is
+    text: str  # describes it for the user
 
     def complaint(self, score: Score, *, title: str) -> str:
-        """Line for the user on a trial that has no value."""
+        """Return a line for the user about a trial that could not be scored."""
         return f"reward.use={title}: fails on {self.text} (a trial, made up): {score.detail}"
 
 
 def trials(prompts: Iterable[Prompt], *, encode: Callable[[str], IntArray], end: int) -> list[Trial]:
-    """Trials of the reward with each prompt's answer alone, and with an empty response; `end` is the last id."""
+    """Make two trials for each prompt: its right answer alone, and an empty response.
+
+    `end` is the last token id.
+    """
     made: list[Trial] = []
     for prompt in prompts:
         of_task = f" of task {prompt.task!r}" if prompt.task else ""

@@ -1,11 +1,11 @@
 """The term `judge`: a language model behind an OpenAI-compatible server says whether two answers are the same.
 
-Rules are more precise than judges, which a policy learns to please: ask one only where the rules reject, with
-`unless`. It is asked twice, the two answers in either order, and only two yeses count.
+Rules are more precise than judges, and a policy learns to please a judge. So ask one only where the rules reject,
+with `unless`. The judge gets the question twice, with the two answers in either order, and must say yes twice.
 
-**Servers** are asked over HTTP, the least busy first. Their addresses are those of a config, or those that the
-leader of a run told last of a pool that it launches. A server that failed a call is left alone for a moment, so
-that one that is gone does not draw all calls to it.
+**Servers.** Calls go over HTTP to the least busy server. The addresses come from the config, or from the
+controller if the run launches the servers. A server that failed a call gets none for `REST_S` seconds; else a dead
+server, which has no calls in flight, would draw all of them.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, Ser
 from laminar_py.reward.terms import missing_answer
 
 BUSY = {408, 425, 429, 500, 502, 503, 504}
-REST_S = 5.0  # of a server that failed, where another is there
+REST_S = 5.0  # pause of a server that failed, if there is another
 T = TypeVar("T")
 
 
 class AskingTerm(TermConfig):
-    """A term that asks servers."""
+    """Settings of a term that calls servers over HTTP."""
 
     urls: tuple[str, ...] = ()
     """Servers that somebody else runs, e.g. `[http://10.0.0.4:30000]`; calls go to the least busy."""
@@ -69,7 +69,7 @@ class AskingTerm(TermConfig):
 
 
 class Servers:
-    """Servers that answer alike; `present` gives their addresses, once there is one."""
+    """Servers of one model. `present` waits until a server is up, and returns the addresses of all."""
 
     def __init__(
         self, present: Callable[[], Awaitable[Sequence[ServerAddress]]], session: aiohttp.ClientSession
@@ -79,10 +79,10 @@ class Servers:
         self._calls = Counter[str]()  # under way, by URL
         self._failed_s = dict[str, float]()  # by URL, on the loop's clock
 
-    async def ask(self, path: str, body: Mapping[str, object], answer: type[T]) -> T:
-        """The answer to a POST. Raises `TryAgainError` where another may succeed, else `NoValueError`.
+    async def post_json(self, path: str, body: Mapping[str, object], answer: type[T]) -> T:
+        """POST a body to the least busy server and decode its answer.
 
-        Waits as long as no server of a launched pool is up.
+        Waits until a server is up. Raises `TryAgainError` if a retry may succeed, else `NoValueError`.
         """
         servers = await self._present()
         server = min(servers, key=lambda one: (self._rests(one.url), self._calls[one.url]))
@@ -119,9 +119,10 @@ class Servers:
 
 @asynccontextmanager
 async def open_servers(term: AskingTerm, context: ServeContext, *, below: str = "") -> AsyncIterator[Servers]:
-    """Servers of a term while they can be called; launched ones are asked `below` their address, e.g. "/v1".
+    """Open an HTTP session to the servers of a term.
 
-    Raises `ConfigError` where the variable with their key is none of the scorer's.
+    `below` is the path, e.g. "/v1", that follows the address of a launched server. Raises `ConfigError` if the
+    variable `key` is not among `reward.env`.
     """
     pool, key = term.servers, term.key
     if key is not None and key not in context.env:
@@ -190,25 +191,25 @@ class JudgeTerm(AskingTerm):
 
 
 class Said(msgspec.Struct):
-    """Message of a completion."""
+    """Message of a completion, as far as we read it."""
 
     content: str | None
 
 
 class CompletionChoice(msgspec.Struct):
-    """Choice of a completion."""
+    """Choice of a completion, as far as we read it."""
 
     message: Said
 
 
 class Completion(msgspec.Struct):
-    """Answer of a server, as far as it is read."""
+    """A chat completion, as far as we read it."""
 
     choices: list[CompletionChoice]
 
 
 class Judge:
-    """Asks the servers of a term."""
+    """Asks a judge at the servers of a term."""
 
     def __init__(self, term: JudgeTerm, servers: Servers) -> None:
         self._term = term
@@ -216,7 +217,7 @@ class Judge:
         self.at_once = term.at_once
 
     async def __call__(self, request: ScoringRequest) -> Reward:
-        """1.0 or 0.0, with what the judge said last."""
+        """Return 1.0 or 0.0, with the end of the judge's reply as text."""
         seen = request.response.rpartition("</think>")[2].strip()[-self._term.chars :]
         said = ""
         for first, second in ((request.answer, seen), (seen, request.answer)):
@@ -236,7 +237,7 @@ class Judge:
             "max_tokens": term.max_tokens,
             "temperature": 0.0,
         }
-        choices = (await self._servers.ask("chat/completions", body, Completion)).choices
+        choices = (await self._servers.post_json("chat/completions", body, Completion)).choices
         if not choices or not choices[0].message.content:
             raise NoValueError("the judge said nothing")
         return choices[0].message.content
@@ -244,7 +245,7 @@ class Judge:
 
 @asynccontextmanager
 async def open_judge(term: JudgeTerm, context: ServeContext) -> AsyncIterator[ServedReward]:
-    """A judge while its connections are open."""
+    """Open the connections of a judge."""
     async with open_servers(term, context, below="/v1") as servers:
         yield Judge(term, servers)
 

@@ -1,6 +1,6 @@
-"""Answers of reward functions, checked: a number or numbers with columns, or why there are none.
+"""Outcomes of reward functions: a checked number or numbers with columns, or a failure.
 
-Used in the processes that call them. Invariant (law 6): every call has one outcome, whatever the function did.
+The processes that call the functions use it. Every call has one outcome, whatever the function does (law 6).
 """
 
 import numbers
@@ -34,12 +34,12 @@ PROCESS_REWARDS = Column(name=TOKEN_REWARDS)
 
 Given: TypeAlias = float | Sequence[float] | FloatArray | Mapping[str, float] | Reward
 RewardFunction: TypeAlias = Callable[[ScoringRequest], object]
-"""Gives a `Given`: a number for the response, one for each of its tokens, named numbers whose sum counts, or any
-of these in a `Reward` with columns. It may be `async`."""
+"""Returns a `Given`: a number for the response, one for each of its tokens, named numbers that add up, or any
+of these in a `Reward` with columns. The function may be `async`."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of one term, e.g. `Outcome(value=1.0)`, or `Outcome(failure=DropReason.REWARD_TIMEOUT)`."""
+    """Outcome of one term, e.g. `Outcome(value=1.0)`, or `Outcome(failure=DropReason.REWARD_TIMEOUT)`."""
 
     value: float | None = None
     named: dict[str, float] = {}  # where it gave several, whose sum is the value
@@ -53,8 +53,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainReward:
-    """Return value of a reward function as arrays: from here on an error is ours."""
+class GivenReward:
+    """Return value of a reward function, converted to arrays. User code no longer runs when we read it."""
 
     value: Array
     named: dict[str, float]  # where it gave several, whose sum is the value
@@ -64,8 +64,11 @@ class PlainReward:
     shown: str  # of a value that is no array
 
 
-def plain(returned: object) -> PlainReward:
-    """Arrays of what a user's function returned. May raise anything: reading a user's object runs their code."""
+def read_reward(returned: object) -> GivenReward:
+    """Convert the return value of a user's function.
+
+    Reading a user's object runs user code and may raise anything.
+    """
     reward = returned if isinstance(returned, Reward) else Reward(returned)  # type: ignore[arg-type]
     value, named = reward.value, dict[str, float]()
     if isinstance(value, Mapping):
@@ -75,7 +78,7 @@ def plain(returned: object) -> PlainReward:
         value = sum(named.values())
     array = np.asarray(float(value) if isinstance(value, numbers.Real) else value)
     columns = {str(name): np.asarray(given) for name, given in reward.columns.items()}
-    return PlainReward(
+    return GivenReward(
         value=array,
         named=named,
         columns=columns,
@@ -85,10 +88,10 @@ def plain(returned: object) -> PlainReward:
     )
 
 
-def checked(given: PlainReward, columns: Sequence[Column], *, length: int) -> Outcome:
-    """Outcome for a response of `length` tokens, with those of `columns` that are given.
+def check_reward(given: GivenReward, columns: Sequence[Column], *, length: int) -> Outcome:
+    """Check a reward for a response of `length` tokens, and return an outcome with the `columns` that it has.
 
-    Raises `ColumnError` where a value or a column is not as declared.
+    Raises `ColumnError` if the value or a column has a wrong type, shape or size.
     """
     wanted = [column for column in columns if column.name in given.columns]
     found = check_columns(wanted, given.columns, length=length)
@@ -113,7 +116,7 @@ def checked(given: PlainReward, columns: Sequence[Column], *, length: int) -> Ou
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of a user's exception, whose text may fail as well."""
+    """Return type and message of a user's exception. Its `__str__` is user code and may fail as well."""
     try:
         text = str(error)
     except BaseException as fault:  # noqa: BLE001 - a user's code, like the reward
@@ -121,11 +124,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def place(function: object, error: BaseException | None, *, beyond: str) -> str:
-    """The line of the user's own code that an error came through last, e.g. " (at rewards.py:7)".
+def error_place(function: object, error: BaseException | None, *, beyond: str) -> str:
+    """Return the last line of user code in the traceback of an error, e.g. " (at rewards.py:7)".
 
-    Of a wrong return value, or where no line of the function's file had a part, that of the function. Frames of
-    the file `beyond`, which calls it, are none of theirs.
+    Without an error, or without such a line, return the first line of the function. Frames of the file `beyond`,
+    which calls the function, do not count.
     """
     code = _code(function)
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
@@ -138,7 +141,7 @@ def place(function: object, error: BaseException | None, *, beyond: str) -> str:
 
 
 def _code(function: object) -> CodeType | None:
-    """Code of a function, or of the call of an object; None of what is not written in Python."""
+    """Return the code of a function, or of an object's `__call__`; None if it is not written in Python."""
     for called in (function, vars(type(function)).get("__call__")):
         code = getattr(called, "__code__", None)
         if isinstance(code, CodeType):
@@ -147,7 +150,10 @@ def _code(function: object) -> CodeType | None:
 
 
 def one_line(text: str) -> str:
-    """Text in one line of at most `DETAIL_CHARS`, the end kept, and of characters that can be stored."""
+    """Shorten a text to one line of at most `DETAIL_CHARS` characters.
+
+    It keeps the end, and escapes surrogates.
+    """
     line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
     if len(line) <= DETAIL_CHARS:
         return line

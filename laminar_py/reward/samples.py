@@ -1,4 +1,4 @@
-"""Samples that a reward is tried on before a run: problems with a response each, and the reward wanted of it."""
+"""Samples on which a user tries a reward before a run: a problem, a response, and perhaps the expected reward."""
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ TAKE_S = 1.0
 
 
 class SampleLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a file of samples; its other fields are those of the problem."""
+    """A line of a file of samples. Its other fields belong to the problem."""
 
     response: str
     prompt: str = ""
     answer: str = ""
     task: str = ""
     finish_reason: FinishReason = FinishReason.STOP
-    reward: float | None = None  # that is wanted
+    reward: float | None = None  # the expected reward
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response to score, and what should come out, if that is known."""
+    """A response to score, and its expected reward, if known."""
 
     place: str  # e.g. `samples=s.jsonl:7`
     request: ScoringRequest
     wanted: float | None
 
     def disagreement(self, score: Score) -> str | None:
-        """A line where the reward is another than the one wanted."""
+        """Return a line for the user if the reward differs from the expected one, else None."""
         if self.wanted is None or score.value is None or abs(score.value - self.wanted) <= 1e-6:
             return None
         said = "; ".join(f"{term.name} {term.value:g} {term.text}".strip() for term in score.terms)
@@ -52,8 +52,11 @@ def make_sample(
     decode: Callable[[IntArray], str],
     end: int,
 ) -> Sample:
-    """A sample of a line; `encode` makes ids of text, `decode` text of them, and `end` is the last id of a
-    response that ended by itself. Raises `ConfigError` where the ids of its response make another text."""
+    """Make a sample from a line.
+
+    `encode` turns text into token ids and `decode` back. `end` is the last id of a response that ended by itself.
+    Raises `ConfigError` if the tokenizer cannot represent the response.
+    """
     ids = encode(line.response)
     _check_text(place, line.response, decode(ids))
     if line.finish_reason is FinishReason.STOP:
@@ -74,7 +77,7 @@ def make_sample(
 
 
 def _check_text(place: str, text: str, scored: str) -> None:
-    """Refuse a text that would be scored as another, since a tokenizer lacks its characters or drops them."""
+    """Raise `ConfigError` if the tokenizer lost characters, because then the reward would score another text."""
     if scored == text:
         return
     at = next(index for index, (a, b) in enumerate(zip_longest(text, scored)) if a != b)
@@ -85,15 +88,15 @@ def _check_text(place: str, text: str, scored: str) -> None:
 
 
 async def score_all(scorer: Scorer, requests: Iterable[ScoringRequest]) -> AsyncIterator[Score]:
-    """Scores as they come, of as many requests at a time as the scorer works on. Ids are unique."""
+    """Score requests with unique ids, as many at a time as the scorer works on, and yield scores as they come."""
     waiting, in_hand, left = iter(requests), 0, True
     while left or in_hand:
         while left and in_hand < scorer.at_once:
             request = next(waiting, None)
             left = request is not None
             if request is not None:
-                scorer.submit([Unscored(request=request)])
+                scorer.submit_responses([Unscored(request=request)])
                 in_hand += 1
-        for score in await scorer.take(TAKE_S) if in_hand else []:
+        for score in await scorer.next_scores(TAKE_S) if in_hand else []:
             in_hand -= 1
             yield score

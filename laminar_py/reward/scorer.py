@@ -1,10 +1,10 @@
-"""A scorer: responses in, scores out, many at a time. Runs in a process of the scoring stage.
+"""A scorer: responses in, scores out, many at a time. It runs in a process of the scoring stage.
 
-It has the terms of a reward called: functions in processes of their own (`calls.pool`), since they may hang or die
-and are to see none of the run's secrets; what is served by the scorer itself, here. Invariant (law 6): every
-response that was submitted gets one score; a mistake of ours is raised by `take`. Terms that look ahead work on
-responses that still generate, where little else is asked; no score depends on it. A score that names a column is
-told only once that lies in a segment.
+It calls the terms of a reward. Functions run in processes of their own (`calls.pool`), because they may hang or
+die and must not see the run's secrets. Served terms run in the scorer itself. Every submitted response gets one
+score (law 6); `next_scores` raises our own mistakes. A term may look ahead and work on responses that still
+generate; no score depends on it. The scorer writes a column into a segment before it returns the score that names
+the column.
 """
 
 import asyncio
@@ -55,55 +55,55 @@ from laminar_py.records.scoring import (
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.child import CALLS_AT_ONCE
 from laminar_py.reward.calls.pool import CallPool, CallSpec
-from laminar_py.reward.outcome import LARGEST, Outcome, checked, one_line, plain
+from laminar_py.reward.outcome import LARGEST, Outcome, check_reward, one_line, read_reward
 from laminar_py.reward.terms import EnvironmentTerm
 
 
 class LaunchedServers:
-    """Addresses as they were last told."""
+    """Addresses of the reward servers that the run launches; the controller sends updates."""
 
     def __init__(self) -> None:
         self._newest = PoolAddresses(0, {})
         self._news = asyncio.Event()
 
     def update(self, addresses: PoolAddresses) -> None:
-        """Take these, unless newer ones are known."""
+        """Store these addresses, unless newer ones have arrived before."""
         if addresses.number > self._newest.number:
             self._newest = addresses
             self._news.set()
             self._news = asyncio.Event()
 
-    async def of(self, pool: str) -> Sequence[ServerAddress]:
-        """Servers of a pool that are up, once any is."""
+    async def wait_for_servers(self, pool: str) -> Sequence[ServerAddress]:
+        """Wait until a server of the pool is up, and return all that are."""
         while not (found := self._newest.pools.get(pool)):
             await self._news.wait()
         return found
 
 
 class ScoredPayload:
-    """Reader of responses and writer of columns."""
+    """Reads tokens of responses from segments, and writes columns into segments."""
 
     def __init__(self, reader: PayloadReader, writer: SegmentWriter) -> None:
         self._reader = reader
         self._writer = writer
 
-    async def complete(self, unscored: Unscored) -> ScoringRequest:
-        """The request with its tokens. Raises `PayloadLostError`."""
-        return await asyncio.to_thread(self._complete, unscored)
+    async def load_request(self, unscored: Unscored) -> ScoringRequest:
+        """Return the request with its tokens. Raises `PayloadLostError`."""
+        return await asyncio.to_thread(self._load_request, unscored)
 
-    async def begun(self, unfinished: Unfinished) -> PartialResponse:
-        """The beginning of a response with its tokens. Raises `PayloadLostError`."""
-        return await asyncio.to_thread(self._begun, unfinished)
+    async def load_partial(self, unfinished: Unfinished) -> PartialResponse:
+        """Return an unfinished response with the tokens it has so far. Raises `PayloadLostError`."""
+        return await asyncio.to_thread(self._load_partial, unfinished)
 
     def store(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> dict[str, ColumnRef]:
-        """Write columns; where each lies. Raises `OSError`."""
+        """Write columns of a response, and return the place of each by name. Raises `OSError`."""
         pieces = [
             ColumnPiece(trajectory_id=trajectory_id, name=name, values=values) for name, values in columns.items()
         ]
         refs = zip(pieces, self._writer.write_all(pieces), strict=True)
         return {piece.name: ColumnRef(piece.values.dtype, at) for piece, at in refs}
 
-    def _complete(self, unscored: Unscored) -> ScoringRequest:
+    def _load_request(self, unscored: Unscored) -> ScoringRequest:
         response = self._reader.load((one.at for one in unscored.tokens), stores=unscored.stores).response(
             unscored.tokens
         )
@@ -117,7 +117,7 @@ class ScoredPayload:
             roles=response.roles,
         )
 
-    def _begun(self, unfinished: Unfinished) -> PartialResponse:
+    def _load_partial(self, unfinished: Unfinished) -> PartialResponse:
         loaded = self._reader.load((one.at for one in unfinished.tokens), stores=unfinished.stores)
         return msgspec.structs.replace(unfinished.response, response_ids=loaded.response(unfinished.tokens).ids)
 
@@ -131,12 +131,12 @@ def add_up(
     length: int,
     at_once: float,
 ) -> tuple[Score, dict[str, TokenValues]]:
-    """Score of a response of `length` tokens, from a scorer that works on `at_once` like it at the same time.
+    """Add up the outcomes of all terms for a response of `length` tokens.
 
-    With it columns [L] that its terms gave. The first term without a value leaves it without one.
-
-    Where a term has a number for each token the sum has too, and those with one number are added at the last.
-    `columns` are wanted of any of the terms; `roles` have rewards of the environment.
+    Returns the score, and the columns [L] that the terms gave. The score has no value if a term has none. If a
+    term gives a number for each token, the result has one for each, and other terms count at the last token.
+    `columns` names the columns that the algorithm needs. `roles` have the environment's rewards. `at_once` is the
+    number of responses that the scorer worked on at the same time.
     """
 
     def score(value: float | None, **fields: Any) -> Score:
@@ -175,7 +175,7 @@ def add_up(
 def _with_terms(
     roles: Sequence[RoleCredit], outcomes: Sequence[tuple[TermConfig, Outcome]]
 ) -> tuple[RoleCredit, ...]:
-    """Credit of roles where the environment's reward is a term: what the others gave is added to each."""
+    """Add the value of the other terms to the reward of each role. Returns () if `environment` is not a term."""
     weights = [term.weight for term, _ in outcomes if isinstance(term, EnvironmentTerm)]
     rest = sum(term.weight * _value(of) for term, of in outcomes if not isinstance(term, EnvironmentTerm))
     if not weights:
@@ -184,7 +184,7 @@ def _with_terms(
 
 
 def _column_given_twice(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> str | None:
-    """A column other than the token rewards, which add up, that two terms gave."""
+    """Return a column that two terms gave, or None. Token rewards do not count, since they add up."""
     names = Counter(name for _, outcome in outcomes for name in outcome.columns if name != TOKEN_REWARDS)
     return next((name for name, times in names.items() if times > 1), None)
 
@@ -207,8 +207,7 @@ def _value(outcome: Outcome) -> float:
 
 
 def _term_values(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> list[TermValue]:
-    """Record of the terms: the value of each, or the numbers that its function named, with the term where two
-    have the same name."""
+    """List the value of each term, or the named numbers of its function. Equal names get the term as a prefix."""
     named = [(term, outcome, outcome.named or {term.title: _value(outcome)}) for term, outcome in outcomes]
     times = Counter(name for _, _, values in named for name in values)
     return [
@@ -224,22 +223,23 @@ def _term_values(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> list[TermVal
     ]
 
 
-RETRY_S = 120.0  # a call is made again that long where it may succeed another time
-PAUSE_S = 0.5  # before the second, twice as long before each further one
+RETRY_S = 120.0  # for so long a call that may still succeed is retried
+PAUSE_S = 0.5  # before the first retry; it doubles before each further one
 LONGEST_PAUSE_S = 8.0
-OWN_LIMITS_S = 1.0  # by which limits that a served call keeps itself come first
+OWN_LIMITS_S = 1.0  # margin, so that a served term's own timeout comes first
 CACHED = 4096  # outcomes of a term
-AHEAD_AT_ONCE = 8  # unfinished responses that are worked on: few, so that finished ones hardly wait for them
+AHEAD_AT_ONCE = 8  # unfinished responses in work: few, so that finished ones hardly wait for them
 Call: TypeAlias = Callable[[ScoringRequest], Awaitable[Outcome]]
 log = logging.getLogger(__name__)
 
 
 class Scorer:
-    """Scores by the terms of `reward`; `columns` are wanted of them, `decode` makes the text of ids.
-    Functions may not write below `record`. Terms that ask launched servers wait for them in `launched`. Tokens are
-    read and columns stored in `payload`; without one requests have their tokens, and nobody asks for columns.
+    """Scores responses by the terms of `reward`. `async with` starts and ends their processes and connections.
 
-    `async with` starts and ends what the terms need. Raises `ConfigError` where a term cannot be had.
+    `columns` are the columns that the algorithm needs of the terms. `decode` turns token ids into text. Reward
+    functions may not write below `record`. `launched` has the addresses of servers that the run launches.
+    `payload` reads tokens and stores columns; without it requests carry their tokens, and columns are dropped.
+    Entering raises `ConfigError` if a term cannot start.
     """
 
     def __init__(
@@ -262,10 +262,10 @@ class Scorer:
         self._context = ServeContext(
             timeout_s=reward.timeout_s,
             folder=folder,
-            env=_environment(reward.env, name=name),
+            env=_read_environment(reward.env, name=name),
             sandbox=sandbox,
             decode=decode,
-            addresses=(launched or LaunchedServers()).of,
+            addresses=(launched or LaunchedServers()).wait_for_servers,
         )
         self._name = name
         self._record = record
@@ -283,7 +283,7 @@ class Scorer:
             for term in self._reward.terms:
                 if (key := term.model_dump_json()) not in self._calls:
                     call = await self._open(stack, term, key)
-                    self._calls[key] = _cached(call) if REWARDS.get(term.kind).caches else call
+                    self._calls[key] = _cached_call(call) if REWARDS.get(term.kind).caches else call
             self._stack = stack.pop_all()
         return self
 
@@ -298,11 +298,11 @@ class Scorer:
 
     @property
     def at_once(self) -> int:
-        """Responses that it works on at the same time: as many as the widest term, others wait for theirs."""
+        """Number of responses in work at a time: as many as the term with the most room can take."""
         return min(CALLS_AT_ONCE, max(self._room.values()))
 
-    def submit(self, responses: Sequence[Unscored]) -> None:
-        """Begin with these responses."""
+    def submit_responses(self, responses: Sequence[Unscored]) -> None:
+        """Start to score these responses. Their scores come from `next_scores`."""
         for unscored in responses:
             name = unscored.request.trajectory_id
             if (ahead := self._ahead.pop(name, None)) is not None:
@@ -310,7 +310,7 @@ class Scorer:
             self._running.add(asyncio.create_task(self._score(unscored), name=f"score-{name}"))
 
     def look_ahead(self, responses: Sequence[Unfinished]) -> None:
-        """Work on what these have so far, of as many as there is room for. Raises what such a call raised."""
+        """Work on unfinished responses, as far as there is room. Raises our own mistakes in earlier such work."""
         for name in [name for name, task in self._ahead.items() if task.done()]:
             self._ahead.pop(name).result()
         for unfinished in responses:
@@ -318,8 +318,8 @@ class Scorer:
             if len(self._ahead) < AHEAD_AT_ONCE and name not in self._ahead:
                 self._ahead[name] = asyncio.create_task(self._look_ahead(unfinished), name=f"look-ahead-{name}")
 
-    async def take(self, wait_s: float) -> list[Score]:
-        """Scores, as soon as there is one; none after `wait_s` seconds. Raises what a call raised."""
+    async def next_scores(self, wait_s: float) -> list[Score]:
+        """Wait for scores and return all that are ready; [] after `wait_s` seconds. Raises our own mistakes."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._news.wait()
@@ -342,7 +342,7 @@ class Scorer:
             if term.looks_ahead:
                 assert isinstance(function, ForesightedReward), f"{term.kind}: has no look_ahead"
                 self._foresighted[key] = function
-            return _served(function, term, limit_s=limit_s)
+            return _served_call(function, term, limit_s=limit_s)
         spec = CallSpec(
             term=key,
             timeout_s=limit_s,
@@ -357,11 +357,11 @@ class Scorer:
         return pool.call
 
     async def _look_ahead(self, unfinished: Unfinished) -> None:
-        assert self._payload is not None, "whoever shows beginnings of responses stores them"
+        assert self._payload is not None, "unfinished responses come by reference"
         try:
-            response = await self._payload.begun(unfinished)
+            response = await self._payload.load_partial(unfinished)
         except PayloadLostError as error:
-            log.info("%s: not ahead of its end: %s", unfinished.response.trajectory_id, error)
+            log.info("%s: no work ahead of its end: %s", unfinished.response.trajectory_id, error)
             return
         await self._work_ahead(response)
 
@@ -374,11 +374,11 @@ class Scorer:
                 try:
                     await function.look_ahead(response)
                 except (NoValueError, TryAgainError) as error:
-                    log.info("%s: not ahead of its end: %s", response.trajectory_id, error)
+                    log.info("%s: no work ahead of its end: %s", response.trajectory_id, error)
 
     async def _score(self, unscored: Unscored) -> None:
         try:
-            score = await self._score_of(await self._complete(unscored))
+            score = await self._score_request(await self._load(unscored))
             self._done.append(score)
         except PayloadLostError as error:
             lost = DropReason.HOST_LOST
@@ -387,23 +387,23 @@ class Scorer:
         finally:
             self._news.set()
 
-    async def _complete(self, unscored: Unscored) -> ScoringRequest:
-        """The request with tokens and text. Raises `PayloadLostError`."""
+    async def _load(self, unscored: Unscored) -> ScoringRequest:
+        """Return the request with its tokens and its text. Raises `PayloadLostError`."""
         request = unscored.request
         if unscored.tokens:
             assert self._payload is not None, f"{request.trajectory_id} is given by reference"
-            request = await self._payload.complete(unscored)
+            request = await self._payload.load_request(unscored)
         return msgspec.structs.replace(request, response=self._decode(request.response_ids))
 
-    async def _score_of(self, request: ScoringRequest) -> Score:
+    async def _score_request(self, request: ScoringRequest) -> Score:
         outcomes = await self._outcomes(request)
         score, columns = add_up(
             request.trajectory_id,
             outcomes,
-            columns=() if request.set_name else self._columns,  # an evaluation trains nobody
+            columns=() if request.set_name else self._columns,  # an evaluation needs no columns
             roles=request.roles,
             length=len(request.response_ids),
-            at_once=self._width(outcomes),
+            at_once=self._concurrency(outcomes),
         )
         if not columns or self._payload is None:
             return score
@@ -411,7 +411,7 @@ class Scorer:
         return msgspec.structs.replace(score, columns=stored, earned=earned_by(columns))
 
     async def _outcomes(self, request: ScoringRequest) -> list[tuple[TermConfig, Outcome]]:
-        """Outcomes of the terms, asked at the same time but for those that wait for what another says."""
+        """Call the terms at the same time, then those terms that depend on a rejection by another (`unless`)."""
         terms = self._reward.of_task(request.task, set_name=request.set_name)
         first = [term for term in terms if not term.asked_unless]
         outcomes = await asyncio.gather(*(self._call(term, request) for term in first))
@@ -423,36 +423,39 @@ class Scorer:
         return [(term, said[term.title]) for term in terms if term.title in said]
 
     async def _call(self, term: TermConfig, request: ScoringRequest) -> Outcome:
-        return await _persistently(self._calls[term.model_dump_json()], request)
+        return await _call_with_retries(self._calls[term.model_dump_json()], request)
 
-    def _width(self, outcomes: Sequence[tuple[TermConfig, Outcome]]) -> float:
-        """Responses at the same time that took what this one did: bounded by the term with the longest queue."""
+    def _concurrency(self, outcomes: Sequence[tuple[TermConfig, Outcome]]) -> float:
+        """Return how many responses like this one fit into work at a time; the busiest term bounds it."""
         busiest = max(of.elapsed_s / self._room[term.model_dump_json()] for term, of in outcomes)
         return sum(of.elapsed_s for _, of in outcomes) / busiest if busiest else float(self.at_once)
 
 
-async def _persistently(call: Call, request: ScoringRequest) -> Outcome:
-    """Outcome of a call that is made again while another may succeed."""
+async def _call_with_retries(call: Call, request: ScoringRequest) -> Outcome:
+    """Call a term, and retry for `RETRY_S` seconds while its outcome is transient."""
     until, pause_s = time.monotonic() + RETRY_S, PAUSE_S
     while True:
         outcome = await call(request)
         if not outcome.transient or time.monotonic() > until:
             return outcome
-        log.info("%s: is asked again: %s", request.trajectory_id, outcome.detail)
-        await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # so that not all come back at the same moment
+        log.info("%s: retry: %s", request.trajectory_id, outcome.detail)
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # jitter: not all retries at the same moment
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _environment(names: Sequence[str], *, name: str) -> Mapping[str, str]:
-    """Variables that terms see. Raises `ConfigError` for one that is not set where the scorer runs."""
+def _read_environment(names: Sequence[str], *, name: str) -> Mapping[str, str]:
+    """Read the environment variables of `reward.env`. Raises `ConfigError` if one is not set here."""
     missing = next((each for each in names if each not in os.environ), None)
     if missing is not None:
         raise ConfigError(f"reward.env={missing}: not set where {name} runs; export it there, or leave it out")
     return {each: os.environ[each] for each in names}
 
 
-def _served(function: ServedReward, term: TermConfig, *, limit_s: float) -> Call:
-    """Calls of what the scorer serves itself; a mistake in there is one of ours, or of the package's."""
+def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) -> Call:
+    """Wrap a served term as a call with a timeout and a bound on concurrency.
+
+    Errors that it does not declare are mistakes of ours, or of the package that brings the term.
+    """
 
     room = asyncio.Semaphore(function.at_once)
 
@@ -466,7 +469,7 @@ def _served(function: ServedReward, term: TermConfig, *, limit_s: float) -> Call
             try:
                 async with asyncio.timeout(limit_s + OWN_LIMITS_S):
                     returned = await function(request)
-                outcome = checked(plain(returned), (), length=len(request.response_ids))
+                outcome = check_reward(read_reward(returned), (), length=len(request.response_ids))
             except TimeoutError:
                 detail = f"no value within {limit_s:g} s, by reward.timeout_s or its own limit"
                 outcome = Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail)
@@ -479,8 +482,8 @@ def _served(function: ServedReward, term: TermConfig, *, limit_s: float) -> Call
     return call
 
 
-def _cached(call: Call) -> Call:
-    """Calls of which equal ones are made once, also at the same time."""
+def _cached_call(call: Call) -> Call:
+    """Wrap a call so that equal requests, also concurrent ones, are made once. Failures are not cached."""
     known: OrderedDict[bytes, asyncio.Future[Outcome]] = OrderedDict()
 
     async def cached(request: ScoringRequest) -> Outcome:

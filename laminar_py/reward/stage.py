@@ -1,8 +1,7 @@
-"""The scoring stage: finished trajectories wait here for a reward. Pure asyncio; its scorers are given to it.
+"""The scoring stage: finished trajectories wait here for a reward. The controller owns it.
 
-The controller submits what a replica has finished and gets scores through `deliver`. Neither side ever waits for
-the stage. Invariant: every request that a scorer takes is delivered exactly one score, also if the scorer dies
-over it: what it had is scored again by the one in its place.
+The controller submits finished responses and gets scores through the callback `deliver`. Each response that a
+scorer takes gets exactly one score (law 6): when a scorer dies, its replacement scores its responses again.
 """
 
 import asyncio
@@ -14,18 +13,21 @@ from laminar_py.records.scoring import Score, ScorerHandle, Unfinished, Unscored
 
 log = logging.getLogger(__name__)
 
-AHEAD_S = 0.5  # of work that a scorer has in hand beyond what it works on
+AHEAD_S = 0.5  # seconds of work that a scorer has queued beyond its running calls
 MOST_IN_HAND = 256
-GATHER_S = 0.05  # in which more may come for a scorer that has work and room, so that one call brings it all
-SMOOTHING = 0.1  # weight of a score in the mean time of one
+GATHER_S = 0.05  # a scorer with work and room waits so long, so that one call sends more responses
+SMOOTHING = 0.1  # weight of the newest score in the mean time of a score
 
 
 class ScorerDiedError(Exception):
-    """The process of a scorer is gone; a `ScorerHandle` raises it, the stage has it restarted."""
+    """The process of a scorer has died. A `ScorerHandle` raises it, and the stage starts a replacement."""
 
 
-class Hand:
-    """Responses that a scorer has: as many as it works on at a time, and `AHEAD_S` more where scores are quick."""
+class ScorerLoad:
+    """Responses that a scorer has, and how many more it may get.
+
+    It gets as many as it works on at a time, and `AHEAD_S` seconds of further work if scores are quick.
+    """
 
     def __init__(self, at_once: int) -> None:
         self.requests: dict[str, Unscored] = {}  # by trajectory
@@ -34,22 +36,23 @@ class Hand:
 
     @property
     def room(self) -> int:
-        """Responses that it may get now."""
+        """Number of responses that the scorer may get now."""
         ahead = int(self._at_once * AHEAD_S / max(self._mean_s, 1e-4))
         return max(self._at_once, min(ahead, MOST_IN_HAND)) - len(self.requests)
 
-    def take_back(self, score: Score) -> None:
-        """Take out a response that has its score."""
+    def remove_scored(self, score: Score) -> None:
+        """Remove a response that has its score, and update the mean time of a score."""
         del self.requests[score.trajectory_id]
         self._mean_s += SMOOTHING * (score.elapsed_s - self._mean_s)
 
 
 class ScoringStage:
-    """Waiting trajectories go to scorers that have room, in the order in which they came.
+    """Sends waiting responses to scorers that have room, first come, first served.
 
-    `queue` is at least the number of trajectories whose score can be `wanted` at a time; what a deadline dropped
-    while it waited is not scored and makes room, so `submit` always finds some. `restart(i)` ends scorer i and
-    returns a new one, ready. `one_by_one` is true while scorers are to take no more than that.
+    At most `queue` responses wait. `queue` is at least the number of trajectories whose score can be `wanted` at a
+    time. Responses that a deadline dropped are not scored and make room, so `submit_response` always finds some.
+    `restart(i)` ends scorer i and returns its replacement, ready. While `one_by_one()` is true, a scorer gets one
+    response at a time.
     """
 
     def __init__(
@@ -63,37 +66,37 @@ class ScoringStage:
         one_by_one: Callable[[], bool] = lambda: False,
     ) -> None:
         self._scorers = list(scorers)
-        self._hands = [Hand(scorer.at_once) for scorer in scorers]
+        self._loads = [ScorerLoad(scorer.at_once) for scorer in scorers]
         self._most = queue
         self._wanted = wanted
         self._deliver = deliver
         self._restart = restart
         self._one_by_one = one_by_one
-        self._waiting: deque[Unscored] = deque()  # `submit` keeps it to what is wanted, which is bounded
-        self._since: dict[str, float] = {}  # what has no score yet, the oldest first, and when it came
-        self._news = asyncio.Event()  # something waits, or a scorer has room
+        self._waiting: deque[Unscored] = deque()  # bounded by `queue`: `submit_response` drops unwanted responses
+        self._since: dict[str, float] = {}  # arrival of each response without a score, the oldest first
+        self._news = asyncio.Event()  # a response waits, or a scorer has room
 
     @property
     def num_waiting(self) -> int:
-        """Trajectories that no scorer has taken yet."""
+        """Number of responses that no scorer has yet."""
         return len(self._waiting)
 
     @property
     def num_unscored(self) -> int:
-        """Trajectories that wait or that a scorer has."""
+        """Number of responses without a score, waiting or at a scorer."""
         return len(self._since)
 
     @property
     def oldest_s(self) -> float:
-        """Seconds since the oldest of those came, 0 without any."""
+        """Seconds since the oldest response without a score arrived; 0 if there is none."""
         return asyncio.get_running_loop().time() - next(iter(self._since.values())) if self._since else 0.0
 
     def grow(self, queue: int) -> None:
-        """Let as many wait, if that is more than before."""
+        """Raise the bound of the waiting queue; never lower it."""
         self._most = max(self._most, queue)
 
-    def submit(self, unscored: Unscored) -> None:
-        """Score it as soon as a scorer has room."""
+    def submit_response(self, unscored: Unscored) -> None:
+        """Queue a response, which a scorer gets as soon as it has room."""
         if len(self._waiting) >= self._most:
             self._waiting = deque(waiting for waiting in self._waiting if self._is_wanted(waiting))
             assert len(self._waiting) < self._most, f"{unscored.id}: more than {self._most} wait for scores"
@@ -102,13 +105,13 @@ class ScoringStage:
         self._news.set()
 
     def look_ahead(self, responses: Sequence[Unfinished]) -> None:
-        """Have scorers work ahead on responses that still generate, but not while they work one by one."""
+        """Let scorers work ahead on responses that still generate, except while they work one by one."""
         if not self._one_by_one():
             for scorer in self._scorers:
                 scorer.look_ahead(responses)
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Feed the scorers and deliver their scores until cancelled."""
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._scorers)):
                 group.create_task(self._serve(index), name=f"scoring-{index}")
@@ -120,28 +123,28 @@ class ScoringStage:
                     tasks.create_task(self._feed(index), name=f"scorer-{index}-feed")
                     tasks.create_task(self._drain(index), name=f"scorer-{index}-drain")
             except* ScorerDiedError as errors:
-                lost = list(self._hands[index].requests.values())
+                lost = list(self._loads[index].requests.values())
                 log.warning("scorer %d is replaced, %d responses wait again: %r", index, len(lost), errors)
                 self._waiting.extendleft(reversed(lost))
                 self._scorers[index] = scorer = await self._restart(index)
-                self._hands[index] = Hand(scorer.at_once)
+                self._loads[index] = ScorerLoad(scorer.at_once)
                 self._news.set()
 
     async def _feed(self, index: int) -> None:
-        scorer, hand = self._scorers[index], self._hands[index]
+        scorer, load = self._scorers[index], self._loads[index]
         while True:
-            while requests := self._take(hand):
-                hand.requests.update({request.id: request for request in requests})
+            while requests := self._next_requests(load):
+                load.requests.update({request.id: request for request in requests})
                 await scorer.submit_responses(requests)
             self._news.clear()
             await self._news.wait()
-            if hand.requests and len(self._waiting) < hand.room:
+            if load.requests and len(self._waiting) < load.room:
                 await asyncio.sleep(GATHER_S)
 
-    def _take(self, hand: Hand) -> list[Unscored]:
-        """A fair share of what waits, so that slow rewards spread over the scorers."""
+    def _next_requests(self, load: ScorerLoad) -> list[Unscored]:
+        """Take a fair share of the waiting responses, so that slow rewards spread over the scorers."""
         fair = 1 + len(self._waiting) // len(self._scorers)
-        room = 1 - len(hand.requests) if self._one_by_one() else min(hand.room, fair)
+        room = 1 - len(load.requests) if self._one_by_one() else min(load.room, fair)
         requests: list[Unscored] = []
         while self._waiting and len(requests) < room:
             request = self._waiting.popleft()
@@ -156,12 +159,12 @@ class ScoringStage:
         return False
 
     async def _drain(self, index: int) -> None:
-        scorer, hand = self._scorers[index], self._hands[index]
+        scorer, load = self._scorers[index], self._loads[index]
         while True:
             scores = await scorer.next_scores()
             for score in scores:
                 self._since.pop(score.trajectory_id, None)
             await self._deliver(scores)
             for score in scores:
-                hand.take_back(score)
+                load.remove_scored(score)
             self._news.set()

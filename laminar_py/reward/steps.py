@@ -1,10 +1,10 @@
 """The term `steps`: a process reward model on SGLang scores each step of a response, all in one prefill.
 
-The model reads the prompt and the response by their token ids, with a separator after each step, at which it says
-how likely its label for good steps is. The call is SGLang's `/generate` of no new token, with log-probabilities of
-the labels: any server of the model will do, and one with a prefix cache computes nothing twice. Steps that are
-finished while the response still generates are scored then; whatever is missing in the end is asked for in the
-end. Credit by the minimum: PURE, arXiv 2504.15275.
+The model reads the token ids of prompt and response, with a separator token after each step. At a separator it
+predicts a label, good or bad; a step's score is the share of the good label. The call is SGLang's `/generate` with
+no new tokens and log-probabilities of the labels. Finished steps are scored while the response still generates,
+and the rest at its end; a server with a prefix cache computes nothing twice. Credit by the minimum: PURE, arXiv
+2504.15275.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from laminar_py.records.scoring import NoValueError, PartialResponse, Reward, Sc
 from laminar_py.reward.judge import AskingTerm, Servers, open_servers
 
 TEMPERATURE = 0.1  # of the minimum
-KEPT = 4096  # responses whose first steps are known
+KEPT = 4096  # unfinished responses whose step scores we keep
 
 
 class StepCredit(StrEnum):
@@ -93,7 +93,7 @@ NO_STEPS = Steps([], np.empty(0, np.float32))
 
 
 class StepsReward:
-    """Asks the servers of a term."""
+    """Scores steps at the servers of a term."""
 
     def __init__(self, term: StepsTerm, servers: Servers, decode: Callable[[IntArray], str]) -> None:
         self._term = term
@@ -103,7 +103,7 @@ class StepsReward:
         self.at_once = term.at_once
 
     async def __call__(self, request: ScoringRequest) -> Reward:
-        """[L], 0 but at the last token of each step."""
+        """Return rewards [L]: the score of each step at its last token, and 0 elsewhere."""
         steps = await self._score(request, finished=True)
         self._known.pop(request.trajectory_id, None)
         rewards = np.zeros(len(request.response_ids), np.float32)
@@ -112,14 +112,14 @@ class StepsReward:
         return Reward(rewards, text="steps " + " ".join(f"{score:.3f}" for score in scores))
 
     async def look_ahead(self, response: PartialResponse) -> None:
-        """Score the steps that are finished, for when the response is."""
+        """Score the finished steps of a response that still generates, and keep the scores until its end."""
         self._known[response.trajectory_id] = await self._score(response, finished=False)
         self._known.move_to_end(response.trajectory_id)
         if len(self._known) > KEPT:
             self._known.popitem(last=False)
 
     async def _score(self, of: ScoringRequest | PartialResponse, *, finished: bool) -> Steps:
-        """Steps of a response so far; only what is not known is asked for."""
+        """Return all steps of a response so far. Asks the server only for steps that have no score yet."""
         known, prompt, ids = self._known.get(of.trajectory_id, NO_STEPS), of.prompt_ids, of.response_ids
         length = known.ends[-1] + 1 if known.ends else 0
         if known.digest != _digest(prompt, ids[:length]):
@@ -130,13 +130,16 @@ class StepsReward:
             new.append(len(ids) - 1)
         if not new:
             return known
-        scores = await self._ask(prompt, ids[: new[-1] + 1], known.ends, new)
+        scores = await self._ask_scores(prompt, ids[: new[-1] + 1], known.ends, new)
         return Steps(known.ends + new, np.append(known.scores, scores), _digest(prompt, ids[: new[-1] + 1]))
 
-    async def _ask(
+    async def _ask_scores(
         self, prompt: IntArray, ids: IntArray, before: Sequence[int], ends: Sequence[int]
     ) -> FloatArray:
-        """How likely each step that ends at one of `ends` is good, [S]; steps `before` it are in `ids` too."""
+        """Ask the server for scores [S] of the steps that end at `ends`.
+
+        Earlier steps of `ids` end at `before`.
+        """
         term = self._term
         given = [*prompt.tolist(), *separated(ids, [*before, *ends], term.separator_id)]
         places = [len(prompt) + end + 1 + number for number, end in enumerate(ends, start=len(before))]
@@ -147,14 +150,14 @@ class StepsReward:
             "logprob_start_len": places[0],
             "token_ids_logprob": term.labels,
         }
-        found = (await self._servers.ask("generate", body, Generated)).meta_info
+        found = (await self._servers.post_json("generate", body, Generated)).meta_info
         rows = found.input_token_ids_logprobs[1:] + found.output_token_ids_logprobs  # after `places[0]` and so on
         if len(rows) != len(given) - places[0]:
             raise NoValueError(f"{len(given) - places[0]} places were asked about, the answer has {len(rows)}")
         return np.array([self._good(rows[place - places[0]]) for place in places], np.float32)
 
     def _good(self, row: Sequence[LabelLogprob] | None) -> float:
-        """Share of the first label in the probability of both."""
+        """Return the share of the good label in the probability of both labels."""
         by_label = {label: logprob for logprob, label, _ in row or ()}
         if not by_label.keys() >= set(self._term.labels):
             raise NoValueError(f"labels={self._term.labels} were asked for, the answer has {row}")
@@ -163,8 +166,8 @@ class StepsReward:
 
 
 def step_ends(ids: IntArray, decode: Callable[[IntArray], str], end: str) -> list[int]:
-    """Places of the last token of each finished step: those whose text completes `end`."""
-    ends, text = [], ""  # text: so much as may still become part of `end`
+    """Return the position of the last token of each finished step: its text completes `end`."""
+    ends, text = [], ""  # text: a tail that may still become part of `end`
     texts = {int(id): decode(np.array([id], np.int32)) for id in np.unique(ids)}
     for place, id in enumerate(ids.tolist()):
         text += texts[id]
@@ -176,26 +179,26 @@ def step_ends(ids: IntArray, decode: Callable[[IntArray], str], end: str) -> lis
 
 
 def separated(ids: IntArray, ends: Sequence[int], separator: int) -> list[int]:
-    """Ids with the separator after each step."""
+    """Insert the separator after each step."""
     given = np.insert(ids, np.array(ends) + 1, separator)
     return [int(id) for id in given]
 
 
 def minimum_rewards(scores: FloatArray) -> FloatArray:
-    """[S] rewards whose sum is near the lowest score: each times its share of softmax(-score / TEMPERATURE)."""
+    """Return rewards [S] whose sum is near the lowest score: score * softmax(-score / TEMPERATURE)."""
     weights = np.exp(-(scores - scores.min()) / TEMPERATURE)
     rewards: FloatArray = (scores * weights / weights.sum()).astype(np.float32)
     return rewards
 
 
 def _digest(prompt: IntArray, ids: IntArray) -> bytes:
-    """Digest of a prompt and the beginning of its response; b"" of no response."""
+    """Hash a prompt and the beginning of its response; b"" if the response is empty."""
     return blake3(prompt.tobytes() + ids.tobytes()).digest(length=16) if len(ids) else b""
 
 
 @asynccontextmanager
 async def open_steps(term: StepsTerm, context: ServeContext) -> AsyncIterator[ServedReward]:
-    """The reward while its connections are open."""
+    """Open the connections of the term."""
     async with open_servers(term, context) as servers:
         yield StepsReward(term, servers, context.decode)
 

@@ -1,6 +1,6 @@
-"""The terms `exact`, `format`, `length`, `environment` and `function`, which need no more than a response.
+"""The terms `exact`, `format`, `length`, `environment` and `function`, which compute a reward from a response.
 
-Pure, but for the user's own Python file, which `function` loads.
+All are pure functions, except that `function` loads the user's Python file.
 """
 
 import re
@@ -18,7 +18,7 @@ from laminar_py.reward.outcome import RewardFunction
 
 
 def compiled(field: str, pattern: str) -> re.Pattern[str]:
-    """A regular expression that a user wrote. Raises `ConfigError`."""
+    """Compile a regular expression of the user. Raises `ConfigError`, which names `field`."""
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -26,7 +26,7 @@ def compiled(field: str, pattern: str) -> re.Pattern[str]:
 
 
 class ExactTerm(TermConfig):
-    """1 for a response that ends by itself and whose last answer is the wanted one, else 0."""
+    """1 for a response that ends by itself and whose last answer is right, else 0."""
 
     kind: str = "exact"
     pattern: str
@@ -49,7 +49,7 @@ class ExactReward:
         self._pattern = re.compile(term.pattern)
 
     def __call__(self, request: ScoringRequest) -> Reward:
-        """1.0 or 0.0, and the answer that was found."""
+        """Return 1.0 or 0.0, and the answer found in the response."""
         if request.finish_reason is not FinishReason.STOP:
             return Reward(0.0)
         matches = list(self._pattern.finditer(request.response))
@@ -58,7 +58,7 @@ class ExactReward:
 
 
 class FormatTerm(TermConfig):
-    """1 for a response in which a regular expression is found, else 0."""
+    """1 for a response that matches a regular expression somewhere, else 0."""
 
     kind: str = "format"
     pattern: str
@@ -77,7 +77,7 @@ class FormatReward:
         self._pattern = re.compile(term.pattern, re.DOTALL)
 
     def __call__(self, request: ScoringRequest) -> float:
-        """1.0 or 0.0."""
+        """Return 1.0 or 0.0."""
         return float(self._pattern.search(request.response) is not None)
 
 
@@ -98,19 +98,19 @@ class LengthTerm(TermConfig):
 
 
 class LengthReward:
-    """Takes off for each token beyond `free`."""
+    """Penalizes each token beyond `free`."""
 
     def __init__(self, term: LengthTerm) -> None:
         self._term = term
 
     def __call__(self, request: ScoringRequest) -> float:
-        """-1.0 to 0.0."""
+        """Return a number from -1.0 to 0.0."""
         free, most = self._term.free, self._term.most
         return -min(max(len(request.response_ids) - free, 0) / (most - free), 1.0)
 
 
 def missing_answer(term: TermConfig, problem: Prompt) -> str | None:
-    """Complaint about a problem without an answer."""
+    """Return a complaint if a problem has no answer, else None."""
     return None if problem.answer else "`answer` is missing or empty"
 
 
@@ -128,7 +128,7 @@ class EnvironmentTerm(TermConfig):
 
 
 def make_reward(term: EnvironmentTerm) -> Callable[[ScoringRequest], float | dict[str, float]]:
-    """The function of a term."""
+    """Make the reward function of the term `environment`."""
 
     def environment_reward(request: ScoringRequest) -> float | dict[str, float]:
         if request.roles:
@@ -146,7 +146,7 @@ ENVIRONMENT = RewardKind(settings=EnvironmentTerm, make=make_reward)
 
 
 def load_function(term: FunctionTerm) -> RewardFunction:
-    """The function of `path/to/file.py:function`. Raises `ConfigError` if there is none, or its import fails."""
+    """Load `path/to/file.py:function`. Raises `ConfigError` if the import fails or there is no such function."""
     return load_from_file(term.path, field="reward.use")
 
 

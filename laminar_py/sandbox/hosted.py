@@ -1,9 +1,8 @@
-"""Processes that run code of others: how they are started, called and ended, with fences or without.
+"""Start, call and end processes that run user code or model code, with fences or without.
 
-Rewards and agents have a `HostedProcess` each; a slot of the sandbox starts its zygote by `start_process`.
-Invariants: such a process sees none of our environment variables but harmless ones, reads nothing, and prints into
-a log; a call of it ends with its answer, its deadline, or the death of the process, which is told with its last
-words.
+Reward functions and agents run in a `HostedProcess` each. A sandbox slot starts its zygote by `start_process`. A
+hosted process gets a short list of our environment variables, has no standard input, and prints into a log. A call
+ends with an answer, a timeout, or `ProcessLostError` with the last line of the log.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from laminar_py.sandbox.inside.wire import CALL, call_frame
 
-PASSED_ON = (  # of our environment variables
+INHERITED_VARIABLES = (  # a hosted process sees these of our environment variables, and no keys
     "PATH",
     "LD_LIBRARY_PATH",
     "HOME",
@@ -33,16 +32,16 @@ PASSED_ON = (  # of our environment variables
     "VIRTUAL_ENV",
     "OMP_NUM_THREADS",
 )
-MOST_BYTES = 1 << 28  # of an answer: its length comes from a process that runs code of others
+MOST_BYTES = 1 << 28  # of an answer: an untrusted process sends its length
 TAIL_BYTES = 2000
 
 
 class ProcessLostError(Exception):
-    """A process died, or was ended as a call in it hung, e.g. `ProcessLostError("it died", "MemoryError")`."""
+    """A process died, or we killed it because a call hung, e.g. `ProcessLostError("it died", "MemoryError")`."""
 
-    def __init__(self, why: str, words: str) -> None:
-        super().__init__(f"{why}: {words}")
-        self.words = words  # the last that it wrote
+    def __init__(self, why: str, last_line: str) -> None:
+        super().__init__(f"{why}: {last_line}")
+        self.last_line = last_line  # of its log
 
 
 def start_process(
@@ -53,9 +52,9 @@ def start_process(
     log: Path | None,
     cwd: str = ".",
 ) -> "subprocess.Popen[bytes]":
-    """Start a process in a session of its own, with the socket by which it is told what to do.
+    """Start a process in a session of its own, which inherits the `control` socket and writes into `log`.
 
-    It takes milliseconds; in a thread the process could be missed where the caller is cancelled.
+    This blocks for milliseconds. In a thread, a cancelled caller could lose track of the new process.
     """
     with open(os.devnull if log is None else log, "ab") as output:
         return subprocess.Popen(
@@ -72,14 +71,14 @@ def start_process(
 
 @dataclass(frozen=True, slots=True)
 class HostedCall:
-    """A call under way, whose answer raises `ProcessLostError` where the process dies."""
+    """A call in flight. Its `answer` raises `ProcessLostError` if the process dies."""
 
     answer: "asyncio.Future[bytes]"
-    cancel: Callable[[], None]  # have it ended, which is an answer too
+    cancel: Callable[[], None]  # asks the process to end the call; the process still answers
 
 
 class HostedProcess:
-    """A module that runs as a process, and answers calls that are numbered bytes (`inside.wire`)."""
+    """A Python module that runs as a process and answers calls. Calls are numbered bytes (`inside.wire`)."""
 
     def __init__(
         self,
@@ -101,24 +100,25 @@ class HostedProcess:
     async def start(
         cls, module: str, *, variables: Mapping[str, str], log: Path, switches: Sequence[str] = ()
     ) -> "HostedProcess":
-        """Start a module with these environment variables beside harmless ones of ours."""
+        """Start a module with these environment variables and our `INHERITED_VARIABLES`."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
-            passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+            inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
             command = [sys.executable, *switches, "-m", module, str(theirs.fileno())]
             try:
-                process = start_process(command, control=theirs, environment={**passed_on, **variables}, log=log)
+                process = start_process(command, control=theirs, environment={**inherited, **variables}, log=log)
             except BaseException:
                 writer.close()
                 raise
         return cls(process, reader, writer, log=log)
 
     async def call(self, body: bytes, *, limit_s: float) -> bytes:
-        """Answer of a call. Raises `TimeoutError` where there is none in time, `ProcessLostError` where it died.
+        """Send a call and return its answer.
 
-        Either way the process is gone then.
+        Raises `TimeoutError` after `limit_s` seconds, and kills the process then. Raises `ProcessLostError` if the
+        process dies first.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -128,7 +128,7 @@ class HostedProcess:
             raise
 
     def begin(self, body: bytes) -> HostedCall:
-        """A call without a deadline."""
+        """Send a call without a timeout, and return it at once."""
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         if self.is_lost:
@@ -139,15 +139,15 @@ class HostedProcess:
         return HostedCall(answer, partial(self._cancel, number))
 
     def kill(self, why: str) -> None:
-        """End it and all that it has started, with every call that waits."""
-        if self._process.returncode is None:  # its number may be of another otherwise
+        """Kill the process and its process group. Every waiting call fails with `ProcessLostError(why)`."""
+        if self._process.returncode is None:  # a reaped process id may belong to another process by now
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self.is_lost = True
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self._lost(why))
-                answer.exception()  # nobody may wait for it
+                answer.exception()  # mark it as retrieved: a cancelled caller does not await it
         self._waiting.clear()
 
     def _cancel(self, number: int) -> None:
@@ -155,7 +155,10 @@ class HostedProcess:
             self._writer.write(call_frame(number, b""))
 
     async def end(self, *, kill: bool = True) -> None:
-        """Return once it has ended: killed, or by itself, as its socket has no more calls."""
+        """Wait until the process has ended.
+
+        Kill it first, or else close our side of the socket and let it exit.
+        """
         if kill:
             self.kill("it was ended")
         elif not self._writer.is_closing():
@@ -184,7 +187,7 @@ class HostedProcess:
 
 
 def last_line(log: Path) -> str:
-    """The last words of a process."""
+    """Return the last line of a log that is not blank."""
     if not log.is_file():
         return "it wrote nothing"
     with log.open("rb") as file:

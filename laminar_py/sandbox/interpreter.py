@@ -1,4 +1,4 @@
-"""The interpreter that zygotes run: how it is started, which files it needs, a copy that other users can read."""
+"""The Python interpreter that zygotes run: its command line, the files it needs, and a copy for other users."""
 
 import os
 import shutil
@@ -32,33 +32,36 @@ main()
 """
 
 
-def command(control: int) -> list[str]:
-    """Command line of a zygote that talks over this descriptor."""
+def zygote_command(control: int) -> list[str]:
+    """Return the command line of a zygote that reads its orders from the descriptor `control`."""
     root = Path(__file__).parent.parent.parent
     return [executable(), *SWITCHES, "-c", START, str(control), str(root)]
 
 
-def environment(home: Path | None) -> dict[str, str]:
-    """Environment of a zygote: nothing of ours. `home` is where the library was copied to, if it was."""
+def zygote_environment(home: Path | None) -> dict[str, str]:
+    """Return the environment variables of a zygote, none of them ours.
+
+    `home` is the folder of the copied standard library, if there is a copy.
+    """
     plain = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}
     return plain if home is None else plain | {"PYTHONHOME": str(home)}
 
 
 def executable() -> str:
-    """Path of the interpreter itself, behind the links of a virtual environment."""
+    """Return the real path of this interpreter; a virtual environment only links to it."""
     return str(Path(sys.executable).resolve())
 
 
 @cache
-def libraries() -> list[str]:
-    """Shared libraries that the interpreter and the extension modules of its library load, and links to them.
+def shared_libraries() -> list[str]:
+    """Return shared libraries that the interpreter and its extension modules load, and the links to them.
 
-    None off Linux.
+    The list is empty on systems other than Linux.
     """
     if sys.platform != "linux":
         return []
     run = [executable(), *SWITCHES, "-c", LOAD_ALL]
-    done = subprocess.run(run, env=environment(None), capture_output=True, text=True, check=True)
+    done = subprocess.run(run, env=zygote_environment(None), capture_output=True, text=True, check=True)
     files = {Path(line) for line in done.stdout.splitlines()}
     links = [
         link
@@ -69,14 +72,14 @@ def libraries() -> list[str]:
     return sorted(str(path) for path in (*files, *links))
 
 
-def readable_by_others() -> bool:
-    """True where another user can read the standard library."""
+def is_library_readable_by_others() -> bool:
+    """Return True if every user of this machine can read the standard library."""
     library = Path(sysconfig.get_path("stdlib"))
     return all(folder.stat().st_mode & 0o001 for folder in (library, *library.parents))
 
 
-def copy(folder: Path) -> Path:
-    """Link or copy the files of the standard library; gives the home that an interpreter takes it from."""
+def copy_standard_library(folder: Path) -> Path:
+    """Hard-link or copy the standard library into `folder`, and return the `PYTHONHOME` for it."""
     library = Path(sysconfig.get_path("stdlib"))
     ignored = shutil.ignore_patterns(*LEFT_OUT)
     shutil.copytree(

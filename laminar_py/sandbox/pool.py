@@ -1,8 +1,8 @@
-"""The pool of slots in which programs that a model wrote are run.
+"""The pool of sandbox slots that run programs written by a model. Rewards and tools call it.
 
-Called by whoever must run them: rewards, tools. Invariants: a program runs in the tier that is required or a
-stronger one, or not at all (law 10); its doings come back as a labelled result and never as an exception; what it
-should give back is never sent into a sandbox; nothing outlives the pool.
+A program runs in the required tier, in a stronger one, or not at all (law 10). A failing program gives a labelled
+result and never raises. Callers compare outputs outside, so no expected value enters a sandbox. No process, folder
+or cgroup outlives the pool (`tests/sandbox/test_ends.py`).
 """
 
 import asyncio
@@ -18,13 +18,17 @@ import msgspec
 
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.sandbox import interpreter, places
-from laminar_py.sandbox.files import pack
-from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.inside.program import ProgramPayload
+from laminar_py.sandbox.inside.wire import SandboxLimits
+from laminar_py.sandbox.interpreter import (
+    copy_standard_library,
+    is_library_readable_by_others,
+    shared_libraries,
+)
+from laminar_py.sandbox.places import SlotPlace, sweep_places
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier, TierOffer
 from laminar_py.sandbox.session import SandboxSession
-from laminar_py.sandbox.slot import SandboxSlot, ZygoteLostError
+from laminar_py.sandbox.slot import SandboxSlot, ZygoteLostError, pack
 
 REMEDY = (
     "run as root or where user namespaces, Landlock (Linux 5.13) and seccomp are allowed, or lower it to a tier"
@@ -32,8 +36,8 @@ REMEDY = (
 )
 SHELL = "/bin/sh"
 TRIES_SHELL = f"import subprocess; subprocess.run([{SHELL!r}, '-c', ':'], check=True); print('runs')"
-NO_PROGRAMS = ("/", "/dev", "/proc", "/sys", "/tmp")  # of the host's own, or of a sandbox's
-ATTEMPTS = 3  # of a run that was killed over no limit, or whose zygote was: by somebody, or by what it ran
+NO_PROGRAMS = ("/", "/dev", "/proc", "/sys", "/tmp")  # private to the host, or replaced in a sandbox
+ATTEMPTS = 3  # of a run whose program or zygote was killed although it broke no limit
 
 
 class SandboxPool:
@@ -42,9 +46,9 @@ class SandboxPool:
         async with SandboxPool(slots=2) as pool:
             result = await pool.run("print(int(input()) + 1)", stdin="41")
 
-    `require` is the weakest tier that will do: the strongest one that can be had is taken, or the very one that
-    `tier` names. `programs` are folders of the host whose files may be run, too, in the tier `namespaces` alone.
-    Opening raises `ConfigError` where the machine offers less. A call waits for a slot to be idle.
+    The pool uses the strongest tier that this machine offers, or exactly `tier`. Opening it raises `ConfigError`
+    if the machine offers only tiers weaker than `require`. `programs` are folders of the host whose files a
+    program may execute; they need the tier `namespaces`. A call waits until a slot is idle.
     """
 
     def __init__(
@@ -63,32 +67,32 @@ class SandboxPool:
         self._limits = limits or SandboxLimits()
         self._programs = [os.path.realpath(folder) for folder in programs]
         self._has_shell = False
-        self._places: list[places.SlotPlace] = []
+        self._places: list[SlotPlace] = []
         self._slots: list[SandboxSlot] = []
         self._idle = asyncio.PriorityQueue[tuple[bool, int, int]]()  # not ready, -turn, number; as many as slots
         self._turns = itertools.count()
         self._open = False
 
     @classmethod
-    def of(cls, config: SandboxConfig) -> "SandboxPool":
-        """The pool that settings ask for."""
+    def from_config(cls, config: SandboxConfig) -> "SandboxPool":
+        """Make a pool from the section `sandbox` of a config."""
         limits = SandboxLimits(cpu_s=config.cpu_s, wall_s=config.wall_s, memory_bytes=config.memory_mib << 20)
         require = SandboxTier(config.require.value)
         return cls(slots=config.slots, require=require, limits=limits, programs=config.programs)
 
     @property
     def tier(self) -> SandboxTier:
-        """Tier of an open pool."""
+        """The tier that an open pool uses."""
         return self._slots[0].tier
 
     @property
     def has_shell(self) -> bool:
-        """True where code may start the shell of this machine."""
+        """True if programs can start the shell of this machine."""
         return self._has_shell
 
     @property
     def weaknesses(self) -> str:
-        """How an open pool's tier is weaker here than it could be; empty where it is not."""
+        """How the tier is weaker on this machine than elsewhere, in words; empty if it is not."""
         return self._slots[0].weaknesses
 
     async def __aenter__(self) -> "SandboxPool":
@@ -103,7 +107,7 @@ class SandboxPool:
             await self._close()
             raise
         for number in reversed(range(len(self._slots))):
-            self._rest(number)
+            self._release_slot(number)
         self._open = True
         return self
 
@@ -120,9 +124,9 @@ class SandboxPool:
         files: Mapping[str, bytes] | None = None,
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
-        """Run a program as a script: standard input and `files`, by names below its folder, are what it is given.
+        """Run a program as a script, with standard input and with `files` in its folder, by name.
 
-        Raises `ValueError` for a name that leads out of the folder, `SandboxError` where the sandbox itself fails.
+        Raises `ValueError` for a name that leads out of the folder, `SandboxError` if the sandbox itself fails.
         """
         return await self._run(ProgramPayload(program=_text(program)), stdin, files, limits)
 
@@ -135,11 +139,11 @@ class SandboxPool:
         files: Mapping[str, bytes] | None = None,
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
-        """Run a program, then call a function of it, e.g. "solve", or "Solution.solve" of an object made for it.
+        """Run a program and call one of its functions, e.g. "solve", or "Solution.solve" on a new `Solution()`.
 
-        The arguments go as JSON and the value comes back as `value_json`, where tuples, sets and iterators have
-        become lists. Of a label that is not `ok` there is none. Compare out here: the program can forge what it
-        returns and nothing else. Raises as `run`, and `ValueError` for arguments that are no JSON.
+        Arguments travel as JSON. The value returns as `value_json`, in which tuples, sets and iterators are lists;
+        it is None unless the label is `ok`. The program can forge this value, so compare it outside. Raises as
+        `run` does, and `ValueError` for arguments that JSON cannot express.
         """
         try:
             args_json = msgspec.json.encode(list(args)).decode()
@@ -152,7 +156,7 @@ class SandboxPool:
     async def session(
         self, *, files: Mapping[str, bytes] | None = None, limits: SandboxLimits | None = None
     ) -> AsyncIterator[SandboxSession]:
-        """A slot for pieces of code that share their variables, until the end of the `async with`."""
+        """Hold a slot for a session until the `async with` ends; pieces of code share its variables."""
         packed = pack(ProgramPayload(program=""), files or {})
         async with self._slot() as slot:
             session = SandboxSession(slot, packed=packed, limits=limits or self._limits)
@@ -183,13 +187,16 @@ class SandboxPool:
             if result.label is not SandboxLabel.CRASH or result.exit_code != -signal.SIGKILL:
                 return result
             killed = result
-            if attempt and result.elapsed_s > limits.wall_s / 2:  # it would hold the slot for longer than it may
+            if attempt and result.elapsed_s > limits.wall_s / 2:  # a third attempt would hold the slot too long
                 break
         return killed
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[SandboxSlot]:
-        """An idle slot, started again if its zygote was lost; a run that is cancelled takes its zygote with it."""
+        """Wait for an idle slot and start its zygote if it has none.
+
+        An exception in the body abandons the zygote.
+        """
         _, _, number = await self._idle.get()
         try:
             if not self._open:
@@ -203,27 +210,30 @@ class SandboxPool:
                 self._slots[number].abandon()
             raise
         finally:
-            self._rest(number)
+            self._release_slot(number)
 
-    def _rest(self, number: int) -> None:
-        """Have a slot wait for its next run: the warmest is taken first, and one that does not start at last."""
+    def _release_slot(self, number: int) -> None:
+        """Put a slot back into the queue: the last used one is first, those without a zygote are last."""
         cold = self._open and not self._slots[number].ready
         self._idle.put_nowait((cold, -next(self._turns), number))
 
     def _prepare(self) -> None:
-        """Places for all slots, and what they share."""
+        """Check `programs` and claim a place for each slot.
+
+        Raises `ConfigError`. It blocks: call it in a thread.
+        """
         for folder in self._programs:
             if not os.path.isdir(folder):
                 raise ConfigError(f"sandbox.programs={folder}: no folder of this machine; name one, such as /usr")
             if any(folder == one or (one != "/" and folder.startswith(f"{one}/")) for one in NO_PROGRAMS):
                 raise ConfigError(f"sandbox.programs={folder}: code may not see this; name another, such as /usr")
-        places.sweep()
-        interpreter.libraries()
+        sweep_places()
+        shared_libraries()
         for _ in range(self._number):
-            self._places.append(places.SlotPlace.take())
+            self._places.append(SlotPlace.claim())
 
     async def _choose(self) -> None:
-        """Make slots of the strongest tier whose first one starts."""
+        """Make the slots of the strongest tier in which a first slot starts. Raises `ConfigError` if none does."""
         reasons: dict[SandboxTier, SandboxError] = {}
         for tier in self._candidates:
             if tier.strength < self._weakest.strength:
@@ -252,11 +262,17 @@ class SandboxPool:
 
     @property
     def _weakest(self) -> SandboxTier:
-        """Weakest tier that will do; Landlock could not hide packages below a folder that it shows."""
+        """The weakest tier allowed.
+
+        Host programs need namespaces: Landlock cannot hide packages below their folder.
+        """
         return SandboxTier.NAMESPACES if self._programs else self._require
 
     async def _try_programs(self) -> None:
-        """Try a shell where there are programs. Raises `ConfigError` where code may start none."""
+        """Try to start a shell if the pool has `programs`.
+
+        Raises `ConfigError` if code may start no process here.
+        """
         if not self._programs:
             return
         if self._slots[0].alone:
@@ -267,11 +283,11 @@ class SandboxPool:
             self._has_shell = tried.stdout == "runs\n"
 
     def _home(self, tier: SandboxTier) -> Path | None:
-        """A copy of the standard library for programs whose user cannot read the interpreter's own."""
+        """Copy the standard library if the programs' user cannot read the original; None if no copy is needed."""
         place = self._places[0]
-        if tier is not SandboxTier.LANDLOCK or not place.users or interpreter.readable_by_others():
+        if tier is not SandboxTier.LANDLOCK or not place.users or is_library_readable_by_others():
             return None
-        return interpreter.copy(place.folder / "python")
+        return copy_standard_library(place.folder / "python")
 
     async def _close(self) -> None:
         self._open = False
@@ -282,17 +298,17 @@ class SandboxPool:
 
 
 def _text(program: str) -> str:
-    """A program without what no file could hold."""
+    """Replace characters that no file can hold, such as half of a surrogate pair."""
     return program.encode("utf-8", "replace").decode()
 
 
 async def survey_tiers() -> list[TierOffer]:
-    """Every tier, the strongest first, with why it is not offered, or how it is weaker than it could be."""
+    """Try every tier, the strongest first; say why this machine does not offer it, or how it is weaker here."""
     return [await _offer(tier) for tier in SandboxTier]
 
 
 def available_tiers() -> list[TierOffer]:
-    """Survey for callers without an event loop."""
+    """Call `survey_tiers` without an event loop."""
     return asyncio.run(survey_tiers())
 
 

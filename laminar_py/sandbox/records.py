@@ -1,11 +1,22 @@
-"""Records of the sandbox: tiers, labels, results."""
+"""Records of the sandbox: tiers, results, and the label that tells how a run ended.
 
+A label rests on facts that the kernel and the owner saw. The program's own report (its `Claim`) counts last.
+"""
+
+import os
+import signal
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
+
+from laminar_py.sandbox.inside.homes import MOST_ENTRIES
+from laminar_py.sandbox.inside.program import DETAIL_CHARS, Claim
+from laminar_py.sandbox.inside.wire import SandboxLimits
+
 
 class SandboxTier(Enum):
-    """How strongly programs are fenced in, the strongest first."""
+    """Strength of the fences around a program, the strongest first."""
 
     NAMESPACES = "namespaces"
     """Own processes, users, mounts, network and root with Python alone, and all of the next tier."""
@@ -21,16 +32,16 @@ class SandboxTier(Enum):
 
 
 class SandboxLabel(Enum):
-    """How a run ended. By the kernel or the owner, unless marked as a claim: of an exception seen inside alone.
+    """How a run ended, as the kernel or the owner saw it. A label marked as a claim rests on the program's report.
 
-    A program may forge or hide claims, and leave with code 0 before its end: `ok` says that it ended well and
-    nothing more. No label makes a wrong output right, since outputs are compared outside.
+    A program may forge or hide claims, and may exit with code 0 early. So `ok` says only that the program exited
+    well. No label makes a wrong output right: the owner compares outputs outside the sandbox.
     """
 
     OK = "ok"
     """Exit code 0."""
     ERROR = "error"
-    """Another exit code: an exception that is none of the others, for instance."""
+    """Another exit code, for example after an exception that no other label covers."""
     TIME = "time"
     """Seconds of CPU or of the wall used up."""
     MEMORY = "memory"
@@ -44,7 +55,7 @@ class SandboxLabel(Enum):
     OUTPUT = "output"
     """Output, errors or the returned value were longer than allowed."""
     CRASH = "crash"
-    """Ended by another signal: a native crash, for instance."""
+    """Ended by another signal, for example a native crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +74,84 @@ class SandboxResult:
 
     @property
     def alive(self) -> bool:
-        """True where a session's variables are still there."""
+        """True if the session still has its variables."""
         return self.exit_code is None
 
 
 @dataclass(frozen=True, slots=True)
 class TierOffer:
-    """Row of a survey, e.g. `TierOffer(SandboxTier.NAMESPACES, False, "unshare: Operation not permitted")`."""
+    """Whether this machine offers a tier, e.g.
+
+    `TierOffer(SandboxTier.NAMESPACES, False, "unshare: not permitted")`.
+    """
 
     tier: SandboxTier
     offered: bool
-    reason: str = ""  # why not, or how it is weaker here than it could be
+    reason: str = ""  # why not, or how the tier is weaker here than elsewhere
 
 
 class SandboxError(RuntimeError):
-    """A sandbox that does not work, by no fault of a program's; names the slot and what failed."""
+    """The sandbox itself failed, not the program in it. The message names the slot and the failure."""
+
+
+CLAIMED = {kind: SandboxLabel(kind) for kind in ("memory", "processes", "network", "files")}
+CPU_SLACK_S = 0.2  # between the kernel's clocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Facts about a run that ended, e.g. `Evidence(status=0, claim=Claim(finished=True))`."""
+
+    status: int | None  # as `waitpid` has it; None: a session that lives on
+    claim: Claim
+    ended: str = ""  # by the zygote: `wall`, `folder`, `asked`
+    cpu_s: float = 0.0
+    num_oom_kills: int = 0  # of the slot's cgroup
+    num_refused: int = 0  # processes, by the slot's cgroup
+    too_long: bool = False  # output, errors or report
+
+
+def label(evidence: Evidence, limits: SandboxLimits) -> tuple[SandboxLabel, str]:
+    """Return the label of a run, and one line that says why."""
+    number = exit_code(evidence.status)
+    stopped = _signal_name(-number) if number is not None and number < 0 else ""
+    if evidence.too_long:
+        return SandboxLabel.OUTPUT, f"more than {limits.output_bytes} bytes"
+    if evidence.num_oom_kills:
+        return SandboxLabel.MEMORY, f"more than {limits.memory_bytes} bytes"
+    if evidence.num_refused:
+        return SandboxLabel.PROCESSES, f"more than {limits.processes}, {evidence.num_refused} refused"
+    if evidence.ended == "folder":
+        return SandboxLabel.FILES, f"more than {limits.file_bytes} bytes or {MOST_ENTRIES} names"
+    if stopped == "SIGXFSZ":
+        return SandboxLabel.FILES, f"more than {limits.file_bytes} bytes"
+    if evidence.ended == "wall":
+        return SandboxLabel.TIME, f"more than {limits.wall_s:g} s, {evidence.cpu_s:.1f} s of them on the CPU"
+    if stopped == "SIGXCPU" or (stopped == "SIGKILL" and evidence.cpu_s > limits.cpu_s - CPU_SLACK_S):
+        return SandboxLabel.TIME, f"more than {limits.cpu_s:g} s on the CPU"
+    if stopped:
+        return SandboxLabel.CRASH, f"ended by {stopped}"
+    claim = evidence.claim
+    if number == 0 or (number is None and not claim.detail):
+        return SandboxLabel.OK, ""
+    return CLAIMED.get(claim.kind, SandboxLabel.ERROR), claim.detail or f"exit code {number}"
+
+
+def exit_code(status: int | None) -> int | None:
+    """Return the exit code of a status, or minus the number of its signal; None for a session that lives on."""
+    return None if status is None else os.waitstatus_to_exitcode(status)
+
+
+def _signal_name(number: int) -> str:
+    known = {one.value: one.name for one in signal.Signals}
+    return known.get(number, f"signal {number}")
+
+
+def read_claim(text: bytes) -> Claim:
+    """Decode the report of a program; an empty report if the program wrote something else."""
+    try:
+        claim = msgspec.json.decode(text, type=Claim)
+    except (msgspec.DecodeError, RecursionError):  # a program's bytes
+        return Claim()
+    claim.detail = " ".join(claim.detail.split())[:DETAIL_CHARS]
+    return claim

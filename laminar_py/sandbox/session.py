@@ -1,4 +1,4 @@
-"""A session: pieces of code that share their variables, each run with the limits of a call."""
+"""A session: a program that runs pieces of code one by one. The pieces share their variables."""
 
 import asyncio
 import signal
@@ -6,18 +6,16 @@ import socket
 import time
 from dataclasses import dataclass, replace
 
-from laminar_py.sandbox.files import RunFiles
-from laminar_py.sandbox.inside.limits import SandboxLimits
-from laminar_py.sandbox.inside.wire import HEADER, SlotNews, SlotOrder
+from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotNews, SlotOrder
 from laminar_py.sandbox.records import SandboxLabel, SandboxResult
-from laminar_py.sandbox.slot import GRACE_S, SandboxSlot, ZygoteLostError
+from laminar_py.sandbox.slot import GRACE_S, RunFiles, SandboxSlot, ZygoteLostError
 
-OWN_END_S = 0.2  # in which a program that says no more has ended
+OWN_END_S = 0.2  # a program that closed its socket by itself has exited after so long
 
 
 @dataclass(frozen=True, slots=True)
 class LiveProgram:
-    """Program of a session that was begun."""
+    """The running program of a session."""
 
     files: RunFiles
     calls: socket.socket
@@ -25,10 +23,11 @@ class LiveProgram:
 
 
 class SandboxSession:
-    """A program that is given its code piece by piece, e.g. `session.run("x = 1")`, then `session.run("x")`.
+    """A program that runs its code piece by piece, e.g. `session.run("x = 1")`, then `session.run("x")`.
 
-    Between calls all of it is stopped. A piece that breaks a limit ends it: the next one starts with no variables.
-    CPU time is bounded by each process's own limit, which code can raise, and by the wall in any case.
+    The program is stopped between calls. A piece that breaks a limit ends the program, and the next piece starts
+    without variables. The kernel bounds the CPU time of each process, but code can raise that limit; the limit on
+    wall time always holds.
     """
 
     def __init__(self, slot: SandboxSlot, *, packed: bytes, limits: SandboxLimits) -> None:
@@ -38,13 +37,13 @@ class SandboxSession:
         self._live: LiveProgram | None = None
 
     async def run(self, code: str) -> SandboxResult:
-        """Run a piece; the value of an expression at its end is printed.
+        """Run a piece of code and print the value of an expression at its end.
 
-        A sandbox that was killed with variables in it is a crash, which the result tells; one without is started
-        again. Raises `SandboxError` where the sandbox itself fails twice.
+        If the zygote is lost, the piece runs again in a new one, unless variables were lost with it: then the
+        result has the label `crash`. Raises `SandboxError` if the sandbox itself fails twice.
         """
         ended = self._live is None or (self._live.end.done() and not self._live.end.exception())
-        fresh = ended or not self._slot.ready  # given up by a call that was cancelled, which its caller knows
+        fresh = ended or not self._slot.ready  # a cancelled call abandoned the zygote; its caller knows
         try:
             return await self._run(code)
         except ZygoteLostError:
@@ -55,25 +54,25 @@ class SandboxSession:
             detail = "its sandbox was ended: the variables are lost, and the piece may have run in part"
             return SandboxResult(label=SandboxLabel.CRASH, detail=detail, exit_code=-signal.SIGKILL)
         except asyncio.CancelledError:
-            self._slot.abandon()  # the piece would run on, and its answer be taken for that of the next
+            self._slot.abandon()  # else the next call would read the answer of this piece
             raise
 
     async def close(self) -> None:
-        """End what runs."""
+        """End the program."""
         live, self._live = self._live, None
         if live is not None:
             with live.files:
                 live.calls.close()
                 try:
                     await self._ended(live)
-                except ZygoteLostError:  # it is started again for the next run
+                except ZygoteLostError:  # the slot starts a new zygote for the next run
                     self._slot.abandon()
 
     async def _run(self, code: str) -> SandboxResult:
         live = await self._resume()
         files, end = live.files, live.end
         files.clear()
-        before, start = self._slot.limit(self._limits), time.monotonic()
+        before, start = self._slot.set_limits(self._limits), time.monotonic()
         call = asyncio.create_task(
             _call(live.calls, code.encode("utf-8", "replace"), files, self._limits.output_bytes)
         )
@@ -83,12 +82,12 @@ class SandboxSession:
             answered = call.done() and call.exception() is None and call.result()
         finally:
             call.cancel()
-            await asyncio.wait({call})  # a socket may not be closed while it is read from
+            await asyncio.wait({call})  # the socket may not be closed while the call reads from it
         if answered:
-            self._slot.send(SlotOrder(kind="pause"))
+            self._slot.send_order(SlotOrder(kind="pause"))
             result = self._slot.result(files, self._limits, before=before, news=None)
         else:
-            if not timed_out:  # by itself, as it seems: let that be what is on record
+            if not timed_out:  # the program seems to exit by itself: let its own status be the result
                 await asyncio.wait({end}, timeout=OWN_END_S)
             news = await self._ended(live)
             if timed_out:
@@ -97,10 +96,10 @@ class SandboxSession:
         return replace(result, elapsed_s=time.monotonic() - start)
 
     async def _resume(self) -> LiveProgram:
-        """The program, begun anew where it ended. Raises `ZygoteLostError`."""
+        """Resume the program, or start a new one if the last has ended. Raises `ZygoteLostError`."""
         if self._live is not None:
             if not self._live.end.done():
-                self._slot.send(SlotOrder(kind="resume"))
+                self._slot.send_order(SlotOrder(kind="resume"))
                 return self._live
             if self._live.end.exception():
                 self._live.end.result()
@@ -114,19 +113,19 @@ class SandboxSession:
         ours.setblocking(False)
         order = SlotOrder(kind="run", limits=self._limits, session=True)
         try:
-            self._slot.send(order, [*files.descriptors, theirs.fileno()])
+            self._slot.send_order(order, [*files.descriptors, theirs.fileno()])
         except ZygoteLostError:
             ours.close()
             files.close()
             raise
         finally:
             theirs.close()
-        return LiveProgram(files, ours, asyncio.create_task(self._slot.news(), name="sandbox-session"))
+        return LiveProgram(files, ours, asyncio.create_task(self._slot.next_news(), name="sandbox-session"))
 
     async def _ended(self, live: LiveProgram) -> SlotNews:
-        """End the program and give its last news. Raises `ZygoteLostError`."""
+        """End the program and return the zygote's message about it. Raises `ZygoteLostError`."""
         if not live.end.done():
-            self._slot.send(SlotOrder(kind="end"))
+            self._slot.send_order(SlotOrder(kind="end"))
         await asyncio.wait({live.end}, timeout=GRACE_S)
         if not live.end.done():
             raise ZygoteLostError("it does not answer")
@@ -134,7 +133,10 @@ class SandboxSession:
 
 
 async def _call(calls: socket.socket, code: bytes, files: RunFiles, limit: int) -> bool:
-    """Send a piece and write its answer where a report lies. False where it is none, or longer than `limit`."""
+    """Send a piece of code and write the program's answer into the report file.
+
+    Returns False if the answer is incomplete or longer than `limit` bytes.
+    """
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(calls, len(code).to_bytes(HEADER, "big") + code)
     head = await _exactly(calls, HEADER)
@@ -142,12 +144,12 @@ async def _call(calls: socket.socket, code: bytes, files: RunFiles, limit: int) 
     if len(head) < HEADER or size > limit:
         return False
     answer = await _exactly(calls, size)
-    files.report(answer)
+    files.write_report(answer)
     return len(answer) == size
 
 
 async def _exactly(calls: socket.socket, number: int) -> bytes:
-    """So many bytes, or fewer where the end came first."""
+    """Read `number` bytes, or fewer if the other side closes the socket first."""
     loop, text = asyncio.get_running_loop(), b""
     while len(text) < number and (more := await loop.sock_recv(calls, number - len(text))):
         text += more

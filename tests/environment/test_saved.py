@@ -6,7 +6,7 @@ from laminar_py.environment.host import KEPT_BYTES, SavedTurn, SavedTurns, Turns
 from laminar_py.records.environment import EnvironmentTurn
 
 TOLD, OTHER = b"a" * 16, b"b" * 16
-SAVED = SavedTurn(told=OTHER, answer=EnvironmentTurn(ends=True, reward=0.5), state=b"state")
+SAVED = SavedTurn(response_digest=OTHER, answer=EnvironmentTurn(ends=True, reward=0.5), state=b"state")
 
 
 def written(folder):
@@ -30,7 +30,7 @@ def test_what_a_death_has_cut_off_is_taken_off_and_others_follow(tmp_path, cut):
     turns, path = written(tmp_path)
     path.write_bytes(path.read_bytes()[:-cut])
     assert turns.load("g0.0", TOLD) == TurnsOnFile(SAVED, 1)
-    later = SavedTurn(told=TOLD, answer=EnvironmentTurn(is_cut=True))
+    later = SavedTurn(response_digest=TOLD, answer=EnvironmentTurn(is_cut=True))
     turns.save("g0.0", later)
     assert SavedTurns(tmp_path).load("g0.0", TOLD) == TurnsOnFile(later)
 
@@ -45,7 +45,7 @@ def test_bytes_that_were_changed_are_not_believed(tmp_path):
 
 def test_a_file_stays_small_however_many_turns_there_are(tmp_path):
     turns, path = written(tmp_path)
-    large = SavedTurn(told=TOLD, answer=EnvironmentTurn(is_cut=True), state=bytes(1000))
+    large = SavedTurn(response_digest=TOLD, answer=EnvironmentTurn(is_cut=True), state=bytes(1000))
     for _ in range(200):
         turns.attempt("g0.0", TOLD)
         turns.save("g0.0", large)

@@ -45,14 +45,14 @@ class Scorers:
     async def start(self):
         return [self]
 
-    async def submit(self, responses):
+    async def submit_responses(self, responses):
         for one in responses:
             self._scores.put_nowait(self._scored(one.request, self._reward(one.request)))
 
     def publish_addresses(self, addresses):
         raise AssertionError("nothing is launched")
 
-    async def take(self):
+    async def next_scores(self):
         await self.gate.wait()
         return [await self._scores.get()]
 

@@ -31,10 +31,12 @@ async def scores_of(folder, *, kills):
             fields = json.dumps({"tests": TESTS}).encode()
             program = PROGRAM.format(" + 1" * (index % 8 == 7), index)
             request = with_ids(make_request(program, index=index, fields_json=fields))
-            scorer.submit([Unscored(request=request)])
+            scorer.submit_responses([Unscored(request=request)])
         async with asyncio.timeout(PATIENCE_S):
             while len(found) < RESPONSES:
-                found |= {score.trajectory_id: (score.value, score.detail) for score in await scorer.take(1.0)}
+                found |= {
+                    score.trajectory_id: (score.value, score.detail) for score in await scorer.next_scores(1.0)
+                }
                 victims = [process for process in below() if process.pid not in before]
                 if kills and victims and killed < len(found) // EACH:
                     with suppress(psutil.NoSuchProcess):  # a program that has just ended

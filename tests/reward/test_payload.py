@@ -65,7 +65,7 @@ def test_a_request_by_reference_has_the_tokens_and_logprobs_of_all_its_pieces(id
     whole = make_request("", response_ids=np.array(ids, np.int32), logprobs=logprobs)
     unscored = by_reference(whole, replica(tmp_path), *sorted(cut for cut in cuts if cut < len(ids)))
     assert len(unscored.request.response_ids) == 0, "no token goes with it"
-    found = asyncio.run(payload(tmp_path).complete(travelled(unscored)))
+    found = asyncio.run(payload(tmp_path).load_request(travelled(unscored)))
     assert found.response_ids.tolist() == ids
     assert found.logprobs.tobytes() == logprobs.tobytes()
     bare = {"response_ids": unscored.request.response_ids, "logprobs": unscored.request.logprobs}
@@ -77,7 +77,7 @@ async def test_a_response_without_all_of_its_pieces_is_lost_and_never_scored_in_
     first, second, third = unscored.tokens
     for tokens in ((second, third), (first, third)):
         with pytest.raises(PayloadLostError, match="missing"):
-            await payload(tmp_path).complete(msgspec.structs.replace(unscored, tokens=tokens))
+            await payload(tmp_path).load_request(msgspec.structs.replace(unscored, tokens=tokens))
 
 
 async def test_the_reward_sees_the_text_of_tokens_that_were_read(tmp_path, monkeypatch):
@@ -130,10 +130,10 @@ async def test_columns_are_in_a_segment_before_a_score_names_them(tmp_path):
     unscored = [by_reference(response("\1\2\3"[: 1 + index % 3], index=index), writer) for index in range(12)]
     told = 0
     async with scorer_of(tmp_path, {"use": [f"{tmp_path}/mine.py:score"]}, columns=(HINTS,)) as scorer:
-        scorer.submit(unscored)
+        scorer.submit_responses(unscored)
         async with asyncio.timeout(PATIENCE_S):
             while told < len(unscored):
-                for score in await scorer.take(1.0):
+                for score in await scorer.next_scores(1.0):
                     told += 1
                     length = 1 + int(score.trajectory_id[3:]) % 3
                     assert sorted(score.columns) == ["hints", TOKEN_REWARDS], score.detail
@@ -202,11 +202,11 @@ async def test_no_score_is_lost_that_comes_while_others_are_taken(tmp_path, monk
     found: dict[str, float | None] = {}
     async with scorer_of(tmp_path, {"use": ["served"]}) as scorer:
         assert scorer.at_once == 1
-        scorer.submit(unscored)
+        scorer.submit_responses(unscored)
         async with asyncio.timeout(PATIENCE_S):
             while len(found) < count:
-                for score in await scorer.take(1.0):
+                for score in await scorer.next_scores(1.0):
                     assert score.trajectory_id not in found
                     found[score.trajectory_id] = score.value
-        assert await scorer.take(0.0) == []
+        assert await scorer.next_scores(0.0) == []
     assert found == {f"g0.{index}": float(index) for index in range(count)}

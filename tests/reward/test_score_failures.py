@@ -37,7 +37,7 @@ def judge(
 ) -> tuple[str | None, int]:
     """The fault of a run whose rewards these are, one every so many seconds, and how many had come by then."""
     failures = ScoreFailures("mine.py:score", step=step, trains=run_trains)
-    failures.tried(scored(trial))
+    failures.add_trial(scored(trial))
     for index, value in enumerate(values):
         score = scored(value, reason=reason)
         failures.add(score, task="", trains=trained(index), now_s=index * every_s)

@@ -86,11 +86,11 @@ async def score(scorer: Scorer, *requests: ScoringRequest) -> list[Score]:
 
 async def scores_of(scorer: Scorer, *requests: Unscored) -> list[Score]:
     """Scores in the order of the requests."""
-    scorer.submit(requests)
+    scorer.submit_responses(requests)
     scores: dict[str, Score] = {}
     async with asyncio.timeout(PATIENCE_S):
         while len(scores) < len(requests):
-            scores |= {score.trajectory_id: score for score in await scorer.take(1.0)}
+            scores |= {score.trajectory_id: score for score in await scorer.next_scores(1.0)}
     return [scores[request.id] for request in requests]
 
 
@@ -291,11 +291,11 @@ async def test_a_slow_response_holds_none_of_the_others_up(tmp_path, monkeypatch
 
     serve(monkeypatch, slow)
     async with scorer_of(tmp_path, {"use": ["served"]}) as scorer:
-        scorer.submit([Unscored(request=with_ids(make_request("slow", index=300)))])
+        scorer.submit_responses([Unscored(request=with_ids(make_request("slow", index=300)))])
         await score(scorer, *(make_request("x", index=index) for index in range(200)))
-        assert await scorer.take(0.0) == []
+        assert await scorer.next_scores(0.0) == []
         end.set()
-        assert [found.trajectory_id for found in await scorer.take(PATIENCE_S)] == ["g0.300"]
+        assert [found.trajectory_id for found in await scorer.next_scores(PATIENCE_S)] == ["g0.300"]
 
 
 async def test_equal_responses_are_verified_once_also_at_the_same_time_and_failures_again(tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ def unscored(*responses: str) -> list[Unscored]:
 @asynccontextmanager
 async def running(stage: ScoringStage, *responses: str) -> AsyncIterator[None]:
     for request in unscored(*responses):
-        stage.submit(request)
+        stage.submit_response(request)
     task = asyncio.create_task(stage.run())
     try:
         await settle()
@@ -132,10 +132,10 @@ async def test_what_comes_for_a_scorer_that_has_work_comes_in_one_call() -> None
     stage = make_stage([scorer], inbox)
     first, *others = unscored(*"abc")
     async with running(stage, "z"):
-        stage.submit(first)
+        stage.submit_response(first)
         for request in others:
             await settle()
-            stage.submit(request)
+            stage.submit_response(request)
         assert scorer.batches == [["z"]]
         async with asyncio.timeout(PATIENCE_S):
             while len(scorer.batches) < 2:  # noqa: ASYNC110
@@ -155,7 +155,7 @@ async def test_what_was_dropped_while_it_waited_makes_room_for_what_is_wanted() 
     scorer, inbox = open_scorer(), Inbox()
     stage = make_stage([scorer], inbox, queue=3, wanted=lambda name: name not in ("g0.0", "g0.2"))
     for request in unscored(*"abcde"):  # of which a deadline dropped `a` and `c`
-        stage.submit(request)
+        stage.submit_response(request)
     assert (stage.num_waiting, stage.num_unscored) == (3, 3), "b, d and e"
     async with running(stage):
         assert set(await inbox.wait(3)) == {"g0.1", "g0.3", "g0.4"}
@@ -215,7 +215,7 @@ async def test_a_scorer_rests_while_its_score_is_being_delivered() -> None:
 
 async def test_an_error_of_the_restart_ends_the_stage() -> None:
     stage = make_stage([GatedScorer()], Inbox())
-    stage.submit(unscored("die")[0])
+    stage.submit_response(unscored("die")[0])
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.timeout(PATIENCE_S):
             await stage.run()

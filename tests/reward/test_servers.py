@@ -87,13 +87,13 @@ async def answering(key: str):
 @asynccontextmanager
 async def asking(launched: LaunchedServers):
     async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
-        yield Servers(lambda: launched.of("prm"), session)
+        yield Servers(lambda: launched.wait_for_servers("prm"), session)
 
 
 async def test_a_call_waits_until_a_server_of_its_pool_is_up_and_brings_the_key_of_that():
     launched = LaunchedServers()
     async with answering("k1") as first, asking(launched) as servers:
-        call = asyncio.create_task(servers.ask("score", {}, int))
+        call = asyncio.create_task(servers.post_json("score", {}, int))
         launched.update(PoolAddresses(1, {"other": [GONE]}))
         await asyncio.sleep(0)
         assert not call.done()
@@ -102,7 +102,7 @@ async def test_a_call_waits_until_a_server_of_its_pool_is_up_and_brings_the_key_
         async with answering("k2") as second:
             launched.update(PoolAddresses(4, {"prm": [second]}))
             launched.update(PoolAddresses(3, {"prm": [GONE]}))  # late
-            assert await servers.ask("score", {}, int) == 1
+            assert await servers.post_json("score", {}, int) == 1
 
 
 async def test_a_server_that_failed_does_not_draw_all_calls():
@@ -110,8 +110,8 @@ async def test_a_server_that_failed_does_not_draw_all_calls():
     async with answering("k") as server, asking(launched) as servers:
         launched.update(PoolAddresses(1, {"prm": [GONE, server]}))
         with pytest.raises(TryAgainError, match=r"127\.0\.0\.1:9/score"):
-            await servers.ask("score", {}, int)
-        assert [await servers.ask("score", {}, int) for _ in range(5)] == [1, 2, 3, 4, 5]
+            await servers.post_json("score", {}, int)
+        assert [await servers.post_json("score", {}, int) for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
 async def test_a_server_that_is_busy_does_not_draw_all_calls():
@@ -122,8 +122,8 @@ async def test_a_server_that_is_busy_does_not_draw_all_calls():
     async with serving("/score", busy) as url, answering("k") as server, asking(launched) as servers:
         launched.update(PoolAddresses(1, {"prm": [ServerAddress(url, "k"), server]}))
         with pytest.raises(TryAgainError, match="status 503"):
-            await servers.ask("score", {}, int)
-        assert [await servers.ask("score", {}, int) for _ in range(3)] == [1, 2, 3]
+            await servers.post_json("score", {}, int)
+        assert [await servers.post_json("score", {}, int) for _ in range(3)] == [1, 2, 3]
 
 
 async def test_a_judge_of_a_pool_is_asked_as_openais_are_by_the_name_of_the_pool(tmp_path):

@@ -139,7 +139,7 @@ class Counted:
     def __init__(self) -> None:
         self.places: list[int] = []
 
-    async def ask(self, path, body, answer):
+    async def post_json(self, path, body, answer):
         self.places.append(len(body["input_ids"]) - body["logprob_start_len"])
         return msgspec.convert(good_with(*SHARES)(body | {"token_ids_logprob": LABELS}), answer)
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from laminar_py.sandbox import places
-from laminar_py.sandbox.inside.limits import SandboxLimits
+from laminar_py.sandbox.inside.wire import SandboxLimits
 from laminar_py.sandbox.pool import SandboxPool, survey_tiers
 from laminar_py.sandbox.records import SandboxTier
 

@@ -44,7 +44,7 @@ def laminar_without_sandbox(*words):
 def nobodys_interpreter():
     """Command of an interpreter that another user can start and that finds our packages, or None."""
     paths = [str(ROOT), sysconfig.get_path("purelib")]
-    own = [interpreter.executable()] if interpreter.readable_by_others() else []
+    own = [interpreter.executable()] if interpreter.is_library_readable_by_others() else []
     for python in (*own, f"/usr/bin/python3.{sys.version_info.minor}"):
         try:
             as_nobody([python, "-c", "import laminar_py, msgspec, pydantic"], paths)

@@ -4,10 +4,9 @@ import signal
 
 import pytest
 
-from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.inside.program import Claim, kind_of
-from laminar_py.sandbox.labels import Evidence, label, read_claim
-from laminar_py.sandbox.records import SandboxLabel
+from laminar_py.sandbox.inside.wire import SandboxLimits
+from laminar_py.sandbox.records import Evidence, SandboxLabel, label, read_claim
 
 LIMITS = SandboxLimits()
 FAILED = 1 << 8  # exit code 1

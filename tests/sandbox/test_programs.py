@@ -84,14 +84,14 @@ async def test_programs_that_code_could_not_start_are_refused(monkeypatch, offer
 @pytest.mark.parametrize("folder", ["/no/such", "/etc/hostname"])
 async def test_a_folder_that_is_not_there_is_named(folder):
     with pytest.raises(ConfigError, match=f"sandbox.programs={folder}: no folder of this machine"):
-        async with SandboxPool.of(SandboxConfig(programs=(folder,))):
+        async with SandboxPool.from_config(SandboxConfig(programs=(folder,))):
             pytest.fail("it opened")
 
 
 @pytest.mark.parametrize("folder", ["/..", "/proc", "/dev/shm", "/usr/../tmp", "/sys/fs"])
 async def test_a_folder_that_code_may_not_see_is_refused(folder):
     with pytest.raises(ConfigError, match=r"sandbox\.programs=\S+: code may not see this; name another"):
-        async with SandboxPool.of(SandboxConfig(programs=(folder,))):
+        async with SandboxPool.from_config(SandboxConfig(programs=(folder,))):
             pytest.fail("it opened")
 
 

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from laminar_py.sandbox.inside.limits import SandboxLimits
+from laminar_py.sandbox.inside.wire import SandboxLimits
 from laminar_py.sandbox.records import SandboxLabel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -6,7 +6,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from laminar_py.sandbox.inside.limits import SandboxLimits
+from laminar_py.sandbox.inside.wire import SandboxLimits
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxLabel, SandboxTier
 

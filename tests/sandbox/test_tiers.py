@@ -3,7 +3,7 @@
 import pytest
 
 from laminar_py.config.section import ConfigError
-from laminar_py.sandbox import cgroups, places
+from laminar_py.sandbox import places
 from laminar_py.sandbox.inside import landlock, seccomp
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
@@ -30,11 +30,11 @@ async def test_a_tier_below_the_required_one_is_not_taken_even_when_named():
 
 def test_numbers_of_slots_are_not_shared_and_come_free_again():
     before = traces()
-    first, second = places.SlotPlace.take(), places.SlotPlace.take()
+    first, second = places.SlotPlace.claim(), places.SlotPlace.claim()
     assert first.number != second.number
     assert not set(first.users) & set(second.users)
     first.release()
-    third = places.SlotPlace.take()
+    third = places.SlotPlace.claim()
     assert third.number == first.number
     second.release()
     third.release()
@@ -47,14 +47,14 @@ def test_events_of_both_versions_of_cgroups_are_counted(tmp_path):
     (tmp_path / "memory.current").write_text("4096\n")
     for name in ("memory.max", "memory.swap.max", "pids.max"):
         (tmp_path / name).write_text("max\n")
-    cgroup = cgroups.SlotCgroup(tmp_path, tmp_path)
-    assert cgroup.counts() == cgroups.CgroupCounts(2, 5)
+    cgroup = places.SlotCgroup(tmp_path, tmp_path)
+    assert cgroup.counts() == places.CgroupCounts(2, 5)
     cgroup.measure()
     cgroup.limit(memory_bytes=100, processes=3)
     limits = [(tmp_path / name).read_text() for name in ("memory.max", "memory.swap.max", "pids.max")]
     assert limits == ["4196", "0", "5"]
     (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
-    assert cgroups.SlotCgroup(tmp_path, tmp_path).counts() == cgroups.CgroupCounts(1, 5)
+    assert places.SlotCgroup(tmp_path, tmp_path).counts() == places.CgroupCounts(1, 5)
 
 
 def test_filters_are_assembled_for_each_machine_that_is_known(monkeypatch):

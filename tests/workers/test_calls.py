@@ -139,7 +139,7 @@ async def test_what_a_scorer_died_over_is_scored_once_by_another_while_others_go
         )
         running = asyncio.create_task(stage.run())
         for request in make_requests("a", "b"):
-            stage.submit(Unscored(request=request))
+            stage.submit_response(Unscored(request=request))
         await first.actor.asked.wait()
         await second.actor.asked.wait()
         second.actor.may_work.set()

@@ -1,7 +1,7 @@
-"""An agent as the environment of a trajectory: its requests are said to the model, whose turns answer them.
+"""An agent as the environment of a trajectory: the model reads its requests and answers each by one turn.
 
-Owned by `agents.kind`; the endpoint hands it requests. Invariant: requests are answered one after another, in the
-order in which they came, each by one turn of the model; a request that is repeated has the answer of the first.
+`agents.kind` makes it; the endpoint adds requests. Requests are answered one after another, in the order in which
+they arrive. A repeated request gets the answer of the first one (`tests/environment/agents/test_agents.py`).
 """
 
 import asyncio
@@ -28,104 +28,107 @@ from laminar_py.sandbox.records import SandboxError
 
 KEY_BYTES = 24
 ENDED = "the trajectory has ended"
-MOST_WAITING = 16  # requests of one agent, for those before them
+MOST_WAITING = 16  # requests of one agent in its queue
 
 
 class AgentFailedError(Exception):
-    """An agent that ended with an error."""
+    """The agent ended with an error."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AgentAnswer:
-    """A turn of the model: as a message of the assistant, and as it was sampled."""
+    """A turn of the model, as a message of the assistant and as sampled tokens."""
 
     message: Message
     ids: IntArray  # [n]
     logprobs: FloatArray  # [n], or [0]
-    is_cut: bool  # by the most tokens that the request gave it
-    num_context: int  # tokens that it was sampled behind
-    context: IntArray | None  # these tokens, while it is the newest answer
+    is_cut: bool  # True if `max_tokens` of the request ended the turn
+    num_context: int  # number of tokens before the turn
+    context: IntArray | None  # these tokens, while this is the newest answer
 
 
 @dataclass(slots=True, kw_only=True)
 class AgentRequest:
-    """A request for a turn, by the digest of what was sent; `ids` grow as its turn is sampled, if it listens."""
+    """A request for a turn of the model. If it `listens`, its `ids` grow while the model samples the turn."""
 
-    digest: bytes
-    prompt: Prompt | None  # until it is answered
-    role: str  # whose turn answers it
+    digest: bytes  # of the request's body
+    prompt: Prompt | None  # None once the request is answered
+    role: str  # that the model plays in this turn
     listens: bool
     answer: "asyncio.Future[AgentAnswer]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # more was sampled, or all
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # new tokens are there, or the answer
 
     def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
-        """Take in tokens from `place` on; what does not follow what is here comes with the whole turn."""
+        """Append new tokens whose first has the index `place`. A gap stays until the whole turn arrives."""
         if self.listens and place == len(self.ids):
             self.ids.extend(ids.tolist())
             self.logprobs.extend(logprobs.tolist())
             self.news.set()
 
     def end(self, answer: AgentAnswer) -> None:
-        """Have its answer; all else that was kept for it goes."""
+        """Set the answer, and free all other data of the request."""
         self.prompt, self.ids, self.logprobs = None, [], []
         self.answer.set_result(answer)
         self.news.set()
 
     def refuse(self, error: Exception) -> None:
-        """Have none, unless it has one; what was kept for it goes."""
+        """Fail the request with an error unless it has an answer, and free its data."""
         self.prompt = None
         if not self.answer.done():
             self.answer.set_exception(error)
-            self.answer.exception()  # nobody may wait for it
+            self.answer.exception()  # mark it as retrieved: the client may be gone
         self.news.set()
 
 
 class Keys:
-    """Keys of the agents whose trajectories go on, e.g. `keys.agent("sk-...")`."""
+    """API keys of running agents, e.g. `keys.find_agent("sk-...")`."""
 
     def __init__(self) -> None:
         self._agents: dict[str, AgentEnvironment] = {}
 
     def admit(self, agent: "AgentEnvironment") -> str:
-        """A key for its requests."""
+        """Make a key for the agent's requests."""
         key = f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
         self._agents[key] = agent
         return key
 
     def remove(self, key: str) -> None:
-        """Refuse it from here on."""
+        """Refuse the key from now on."""
         self._agents.pop(key, None)
 
-    def agent(self, key: str) -> "AgentEnvironment | None":
-        """The agent that has it."""
+    def find_agent(self, key: str) -> "AgentEnvironment | None":
+        """Return the agent with this key, or None."""
         return self._agents.get(key)
 
 
 class StartedAgent(Protocol):
-    """An agent that was started, or for which one is looked."""
+    """An agent that was started, or a trajectory that waits for an external one."""
 
     async def end(self) -> None:
-        """End it, whatever it does."""
+        """End the agent, whatever it does."""
         ...
 
 
 class Agents(Protocol):
-    """Whoever starts the agents of trajectories, or has them started elsewhere."""
+    """Starts the agents of trajectories, or offers the trajectories to external agents."""
 
     async def start(self, problem: Problem, *, key: str, ended: Callable[[str], None]) -> StartedAgent:
-        """The agent of a trajectory, whose requests have `key`; calls `ended` with its fault, or ""."""
+        """Start the agent of a trajectory, with the API key `key`.
+
+        When it ends, call `ended` with its fault, or "".
+        """
         ...
 
 
 class AgentEnvironment:
-    """Environment whose words are the requests of an agent.
+    """Environment whose messages to the model are the requests of an agent.
 
-    `keys` gives the key that its requests are to have; `agents` starts it. One that says more than `most_bytes`
-    anew is refused. `session` runs code for it.
+    `agents` starts the agent, and `keys` makes its API key. A request with more than `most_bytes` of new text is
+    refused. `session` runs code for the agent.
     """
 
     def __init__(
@@ -146,12 +149,12 @@ class AgentEnvironment:
         self._messages = messages
         self._session = session
         self._history = AgentHistory(words, most_bytes=most_bytes)
-        # at most MOST_WAITING, and the end: what is more is refused, and its sender tries again
+        # at most MOST_WAITING requests and the end: further ones get status 429, and clients retry
         self._inbox: asyncio.Queue[AgentRequest | None] = asyncio.Queue()
-        self._last: End | AgentFailedError | None = None  # once there is one, nothing that waits is answered
+        self._last: End | AgentFailedError | None = None  # once it is set, waiting requests get no answer
         self._requests: dict[bytes, AgentRequest] = {}  # all, by digest
-        self._present: AgentRequest | None = None  # that the model answers next
-        self._roles: list[str] = []  # of the turns that the model took
+        self._current: AgentRequest | None = None  # the model's next turn answers it
+        self._roles: list[str] = []  # role of each turn of the model
         self._sampled: SampledTurn | None = None
         self._newest: AgentAnswer | None = None
         self._agent: StartedAgent | None = None
@@ -161,39 +164,39 @@ class AgentEnvironment:
     # ---- called by the host
 
     async def reset(self, problem: Problem) -> Begin:
-        """Start the agent; its first request begins the conversation."""
+        """Start the agent and wait for its first request, which begins the conversation."""
         self.trajectory_id = problem.trajectory_id
         self._key = self._keys.admit(self)
-        self._agent = await self._agents.start(problem, key=self._key, ended=self._left)
-        first = await self._next()
+        self._agent = await self._agents.start(problem, key=self._key, ended=self._agent_ended)
+        first = await self._next_request()
         if isinstance(first, End):
             raise AgentFailedError("the agent ended before it asked its model anything")
         return first
 
     @property
     def listens(self) -> bool:
-        """True where somebody waits for the next turn token by token."""
-        return self._present is not None and self._present.listens
+        """True if the current request wants its answer token by token."""
+        return self._current is not None and self._current.listens
 
     def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
-        """Pass tokens of the present turn on to whoever waits for them."""
-        if self._present is not None:
-            self._present.hear(place, ids, logprobs)
+        """Pass new tokens of the current turn to its request."""
+        if self._current is not None:
+            self._current.hear(place, ids, logprobs)
 
-    def take(self, turn: SampledTurn) -> None:
-        """Note a turn as it was sampled."""
+    def receive_turn(self, turn: SampledTurn) -> None:
+        """Keep the tokens of a turn until `step` gets its text."""
         self._sampled = turn
 
     async def step(self, action: str) -> Answer:
-        """Answer the request with a turn of the model; the next request is what is said to that."""
-        present, turn = self._present, self._sampled
-        assert present is not None, "a turn of the model answers a request"
+        """Answer the current request with a turn of the model, and return the agent's next request."""
+        current, turn = self._current, self._sampled
+        assert current is not None, "a turn of the model answers a request"
         assert turn is not None, "its tokens come before its text"
-        self._present = None
-        assert present.prompt is not None, "it is answered once"
-        self._roles.append(present.role)
-        message = self._messages.read(action, turn=len(self._roles), has_tools=present.prompt.has_tools)
-        present.prompt.note_answer(self._history, turn, message, turn=len(self._roles))
+        self._current = None
+        assert current.prompt is not None, "it is answered once"
+        self._roles.append(current.role)
+        message = self._messages.read(action, turn=len(self._roles), has_tools=current.prompt.has_tools)
+        current.prompt.note_answer(self._history, turn, message, turn=len(self._roles))
         if self._newest is not None:
             self._newest.context = None
         self._newest = AgentAnswer(
@@ -204,13 +207,13 @@ class AgentEnvironment:
             num_context=len(turn.context),
             context=turn.context,
         )
-        present.end(self._newest)
-        return await self._next()
+        current.end(self._newest)
+        return await self._next_request()
 
     async def close(self) -> None:
-        """End the agent; its requests are refused from here on."""
-        self._finish()
-        async with AsyncExitStack() as stack:  # the last first, and each of them whatever becomes of the others
+        """End the agent and its session; refuse its requests from now on."""
+        self._refuse_requests()
+        async with AsyncExitStack() as stack:  # runs in reverse order, each step even if another fails
             stack.callback(self._keys.remove, self._key)
             if self._agent is not None:
                 stack.push_async_callback(self._agent.end)
@@ -219,12 +222,12 @@ class AgentEnvironment:
 
     # ---- called by the endpoint
 
-    def ask(
+    def add_requests(
         self, digests: Sequence[bytes], prompt: Prompt, *, role: str, listens: bool = False
     ) -> list[AgentRequest]:
-        """Requests for as many answers to the same, or none; those that were sent before are these again.
+        """Queue one request for each digest, all with the same prompt. A known digest gives its earlier request.
 
-        Raises `HttpStatusError`.
+        Raises `HttpStatusError` if the trajectory has ended or the queue is full; then it queues none.
         """
         new = [digest for digest in digests if digest not in self._requests]
         if new and self._ended:
@@ -238,22 +241,22 @@ class AgentEnvironment:
         return [self._requests[digest] for digest in digests]
 
     async def python(self, code: str) -> str:
-        """Run code in the sandbox, in a session of this agent; its output, as a terminal shows it.
+        """Run code in this agent's sandbox session, and return its output as a terminal shows it.
 
-        Raises `HttpStatusError`, also where the sandbox itself fails.
+        Raises `HttpStatusError`, also if the sandbox itself fails.
         """
         if self._session is None:
             raise HttpStatusError(404, "the run has no sandbox for agents; set environment.python")
-        return await self._inside(self._session.python, code)
+        return await self._run_in_sandbox(self._session.python, code)
 
     async def shell(self, command: str) -> str:
-        """`python`, with a command of a shell."""
+        """Run a shell command in this agent's sandbox session, and return its output. Raises `HttpStatusError`."""
         if self._session is None or not self._session.has_shell:
             absent = "no shell for agents; set environment.python and sandbox.programs"
             raise HttpStatusError(404, f"the run has {absent}")
-        return await self._inside(self._session.shell, command)
+        return await self._run_in_sandbox(self._session.shell, command)
 
-    async def _inside(self, run: Callable[[str], Awaitable[str]], text: str) -> str:
+    async def _run_in_sandbox(self, run: Callable[[str], Awaitable[str]], text: str) -> str:
         if self._ended:
             raise HttpStatusError(410, ENDED)
         try:
@@ -263,39 +266,39 @@ class AgentEnvironment:
         except SandboxError as error:
             raise HttpStatusError(503, f"the sandbox failed: {error}") from None
 
-    def reward(self, value: float | dict[str, float] | None) -> None:
-        """End the trajectory with a reward, one for each role, or none.
+    def end_with_reward(self, value: float | dict[str, float] | None) -> None:
+        """End the trajectory with a reward, with one for each role, or with None.
 
-        Raises `HttpStatusError` where it has ended, and where a role that has turns has no reward.
+        Raises `HttpStatusError` if it has ended already, or if a role with turns has no reward.
         """
         if self._ended or self._last is not None:
             raise HttpStatusError(410, ENDED)
         if isinstance(value, dict):
-            roles = self._roles if self._present is None else [*self._roles, self._present.role]
+            roles = self._roles if self._current is None else [*self._roles, self._current.role]
             try:
                 credits_of(value, roles)
             except ValueError as error:
                 raise HttpStatusError(400, f"reward: {error}") from None
-        self._end(End(value))
+        self._stop(End(value))
 
-    def _left(self, fault: str) -> None:
-        """Note that the agent has ended by itself: other terms judge the response, unless it said its reward."""
+    def _agent_ended(self, fault: str) -> None:
+        """Note that the agent has exited. Unless it gave a reward, other terms score the response."""
         if self._last is None:
-            self._end(AgentFailedError(fault) if fault else End())
+            self._stop(AgentFailedError(fault) if fault else End())
 
-    def _end(self, last: End | AgentFailedError) -> None:
+    def _stop(self, last: End | AgentFailedError) -> None:
         self._last = last
-        self._inbox.put_nowait(None)  # for who waits for a request
+        self._inbox.put_nowait(None)  # wakes `_next_request`
 
-    async def _next(self) -> Answer:
+    async def _next_request(self) -> Answer:
         while True:
             given = await self._inbox.get()
             if isinstance(self._last, AgentFailedError):
                 raise self._last
             if self._last is not None:
-                self._finish()
+                self._refuse_requests()
                 return End(self._last.reward, roles=tuple(self._roles))
-            assert given is not None, "only the end wakes who waits for nothing"
+            assert given is not None, "None comes only with the end"
             assert given.prompt is not None, "it was not answered yet"
             try:
                 words = given.prompt.join(self._history, turn=len(self._roles) + 1)
@@ -303,10 +306,10 @@ class AgentEnvironment:
                 del self._requests[given.digest]
                 given.refuse(HttpStatusError(413, str(error)))
                 continue
-            self._present = given
+            self._current = given
             return words
 
-    def _finish(self) -> None:
+    def _refuse_requests(self) -> None:
         self._ended = True
         for request in self._requests.values():
             request.refuse(HttpStatusError(410, ENDED))

@@ -1,6 +1,6 @@
-"""Bodies of the endpoint: what is read of a request, and answers as clients of the API know them. Pure.
+"""JSON bodies of the endpoint: the fields of requests that count, and answers in the form of OpenAI's API.
 
-Fields that are not named here are allowed and not heeded: how tokens are drawn is the run's own matter.
+Other fields of requests are ignored, among them sampling params, which the run's config sets.
 """
 
 import json
@@ -27,27 +27,27 @@ TurnLimit = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)] | None
 
 
 class CalledFunction(msgspec.Struct):
-    """A function that a message calls."""
+    """Function and arguments of a tool call."""
 
     name: str
     arguments: str = "{}"
 
 
 class CalledTool(msgspec.Struct):
-    """A call of a tool."""
+    """A tool call in a message."""
 
     function: CalledFunction
     id: str = ""
 
 
 class TextOfMessage(msgspec.Struct, tag_field="type", tag="text"):
-    """A part of a message, which has no pictures."""
+    """A text part of a message; the endpoint takes no images."""
 
     text: str
 
 
 class ChatMessage(msgspec.Struct):
-    """Fields of a message that count."""
+    """A message of a chat, as far as the endpoint reads it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextOfMessage] | None = None
@@ -55,15 +55,16 @@ class ChatMessage(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """Options of a stream, e.g. whether it ends with the usage of tokens."""
+    """Options of a stream; `include_usage` adds token counts at its end."""
 
     include_usage: bool | None = None
 
 
 class AnyRequest(msgspec.Struct, kw_only=True):
-    """Fields that requests for a turn have in common; `return_token_ids` asks for tokens in numbers, too.
+    """Fields that all requests for a turn have.
 
-    `model` is the role whose turn answers, where the agent gives each role a reward.
+    `return_token_ids` adds token ids to the answer. `model` names the role that the model plays, if the agent
+    gives a reward to each role.
     """
 
     model: Annotated[str, msgspec.Meta(max_length=ROLE_CHARS)] | None = None
@@ -75,7 +76,7 @@ class AnyRequest(msgspec.Struct, kw_only=True):
 
     @property
     def choices(self) -> int:
-        """Number of turns that answer it. Raises `HttpStatusError`."""
+        """Number of turns that answer the request. Raises `HttpStatusError`."""
         choices = 1 if self.n is None else self.n
         if not 1 <= choices <= MOST_CHOICES or (choices > 1 and self.stream):
             raise HttpStatusError(400, f"n={choices}: give 1 to {MOST_CHOICES}, and 1 for a stream")
@@ -83,7 +84,7 @@ class AnyRequest(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(AnyRequest):
-    """A conversation of messages."""
+    """Body of a chat completion."""
 
     messages: list[ChatMessage]
     tools: list[dict[str, Any]] | None = None
@@ -91,7 +92,7 @@ class ChatRequest(AnyRequest):
     max_completion_tokens: TurnLimit = None
 
     def prompt_of_turn(self) -> Prompt:
-        """Messages as chat templates know them. Raises `HttpStatusError`."""
+        """Return the messages as a prompt, with roles that chat templates know. Raises `HttpStatusError`."""
         if not self.messages or self.messages[-1].role == "assistant":
             raise HttpStatusError(400, "messages: there are none, or the last is the assistant's")
         plain = [msgspec.to_builtins(message) for message in self.messages]
@@ -101,41 +102,41 @@ class ChatRequest(AnyRequest):
 
 
 class CompletionRequest(AnyRequest):
-    """A text, or ids of the model, to go on behind."""
+    """Body of a completion: a text or token ids, which the model continues."""
 
     prompt: str | list[int]
     logprobs: int | None = None
     echo: bool | None = None
 
     def prompt_of_turn(self) -> Prompt:
-        """The text or the ids. Raises `HttpStatusError`."""
+        """Return the text or the ids as a prompt. Raises `HttpStatusError`."""
         if not self.prompt:
             raise HttpStatusError(400, "prompt: is empty")
         if self.echo:
-            raise HttpStatusError(400, "echo: is not done here")
+            raise HttpStatusError(400, "echo: this endpoint does not support it; leave it out")
         if isinstance(self.prompt, str):
             return TextPrompt(self.prompt, self.max_tokens)
         return TokenPrompt(_ids(self.prompt), self.max_tokens)
 
 
 class SamplingFields(msgspec.Struct):
-    """Fields of how a turn is sampled that are heeded."""
+    """Sampling params, as far as the endpoint reads them."""
 
     max_tokens: TurnLimit = None
 
 
 class TokensRequest(AnyRequest):
-    """Ids of the model to go on behind."""
+    """Body of a request in token ids, which the model continues."""
 
     token_ids: list[int]
     sampling_params: SamplingFields | None = None
 
     def prompt_of_turn(self) -> Prompt:
-        """The ids. Raises `HttpStatusError`."""
+        """Return the ids as a prompt. Raises `HttpStatusError`."""
         if not self.token_ids:
             raise HttpStatusError(400, "token_ids: there are none")
         if self.stream:
-            raise HttpStatusError(400, "stream: is not done here; leave it out")
+            raise HttpStatusError(400, "stream: this endpoint does not support it for tokens; leave it out")
         sampled = None if self.sampling_params is None else self.sampling_params.max_tokens
         return TokenPrompt(_ids(self.token_ids), _least(self.max_tokens, sampled))
 
@@ -150,27 +151,27 @@ class RewardRequest(msgspec.Struct):
 
 
 class CodeRequest(msgspec.Struct):
-    """Code to run in the sandbox."""
+    """Body of `/v1/python`: code to run in the sandbox."""
 
     code: str
 
 
 class CommandRequest(msgspec.Struct):
-    """Command to run in the sandbox, by its shell."""
+    """Body of `/v1/shell`: a shell command to run in the sandbox."""
 
     command: str
 
 
 class Bodies:
-    """Answers in the forms of the API, e.g. `Bodies(words).whole(answers, name="1f", body=request)`."""
+    """Writes answers in the form of the API, e.g. `Bodies(words).answer(answers, name="1f", body=request)`."""
 
     def __init__(self, words: Words) -> None:
         self._words = words
 
-    def whole(self, answers: Sequence[AgentAnswer], *, name: str, body: TurnRequest) -> dict[str, Any]:
-        """Answer to a request, with a choice for each of its turns."""
+    def answer(self, answers: Sequence[AgentAnswer], *, name: str, body: TurnRequest) -> dict[str, Any]:
+        """Make the body that answers a request, with a choice for each turn."""
         choices = [self._choice(answer, place, body) for place, answer in enumerate(answers)]
-        # the tokens that the newest answer was sampled behind; there are none of older ones
+        # only the newest answer still has the tokens before it
         context = None if answers[0].context is None else answers[0].context.tolist()
         body_of = {"choices": choices, "usage": usage_of(answers)}
         if isinstance(body, TokensRequest):
@@ -180,7 +181,7 @@ class Bodies:
         return {**head(name, kind), **body_of, **ids}
 
     def token_logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        """Log-probabilities of tokens, as answers in messages have them."""
+        """Write log-probabilities of tokens in the form of a chat completion."""
         entries = [
             {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
             for text, value in zip(self._texts(ids), logprobs, strict=True)
@@ -189,7 +190,7 @@ class Bodies:
 
     def _choice(self, answer: AgentAnswer, place: int, body: TurnRequest) -> dict[str, Any]:
         ids, values = answer.ids.tolist(), answer.logprobs.tolist()
-        known = len(values) == len(ids)  # else it was answered before the process died
+        known = len(values) == len(ids)  # a replayed turn has no log-probabilities
         choice: dict[str, Any] = {"index": place, "finish_reason": finish_of(answer), "logprobs": None}
         if isinstance(body, TokensRequest) or body.return_token_ids:
             choice["token_ids"] = ids
@@ -208,8 +209,8 @@ class Bodies:
         return choice
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
-        """Text of each token by itself; what ends a turn has none."""
-        return [self._words.said(np.array([id], np.int32)) for id in ids]
+        """Decode each token by itself; the token that ends a turn has no text."""
+        return [self._words.decode_turn(np.array([id], np.int32)) for id in ids]
 
     def _flat_logprobs(self, ids: list[int], values: list[float]) -> dict[str, Any]:
         tokens = self._texts(ids)
@@ -218,31 +219,31 @@ class Bodies:
 
 
 def head(name: str, kind: str) -> dict[str, Any]:
-    """Fields that every answer begins with."""
+    """Make the fields that every answer begins with."""
     return {"id": f"cmpl-{name[:24]}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
 def usage_of(answers: Sequence[AgentAnswer]) -> dict[str, int]:
-    """Tokens of a request and of its answers."""
+    """Count the tokens of a request and of its answers."""
     prompt, sampled = answers[0].num_context, sum(len(answer.ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def finish_of(answer: AgentAnswer) -> str:
-    """Why a turn ended."""
+    """Return the finish reason of a turn, as the API names it."""
     if answer.is_cut:
         return "length"
     return "tool_calls" if answer.message.get("tool_calls") else "stop"
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
-    """A fault in the form that clients of the API read."""
+    """Write an error in the form that API clients read."""
     kind = HTTPStatus(error.status).phrase if isinstance(error, HttpStatusError) else type(error).__name__
     return {"error": {"message": str(error), "type": kind, "code": None, "param": None}}
 
 
-def encoded(value: object) -> str:
-    """Text of a body."""
+def to_json(value: object) -> str:
+    """Encode a body as JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 

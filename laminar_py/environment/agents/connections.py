@@ -1,15 +1,15 @@
-"""Connections of the endpoint: how many there are, and what they hold before it is known whose they are.
+"""Connections of the endpoint: their number and their memory are bounded. `endpoint` owns them.
 
-Owned by `endpoint`. Whoever can reach the port can connect; only an agent has a key:
+Every client that reaches the port can connect, but only an agent has a key:
 
-    STRANGER -> BUSY   a request has come with the key of an agent
-    BUSY -> IDLE       it was answered
-    IDLE -> BUSY       the next has come
+    STRANGER -> BUSY   a request arrives with the key of an agent
+    BUSY -> IDLE       the endpoint has answered it
+    IDLE -> BUSY       the next request arrives
     any -> closed      by either side
 
-Where there are too many, or strangers have sent too much, the oldest stranger is closed, then the longest idle.
-Invariant: no number of connections without a key keeps out an agent that has one, and what all of them together
-make this process hold is bounded.
+If there are too many connections, or strangers have sent too many bytes, the endpoint closes the oldest stranger,
+then the connection that is idle longest. So connections without a key never keep out an agent that has one
+(`tests/environment/agents/test_connections.py`).
 """
 
 import asyncio
@@ -23,23 +23,23 @@ from dataclasses import dataclass
 BACKLOG = 128
 READ_S = 30.0
 STALL_S = 60.0
-MOST_AT_ONCE = 64  # requests of one agent
-BODIES_KEPT = 4  # of the longest, of one agent
-STRANGERS_BYTES = 2**26  # that they have sent, all together
-BODIES_BYTES = 2**26  # that are read at a time
-LARGEST_HELD = 2**20  # of one: longer headers are refused, and what is beyond of a body stays in the socket
+MOST_AT_ONCE = 64  # requests of one agent in flight
+BODIES_KEPT = 4  # bodies of the largest size that one agent may have in flight
+STRANGERS_BYTES = 2**26  # that all strangers together have sent
+BODIES_BYTES = 2**26  # of all bodies that we read at a time
+LARGEST_HELD = 2**20  # bytes of one stranger in our memory: longer headers fail, longer bodies stay in the socket
 BODIES_FULL = "too much is being read, or kept for this agent; try again"
 REFUSAL = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
 TOO_SLOW, TOO_MANY = "408 Request Timeout", "503 Service Unavailable"
 
 
 class HttpStatusError(Exception):
-    """A request that has a status for an answer, e.g. `HttpStatusError(410, "the trajectory has ended")`."""
+    """An HTTP status answers a request, e.g. `HttpStatusError(410, "the trajectory has ended")`."""
 
     def __init__(self, status: int, reason: str, *, closes: bool = False) -> None:
         super().__init__(reason)
         self.status = status
-        self.closes = closes  # the connection
+        self.closes = closes  # True: close the connection, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,76 +48,76 @@ class ConnectionBounds:
 
     most: int  # connections
     max_body_bytes: int
-    read_s: float = READ_S  # for a first request's headers, and for each body
-    stall_s: float = STALL_S  # for whoever reads nothing of an answer
+    read_s: float = READ_S  # timeout of a first request's headers, and of each body
+    stall_s: float = STALL_S  # timeout of a client that does not read its answer
 
     @property
     def connections(self) -> int:
-        """Connections, of which each has a file descriptor; others need some too."""
+        """Most connections: `most`, but at most half of the file descriptors of this process."""
         return min(self.most, _descriptors() // 2)
 
     @property
     def backlog(self) -> int:
-        """Connections that are taken in at a time, each of which has a descriptor before others make room."""
+        """Connections that the kernel accepts before we can close others to make room."""
         return min(BACKLOG, _descriptors() // 8)
 
     @property
     def bodies_bytes(self) -> int:
-        """Bytes of bodies that are read at a time."""
+        """Most bytes of all bodies that we read at a time."""
         return max(BODIES_BYTES, self.max_body_bytes)
 
 
 class AgentConnection(asyncio.Protocol):
-    """A connection, before the protocol `inner` that speaks HTTP."""
+    """A connection. It counts bytes and passes them to the protocol `inner`, which speaks HTTP."""
 
     def __init__(self, inner: asyncio.Protocol, all_of_them: "AgentConnections") -> None:
         self.inner = inner
-        self.held = 0  # bytes that a stranger has sent, as far as they may be here
+        self.held = 0  # bytes of a stranger in our memory, at most LARGEST_HELD
         self.timer: asyncio.TimerHandle | None = None
         self._all = all_of_them
         self._stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`, as are all of these."""
+        """Implement `asyncio.Protocol`, as the next methods do."""
         assert isinstance(transport, asyncio.Transport), "it is one of a socket"
         self.transport = transport
         self.inner.connection_made(transport)
         self._all.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        """Pass it on, unless too much is here."""
+        """Pass data to HTTP, unless the connection was closed for sending too much."""
         self._all.received(self, len(data))
         if not self.transport.is_closing():
             self.inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """Pass it on."""
+        """Pass the end of the input to HTTP."""
         return self.inner.eof_received()
 
     def pause_writing(self) -> None:
-        """Close it unless somebody reads before long."""
+        """Close the connection unless the client reads within `stall_s`."""
         self.inner.pause_writing()
         self._stall = asyncio.get_running_loop().call_later(self._all.bounds.stall_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Somebody reads."""
+        """Keep the connection: the client reads again."""
         self._cancel_stall()
         self.inner.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Let go of it."""
+        """Forget the connection."""
         self._cancel_stall()
         self._all.closed(self)
         self.inner.connection_lost(error)
 
     def refuse(self, status: str) -> None:
-        """Close it; what it asked has this status, unless an answer is on its way."""
+        """Answer with this status and close the connection; send no status if an answer is half sent."""
         if self.transport.get_write_buffer_size() == 0:
             self.transport.write(REFUSAL.format(status).encode())
         self.close()
 
     def close(self) -> None:
-        """Close it at once."""
+        """Close the connection at once, without sending the rest of an answer."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         self.transport.close()
@@ -128,30 +128,30 @@ class AgentConnection(asyncio.Protocol):
 
 
 class AgentConnections:
-    """Connections of an endpoint, e.g. `create_server(lambda: connections.accept(server()))`."""
+    """All connections of an endpoint, e.g. `create_server(lambda: connections.accept(server()))`."""
 
     def __init__(self, bounds: ConnectionBounds) -> None:
         self.bounds = bounds
         self._most = bounds.connections
         self._strangers: dict[AgentConnection, None] = {}  # the oldest first
-        self._idle: dict[AgentConnection, None] = {}  # the longest first
+        self._idle: dict[AgentConnection, None] = {}  # the longest idle first
         self._busy: set[AgentConnection] = set()
-        self._answering: Counter[object] = Counter()  # requests that are being answered, by agent
-        self._held = 0  # by strangers
-        self._kept: Counter[object] = Counter()  # bytes of bodies until they are answered, by agent
-        self._reading = 0  # bytes of bodies that are read
+        self._answering: Counter[object] = Counter()  # requests in flight, by agent
+        self._held = 0  # bytes of all strangers in our memory
+        self._kept: Counter[object] = Counter()  # bytes of bodies of requests in flight, by agent
+        self._reading = 0  # bytes of bodies that we read now
 
     def __len__(self) -> int:
         return len(self._strangers) + len(self._idle) + len(self._busy)
 
     def accept(self, inner: asyncio.Protocol) -> AgentConnection:
-        """The protocol of a new connection."""
+        """Make the protocol of a new connection."""
         return AgentConnection(inner, self)
 
     # ---- called by connections
 
     def opened(self, one: AgentConnection) -> None:
-        """Take in another, in place of one that waits where there is no room."""
+        """Add a connection as a stranger; close another one if there are too many."""
         if len(self) >= self._most and not self._make_room():
             one.refuse(TOO_MANY)
             return
@@ -159,7 +159,7 @@ class AgentConnections:
         one.timer = asyncio.get_running_loop().call_later(self.bounds.read_s, self._refuse, one, TOO_SLOW)
 
     def received(self, one: AgentConnection, count: int) -> None:
-        """Note bytes; where strangers have sent too many the oldest of them go."""
+        """Count the bytes of a stranger; close the oldest strangers while they hold too many."""
         if one in self._strangers:
             more = min(count, LARGEST_HELD - one.held)
             one.held += more
@@ -168,7 +168,7 @@ class AgentConnections:
                 self._make_room()
 
     def closed(self, one: AgentConnection) -> None:
-        """Forget it."""
+        """Remove a closed connection."""
         self._forget_stranger(one)
         self._idle.pop(one, None)
         self._busy.discard(one)
@@ -177,11 +177,11 @@ class AgentConnections:
 
     @contextmanager
     def answering(self, transport: asyncio.BaseTransport | None, agent: object | None) -> Iterator[None]:
-        """Know whose a connection is while its request is answered. Raises `HttpStatusError`.
+        """Mark a connection as the agent's while its request is in flight. Raises `HttpStatusError`.
 
-        A connection without an agent waits for a trajectory, and may be closed like any that waits.
+        Without an agent, an external client waits for a trajectory; such a connection counts as idle.
         """
-        one = _of(transport)
+        one = _connection_of(transport)
         self._forget_stranger(one)
         self._idle.pop(one, None)
         self._idle[one] = None
@@ -189,20 +189,20 @@ class AgentConnections:
             yield
             return
         if self._answering[agent] >= MOST_AT_ONCE:
-            raise HttpStatusError(429, f"{MOST_AT_ONCE} requests are being answered")
+            raise HttpStatusError(429, f"the agent has {MOST_AT_ONCE} requests in flight; try again")
         del self._idle[one]
         self._busy.add(one)
         with _held(self._answering, agent, 1):
             try:
                 yield
             finally:
-                if one in self._busy:  # else it was closed meanwhile
+                if one in self._busy:  # the client may have closed it meanwhile
                     self._busy.remove(one)
                     self._idle[one] = None
 
     @contextmanager
     def keeping(self, agent: object | None, count: int) -> Iterator[None]:
-        """Keep a body of so many bytes for an agent until it is answered. Raises `HttpStatusError`."""
+        """Reserve `count` bytes for a body of an agent until its request is answered. Raises `HttpStatusError`."""
         if self._kept[agent] + count > BODIES_KEPT * self.bounds.max_body_bytes:
             raise HttpStatusError(503, BODIES_FULL)
         with _held(self._kept, agent, count):
@@ -210,7 +210,7 @@ class AgentConnections:
 
     @contextmanager
     def reading(self, count: int) -> Iterator[None]:
-        """Read a body of so many bytes. Raises `HttpStatusError`."""
+        """Reserve `count` bytes while a body is read. Raises `HttpStatusError`."""
         if self._reading + count > self.bounds.bodies_bytes:
             raise HttpStatusError(503, BODIES_FULL)
         self._reading += count
@@ -222,7 +222,7 @@ class AgentConnections:
     # ----
 
     def _make_room(self) -> bool:
-        """Close one that waits; False where none does."""
+        """Close the oldest stranger, or else the longest idle connection. Returns False if there is neither."""
         if self._strangers:
             self._refuse(next(iter(self._strangers)), TOO_MANY)
             return True
@@ -247,14 +247,14 @@ class AgentConnections:
 
 
 def _descriptors() -> int:
-    """File descriptors that this process may have."""
+    """Return how many file descriptors this process may open."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors
 
 
 @contextmanager
 def _held(counter: Counter[object], agent: object, count: int) -> Iterator[None]:
-    """Count for an agent meanwhile; nothing is kept of an agent that has none."""
+    """Add `count` to an agent's counter within the context; drop counters that are 0."""
     counter[agent] += count
     try:
         yield
@@ -264,8 +264,8 @@ def _held(counter: Counter[object], agent: object, count: int) -> Iterator[None]
             del counter[agent]
 
 
-def _of(transport: asyncio.BaseTransport | None) -> AgentConnection:
-    """The connection of a request. Raises `ConnectionResetError` where that is closed."""
+def _connection_of(transport: asyncio.BaseTransport | None) -> AgentConnection:
+    """Return the connection of a request. Raises `ConnectionResetError` if the client has closed it."""
     one = transport.get_protocol() if isinstance(transport, asyncio.Transport) else None
     if not isinstance(one, AgentConnection):
         raise ConnectionResetError("the connection is closed")

@@ -1,8 +1,8 @@
-"""The endpoint of agents: the API of OpenAI as far as agents need it, and a form of it in tokens.
+"""The HTTP endpoint of agents: the part of OpenAI's API that agents need, and a variant of it in tokens.
 
-Served by each process of environments, for the agents of its trajectories. A key names a trajectory. Invariants:
-a request is answered by one whole turn of the model, or refused by a status; of whoever has no key no body is
-kept.
+Each environment process serves one for the agents of its trajectories. An API key stands for a trajectory. A
+request gets one whole turn of the model, or a status. The endpoint reads no body of a request without a known key
+(`tests/environment/agents/test_connections.py`).
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from laminar_py.environment.agents.bodies import (
     RewardRequest,
     TokensRequest,
     TurnRequest,
-    encoded,
     error_body,
+    to_json,
 )
 from laminar_py.environment.agents.connections import (
     AgentConnection,
@@ -43,17 +43,17 @@ from laminar_py.environment.agents.runner import ExternalAgents
 from laminar_py.environment.agents.streamed import EventStream
 from laminar_py.environment.calls import LARGEST
 
-SHUTDOWN_S = 1.0  # for requests that are being answered
-PATIENCE_S = 20.0  # of an external agent, for a trajectory
+SHUTDOWN_S = 1.0  # for requests in flight
+PATIENCE_S = 20.0  # an external agent waits so long for a trajectory, then asks again
 WILDCARDS = ("0.0.0.0", "::")
-KEEP_ALIVE_S = 75.0  # of a connection that asks nothing
+KEEP_ALIVE_S = 75.0  # of an idle connection
 TRY_AGAIN = {"Retry-After": "1"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BodyT = TypeVar("BodyT")
 
 
 class AgentEndpoint:
-    """Handlers of the endpoint."""
+    """HTTP handlers of the endpoint."""
 
     def __init__(
         self, keys: Keys, words: Words, connections: AgentConnections, external: ExternalAgents | None = None
@@ -65,26 +65,26 @@ class AgentEndpoint:
         self._connections = connections
 
     def app(self) -> web.Application:
-        """The application."""
+        """Make the web application with its routes."""
         most = self._connections.bounds.max_body_bytes
         app = web.Application(client_max_size=most, middlewares=[self._guard])
-        app.router.add_post("/v1/chat/completions", partial(self._turn, ChatRequest))
-        app.router.add_post("/v1/completions", partial(self._turn, CompletionRequest))
-        app.router.add_post("/inference/v1/generate", partial(self._turn, TokensRequest))
+        app.router.add_post("/v1/chat/completions", partial(self._answer_turns, ChatRequest))
+        app.router.add_post("/v1/completions", partial(self._answer_turns, CompletionRequest))
+        app.router.add_post("/inference/v1/generate", partial(self._answer_turns, TokensRequest))
         app.router.add_post("/v1/reward", self._reward)
         app.router.add_post("/v1/trajectories/{trajectory}/reward", self._reward)
         app.router.add_post("/v1/python", self._python)
         app.router.add_post("/v1/shell", self._shell)
         app.router.add_get("/v1/models", self._models)
         if self._external is not None:
-            app.router.add_post("/v1/trajectories", self._hand_out)
+            app.router.add_post("/v1/trajectories", self._give_trajectory)
         return app
 
-    # ---- whoever asks
+    # ---- admission
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request, or say by a status why not."""
+        """Answer a request; turn a `HttpStatusError` into a status with a JSON body."""
         try:
             return await self._admit(request, handler)
         except HttpStatusError as refusal:
@@ -95,7 +95,7 @@ class AgentEndpoint:
             return response
 
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Read a request of an agent, and handle it; others are refused before they are read, and closed."""
+        """Read and handle a request of an agent. Refuse a request without a known key before reading its body."""
         agent = None if self._is_external(request) else self._agent(request)
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise HttpStatusError(415, "a body is to be plain JSON")
@@ -113,33 +113,33 @@ class AgentEndpoint:
             return await handler(request)
 
     def _is_external(self, request: web.Request) -> bool:
-        """True where the request has the key of the run."""
+        """Return True if the request has the run's key."""
         key = _key_of(request).encode(errors="surrogateescape")
         return self._external is not None and secrets.compare_digest(key, self._external.key.encode())
 
     def _agent(self, request: web.Request) -> AgentEnvironment:
-        """The agent whose key the request has. Raises `HttpStatusError`."""
-        agent = self._keys.agent(_key_of(request))
+        """Find the agent by the request's key. Raises `HttpStatusError`."""
+        agent = self._keys.find_agent(_key_of(request))
         if agent is None:
             raise HttpStatusError(401, "no trajectory that goes on has this key", closes=True)
         return agent
 
     # ---- turns
 
-    async def _turn(self, kind: type[TurnRequest], request: web.Request) -> web.StreamResponse:
-        """Answer with turns of the model, each of which is asked for by itself."""
+    async def _answer_turns(self, kind: type[TurnRequest], request: web.Request) -> web.StreamResponse:
+        """Answer a request with turns of the model: `n` choices are `n` requests of the agent."""
         body = await _body(request, kind)
         prompt, agent, choices = body.prompt_of_turn(), self._agent(request), body.choices
         digest = _digest(request, await request.read())
         digests = [digest, *(blake3(digest + bytes([place])).digest() for place in range(1, choices))]
         listens = bool(body.stream) and not prompt.has_tools
-        waiting = agent.ask(digests, prompt, role=body.model or MODEL, listens=listens)
+        waiting = agent.add_requests(digests, prompt, role=body.model or MODEL, listens=listens)
         if body.stream:
             return await EventStream(waiting[0], body, self._words).serve(request)
         answers = await asyncio.gather(*(asyncio.shield(one.answer) for one in waiting))
-        return _json(self._bodies.whole(answers, name=digest.hex(), body=body))
+        return _json(self._bodies.answer(answers, name=digest.hex(), body=body))
 
-    # ---- all else
+    # ---- other routes
 
     async def _models(self, request: web.Request) -> web.Response:
         self._agent(request)
@@ -156,7 +156,7 @@ class AgentEndpoint:
         for one in value.values() if isinstance(value, dict) else [value]:
             if one is not None and abs(one) > LARGEST:
                 raise HttpStatusError(400, f"reward={one:g}: give a number up to {LARGEST:g}")
-        agent.reward(value)
+        agent.end_with_reward(value)
         return _json({"reward": value})
 
     async def _python(self, request: web.Request) -> web.Response:
@@ -167,12 +167,12 @@ class AgentEndpoint:
         agent, body = self._agent(request), await _body(request, CommandRequest)
         return _json({"output": await agent.shell(body.command)})
 
-    async def _hand_out(self, request: web.Request) -> web.Response:
-        """A trajectory for an external agent, or the word that none waits now."""
-        assert self._external is not None, "who starts agents hands none out"
+    async def _give_trajectory(self, request: web.Request) -> web.Response:
+        """Give a trajectory to an external agent, or answer `{"id": null}` if none waits."""
+        assert self._external is not None, "this route exists only with external agents"
         if not self._is_external(request):
             raise HttpStatusError(401, "this is not the key of the run")
-        offer = await self._external.take(PATIENCE_S)
+        offer = await self._external.next_offer(PATIENCE_S)
         if offer is None:
             return _json({"id": None})
         problem = msgspec.to_builtins(offer.problem)
@@ -193,7 +193,10 @@ async def serve(
     port: int,
     bounds: ConnectionBounds,
 ) -> AsyncIterator[str]:
-    """Serve agents while it is open; gives the address, with a free port where it is 0. Raises `ConfigError`."""
+    """Serve agents while the context is open, and yield the endpoint's URL; port 0 takes any free one.
+
+    Raises `ConfigError` if the port is taken.
+    """
     connections = AgentConnections(bounds)
     runner = web.AppRunner(
         AgentEndpoint(keys, words, connections, external).app(),
@@ -228,7 +231,7 @@ def _accept(connections: AgentConnections, server: web.Server) -> AgentConnectio
 
 
 async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
-    """Body of a request. Raises `HttpStatusError`."""
+    """Decode the body of a request. Raises `HttpStatusError`."""
     try:
         return msgspec.json.decode(await request.read(), type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -236,10 +239,10 @@ async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
 
 
 def _digest(request: web.Request, body: bytes) -> bytes:
-    """Name of a request: the same for the same body under the same key of the client's."""
+    """Hash path, idempotency key and body of a request, so that a repeated request has the same digest."""
     key = request.headers.get("Idempotency-Key", "").encode(errors="surrogateescape")
     return blake3(b"\0".join((request.path.encode(), key, body))).digest()
 
 
 def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(text=encoded(body), content_type="application/json", status=status, headers=headers)
+    return web.Response(text=to_json(body), content_type="application/json", status=status, headers=headers)

@@ -1,10 +1,10 @@
-"""Requests of an agent, matched to the turns of the model: which turn each goes on behind, and with what. Pure.
+"""Match requests of an agent to earlier turns of the model: the turn that a request continues, and its new text.
 
-Owned by an `AgentEnvironment`. A request is bytes: digests of its messages, its tokens, or its text. It goes on
-behind the longest turn whose bytes it begins with, which are those of that turn's own request and of its answer.
-The turn's tokens stay as they are, and the rest alone is tokenized. A request that repeats no turn begins a
-sequence of its own. Invariants: nothing that was sampled is tokenized again to be trained on; of each turn a
-digest alone is kept.
+An `AgentEnvironment` owns a history. A request and the answer to it are bytes: digests of messages, tokens, or
+text. A new request continues the longest turn whose request and answer it begins with. The tokens of that turn
+stay as they were sampled, and only the rest is tokenized. A request that repeats no turn begins a new sequence. So
+sampled tokens are never tokenized again (`tests/environment/agents/test_agents_truth.py`). The history keeps only
+a digest of each turn.
 """
 
 import json
@@ -21,30 +21,33 @@ from laminar_py.environment.tool_calls import CallFormat, WrittenCall, outside_r
 from laminar_py.records.codec import DIGEST_BYTES, IntArray
 
 Message: TypeAlias = Mapping[str, Any]  # of a request, as the API has it
-TOKENS, TEXT = b"tokens", b"text"  # kinds of bytes; those of messages are named by their tools
+TOKENS, TEXT = b"tokens", b"text"  # kinds of requests; the kind of a chat is the digest of its tools
 
 
 class WordsTooLongError(Exception):
-    """A request that says more than it may, beyond what it repeats."""
+    """The new text of a request is longer than allowed."""
 
 
 class AgentHistory:
     """Turns of the model, by the bytes of their requests and answers.
 
-    A request in messages says at most `most_bytes` beyond what it repeats.
+    A chat request may have at most `most_bytes` of new text.
     """
 
     def __init__(self, words: Words, *, most_bytes: int) -> None:
         self.words = words
         self.most_bytes = most_bytes
-        self._turns: dict[tuple[bytes, int], dict[bytes, int]] = {}  # number by digest, by kind and size
+        self._turns: dict[tuple[bytes, int], dict[bytes, int]] = {}  # turn by digest, for each kind and size
 
-    def note(self, kind: bytes, said: bytes, *, turn: int) -> None:
-        """Note a turn whose request and answer are these bytes; of equal ones the first stays."""
+    def add_turn(self, kind: bytes, said: bytes, *, turn: int) -> None:
+        """Add a turn whose request and answer are the bytes `said`. The first of equal ones stays."""
         self._turns.setdefault((kind, len(said)), {}).setdefault(_digest(said), turn)
 
-    def longest(self, kind: bytes, said: bytes) -> tuple[int, int]:
-        """Number and bytes of the longest turn that these bytes begin with, and go on; zeros for none."""
+    def longest_prefix(self, kind: bytes, said: bytes) -> tuple[int, int]:
+        """Find the longest turn whose bytes are a true prefix of `said`.
+
+        Returns its number and size; zeros if none.
+        """
         hasher, place, found = blake3(), 0, (0, 0)
         for size in sorted(size for known, size in self._turns if known == kind and size < len(said)):
             hasher.update(said[place:size])
@@ -56,34 +59,34 @@ class AgentHistory:
 
 @dataclass(slots=True, kw_only=True)
 class Chat:
-    """Messages, the last of which the model answers, and tools that it may call."""
+    """A chat request: messages, whose last one the model answers, and tools that it may call."""
 
     messages: Sequence[Message]
     tools: Sequence[Message]
-    max_tokens: int | None = None  # the most of the turn that answers it
+    max_tokens: int | None = None  # of the answer
     _kind: bytes = field(default=b"", init=False)
     _said: bytes = field(default=b"", init=False)
 
     @property
     def has_tools(self) -> bool:
-        """True where a turn may call tools."""
+        """True if the answer may call tools."""
         return bool(self.tools)
 
     def join(self, history: AgentHistory, *, turn: int) -> Observation | Rewrite:
-        """Words to the model, whose turn of that number answers them, 1 the first. Raises `WordsTooLongError`."""
-        self._kind, self._said = _digest(_json(list(self.tools))), b"".join(map(plain, self.messages))
-        behind, size = history.longest(self._kind, self._said)
+        """Return the messages for the model before its turn `turn`; 1 is the first. Raises `WordsTooLongError`."""
+        self._kind, self._said = _digest(_json(list(self.tools))), b"".join(map(message_digest, self.messages))
+        behind, size = history.longest_prefix(self._kind, self._said)
         words = self._words(behind, self.messages[size // DIGEST_BYTES :], turn=turn)
         if (count := _num_bytes(words)) > history.most_bytes:
             raise WordsTooLongError(f"{count:,} bytes, above max_observation_bytes={history.most_bytes:,}")
         return words
 
     def note_answer(self, history: AgentHistory, sampled: SampledTurn, message: Message, *, turn: int) -> None:
-        """Note the turn that answers it."""
-        history.note(self._kind, self._said + plain(message), turn=turn)
+        """Add the turn that answers this request to the history."""
+        history.add_turn(self._kind, self._said + message_digest(message), turn=turn)
 
     def _words(self, behind: int, rest: Sequence[Message], *, turn: int) -> Observation | Rewrite:
-        """Words of the messages behind a turn, or of all of them anew."""
+        """Return the messages `rest` after the turn `behind`, or all messages if they cannot follow a turn."""
         roles = {message["role"] for message in rest}
         if not behind or len(roles) != 1 or not roles <= set(Role):
             return Rewrite(tuple(map(_turn, self.messages)), tuple(self.tools), max_tokens=self.max_tokens)
@@ -94,40 +97,40 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Tokens that the model goes on behind."""
+    """A request in tokens, which the model continues."""
 
     ids: IntArray  # [n]
-    max_tokens: int | None = None  # the most of the turn that answers it
+    max_tokens: int | None = None  # of the answer
     has_tools: bool = False
 
     def join(self, history: AgentHistory, *, turn: int) -> TokenWords:
-        """Words to the model, whose turn answers them."""
-        behind, size = history.longest(TOKENS, self.ids.tobytes())
+        """Return the new tokens, and the turn that they follow."""
+        behind, size = history.longest_prefix(TOKENS, self.ids.tobytes())
         return TokenWords(self.ids[size // self.ids.itemsize :], behind, max_tokens=self.max_tokens)
 
     def note_answer(self, history: AgentHistory, sampled: SampledTurn, message: Message, *, turn: int) -> None:
-        """Note the turn that answers it."""
+        """Add the turn that answers this request to the history."""
         _note_tokens(history, sampled, turn=turn)
 
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text that the model goes on behind, as it stands."""
+    """A request in plain text, which the model continues."""
 
     text: str
-    max_tokens: int | None = None  # the most of the turn that answers it
+    max_tokens: int | None = None  # of the answer
     has_tools: bool = False
 
     def join(self, history: AgentHistory, *, turn: int) -> TokenWords:
-        """Words to the model, whose turn answers them."""
+        """Return the new text as tokens, and the turn that they follow."""
         said = self.text.encode()
-        behind, size = history.longest(TEXT, said)
-        ids = history.words.encoded(said[size:].decode(), begins=not behind)
+        behind, size = history.longest_prefix(TEXT, said)
+        ids = history.words.encode_text(said[size:].decode(), begins=not behind)
         return TokenWords(ids, behind, max_tokens=self.max_tokens)
 
     def note_answer(self, history: AgentHistory, sampled: SampledTurn, message: Message, *, turn: int) -> None:
-        """Note the turn that answers it, which requests in tokens may repeat, too."""
-        history.note(TEXT, f"{self.text}{history.words.said(sampled.ids)}".encode(), turn=turn)
+        """Add the turn that answers this request to the history. Requests in tokens may continue it, too."""
+        history.add_turn(TEXT, f"{self.text}{history.words.decode_turn(sampled.ids)}".encode(), turn=turn)
         _note_tokens(history, sampled, turn=turn)
 
 
@@ -135,9 +138,9 @@ Prompt = Chat | TokenPrompt | TextPrompt
 
 
 class AssistantMessages:
-    """Messages of a model whose calls are written so, e.g. `AssistantMessages(HermesCalls(), mark="<tool_call>")`.
+    """Reads turns of the model as chat messages, e.g. `AssistantMessages(HermesCalls(), mark="<tool_call>")`.
 
-    `mark` begins a call, which is no text.
+    `mark` is the text that begins a tool call.
     """
 
     def __init__(self, call_format: CallFormat, *, mark: str) -> None:
@@ -145,7 +148,7 @@ class AssistantMessages:
         self._mark = mark
 
     def read(self, text: str, *, turn: int, has_tools: bool) -> Message:
-        """The message of a turn; a call that cannot be read is text, as is each where the agent has no tools."""
+        """Read a turn as a message. The whole turn is text if a call is broken, or if the agent has no tools."""
         parsed = list(self._format.parse(outside_reasoning(text))) if has_tools else []
         calls = [call for call in parsed if isinstance(call, WrittenCall)]
         if not calls or len(calls) < len(parsed):
@@ -165,18 +168,18 @@ class AssistantMessages:
         }
 
 
-def plain(message: Message) -> bytes:
-    """Digest of a message in one form, whatever fields its writer leaves out or adds."""
+def message_digest(message: Message) -> bytes:
+    """Hash the fields of a message that count, whatever other fields a client adds or leaves out."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     return _digest(_json([message["role"], _text(message), [[call["name"], _read(call)] for call in calls]]))
 
 
 def _note_tokens(history: AgentHistory, sampled: SampledTurn, *, turn: int) -> None:
-    history.note(TOKENS, np.concatenate([sampled.context, sampled.ids]).astype(np.int32).tobytes(), turn=turn)
+    history.add_turn(TOKENS, np.concatenate([sampled.context, sampled.ids]).astype(np.int32).tobytes(), turn=turn)
 
 
 def _num_bytes(words: Observation | Rewrite) -> int:
-    """Bytes of what is said, as `environment.calls` counts them."""
+    """Count the bytes of new messages as `environment.calls` does."""
     if isinstance(words, Rewrite):
         return len(json.dumps([words.turns, words.tools]))
     return sum(len(text.encode(errors="surrogatepass")) for text in words.messages)
@@ -191,7 +194,7 @@ def _digest(said: bytes) -> bytes:
 
 
 def _read(call: Mapping[str, Any]) -> Any:
-    """Arguments of a call, which are JSON in a text."""
+    """Decode the arguments of a call; return their text if it is not JSON."""
     try:
         return json.loads(call["arguments"])
     except (ValueError, RecursionError):
@@ -204,7 +207,7 @@ def _text(message: Message) -> str:
 
 
 def _turn(message: Message) -> Message:
-    """A message as chat templates take it: one text, and arguments of calls as objects."""
+    """Convert a message for a chat template: one text, and arguments of calls as objects."""
     turn = {"role": message["role"], "content": _text(message)}
     if calls := message.get("tool_calls"):
         turn["tool_calls"] = [

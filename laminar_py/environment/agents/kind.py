@@ -1,4 +1,4 @@
-"""The kind `agent`: an agent that speaks to its model over the chat completions API, as it is."""
+"""The kind `agent`: an unmodified agent that calls its model over the chat completions API."""
 
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -19,9 +19,9 @@ from laminar_py.environment.agents.runner import (
     AgentRunner,
     ExternalAgents,
     LauncherError,
+    load_or_make_key,
     open_runner,
-    run_key,
-    tell_where,
+    write_address_file,
 )
 from laminar_py.environment.protocol import Environment
 from laminar_py.environment.python_session import PythonSession
@@ -96,7 +96,7 @@ class AgentConfig(EnvironmentConfig):
 
 @asynccontextmanager
 async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIterator[Callable[[], Environment]]:
-    """Maker of environments that are agents. Raises `ConfigError` where the endpoint cannot be served."""
+    """Serve the endpoint, and yield a function that makes environments. Raises `ConfigError`."""
     if settings.family is CallFamily.TAGS:
         raise ConfigError("environment.family=tags: agents name arguments; write hermes or llama")
     is_hermes = settings.family is CallFamily.HERMES
@@ -106,17 +106,17 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
         else AssistantMessages(LlamaCalls(), mark="<|python_tag|>")
     )
     keys, where = Keys(), home.folder / "agents" / f"external-{home.index}.json"
-    external = ExternalAgents(run_key(where)) if settings.external else None
+    external = ExternalAgents(load_or_make_key(where)) if settings.external else None
     port = settings.port + home.index if settings.port else 0
     bounds = ConnectionBounds(most=settings.max_connections, max_body_bytes=settings.max_body_bytes)
     async with AsyncExitStack() as stack:
         served = serve(keys, home.words, external=external, host=settings.host, port=port, bounds=bounds)
         url = await stack.enter_async_context(served)
-        pool = await stack.enter_async_context(SandboxPool.of(home.sandbox)) if settings.python else None
+        pool = await stack.enter_async_context(SandboxPool.from_config(home.sandbox)) if settings.python else None
         if external is None:
             agents: Agents = await stack.enter_async_context(_own_agents(settings, home, url=url))
         else:
-            tell_where(where, url=url, key=external.key)
+            write_address_file(where, url=url, key=external.key)
             agents = external
         yield lambda: AgentEnvironment(
             agents,
@@ -131,7 +131,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
 
 @asynccontextmanager
 async def _own_agents(settings: AgentConfig, home: EnvironmentHome, *, url: str) -> AsyncIterator[AgentRunner]:
-    """Starts agents of the command, or the function. Raises `ConfigError` where that cannot be."""
+    """Open a runner for the command or the function. Raises `ConfigError` if its launcher does not start."""
     program = Program(
         command=_resolved(settings.command or []),
         function=_absolute(settings.function or ""),
@@ -150,7 +150,7 @@ async def _own_agents(settings: AgentConfig, home: EnvironmentHome, *, url: str)
 
 
 def _resolved(command: list[str]) -> tuple[str, ...]:
-    """A command that means the same from any folder: files by their whole path, `python` this one."""
+    """Make a command independent of the folder: absolute paths of files, and this interpreter for `python`."""
     first = sys.executable if command[:1] in (["python"], ["python3"]) else "".join(command[:1])
     return tuple(_absolute(word) for word in (first, *command[1:]))
 

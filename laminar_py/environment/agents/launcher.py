@@ -1,14 +1,15 @@
-"""The process that starts agents and ends them. The standard library alone is imported here.
+"""The process that starts and ends agents. It imports only the standard library.
 
 `python -m laminar_py.environment.agents.launcher` is a hosted process (`sandbox.hosted`) whose calls are JSON. The
-first is a `Program`, answered once that is imported. Each further one starts an agent, and is answered by the
-agent's exit code when that has ended; a call that is cancelled kills its agent:
+first call is a `Program`, answered once its function is imported. Each further call starts an agent and is
+answered by the agent's exit code. A cancelled call kills its agent:
 
     -> 7 {"folder": "...", "log": "...", "variables": {...}}     <- 7 0
     -> 7                                                         <- 7 -9
 
-A function is imported once; each agent that calls it is a fork of this process. Invariant: an agent leaves no
-process behind in its group, and none outlives the owner of this process, however that ended.
+A function is imported once; each agent is a fork of this process. The launcher kills the process group of an agent
+that has ended. No agent outlives the launcher's owner, however it dies
+(`tests/environment/agents/test_agents.py`).
 """
 
 import asyncio
@@ -35,14 +36,14 @@ from urllib.request import Request, urlopen
 from laminar_py.sandbox.inside import kernel
 from laminar_py.sandbox.inside.wire import call_frame, own_control, receive_call
 
-FILE_BYTES = 2**28  # of each file that an agent writes, its log among them
+FILE_BYTES = 2**28  # of each file that an agent writes, its log included
 REWARD_TIMEOUT_S = 60.0
 CHUNK = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Program of agents, and bounds of each of its processes, e.g. `Program(function="a.py:run", cpu_s=60.0)`."""
+    """Program of agents and limits of each process, e.g. `Program(function="a.py:run", cpu_s=60.0)`."""
 
     command: tuple[str, ...] = ()
     function: str = ""
@@ -51,7 +52,7 @@ class Program:
 
 
 class Launcher:
-    """Agents of one program, started and ended by calls from `control`."""
+    """Starts and ends the agents of one program, by calls from the socket `control`."""
 
     def __init__(self, program: Program, control: socket.socket) -> None:
         self._program = program
@@ -61,10 +62,10 @@ class Launcher:
         self._function = _imported(program.function) if program.function else None
 
     def run(self) -> None:
-        """Follow calls until the owner is gone."""
+        """Serve calls until the owner closes the socket."""
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        gc.freeze()  # what was imported is never copied for a look at it
+        gc.freeze()  # else garbage collection in each fork would copy all imported modules
         while True:
             ready, _, _ = select.select([self._control.fileno(), self._woken], [], [])
             if self._woken in ready:
@@ -90,7 +91,7 @@ class Launcher:
         parent = os.getpid()
         try:
             pid = os.fork()
-        except OSError as error:  # of memory or processes there are too few, and the others go on
+        except OSError as error:  # out of memory or processes: only this agent fails
             Path(order["log"]).write_text(f"it could not be started ({error.strerror})\n")
             self._control.sendall(call_frame(number, b"1"))
             return
@@ -99,7 +100,7 @@ class Launcher:
         self._numbers[pid] = number
 
     def _reap(self) -> None:
-        """Tell of the agents that have ended, once what they left behind has."""
+        """Report the exit codes of agents that have ended, after killing the processes that they left."""
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -107,24 +108,24 @@ class Launcher:
                 return
             if found is None:
                 return
-            _kill(found.si_pid)  # its number is nobody else's until it is waited for
+            _kill(found.si_pid)  # no other process can have its id before we reap it
             _, status = os.waitpid(found.si_pid, 0)
             number = self._numbers.pop(found.si_pid, None)
             if number is not None:
                 code = os.waitstatus_to_exitcode(status)
-                with contextlib.suppress(OSError):  # the owner is gone, which `run` sees next
+                with contextlib.suppress(OSError):  # the owner is gone; `run` notices it next
                     self._control.sendall(call_frame(number, str(code).encode()))
 
     # ---- in the process of an agent
 
     def _become(self, order: dict[str, Any], parent: int) -> None:
-        """Be the agent; does not return."""
+        """Run the agent in this forked process, then exit."""
         code = 1
         try:
             self._prepare(order, parent)
             if self._function is None:
                 for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
-                    signal.signal(ignored, signal.SIG_DFL)  # Python's own doing, which a command would keep
+                    signal.signal(ignored, signal.SIG_DFL)  # Python ignores them, and a command would inherit that
                 os.execvp(self._program.command[0], self._program.command)
             _call(self._function)
             code = 0
@@ -132,7 +133,7 @@ class Launcher:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             if isinstance(error.code, str):
                 sys.stderr.write(f"{error.code}\n")
-        except BaseException:  # noqa: BLE001 - whatever somebody else's code raises ends its own process
+        except BaseException:  # noqa: BLE001 - user code may raise anything; it ends only its own process
             traceback.print_exc()
         finally:
             with contextlib.suppress(OSError, ValueError):
@@ -150,7 +151,7 @@ class Launcher:
         for descriptor, place in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(descriptor, place)
         for descriptor in (self._control.detach(), self._woken, self._wake, log, nothing):
-            os.close(descriptor)  # what the imported file has opened stays open
+            os.close(descriptor)  # files that the user's module opened stay open
         os.chdir(order["folder"])
         os.environ.update(order["variables"])
         kernel.limit(resource.RLIMIT_FSIZE, FILE_BYTES)
@@ -159,11 +160,11 @@ class Launcher:
             kernel.limit(resource.RLIMIT_DATA, self._program.memory_mib * 2**20)
         if self._program.cpu_s is not None:
             seconds = math.ceil(self._program.cpu_s)
-            kernel.limit(resource.RLIMIT_CPU, seconds, most=seconds + 1)  # a signal with a name comes first
+            kernel.limit(resource.RLIMIT_CPU, seconds, most=seconds + 1)  # SIGXCPU comes before SIGKILL
 
 
 def main() -> None:
-    """Be the launcher."""
+    """Run the launcher process."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     control = own_control()
     first = receive_call(control)
@@ -180,7 +181,7 @@ def main() -> None:
 
 
 def _imported(function: str) -> Callable[[Any], Any]:
-    """The function of a file. Raises `SystemExit` where there is none."""
+    """Import the function of a file. Raises `SystemExit` if there is none."""
     path, _, name = function.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))
     found: Callable[[Any], Any] | None = runpy.run_path(path, run_name="agent").get(name)
@@ -190,7 +191,7 @@ def _imported(function: str) -> Callable[[Any], Any]:
 
 
 def _call(function: Callable[[Any], Any]) -> None:
-    """Call an agent that is a function; what it returns is its reward, or one for each role, unless it is None."""
+    """Call an agent function. Post its return value as the reward, or as one for each role, unless it is None."""
     problem = json.loads(Path(os.environ["LAMINAR_PROBLEM"]).read_bytes())
     _seed(problem["trajectory_id"])
     value = function(problem)
@@ -206,7 +207,7 @@ def _call(function: Callable[[Any], Any]) -> None:
 
 
 def _seed(name: str) -> None:
-    """Seed what draws numbers, else all agents would draw what this process would have."""
+    """Seed random generators by the trajectory's name; else all forks would draw the same numbers."""
     random.seed(name)
     seed = random.getrandbits(32)
     for library, function in (("numpy.random", "seed"), ("torch", "manual_seed")):
@@ -215,9 +216,9 @@ def _seed(name: str) -> None:
 
 
 def _kill(pid: int) -> None:
-    """End a child that was not waited for, and its group."""
+    """Kill a child that was not reaped yet, and its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)  # it may not have its group yet
+        os.kill(pid, signal.SIGKILL)  # directly too: it may not lead its group yet
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

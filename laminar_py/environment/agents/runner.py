@@ -1,10 +1,10 @@
-"""Agents of trajectories: processes of ours, or agents that run elsewhere. Owned by `agents.kind`.
+"""Agents of trajectories: processes that the run starts, or external agents. `agents.kind` owns them.
 
-An agent of ours has a working folder of its own, with what it wrote, and ends with its trajectory; the process of
-`agents.launcher` starts and ends it. The agent is told where its model is by the variables that clients of the API
-read, and its problem by a file. An external agent asks the endpoint for a trajectory, with the run's key, which a
-file of the run has. Invariants: no agent outlives the process of environments that started it; a trajectory is
-handed out once, unless that process died since.
+The launcher process (`agents.launcher`) starts an agent in a working folder of its own and ends it with its
+trajectory. The agent finds its model by the environment variables that API clients read, and its problem in a
+file. An external agent requests a trajectory from the endpoint, with the run's key from a file of the run. No
+agent outlives the environment process that started it. A trajectory goes to one external agent, unless that
+process has died since (`tests/environment/agents/test_agents.py`).
 """
 
 import asyncio
@@ -23,21 +23,21 @@ from laminar_py.environment.agents.launcher import Program
 from laminar_py.environment.protocol import Problem
 from laminar_py.sandbox.hosted import HostedCall, HostedProcess, ProcessLostError, last_line
 
-KEY_BYTES = 24  # of the run
+KEY_BYTES = 24  # of the run's key
 LOG = "agent.log"
 LAUNCHER_LOG = "launcher.log"
 PROBLEM = "problem.json"
-NO_KEY = "each-agent-has-its-own"  # of what an imported file makes before there are agents
+NO_KEY = "each-agent-has-its-own"  # for clients that the user's file creates at import
 GRACE_S = 2.0
 LAUNCHER_DIED = "the process that starts agents has died"
 
 
 class LauncherError(Exception):
-    """The process that starts agents could not begin; the message has its last words."""
+    """The launcher process did not start; the message has the last line of its log."""
 
 
 class RunningAgent:
-    """An agent of the launcher; `ended` is called when it has ended by itself, with a fault unless that is ""."""
+    """An agent that the launcher started. If it exits by itself, it calls `ended` with a fault, or ""."""
 
     def __init__(self, folder: Path, call: HostedCall, *, keeps: bool, ended: Callable[[str], None]) -> None:
         self._folder = folder
@@ -45,10 +45,10 @@ class RunningAgent:
         self._keeps = keeps
         self._ended: Callable[[str], None] | None = ended
         self._ending: asyncio.Task[None] | None = None
-        call.answer.add_done_callback(self._left)
+        call.answer.add_done_callback(self._report_end)
 
     async def end(self) -> None:
-        """End it and all that it started, once it has had a moment to end by itself."""
+        """Give the agent `GRACE_S` seconds to exit, then kill it and all processes that it started."""
         self._ending = self._ending or asyncio.get_running_loop().create_task(self._end())
         await asyncio.shield(self._ending)
 
@@ -60,7 +60,7 @@ class RunningAgent:
         if not self._keeps:
             await asyncio.to_thread(_empty, self._folder)
 
-    def _left(self, answer: "asyncio.Future[bytes]") -> None:
+    def _report_end(self, answer: "asyncio.Future[bytes]") -> None:
         if self._ended is None or answer.cancelled():
             return
         if answer.exception() is not None:
@@ -72,7 +72,7 @@ class RunningAgent:
 
 
 class AgentRunner:
-    """Starts agents of a program; the folders of those that have ended it `keeps`, or else their logs alone."""
+    """Starts agents of a program. It `keeps` the folders of ended agents, or else only their logs."""
 
     def __init__(self, program: Program, *, url: str, folder: Path, model: Path, keeps: bool) -> None:
         self._program = program
@@ -84,20 +84,20 @@ class AgentRunner:
         self._in_folder: WeakValueDictionary[Path, RunningAgent] = WeakValueDictionary()
 
     async def start(self, problem: Problem, *, key: str, ended: Callable[[str], None]) -> RunningAgent:
-        """The agent of a trajectory, whose requests have `key`. Raises `LauncherError`."""
+        """Start the agent of a trajectory, with the API key `key`. Raises `LauncherError`."""
         folder = self._folder / problem.trajectory_id
         if (before := self._in_folder.get(folder)) is not None:
             await before.end()
         await asyncio.to_thread(_make, folder, msgspec.json.encode(problem))
-        launcher = await self.begin()
+        launcher = await self.ensure_launcher()
         variables = {"OPENAI_API_KEY": key, "LAMINAR_PROBLEM": str(folder / PROBLEM), "PWD": str(folder)}
         order = {"folder": str(folder), "log": str(folder / LOG), "variables": variables}
         call = launcher.begin(msgspec.json.encode(order))
         agent = self._in_folder[folder] = RunningAgent(folder, call, keeps=self._keeps, ended=ended)
         return agent
 
-    async def begin(self) -> HostedProcess:
-        """A launcher, another where the last has died. Raises `LauncherError` with its last words."""
+    async def ensure_launcher(self) -> HostedProcess:
+        """Return the launcher; start one if there is none or it has died. Raises `LauncherError`."""
         async with self._beginning:
             if self._launcher is not None and not self._launcher.is_lost:
                 return self._launcher
@@ -107,17 +107,17 @@ class AgentRunner:
                 "laminar_py.environment.agents.launcher",
                 variables={**self._model, "OPENAI_API_KEY": NO_KEY, "PYTHONHASHSEED": "0"},
                 log=self._folder / LAUNCHER_LOG,
-                switches=["-P"],  # nothing that an agent wrote into its folder is imported
+                switches=["-P"],  # never import files that an agent wrote into its folder
             )
             self._launcher = launcher
             try:
                 await launcher.begin(msgspec.json.encode(self._program)).answer
             except ProcessLostError as error:
-                raise LauncherError(error.words) from None
+                raise LauncherError(error.last_line) from None
             return launcher
 
     async def close(self) -> None:
-        """End the launcher, and with it every agent."""
+        """End the launcher and all of its agents."""
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
             await launcher.end(kill=False)
@@ -127,9 +127,9 @@ class AgentRunner:
 async def open_runner(
     program: Program, *, url: str, folder: Path, model: Path, keeps: bool
 ) -> AsyncIterator[AgentRunner]:
-    """A runner whose agents end with it. Raises `LauncherError`."""
+    """Open a runner, and end its agents with it. Raises `LauncherError`."""
     runner = AgentRunner(program, url=url, folder=folder, model=model, keeps=keeps)
-    await runner.begin()
+    await runner.ensure_launcher()
     try:
         yield runner
     finally:
@@ -137,14 +137,14 @@ async def open_runner(
 
 
 def _make(folder: Path, problem: bytes) -> None:
-    """A folder with nothing but the problem, and the log of an agent that was here before."""
+    """Create the folder of an agent with its problem, and keep only the log of an earlier agent."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _empty(folder)
     (folder / PROBLEM).write_bytes(problem)
 
 
 def _empty(folder: Path) -> None:
-    """Delete all but the log."""
+    """Delete all files of a folder but the log."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -154,19 +154,19 @@ def _empty(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedTrajectory:
-    """A trajectory that is, or was, to be had: its agent's key, and its problem."""
+    """A trajectory offered to external agents: the key for its requests, and its problem."""
 
     key: str
     problem: Problem
     withdraw: Callable[[], None]
 
     async def end(self) -> None:
-        """Have nobody take it any more; whoever has it is refused from here on."""
+        """Withdraw the offer."""
         self.withdraw()
 
 
 class ExternalAgents:
-    """Trajectories that wait for agents, the longest waiting first; `key` is that of those who may take one."""
+    """Trajectories that wait for external agents, in order. An agent needs `key` to get one."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -174,14 +174,17 @@ class ExternalAgents:
         self._some = asyncio.Event()
 
     async def start(self, problem: Problem, *, key: str, ended: Callable[[str], None]) -> OfferedTrajectory:
-        """Offer a trajectory, whose requests are to have `key`; nobody tells when its agent has `ended`."""
+        """Offer a trajectory, with `key` for its requests.
+
+        It never calls `ended`: an external agent's exit is unseen.
+        """
         offer = OfferedTrajectory(key=key, problem=problem, withdraw=lambda: self._withdraw(key))
         self._offers[key] = offer
         self._some.set()
         return offer
 
-    async def take(self, patience_s: float) -> OfferedTrajectory | None:
-        """The one that waits longest; None where there was none for so long."""
+    async def next_offer(self, patience_s: float) -> OfferedTrajectory | None:
+        """Take the offer that has waited longest; wait up to `patience_s` seconds for one, else return None."""
         try:
             async with asyncio.timeout(patience_s):
                 while not self._offers:
@@ -199,21 +202,21 @@ class ExternalAgents:
 
 
 class ExternalFile(msgspec.Struct, frozen=True):
-    """Address at which external agents ask for trajectories, and the key for it."""
+    """Content of the file for external agents: the endpoint's address and the run's key."""
 
     url: str
     key: str
 
 
-def run_key(path: Path) -> str:
-    """The key in the file of an earlier process, or a new one."""
+def load_or_make_key(path: Path) -> str:
+    """Read the run's key from the file of an earlier process, or make a new key."""
     if path.is_file():
         return msgspec.json.decode(path.read_bytes(), type=ExternalFile).key
     return f"sk-run-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
-def tell_where(path: Path, *, url: str, key: str) -> None:
-    """Write the file, which nobody but its owner reads."""
+def write_address_file(path: Path, *, url: str, key: str) -> None:
+    """Write the file for external agents, readable only by its owner."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".new")
     beside.touch(mode=0o600)

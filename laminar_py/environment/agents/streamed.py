@@ -1,7 +1,7 @@
-"""Answers as streams of server-sent events, token by token where a turn is listened to. Called by `endpoint`.
+"""Answers as streams of server-sent events, token by token. `endpoint` uses them.
 
-Invariant: the texts of a stream are together the text of the turn; what cannot be told yet, such as half a
-character, or a call of a tool, comes with what ends it.
+The texts of a stream together are the text of the turn (`tests/environment/agents/test_agents.py`). Half a
+character waits for its other half, and a tool call comes with the last event.
 """
 
 import asyncio
@@ -17,41 +17,41 @@ from laminar_py.environment.agents.bodies import (
     AnyRequest,
     Bodies,
     ChatRequest,
-    encoded,
     error_body,
     finish_of,
     head,
+    to_json,
     usage_of,
 )
 
 KEEP_ALIVE_S = 10.0
-UNFINISHED = "\ufffd"  # of bytes that are no whole character yet
+UNFINISHED = "\ufffd"  # the decoder's character for bytes of half a character
 
 
 class TextParts:
-    """Text of tokens as they come, e.g. `parts.push([31, 7])`."""
+    """Decodes tokens as they arrive, e.g. `parts.push([31, 7])`."""
 
     def __init__(self, words: Words) -> None:
         self._words = words
         self._ids: list[int] = []
-        self._start = self._told = 0  # tokens whose text was told, and of these the last few for what is around
+        self._start = self._sent = 0  # tokens that were sent; the last of them, from `_start` on, serve as context
 
     def push(self, ids: list[int]) -> str:
-        """Text that is sure once these are there, too."""
+        """Add tokens and return the new text that further tokens cannot change."""
         self._ids += ids
-        before = self._said(self._ids[self._start : self._told])
-        text = self._said(self._ids[self._start :])
+        before = self._text_of(self._ids[self._start : self._sent])
+        text = self._text_of(self._ids[self._start :])
         if text.endswith(UNFINISHED) or len(text) < len(before):
             return ""
-        self._start, self._told = self._told, len(self._ids)
+        self._start, self._sent = self._sent, len(self._ids)
         return text[len(before) :]
 
-    def _said(self, ids: list[int]) -> str:
-        return self._words.said(np.array(ids, np.int32)) if ids else ""
+    def _text_of(self, ids: list[int]) -> str:
+        return self._words.decode_turn(np.array(ids, np.int32)) if ids else ""
 
 
 class EventStream:
-    """The events of one request's answer."""
+    """The stream of events that answers one request."""
 
     def __init__(self, waiting: AgentRequest, body: AnyRequest, words: Words) -> None:
         self._waiting = waiting
@@ -62,24 +62,24 @@ class EventStream:
         self._name = waiting.digest.hex()
         self._has_begun = False
         self._sent = ""
-        self._place = 0  # tokens that were sent
+        self._place = 0  # number of tokens that were sent
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Send all of it. Raises what the answer does where nothing was sent yet, so that a status says it."""
-        await self._news()
+        """Send the whole answer. An error before the first event is raised, so that the client gets a status."""
+        await self._wait_for_tokens()
         if self._waiting.answer.done():
             self._waiting.answer.result()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         while not self._waiting.answer.done():
             await response.write(self._part() or b": working\n\n")
-            await self._news()
+            await self._wait_for_tokens()
         await response.write(self._end() + b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
-    async def _news(self) -> None:
-        """Until more was sampled than was sent, or a while has passed."""
+    async def _wait_for_tokens(self) -> None:
+        """Wait for new tokens or the answer, at most `KEEP_ALIVE_S`."""
         if len(self._waiting.ids) > self._place or self._waiting.answer.done():
             return
         self._waiting.news.clear()
@@ -88,7 +88,7 @@ class EventStream:
                 await self._waiting.news.wait()
 
     def _part(self) -> bytes:
-        """Event with what was sampled since the last; nothing where that has no text yet."""
+        """Return an event with the tokens since the last event; b"" if there are none."""
         ids, values = self._waiting.ids[self._place :], self._waiting.logprobs[self._place :]
         self._place += len(ids)
         text = self._parts.push(ids)
@@ -96,7 +96,7 @@ class EventStream:
         return self._event(text, ids, values) if ids else b""
 
     def _end(self) -> bytes:
-        """Events with all that is left."""
+        """Return the last events: the rest of the text, tool calls, finish reason and usage."""
         if error := self._waiting.answer.exception():
             return _event(error_body(error))
         answer = self._waiting.answer.result()
@@ -141,4 +141,4 @@ def _numbered(message: Any) -> list[dict[str, Any]] | None:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return f"data: {encoded(body)}\n\n".encode()
+    return f"data: {to_json(body)}\n\n".encode()

@@ -1,9 +1,9 @@
-"""A process that calls a reward function: `python -m laminar_py.reward.calls.child`, started by `pool`.
+"""A process that calls a reward function: `python -m laminar_py.reward.calls.child`, started by `calls.pool`.
 
-Its owner's first call is a `CallStart`, answered by a `CallStarted`. Each further one is a `ScoringRequest`,
-answered by a `CallAnswer`. A function that is not `async` is called in the main thread, where alone Python
-delivers signals, for one response at a time; one that is `async`, or is called in several threads, is called for
-many at once.
+It is a hosted process (`sandbox.hosted`). The owner's first call is a `CallStart`, answered by a `CallStarted`.
+Each further call is a `ScoringRequest`, answered by a `CallAnswer`. A plain function runs in the main thread for
+one response at a time, because Python delivers the timeout's signal only there. An `async` function, or one with
+several threads, runs for many responses at a time.
 """
 
 import asyncio
@@ -33,26 +33,26 @@ from laminar_py.records.columns import Column, ColumnError
 from laminar_py.records.scoring import ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.outcome import (
+    GivenReward,
     Outcome,
-    PlainReward,
     RewardFunction,
-    checked,
+    check_reward,
     describe,
+    error_place,
     one_line,
-    place,
-    plain,
+    read_reward,
 )
 from laminar_py.sandbox.inside import kernel
+from laminar_py.sandbox.inside.landlock import forbid_writes
 from laminar_py.sandbox.inside.wire import CALL, call_frame, own_control, receive_call
-from laminar_py.sandbox.protect import forbid_writes
 
 log = logging.getLogger(__name__)
-LATE_S = 1.0  # beyond its limit, after which a call hangs
+LATE_S = 1.0  # a call that overruns its timeout by so much hangs
 CALLS_AT_ONCE = 256  # of an `async` function in one process
 
 
 class CallStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Order to a process, e.g. to call the term `exact`: its settings as JSON, and 10 s for each response."""
+    """First call to a process: the settings of its term as JSON, and the timeout of a call."""
 
     term: str
     timeout_s: float
@@ -62,21 +62,21 @@ class CallStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallStarted(msgspec.Struct, frozen=True):
-    """The function is there, and how many responses it takes at a time; or why there is none, for the user."""
+    """Answer to `CallStart`: how many responses the function takes at a time, or a fault for the user."""
 
     at_once: int = 1
     fault: str | None = None
 
 
 class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of a request, or the traceback of a mistake of ours."""
+    """Answer to a `ScoringRequest`: its outcome, or the traceback of a mistake of ours."""
 
     outcome: Outcome | None
     bug: str = ""
 
 
 def main() -> None:
-    """Load the function that the first call names, and answer requests until there are no more."""
+    """Load the function that the first call names, and answer requests until the owner closes the socket."""
     kernel.end_with_parent()
     control = own_control()
     first = receive_call(control)
@@ -112,14 +112,14 @@ def _load(start: CallStart) -> "LimitedFunction":
 
 
 class Watch:
-    """A thread of C that writes all stacks to a file after so long, also where a call holds the interpreter."""
+    """Writes the stacks of all threads to a file after `limit_s`. It works while a call holds the interpreter."""
 
     def __init__(self, file: BinaryIO, limit_s: float) -> None:
         self._file = file
         self.limit_s = limit_s
 
     def wind(self) -> None:
-        """Start it, or have it start anew."""
+        """Start the timer, or restart it."""
         faulthandler.dump_traceback_later(self.limit_s, file=self._file)
 
 
@@ -130,7 +130,7 @@ def _serve_each(function: "LimitedFunction", control: socket.socket, watch: Watc
         watch.wind()
         try:
             answer = CallAnswer(function.call(request))
-        except Exception:  # noqa: BLE001 - a mistake of ours: what the user's code raises has an outcome
+        except Exception:  # noqa: BLE001 - a mistake of ours: errors of the user's code are outcomes
             answer = CallAnswer(None, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
         control.sendall(call_frame(number, encode(answer)))
@@ -163,11 +163,11 @@ async def _serve_many(function: "LimitedFunction", control: socket.socket, watch
 
 
 class _OutOfTimeError(BaseException):
-    """Raised in the middle of the reward function; no `except Exception` in there holds it up."""
+    """Raised inside a reward function at its timeout. It is no `Exception`, so user code hardly catches it."""
 
 
 class LimitedFunction:
-    """Calls `function` for at most `timeout_s` seconds each; `columns` are wanted of it besides a value."""
+    """Calls `function` with a timeout of `timeout_s` seconds; it should give `columns` besides a value."""
 
     def __init__(
         self, function: RewardFunction, *, timeout_s: float, columns: Sequence[Column] = (), threads: int = 1
@@ -181,28 +181,28 @@ class LimitedFunction:
         self.at_once = CALLS_AT_ONCE if self._is_async else threads
 
     def call(self, request: ScoringRequest) -> Outcome:
-        """Outcome of a function that is called for one response at a time, from the main thread."""
+        """Call the function for one response, from the main thread, and return its outcome."""
         start = time.perf_counter()
         try:
             with _alarm(self._timeout_s):
-                given = plain(self._function(request))
+                given = read_reward(self._function(request))
         except _OutOfTimeError as error:
-            return self._late(place(self._function, error, beyond=__file__), start)
+            return self._late(error_place(self._function, error, beyond=__file__), start)
         except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
             return self._failed(error, start)
         return self._checked(given, request, start)
 
     async def call_beside(self, request: ScoringRequest) -> Outcome:
-        """Outcome of a function that is called for several at once."""
+        """Call the function while other calls of it run, and return its outcome."""
         start = time.perf_counter()
         threads = dict[str, int]()
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                given = plain(await self._returned(request, threads))
+                given = read_reward(await self._returned(request, threads))
         except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, a CancelledError too
             if not limit.expired():
                 return self._failed(error, start)
-            where = _place_of_thread(threads) or place(self._function, error.__cause__, beyond=__file__)
+            where = _place_of_thread(threads) or error_place(self._function, error.__cause__, beyond=__file__)
             return self._late(where, start)
         return self._checked(given, request, start)
 
@@ -216,12 +216,12 @@ class LimitedFunction:
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
-    def _checked(self, given: PlainReward, request: ScoringRequest, start: float) -> Outcome:
+    def _checked(self, given: GivenReward, request: ScoringRequest, start: float) -> Outcome:
         elapsed_s = time.perf_counter() - start
         try:
-            outcome = checked(given, self._columns, length=len(request.response_ids))
+            outcome = check_reward(given, self._columns, length=len(request.response_ids))
         except ColumnError as error:
-            detail = one_line(f"{error}{place(self._function, None, beyond=__file__)}")
+            detail = one_line(f"{error}{error_place(self._function, None, beyond=__file__)}")
             return Outcome(failure=DropReason.REWARD_FAILED, detail=detail, elapsed_s=elapsed_s)
         return msgspec.structs.replace(outcome, elapsed_s=elapsed_s)
 
@@ -232,7 +232,7 @@ class LimitedFunction:
     def _failed(self, error: BaseException, start: float) -> Outcome:
         return Outcome(
             failure=DropReason.REWARD_FAILED,
-            detail=one_line(f"{describe(error)}{place(self._function, error, beyond=__file__)}"),
+            detail=one_line(f"{describe(error)}{error_place(self._function, error, beyond=__file__)}"),
             elapsed_s=time.perf_counter() - start,
             transient=isinstance(error, TryAgainError),
         )
@@ -240,7 +240,7 @@ class LimitedFunction:
 
 @contextmanager
 def _alarm(timeout_s: float) -> Iterator[None]:
-    """Raise `_OutOfTimeError` after so many seconds."""
+    """Raise `_OutOfTimeError` in the body after `timeout_s` seconds."""
 
     def ring(signum: int, frame: FrameType | None) -> None:
         raise _OutOfTimeError
@@ -256,7 +256,7 @@ def _alarm(timeout_s: float) -> Iterator[None]:
 
 
 def _place_of_thread(threads: dict[str, int]) -> str:
-    """The line in which the thread of a call is; "" where the call has none, or had ended."""
+    """Return the line that the thread of a call executes; "" if the call has no thread, or has ended."""
     frame = sys._current_frames().get(threads.get("of call", 0))
     return "" if frame is None else f" (at {frame.f_code.co_filename}:{frame.f_lineno})"
 

@@ -1,7 +1,7 @@
-"""Processes that call one reward function for a scorer, each ended where a call in it hangs.
+"""Processes that call one reward function for a scorer. The pool kills a process in which a call hangs.
 
-Invariant (law 6): every call has an outcome. One that was alone in a process which hung or died is to blame for
-it; of several nobody can tell, so all of them are called again, with fewer beside each, down to none.
+Every call has an outcome (law 6). A call that was alone in a process which hung or died is to blame. If several
+calls were in it, the pool repeats each of them with fewer calls beside it, in the end with none.
 """
 
 import asyncio
@@ -26,31 +26,31 @@ from laminar_py.sandbox.hosted import HostedProcess, ProcessLostError
 
 log = logging.getLogger(__name__)
 
-GROWS_AGAIN_S = 30.0  # after a process that could not be started
-APART = 2  # processes that call suspects again, while there are some
-NARROWER = 8  # times fewer of them beside each other
-LIVES = 3  # processes that one response may take down before it is given up
+GROWS_AGAIN_S = 30.0  # pause after a process that did not start
+APART = 2  # processes that repeat suspect calls
+NARROWER = 8  # times fewer suspect calls at a time in a process
+LIVES = 3  # processes that one response may take down before it fails
 START_S = 60.0
-GRACE_S = 3.0  # beyond the limit that a process keeps itself
+GRACE_S = 3.0  # beyond the timeout that a process keeps itself
 OWN_FILES = str(Path(__file__).parent)
 FRAME = re.compile(r'File "(.+)", line (\d+) in ')
-WAIT_S = 0.05  # for a process to be free, after which another is started, if there may be more
+WAIT_S = 0.05  # a call waits so long for a free process before the pool starts another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSpec:
     """Settings of a process that calls a term, e.g. `CallSpec(term=exact, timeout_s=10, folder=logs)`."""
 
-    term: str  # its settings, in JSON
+    term: str  # settings of the term, as JSON
     timeout_s: float  # of a call
-    folder: Path  # takes logs
-    columns: Sequence[Column] = ()  # wanted besides a value
-    env: Mapping[str, str] = field(default_factory=dict)  # variables that it sees beside a few harmless ones
-    record: Path | None = None  # folder of the run, below which it may not write
+    folder: Path  # of the process's logs
+    columns: Sequence[Column] = ()  # that the algorithm needs besides a value
+    env: Mapping[str, str] = field(default_factory=dict)  # variables it sees besides `hosted.INHERITED_VARIABLES`
+    record: Path | None = None  # folder of the run, into which the process may not write
     grace_s: float = GRACE_S
 
     def start(self, name: str) -> CallStart:
-        """Order to the process `name`."""
+        """Return the first call to the process `name`."""
         return CallStart(
             term=self.term,
             timeout_s=self.timeout_s,
@@ -61,30 +61,30 @@ class CallSpec:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of the process, beside harmless ones."""
+        """Environment variables of the process, besides `hosted.INHERITED_VARIABLES`."""
         return {"PYTHONUNBUFFERED": "1", **self.env}
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which a call that is not over hangs."""
+        """Seconds after which an unfinished call counts as hanging."""
         return self.timeout_s + self.grace_s
 
 
 class Child:
-    """A process that calls the function, see `child`."""
+    """A process that calls the function (`calls.child`)."""
 
     def __init__(self, process: HostedProcess, *, at_once: int, hang_log: Path) -> None:
         self._process = process
         self._hang_log = hang_log
         self.at_once = at_once
-        self.takes_many = at_once > 1  # whatever it is given
+        self.takes_many = at_once > 1  # also if the pool gives it one call at a time
         self.num_calls = 0
 
     @classmethod
     async def start(cls, spec: CallSpec, *, name: str, log: str) -> "Child":
-        """A process that is ready, with a `log` in the folder.
+        """Start a process and wait until it is ready; it writes into the file `log`.
 
-        Raises `ConfigError` where it has no function, and where it does not start.
+        Raises `ConfigError` if the process does not start, or cannot load the function.
         """
         start, log_file = spec.start(name), spec.folder / log
         process = await HostedProcess.start(
@@ -99,52 +99,53 @@ class Child:
             raise ConfigError(
                 f"reward: the process of {name} does not start ({error!r}); see {log_file}"
             ) from error
-        except BaseException:  # also where the start is called off
+        except BaseException:  # also when the start is cancelled
             await process.end()
             raise
         return cls(process, at_once=started.at_once, hang_log=Path(start.hang_log))
 
     @property
     def is_lost(self) -> bool:
-        """True once it takes no more calls."""
+        """True once the process takes no more calls."""
         return self._process.is_lost
 
     @property
     def has_room(self) -> bool:
-        """True where it takes another call."""
+        """True if the process can take another call."""
         return not self.is_lost and self.num_calls < self.at_once
 
-    async def ask(self, request: ScoringRequest, *, limit_s: float) -> Outcome:
-        """Outcome of a call. Raises `TimeoutError` where there is none in time, `ProcessLostError` where it died.
+    async def call(self, request: ScoringRequest, *, limit_s: float) -> Outcome:
+        """Call the function for a response and return its outcome.
 
-        Either way the process is gone then.
+        Raises `TimeoutError` after `limit_s` seconds, `ProcessLostError` if the process dies or sends nonsense.
+        Either way the process is gone afterwards.
         """
         body = await self._process.call(encode(request), limit_s=limit_s)
         try:
             answer = decode(CallAnswer, body)
-        except msgspec.DecodeError as error:  # the function wrote it
+        except msgspec.DecodeError as error:  # the function wrote into our socket
             self._process.kill("it answered nonsense")
             raise ProcessLostError("it answered nonsense", str(error)) from error
         assert answer.outcome is not None, answer.bug
         return answer.outcome
 
     def hang_place(self) -> str:
-        """The line of the user's own code in which it hung, e.g. " (at rewards.py:7)", or ""."""
+        """Return the line of the user's code in which the call hung, e.g. " (at rewards.py:7)", or ""."""
         with suppress(OSError):
-            return _place(self._hang_log.read_text(errors="replace"))
+            return _place_in_stacks(self._hang_log.read_text(errors="replace"))
         return ""
 
     async def end(self) -> None:
-        """End it and all that it has started."""
+        """Kill the process and all processes that it started."""
         await self._process.end()
         self._hang_log.unlink(missing_ok=True)
 
 
 class CallPool:
-    """Processes that call what `spec` says; `async with` starts and ends them.
+    """Processes that call the function of `spec`. `async with` starts and ends them.
 
-    There are one process and at most `processes`, each with at most `lanes` calls at once: another wherever a
-    call waits. Raises `ConfigError` where the function cannot be had.
+    The pool starts with one process, and adds one whenever a call waits, up to `processes`. Each runs at most
+    `lanes` calls at a time. Entering raises `ConfigError` if the function cannot be loaded.
     """
 
     def __init__(self, spec: CallSpec, *, name: str, processes: int = 1, lanes: int = CALLS_AT_ONCE) -> None:
@@ -153,18 +154,18 @@ class CallPool:
         self._most = processes
         self._lanes = lanes
         self._children: list[Child] = []
-        self._turns = asyncio.Lock()  # only the call that came first waits for a process
+        self._turns = asyncio.Lock()  # calls wait in a fair queue; its first one waits for a process
         self._free = asyncio.Condition()
         self._growing: asyncio.Task[None] | None = None
-        self._grows_at = 0.0  # on the loop's clock: one could not be started, and is not tried again before
+        self._grows_at = 0.0  # on the loop's clock: no new process before, since the last one did not start
         self._numbers = count()
-        self._suspects: CallPool | None = None  # calls again what was not alone where it was lost
-        self._num_apart = 0  # such calls
-        self._opening = asyncio.Lock()  # of `_suspects`
+        self._suspects: CallPool | None = None  # repeats calls that shared a process which was lost
+        self._num_apart = 0  # number of such calls
+        self._opening = asyncio.Lock()  # guards `_suspects`
 
     @property
     def at_once(self) -> int:
-        """Calls that it takes up without delay."""
+        """Number of calls that can run at a time."""
         return self._most * self._lanes
 
     async def __aenter__(self) -> "CallPool":
@@ -182,16 +183,16 @@ class CallPool:
             await child.end()
 
     async def call(self, request: ScoringRequest) -> Outcome:
-        """Outcome of a response, once a process is free for it."""
+        """Wait for a free process, call the function for a response, and return its outcome."""
         deaths = 0
         while deaths < LIVES:
             try:
-                child = await self._take()
-            except ConfigError as error:  # e.g. as its file was changed meanwhile
+                child = await self._acquire_child()
+            except ConfigError as error:  # e.g. the user changed the file meanwhile
                 return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
             alone = child.at_once == 1
             try:
-                return await child.ask(request, limit_s=self._spec.limit_s)
+                return await child.call(request, limit_s=self._spec.limit_s)
             except TimeoutError:
                 if alone:
                     return self._hung(child)
@@ -201,14 +202,14 @@ class CallPool:
             except ProcessLostError as error:
                 log.warning("%s: %s over %s", self._name, error, request.trajectory_id)
             finally:
-                await self._give(child)
+                await self._release_child(child)
             if not alone:
                 return await self._call_apart(request)
             deaths += 1
         return Outcome(failure=DropReason.REWARD_FAILED, detail=f"its process died {LIVES} times")
 
     async def _call_apart(self, request: ScoringRequest) -> Outcome:
-        """Outcome of a response that was not alone in a process which was lost."""
+        """Repeat a call that shared a process which was lost, with fewer calls beside it."""
         self._num_apart += 1
         try:
             async with self._opening:
@@ -225,7 +226,7 @@ class CallPool:
             await self._end_apart()
 
     async def _end_apart(self) -> None:
-        """End the processes for suspects, once there are none."""
+        """End the processes for suspect calls once no such call is left."""
         async with self._opening:
             if self._suspects is not None and self._num_apart <= 0:
                 suspects, self._suspects = self._suspects, None
@@ -239,10 +240,10 @@ class CallPool:
         )
         return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=self._spec.limit_s)
 
-    async def _take(self) -> Child:
-        """A process with room for a call, first come, first served; another is started where that takes a while.
+    async def _acquire_child(self) -> Child:
+        """Wait for a process with room and reserve it; calls are served in order.
 
-        Raises `ConfigError` where that cannot be.
+        After `WAIT_S` the pool starts another process. Raises `ConfigError` if there is none and none can start.
         """
         late = asyncio.get_running_loop().time() + WAIT_S
         async with self._turns, self._free:
@@ -261,7 +262,10 @@ class CallPool:
                 self._look_at_growth()
 
     def _look_at_growth(self) -> None:
-        """Raises `ConfigError` where a process could not be started and there is no other to wait for."""
+        """Check whether a new process has failed to start.
+
+        Raises its `ConfigError` if there is no other process.
+        """
         if self._growing is None or not self._growing.done():
             return
         growing, self._growing = self._growing, None
@@ -275,7 +279,7 @@ class CallPool:
 
     @property
     def _is_full(self) -> bool:
-        """True where no other process is to be started, or one is starting."""
+        """True if the pool may not start another process now."""
         starting = self._growing is not None and not self._growing.done()
         starting = starting or asyncio.get_running_loop().time() < self._grows_at
         return starting or len(self._children) >= self._most
@@ -291,21 +295,21 @@ class CallPool:
             async with self._free:
                 self._free.notify_all()
 
-    async def _give(self, child: Child) -> None:
-        """Take the room of a call back; a process that is gone makes room for another."""
+    async def _release_child(self, child: Child) -> None:
+        """Release a process after a call, and remove it if it is gone."""
         async with self._free:
             child.num_calls -= 1
             await self._forget_lost()
             self._free.notify_all()
 
     async def _forget_lost(self) -> None:
-        """Make room for others in the place of processes that are gone, also of one that died without a call."""
+        """Remove processes that are gone and have no calls, so that others may start in their place."""
         for child in [child for child in self._children if child.is_lost and not child.num_calls]:
             self._children.remove(child)
             await child.end()
 
 
-def _place(stacks: str) -> str:
+def _place_in_stacks(stacks: str) -> str:
     for stack in stacks.split("(most recent call first):"):
         frames: list[tuple[str, str]] = FRAME.findall(stack)
         ours = next((index for index, (file, _) in enumerate(frames) if file.startswith(OWN_FILES)), None)

@@ -131,7 +131,7 @@ class Scoring:
 
     def submit_response(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Queue a finished response for a score."""
-        self._ready.submit(
+        self._ready.submit_response(
             Unscored(
                 tokens=trajectory.tokens,
                 request=ScoringRequest(
@@ -171,7 +171,7 @@ class Scoring:
     def _try_next(self) -> None:
         """Begin the next trial of the reward; one at a time, so that a hanging reward is reported once."""
         if self._trials:
-            self._ready.submit(Unscored(request=self._trials[0].request))
+            self._ready.submit_response(Unscored(request=self._trials[0].request))
 
     def _wanted(self, trajectory_id: str) -> bool:
         return self._is_trial(trajectory_id) or self._scheduler.is_live(trajectory_id)
@@ -209,7 +209,7 @@ class Scoring:
 
     def _finish_trial(self, score: Score) -> None:
         trial = self._trials.popleft()
-        self.failures.tried(score)
+        self.failures.add_trial(score)
         if score.value is None and score.detail not in self._complaints:
             self._complaints.add(score.detail)
             self._warn_user(trial.complaint(score, title=self._reward.title))

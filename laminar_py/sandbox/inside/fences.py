@@ -1,6 +1,6 @@
-"""Fences that a child of the zygote puts on before it runs a program: limits, user, Landlock, seccomp.
+"""Fences that a child of the zygote applies before it runs a program: limits, user, Landlock, seccomp.
 
-Made once by the zygote; invariant: `put_on` has put everything on when it returns, and raises otherwise.
+The zygote makes them once. `put_on` applies all of them or raises (law 10).
 """
 
 import math
@@ -10,20 +10,20 @@ import sys
 from collections.abc import Iterator
 
 from laminar_py.sandbox.inside import kernel, landlock, seccomp
-from laminar_py.sandbox.inside.limits import SandboxLimits
+from laminar_py.sandbox.inside.wire import SandboxLimits
 
 NUM_DESCRIPTORS = 64
-SPARE = 8  # processes that the user's own limit allows above a cgroup's, which tells when it refuses
-ADDRESS_SPACE = 4  # times the memory, where a cgroup counts what is really used
-HIDDEN = ("site-packages", "dist-packages")  # what others installed beside the standard library
+SPARE = 8  # processes that the user's limit allows above the cgroup's: only the cgroup counts refusals
+ADDRESS_SPACE = 4  # times the memory limit, where a cgroup bounds the memory in use
+HIDDEN = ("site-packages", "dist-packages")  # installed packages, in a folder of the standard library
 LINUX = sys.platform == "linux"
 
 
 class Fences:
     """Fences of all runs of a slot.
 
-    `user` is whom programs run as, None for the zygote's own; `walls` turns Landlock and seccomp on; `shared` is
-    True where programs can name the host's files; `alone` and `counted` are as in `SlotSetup`.
+    Programs run as `user`, or as the zygote's user if it is None. `walls` turns Landlock and seccomp on. `shared`
+    is True if programs see the host's files. `SlotSetup` explains `alone` and `counted`.
     """
 
     def __init__(self, *, user: int | None, walls: bool, shared: bool, alone: bool, counted: bool) -> None:
@@ -40,14 +40,14 @@ class Fences:
         self._space = 0
 
     def measure(self) -> None:
-        """Take the address space of the zygote as what programs have before they begin."""
+        """Read the zygote's address space, so that limits of programs do not include it."""
         if LINUX:
             file = os.open("self/statm", os.O_RDONLY, dir_fd=self._processes)
             self._space = int(os.read(file, 100).split()[0]) * resource.getpagesize()
             os.close(file)
 
     def allow(self, *, readable: list[str], home: str) -> None:
-        """Files that programs may read, and the folder that is theirs."""
+        """Let programs read the paths `readable` and write into the folder `home`."""
         if self._walls and landlock.version():
             devices = [(path, landlock.USE) for path in ("/dev/null", "/dev/zero", "/dev/urandom")]
             rules = [*_without_hidden(readable), (home, landlock.OWN), *devices]
@@ -56,7 +56,7 @@ class Fences:
                 os.close(old)
 
     def put_on(self, limits: SandboxLimits, *, session: bool) -> None:
-        """Called by the child with only the zygote's descriptors open; what is refused raises `OSError`."""
+        """Apply all fences to the calling child. Raises `OSError` if the kernel refuses one."""
         os.setsid()
         if LINUX:
             self._die_first()
@@ -81,8 +81,8 @@ class Fences:
         return seccomp.assemble(alone=alone, shared=self._shared, own_user=self._user is not None)
 
     def _die_first(self) -> None:
-        """Be what the kernel ends when memory is short, before the zygote and all else."""
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the file belongs to root otherwise
+        """Make the kernel kill this process first when memory is short, before the zygote and others."""
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else the file belongs to root
         file = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=self._processes)
         os.write(file, b"1000")
         os.close(file)
@@ -105,7 +105,11 @@ class Fences:
 
 
 def _without_hidden(paths: list[str]) -> Iterator[tuple[str, int]]:
-    """Rights to read these, without what others installed in them: a rule can only add to those above it."""
+    """Yield rights to read these paths, without installed packages in them.
+
+    A Landlock rule can only add rights to the rule of a parent folder. So a folder with packages may be listed,
+    and each of its other entries gets a rule of its own.
+    """
     for path in paths:
         hidden = [name for name in HIDDEN if os.path.isdir(os.path.join(path, name))]
         yield path, landlock.READ_DIR if hidden else landlock.READ

@@ -1,4 +1,4 @@
-"""The folder that is a program's own: the one place that it may write to, empty at the start of each run."""
+"""The private folder of a program: the only folder it may write to, empty at the start of each run."""
 
 import os
 import stat
@@ -10,7 +10,7 @@ from laminar_py.sandbox.inside import kernel
 MOST_ENTRIES = 4096
 MOST_DEEP = 256
 BLOCK = 512
-LOOKS = 20  # at a folder in which names are moved about, before the program is taken to do so to hide them
+LOOKS = 20  # walks of a folder that changes meanwhile, before we take it for a trick to hide files
 
 
 class Home(Protocol):
@@ -19,16 +19,16 @@ class Home(Protocol):
     path: str
 
     def freshen(self, file_bytes: int) -> bool:
-        """Empty it and bound its size, where needed; True where `path` is another folder than before."""
+        """Empty the folder and bound its size. Returns True if `path` is a new folder, which needs new rules."""
         ...
 
     def full(self, file_bytes: int) -> bool:
-        """True where more lies in it than it may hold; asked while a program runs."""
+        """Return True if the folder holds more than `file_bytes`. The zygote calls this while a program runs."""
         ...
 
 
 class MemoryHome:
-    """A file system of its own in memory, whose size the kernel bounds; for the root of a mount namespace."""
+    """A file system in memory, whose size the kernel bounds. It needs a mount namespace of its own."""
 
     path = "/tmp"
 
@@ -37,7 +37,7 @@ class MemoryHome:
         self._mounted: tuple[int, int, int] | None = None  # size, mode, time of the last change
 
     def freshen(self, file_bytes: int) -> bool:
-        """Mount another one if anything was left or done in the last."""
+        """Mount a new file system if a program has changed the last one."""
         if self._mounted == self._state(file_bytes) and not os.listdir(self.path):
             return False
         if self._mounted is not None:
@@ -53,7 +53,7 @@ class MemoryHome:
         return True
 
     def full(self, file_bytes: int) -> bool:
-        """Never: the kernel refuses what would be too much."""
+        """Return False: the kernel itself refuses writes beyond the size."""
         return False
 
     def _state(self, file_bytes: int) -> tuple[int, int, int]:
@@ -62,7 +62,10 @@ class MemoryHome:
 
 
 class FolderHome:
-    """A folder on a disk that others use too; it is looked at while a program runs, since nothing bounds it."""
+    """A folder on a shared disk.
+
+    The kernel does not bound its size, so `full` measures it while a program runs.
+    """
 
     def __init__(self, path: str, user: int | None) -> None:
         self.path = path
@@ -70,13 +73,13 @@ class FolderHome:
         self._changed = 0
 
     def freshen(self, file_bytes: int) -> bool:
-        """Remove it with all that is in it, whatever modes and depths a program gave that, and make it again."""
+        """Remove the folder, whatever file modes and depths the program left in it, and create it again."""
         if os.path.exists(self.path):
             if self._changed == os.stat(self.path).st_ctime_ns and not os.listdir(self.path):
                 return False
             self._run("/bin/chmod", "-R", "u+rwx", self.path)
             self._run("/bin/rm", "-rf", "--", self.path)
-            if os.path.exists(self.path):  # empty, in a folder that its owner may not write to
+            if os.path.exists(self.path):  # empty by now, but its user may not remove it from the parent folder
                 os.rmdir(self.path)
         os.mkdir(self.path, 0o700)
         if self._user is not None:
@@ -85,18 +88,24 @@ class FolderHome:
         return True
 
     def full(self, file_bytes: int) -> bool:
-        """Walk it; True also where it is too deep, or closed by the program: no limit could hold for that."""
+        """Walk the folder and add up its files.
+
+        True also if it is too deep or unreadable: its size is unknown then.
+        """
         for _ in range(LOOKS):
             try:
                 return self._walk(file_bytes)
-            except FileNotFoundError:  # removed meanwhile, or renamed: it must not go uncounted
+            except FileNotFoundError:  # removed or renamed during the walk: walk again, so that all is counted
                 continue
             except OSError:
                 return True
         return True
 
     def _walk(self, file_bytes: int) -> bool:
-        """Walk by descriptors, which a folder keeps while it is renamed. Raises `OSError`."""
+        """Return True if there is too much below the folder. Raises `OSError` if the folder changes meanwhile.
+
+        It walks by descriptors, which stay valid while a program renames a folder.
+        """
         size = 0
         for entries, state in enumerate(_below(self.path, None, 0), start=1):
             size += state.st_blocks * BLOCK
@@ -105,7 +114,7 @@ class FolderHome:
         return False
 
     def _run(self, *command: str) -> None:
-        """Run a command as the owner of what is in the folder."""
+        """Run a command as the user who owns the files in the folder."""
         child = os.fork()
         if child == 0:
             try:
@@ -119,7 +128,10 @@ class FolderHome:
 
 
 def _below(name: str, parent: int | None, depth: int) -> Iterator[os.stat_result]:
-    """States of all that lies below a folder. Raises `OSError` where it vanishes, is closed or too deep."""
+    """Yield the `stat` of each entry below a folder.
+
+    Raises `OSError` if one vanishes, is unreadable or too deep.
+    """
     if depth > MOST_DEEP:
         raise OSError(f"more than {MOST_DEEP} folders in each other")
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)

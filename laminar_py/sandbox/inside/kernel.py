@@ -1,4 +1,4 @@
-"""System calls of Linux that Python 3.11 has no function for. Each raises `OSError` with its name."""
+"""System calls of Linux for which Python 3.11 has no function. Each raises `OSError` with the name of the call."""
 
 import ctypes
 import errno
@@ -25,33 +25,33 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def syscall(number: int, *args: object) -> int:
-    """A system call by its number."""
+    """Make a system call by its number and return its result."""
     return _checked(_libc.syscall(ctypes.c_long(number), *args), f"system call {number}")
 
 
 def mount(source: str, target: str, kind: str = "", *, flags: int = 0, data: str = "") -> None:
-    """Mount, bind or remount."""
+    """Mount a file system, bind a path, or remount with other `flags`."""
     arguments = (os.fsencode(text) for text in (source, target, kind))
     _checked(_libc.mount(*arguments, ctypes.c_ulong(flags), data.encode()), f"mount on {target}")
 
 
 def unmount(target: str) -> None:
-    """Take a mount out of sight; freed when nobody has it open."""
+    """Detach a mount. The kernel frees it when no process has it open."""
     _checked(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount of {target}")
 
 
 def unshare(flags: int) -> None:
-    """New namespaces."""
+    """Move this process into new namespaces."""
     _checked(_libc.unshare(flags), "unshare")
 
 
 def enter(namespace: int, kind: int) -> None:
-    """Have this thread in the namespace of a file descriptor."""
+    """Move this thread into the namespace of a file descriptor."""
     _checked(_libc.setns(namespace, kind), "setns")
 
 
 def pivot_root(folder: str) -> None:
-    """Make a mounted folder the root, and the old root unreachable."""
+    """Make a mounted folder the root of this process, and detach the old root."""
     os.chdir(folder)
     syscall(SYS_PIVOT_ROOT[MACHINE], b".", b".")
     unmount(".")
@@ -59,17 +59,17 @@ def pivot_root(folder: str) -> None:
 
 
 def prctl(option: int, *args: object) -> int:
-    """Settings of this process; arguments are integers or pointers."""
+    """Change a setting of this process (`man 2 prctl`); arguments are integers or pointers."""
     wide = [ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
     wide += [ctypes.c_ulong(0)] * (4 - len(wide))
     return _checked(_libc.prctl(option, *wide), f"prctl {option}")
 
 
 def end_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
-    """Have the kernel send a signal to this process when its parent dies, however that dies. Nothing off Linux.
+    """Let the kernel send a signal to this process when its parent dies, however it dies. No effect off Linux.
 
-    The kernel forgets the request when the thread that asked ends, and when the process changes its user. Give
-    `parent` where that may have died before this call: the process ends at once then.
+    The kernel forgets the request when the calling thread ends, and when the process changes its user. Give the
+    process id of the `parent` if it may have died before this call: this process then exits at once.
     """
     if sys.platform == "linux":
         prctl(PR_SET_PDEATHSIG, number)
@@ -78,9 +78,9 @@ def end_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) 
 
 
 def limit(kind: int, bound: int, *, most: int | None = None) -> None:
-    """Bound a resource, e.g. `limit(resource.RLIMIT_CORE, 0)`, and what the bound may be raised to.
+    """Set a resource's soft limit to `bound` and its hard limit to `most`, e.g. `limit(resource.RLIMIT_CORE, 0)`.
 
-    A lower hard limit that is there already stays.
+    `most` is `bound` by default. A hard limit that is already lower stays.
     """
     _, hard = resource.getrlimit(kind)
     highest = bound if most is None else most
@@ -91,7 +91,7 @@ def limit(kind: int, bound: int, *, most: int | None = None) -> None:
 
 
 def keep_capabilities(mask: int) -> None:
-    """Hold these capabilities, which must be held already, and no others."""
+    """Drop all capabilities but these, which this process must hold already."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     sets = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)  # effective, permitted, inheritable, twice
@@ -99,19 +99,19 @@ def keep_capabilities(mask: int) -> None:
 
 
 def held_capabilities() -> int:
-    """Capabilities that this process may use, as a mask."""
+    """Return the effective capabilities of this process, as a bit mask."""
     header, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     _checked(_libc.capget(header, sets), "capget")
     return sets[1] | sets[4] << 32
 
 
 def drop_bounding_set() -> None:
-    """No program that is started from here on can gain a capability."""
+    """Prevent programs that this process starts from gaining any capability."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # beyond the last one that this kernel knows
+            if error.errno != errno.EINVAL:  # the number is beyond this kernel's last capability
                 raise
             return
 

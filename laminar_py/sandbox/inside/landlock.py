@@ -1,4 +1,7 @@
-"""Landlock: which files a process may open, whatever its user may. Rules are made once and put on by each child.
+"""Landlock: a process restricts for itself which files it may open, below the rights of its user.
+
+Two callers: a sandbox (`ruleset`, made once by the zygote, applied by each child), and processes of user code that
+must not write into the record of a run (`forbid_writes`).
 
 Source: https://docs.kernel.org/userspace-api/landlock.html
 """
@@ -6,7 +9,9 @@ Source: https://docs.kernel.org/userspace-api/landlock.html
 import ctypes
 import os
 import stat
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from laminar_py.sandbox.inside import kernel
 
@@ -21,6 +26,8 @@ OWN = USE | READ_DIR | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAKE_FIF
 WRITES = OWN & ~(READ_FILE | READ_DIR)
 BIND_TCP, CONNECT_TCP = 1, 2  # from version 4 on
 ABSTRACT_SOCKETS, SIGNALS = 1, 2  # from version 6 on
+KERNEL = (Path("/proc"), Path("/sys"))  # files there change settings of the whole machine
+KEPT_CAPABILITIES = 0b10  # of root: CAP_DAC_OVERRIDE, to read and write files of other users
 
 
 class _Ruleset(ctypes.Structure):
@@ -33,7 +40,7 @@ class _PathRule(ctypes.Structure):
 
 
 def version() -> int:
-    """Version of Landlock that the kernel has, 0 where it has none or it is off."""
+    """Return the version of Landlock in this kernel; 0 without Landlock."""
     try:
         return kernel.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     except OSError:
@@ -41,17 +48,17 @@ def version() -> int:
 
 
 def ruleset(rules: Sequence[tuple[str, int]]) -> int:
-    """Descriptor of rules that allow these rights beneath these paths and nothing else.
+    """Make rules that allow these rights below these paths and refuse all others; return their descriptor.
 
-    Signals to others, TCP and abstract sockets are refused where the kernel's version knows them.
+    They also refuse TCP, abstract sockets and signals to other processes, if the kernel's version can.
     """
     known = version()
     size = 24 if known >= 6 else 16 if known >= 4 else 8
     return _fence(rules, _Ruleset(_known_rights(), BIND_TCP | CONNECT_TCP, ABSTRACT_SOCKETS | SIGNALS), size)
 
 
-def writes_ruleset(rules: Sequence[tuple[str, int]]) -> int:
-    """Descriptor of rules that refuse to write but beneath these paths, and refuse nothing else."""
+def _writes_ruleset(rules: Sequence[tuple[str, int]]) -> int:
+    """Make rules that refuse to write except below these paths, and allow all else; return their descriptor."""
     return _fence(rules, _Ruleset(_known_rights() & WRITES, 0, 0), 8)
 
 
@@ -65,7 +72,7 @@ def _fence(rules: Sequence[tuple[str, int]], wanted: _Ruleset, size: int) -> int
     for path, rights in rules:
         try:
             parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except FileNotFoundError:  # removed meanwhile: nothing is allowed there then
+        except FileNotFoundError:  # removed meanwhile, so it needs no rule
             continue
         try:
             _add_rule(fence, parent, rights & wanted.files)
@@ -82,5 +89,38 @@ def _add_rule(fence: int, parent: int, rights: int) -> None:
 
 
 def restrict(fence: int) -> None:
-    """Put the rules on this process and on all that it starts; `no_new_privs` must be set."""
+    """Apply rules to this process and its future children. `no_new_privs` must be set."""
     kernel.syscall(RESTRICT_SELF, ctypes.c_int(fence), ctypes.c_uint32(0))
+
+
+def forbid_writes(folder: Path) -> bool:
+    """Forbid this process and its children to write below `folder`, in /proc and in /sys.
+
+    They also cannot create or remove entries in the folders above it. Root loses its capabilities, so it cannot
+    read the memory or environment of other processes. Returns False if the kernel has no Landlock; then only the
+    capabilities are dropped.
+    """
+    if sys.platform != "linux":
+        return False
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    fenced = bool(version())
+    if fenced:
+        fence = _writes_ruleset([(str(path), WRITES) for path in _beside(folder.resolve())])
+        try:
+            restrict(fence)
+        finally:
+            os.close(fence)
+    kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_CLEAR_ALL)
+    kernel.keep_capabilities(kernel.held_capabilities() & KEPT_CAPABILITIES)
+    return fenced
+
+
+def _beside(folder: Path) -> Iterator[Path]:
+    """Yield the siblings of a folder and of each folder above it: the paths that stay writable."""
+    for above in folder.parents:
+        inner = folder.relative_to(above).parts[0]
+        with os.scandir(above) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.name != inner and not entry.is_symlink() and path not in KERNEL:
+                    yield path

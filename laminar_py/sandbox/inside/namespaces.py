@@ -1,7 +1,7 @@
-"""The strongest tier: the zygote as first process of namespaces of its own, with a root of what it may see.
+"""The strongest tier: the zygote is the first process of new namespaces, with a root of the files it may see.
 
-As root the view is bound before the user namespace is made, since afterwards the zygote is nobody on the host and
-may not even find the files; without root the other way round, since only there mounting is allowed.
+If we are root, we bind the files before we create the user namespace: inside it the zygote has no rights on the
+host and could not reach them. Without root the order is reversed: only inside a user namespace may we mount.
 """
 
 import os
@@ -16,14 +16,14 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 REST = (
     kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 )
-USER = 1000  # of programs in here, where users are mapped
+USER = 1000  # user id of programs inside the namespace
 ST_KEPT = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC  # flags of a mount that a bind of it must repeat
 
 
 def enter(setup: SlotSetup, control: socket.socket, *, readable: list[str], map_users: Callable[[], None]) -> None:
-    """Fork into the namespaces: returns in the child alone, as their root; the parent waits for it and exits.
+    """Fork into new namespaces. Only the child returns, as their root; the parent waits for the child and exits.
 
-    `map_users` has the owner write this process's user map.
+    `map_users` asks the owner to write the user map of this process.
     """
     if setup.uids:
         kernel.unshare(kernel.CLONE_NEWNS)
@@ -50,7 +50,7 @@ def enter(setup: SlotSetup, control: socket.socket, *, readable: list[str], map_
 
 
 def _build(folder: str, *, readable: list[str]) -> None:
-    """A root on `folder` with these paths as they are named on the host, all of it read-only."""
+    """Build a read-only root on `folder`, with these paths under the names that they have on the host."""
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", folder, "tmpfs", flags=flags, data="size=1m,nr_inodes=4096,mode=0755")

@@ -1,7 +1,7 @@
-"""A program in its fences: run as a script would be, or a function of it called, or a session's pieces one by one.
+"""Run a program inside its fences: as a script, or a function of it, or the pieces of a session one by one.
 
-Everything in here happens beside untrusted code, which can change all of it. The report is what the child says of
-itself: the owner believes nothing in it that matters.
+This code shares its process with untrusted code, which can change all of it. So the owner trusts nothing important
+in the report of the child.
 """
 
 import ast
@@ -28,12 +28,12 @@ from laminar_py.sandbox.inside.wire import HEADER, exactly
 NAME = "program.py"
 DETAIL_CHARS = 400
 SHOWN_CHARS = 16384  # of a traceback, which shows lines of the program
-CHAIN = 20  # exceptions that led to one another, looked at
+CHAIN = 20  # exceptions of a chain of causes that we look at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramPayload:
-    """Input of a child, as JSON, before the bytes of its files."""
+    """Input of a child, encoded as JSON. The bytes of its files follow it."""
 
     program: str
     function: str = ""
@@ -43,17 +43,17 @@ class ProgramPayload:
 
 @dataclass(slots=True, kw_only=True)
 class Claim:
-    """Report of a child on itself; a program can say anything here."""
+    """Report of a child about itself. A program can forge all of it."""
 
-    finished: bool = False  # its last line was reached
-    kind: str = ""  # of its exception: `memory`, `network`, `files`, `processes`; nothing for all others
+    finished: bool = False  # the program ran to its last line
+    kind: str = ""  # of its exception: `memory`, `network`, `files`, `processes`, or empty for others
     detail: str = ""
     value_json: str | None = None  # returned by the function that was called
     cpu_s: float = 0.0  # a call of a session
 
 
 def read_payload(descriptor: int) -> tuple[ProgramPayload, dict[str, bytes]]:
-    """The payload and its files, read while nothing untrusted runs."""
+    """Read the payload and its files, before any untrusted code runs."""
     with open(descriptor, "rb") as file:
         size = int.from_bytes(file.read(HEADER), "big")
         payload = ProgramPayload(**json.loads(file.read(size)))
@@ -61,25 +61,25 @@ def read_payload(descriptor: int) -> tuple[ProgramPayload, dict[str, bytes]]:
 
 
 def hide_own_modules() -> None:
-    """Leave modules as a fresh interpreter has them. By the zygote: a child that looks at all copies all."""
+    """Remove our modules from `sys.modules`. The zygote does it once, so that its children share those pages."""
     for name in [name for name in sys.modules if name.split(".")[0] == "laminar_py"]:
         del sys.modules[name]
 
 
 def run(payload: ProgramPayload, files: dict[str, bytes], *, report: int) -> int:
-    """Run a program to its end and write the report. Gives the exit code."""
-    _settle(files)
+    """Run a program to its end, write the report to the descriptor `report`, and return the exit code."""
+    _prepare(files)
     claim, first = Claim(), os.getpid()
     code = _guarded(claim, lambda: _execute(payload, claim))
     _end_threads()
-    if os.getpid() == first:  # and none of the processes that it forked, which come here too
+    if os.getpid() == first:  # processes that the program forked reach this line, too
         _write(report, claim)
     return code
 
 
 def converse(files: dict[str, bytes], calls: socket.socket, *, cpu_s: int) -> int:
-    """Run the pieces of a session in one space of names, each answered by its report, until no more come."""
-    _settle(files)
+    """Run the pieces of a session in one namespace, and answer each by its report, until the socket closes."""
+    _prepare(files)
     space, first = _module("__main__").__dict__, os.getpid()
     while head := exactly(calls, HEADER):
         text = exactly(calls, int.from_bytes(head, "big"))
@@ -90,7 +90,7 @@ def converse(files: dict[str, bytes], calls: socket.socket, *, cpu_s: int) -> in
         resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
         _guarded(claim, lambda code=code, claim=claim: _piece(code, space, claim))  # type: ignore[misc]
         _flush()
-        if os.getpid() != first:  # a process that it forked
+        if os.getpid() != first:  # a process that the code forked
             return 0
         claim.cpu_s = _cpu_s() - before
         answer = json.dumps(asdict(claim)).encode()
@@ -100,7 +100,7 @@ def converse(files: dict[str, bytes], calls: socket.socket, *, cpu_s: int) -> in
 
 def _execute(payload: ProgramPayload, claim: Claim) -> None:
     space = _module("solution" if payload.function else "__main__").__dict__
-    _remember(payload.program)
+    _cache_lines(payload.program)
     exec(compile(payload.program, NAME, "exec", dont_inherit=True), space)
     if payload.function:
         value = _find(space, payload.function)(*json.loads(payload.args_json))
@@ -109,20 +109,20 @@ def _execute(payload: ProgramPayload, claim: Claim) -> None:
 
 
 def _piece(code: str, space: dict[str, object], claim: Claim) -> None:
-    """A piece of a session; of an expression at its end the value is printed, as at a prompt."""
-    _remember(code)
+    """Run a piece of a session. Print the value of an expression at its end, as a Python prompt does."""
+    _cache_lines(code)
     tree = ast.parse(code, NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, NAME, "exec", dont_inherit=True), space)
     if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True), space)
         if value is not None:
-            print(repr(value))  # noqa: T201 - the session's own output
+            sys.stdout.write(f"{value!r}\n")
     claim.finished = True
 
 
 def _guarded(claim: Claim, body: Callable[[], None]) -> int:
-    """Exit code of a body, whose exception is shown and claimed."""
+    """Run `body` and return its exit code. Write an exception to standard error and into the claim."""
     try:
         body()
     except SystemExit as end:
@@ -159,18 +159,18 @@ def _kind(error: BaseException) -> str:
         return "network"
     if error.errno == errno.EAGAIN and error.filename is None:
         return "processes"
-    outside = isinstance(error.filename, str | bytes) and not _own(os.fsdecode(error.filename))
+    outside = isinstance(error.filename, str | bytes) and not _is_in_home(os.fsdecode(error.filename))
     refused = (errno.EACCES, errno.EPERM, errno.EROFS) if error.filename is not None else ()
     return "files" if outside or error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, *refused) else ""
 
 
-def _own(path: str) -> bool:
+def _is_in_home(path: str) -> bool:
     home = os.path.realpath(sys.path[0])
     return os.path.commonpath((home, os.path.realpath(os.path.join(home, path)))) == home
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and those that led to it."""
+    """Yield an exception and its causes."""
     ahead, seen = [error], 0
     while ahead and seen < CHAIN:
         each = ahead.pop()
@@ -180,10 +180,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         ahead += [one for one in more if isinstance(one, BaseException)]
 
 
-def _settle(files: dict[str, bytes]) -> None:
-    """Standard streams, the folder and its files."""
+def _prepare(files: dict[str, bytes]) -> None:
+    """Write the files into the folder, and set up signals, standard streams and `sys.path`."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file that grows too large ends the program, for all to see
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file beyond its limit ends the program with this signal
     for name, content in files.items():
         os.makedirs(os.path.dirname(os.path.join(".", name)), exist_ok=True)
         with open(name, "wb") as file:
@@ -209,13 +209,16 @@ def _module(name: str) -> types.ModuleType:
     return module
 
 
-def _remember(code: str) -> None:
-    """Have tracebacks show lines of a program that lies in no file."""
+def _cache_lines(code: str) -> None:
+    """Let tracebacks show the lines of a program, which lies in no file."""
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
 
 
 def _find(space: dict[str, object], name: str) -> Callable[..., object]:
-    """A function by name; of a class on the way an object is made."""
+    """Find a function by name, e.g. "solve"; "Solution.solve" makes a `Solution()`.
+
+    Raises `NameError`, `TypeError`.
+    """
     first, *rest = name.split(".")
     if first not in space:
         raise NameError(f"the program defines no {first!r}")
@@ -228,7 +231,7 @@ def _find(space: dict[str, object], name: str) -> Callable[..., object]:
 
 
 def _plain(value: object) -> object:
-    """A value that JSON has no form for: sets as sorted lists, iterators as lists, others as their text."""
+    """Convert a value for JSON: a set to a sorted list, an iterator to a list, others to their `repr`."""
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     if isinstance(value, Iterator | range | type({}.keys()) | type({}.values()) | type({}.items())):
@@ -237,8 +240,8 @@ def _plain(value: object) -> object:
 
 
 def _end_threads() -> None:
-    """End as an interpreter does, as far as a program can see it."""
-    with contextlib.suppress(BaseException):  # all of it can be untrusted code
+    """Join threads and run `atexit` functions, as an interpreter does at its end."""
+    with contextlib.suppress(BaseException):  # untrusted code runs here and may raise anything
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
@@ -247,7 +250,7 @@ def _end_threads() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BaseException):  # a stream of the program's own
+        with contextlib.suppress(BaseException):  # the program may have replaced the stream
             stream.flush()
 
 
@@ -262,5 +265,5 @@ def _cpu_s() -> float:
 
 
 def _write(descriptor: int, claim: Claim) -> None:
-    with contextlib.suppress(BaseException):  # without a report, for instance where the program closed it
+    with contextlib.suppress(BaseException):  # e.g. the program closed the descriptor; then there is no report
         os.write(descriptor, json.dumps(asdict(claim)).encode())

@@ -1,4 +1,4 @@
-"""Ways to reach every process that a program started, from the zygote, to which the orphans among them come."""
+"""Ways to signal every process that a program started. The zygote uses them; it adopts orphaned processes."""
 
 import glob
 import os
@@ -11,27 +11,27 @@ from laminar_py.sandbox.inside import kernel
 
 
 class Reaper(Protocol):
-    """Signals to all processes of a run, whose first one is `leader`, of a process group of its own."""
+    """Signals all processes of a run. `leader` is the first of them, in a process group of its own."""
 
     def signal_all(self, number: int, *, leader: int) -> None:
-        """Send a signal to each; after SIGKILL none of them can start another one."""
+        """Send a signal to each process. After SIGKILL none of them can start another one."""
         ...
 
 
 class NamespaceReaper:
-    """For the first process of a pid namespace: everything else in there."""
+    """Signals every other process of a pid namespace. The zygote must be its first process."""
 
     def signal_all(self, number: int, *, leader: int) -> None:
-        """Signal by one call, which the kernel makes atomic."""
+        """Signal all processes by one call, which is atomic in the kernel."""
         assert os.getpid() == 1, "outside of a pid namespace of its own this would signal the whole machine"
         _send(-1, number)
 
 
 class UserReaper:
-    """For root: everything that runs as the slot's own user, signalled by a helper that has become that user.
+    """Signals every process of the slot's user, by a helper process that acts as that user. It needs root.
 
-    The helper was there before any program, since none can be started while they use up all processes; its real
-    and saved user are another one, so that no program can signal it.
+    The helper starts before any program, because programs may use up all processes. Its real and saved user differ
+    from the programs' user, so no program can signal it.
     """
 
     def __init__(self, helper: socket.socket) -> None:
@@ -39,7 +39,7 @@ class UserReaper:
 
     @classmethod
     def split(cls, helper: int, user: int, control: socket.socket) -> "UserReaper":
-        """Fork: returns in the child alone; the parent becomes the helper, and exits after the child."""
+        """Fork. Only the child returns; the parent becomes the helper and exits after the child."""
         ours, theirs = socket.socketpair()
         child = os.fork()
         if child:
@@ -53,14 +53,14 @@ class UserReaper:
         return cls(ours)
 
     def signal_all(self, number: int, *, leader: int) -> None:
-        """Signal by one call too, of the helper's."""
+        """Let the helper signal all processes by one call, which is atomic in the kernel."""
         self._helper.sendall(bytes([number]))
         if not self._helper.recv(1):
             raise OSError("the helper that ends programs is gone")
 
 
 def _help(orders: socket.socket, helper: int, user: int) -> None:
-    """Signal all processes of a user, as often as it is ordered."""
+    """Act as the helper: send each signal number from `orders` to all processes of a user."""
     assert helper > 0 < user, "as root this would signal the whole machine"
     os.setgroups([])
     os.setresgid(helper, helper, helper)
@@ -72,14 +72,14 @@ def _help(orders: socket.socket, helper: int, user: int) -> None:
 
 
 class TreeReaper:
-    """For the weakest tiers: all below this process, found one by one.
+    """Signals all descendants of this process, which it finds one by one. For the weakest tiers.
 
-    Each is stopped when it is found, so that a program which starts processes runs out of them where a cgroup
-    counts them; where nothing does and programs are not `alone`, one that is fast enough gets away.
+    It stops each process that it finds. So a program that keeps forking soon reaches the limit of its cgroup.
+    Without a cgroup, and where programs are not `alone`, a program that forks fast enough can escape.
     """
 
     def signal_all(self, number: int, *, leader: int) -> None:
-        """Stop all that are found until no more are, then signal each."""
+        """Stop descendants until no new ones appear, then signal each."""
         _send(-leader, number)
         found = set[int]()
         while new := _below(os.getpid()) - found:
@@ -91,9 +91,9 @@ class TreeReaper:
 
 
 def end_all(reaper: Reaper, leader: int, status: int | None) -> int:
-    """Kill all processes of a run and wait until none is left; gives the first one's status, known or not."""
+    """Kill all processes of a run and wait until none is left. Returns the exit status of the first process."""
     if status is None:
-        _send(leader, signal.SIGKILL)  # by itself too: it may not have become the slot's user yet
+        _send(leader, signal.SIGKILL)  # directly too: it may not have become the slot's user yet
         status = os.waitpid(leader, 0)[1]
     while _any_left():
         reaper.signal_all(signal.SIGKILL, leader=leader)
@@ -105,7 +105,7 @@ def end_all(reaper: Reaper, leader: int, status: int | None) -> int:
 
 
 def _any_left() -> bool:
-    """False where all children of this process have ended, and with them all that came to it as orphans."""
+    """Return True if this process still has children, adopted orphans included."""
     try:
         os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -114,7 +114,7 @@ def _any_left() -> bool:
 
 
 def _below(process: int) -> set[int]:
-    """Processes below one; those of the group alone can be found on other systems."""
+    """Return all descendants of a process; an empty set on systems other than Linux."""
     if sys.platform != "linux":
         return set()
     found = set[int]()
@@ -122,7 +122,7 @@ def _below(process: int) -> set[int]:
         try:
             with open(path) as file:
                 found |= {int(word) for word in file.read().split()}
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the process ended meanwhile
             continue
     return found.union(*(_below(child) for child in found))
 
@@ -130,5 +130,5 @@ def _below(process: int) -> set[int]:
 def _send(target: int, number: int) -> None:
     try:
         os.kill(target, number)
-    except ProcessLookupError:  # nobody is there any more
+    except ProcessLookupError:  # the process has ended
         return

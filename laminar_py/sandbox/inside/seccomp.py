@@ -1,7 +1,7 @@
-"""Seccomp: which system calls a program may make, as a filter that is assembled here.
+"""Seccomp: a filter of the system calls that a program may make, assembled here.
 
-Refused is what only reaches out of the sandbox or into rarely used parts of the kernel. Sockets answer "network is
-down" and new processes "try again", so that their refusal can be told from others.
+The filter refuses calls that reach out of the sandbox, and rarely used parts of the kernel. A refused socket
+answers "network is down" and a refused process "try again", so labels can tell them from other refusals.
 """
 
 import ctypes
@@ -82,7 +82,7 @@ THREAD = 0x00010000
 OWNERS = (8, 10, 15)  # commands of fcntl that send signals to others: F_SETOWN, F_SETSIG, F_SETOWN_EX
 TERMINAL = (0x5412, 0x541C, 0x8901, 0x8902)  # of ioctl: TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
 FLAGS = (0x40086602, 0x401C5820, 0x40087602)  # of ioctl: FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FS_IOC_SETVERSION
-WAKE = 18  # SIGCONT, by which a program that is paused could run on
+WAKE = 18  # SIGCONT, with which a paused program could wake itself
 UNIX, STREAM = 1, 1
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, MASK, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -95,16 +95,17 @@ class _Program(ctypes.Structure):
 
 
 def offered() -> bool:
-    """True on machines whose system calls are known here."""
+    """Return True if this module knows the system calls of this machine."""
     return kernel.MACHINE in ARCHITECTURES
 
 
 def assemble(*, alone: int = 0, shared: bool = False, own_user: bool = True) -> bytes:
-    """The filter; with `alone` that of a process of this id which may start no other and signal none.
+    """Assemble the filter.
 
-    With `shared` files of the host can be named, and what Landlock has no say over is refused: times and extended
-    attributes, and modes and owners too where the program's user is ours (`own_user` False).
-    Times and modes are answered as if set, since `shutil.copy` and others take no refusal.
+    `alone` is the id of a process that may neither start nor signal another one; 0 allows both. With `shared` the
+    program sees files of the host. Then the filter also refuses changes that Landlock cannot: times and extended
+    attributes, and modes and owners if the program runs as our user (`own_user` False). Calls that set times and
+    modes have no effect but report success, since `shutil.copy` and others do not expect a refusal.
     """
     calls = SHARED | BY_MACHINE[kernel.MACHINE]
     code = [
@@ -116,7 +117,7 @@ def assemble(*, alone: int = 0, shared: bool = False, own_user: bool = True) -> 
         _op(AT_LEAST, NEW_CALLS, 0, 1),
         _refuse(errno.ENOSYS),
     ]
-    bodies = {**_plain(calls), **_conditional(calls), **(_lonely(calls, alone) if alone else {})}
+    bodies = {**_plain(calls), **_conditional(calls), **(_single_process(calls, alone) if alone else {})}
     bodies |= _metadata(calls, own_user=own_user) if shared else {}
     for name, body in bodies.items():
         code += _case(calls[name], body)
@@ -124,7 +125,7 @@ def assemble(*, alone: int = 0, shared: bool = False, own_user: bool = True) -> 
 
 
 def put_on(code: bytes) -> None:
-    """Filter the calls of this process and of all that it starts; `no_new_privs` must be set."""
+    """Apply the filter to this process and its future children. `no_new_privs` must be set."""
     memory = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.cast(memory, ctypes.c_void_p))
     kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.byref(program))
@@ -157,7 +158,7 @@ def _conditional(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
 
 
 def _clone() -> list[bytes]:
-    """Refuse new namespaces, and a child whose end would wake its parent."""
+    """Refuse new namespaces, and a child whose exit would send SIGCONT to its parent."""
     return [
         *_argument(0),
         _op(ANY_BIT, NAMESPACES, 0, 1),
@@ -176,7 +177,7 @@ def _metadata(calls: Mapping[str, int], *, own_user: bool) -> dict[str, list[byt
     return {name: [_refuse(number)] for name, number in answers.items() if name in calls}
 
 
-def _lonely(calls: Mapping[str, int], process: int) -> dict[str, list[bytes]]:
+def _single_process(calls: Mapping[str, int], process: int) -> dict[str, list[bytes]]:
     threads = [
         *_clone(),
         _op(ANY_BIT, THREAD, 1, 0),
@@ -192,12 +193,12 @@ def _lonely(calls: Mapping[str, int], process: int) -> dict[str, list[bytes]]:
 
 
 def _case(number: int, body: list[bytes]) -> list[bytes]:
-    """Code for one call, all of whose ways end with a verdict."""
+    """Return the filter code for one system call. Every path of `body` ends with a verdict."""
     return [_op(EQUAL, number, 0, len(body)), *body]
 
 
 def _argument(index: int) -> list[bytes]:
-    return [_op(LOAD, ARGUMENTS + 8 * index)]  # its low half: those that are looked at are of 32 bits
+    return [_op(LOAD, ARGUMENTS + 8 * index)]  # the low half: the arguments that we check have 32 bits
 
 
 def _only(index: int, value: int) -> list[bytes]:

@@ -1,43 +1,69 @@
-"""Frames between our processes and those that run code of others. The standard library alone is imported here.
+"""Messages between our processes and processes that run untrusted code. It imports only the standard library.
 
-**Zygotes.** Four bytes of length, then JSON; descriptors ride along.
+**Zygotes.** Each frame is four bytes of length, then JSON. File descriptors travel with a frame.
 
     owner -> zygote   SlotSetup, then any number of SlotOrder
     zygote -> owner   SlotNews: `map` (write my user map), `ready`, `fault` (and it ends), `end` (of a run)
 
-The zygote reads nothing of a program's and the owner nothing that a program can write in here: what programs are
-given and leave lies in files of their own, whose descriptors come with the order.
+Input and output of a program lie in files of their own, whose descriptors come with the order. So a program cannot
+write into this socket, and the zygote reads nothing that a program wrote.
 
-**Hosted processes** (`sandbox.hosted`). Four bytes of length, four of the call's number, then a body in the form
-that both sides agreed on. The owner sends calls, in any number at a time, and each has one answer with its number.
-An empty body cancels the call. A hosted process ends when its socket does.
+**Hosted processes** (`sandbox.hosted`). A call is four bytes of length, four bytes of the call's number, then a
+body in the form that both sides agreed on. The owner may send many calls at a time; each gets one answer with its
+number. An empty body cancels the call. A hosted process ends when its socket closes.
 """
 
 import json
 import socket
 import struct
 import sys
-from dataclasses import asdict, dataclass
-
-from laminar_py.sandbox.inside.limits import SandboxLimits
+from dataclasses import asdict, dataclass, fields
 
 HEADER = 4
 MOST_BYTES = 1 << 16  # of a frame here
 MOST_DESCRIPTORS = 8
-DEFAULTS = SandboxLimits()
 CALL = struct.Struct("<II")  # length of a body, number of its call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """Limits of one run, or of one call of a session, e.g. `SandboxLimits(cpu_s=2.0, wall_s=4.0)`.
+
+    Raises `ValueError` if a limit is not above 0.
+    """
+
+    cpu_s: float = 5.0
+    """Seconds of CPU time of each process, rounded up to whole seconds."""
+    wall_s: float = 10.0
+    """Seconds from start to end. On a busy machine a program may need more of them than of CPU time."""
+    memory_bytes: int = 256 << 20
+    """Memory of all processes and files if a cgroup counts it, else address space of each process."""
+    processes: int = 16
+    """Processes and threads at one time, the program itself included."""
+    file_bytes: int = 16 << 20
+    """Size of the program's private folder, hence of any file."""
+    output_bytes: int = 1 << 20
+    """Size of standard output, of standard error, and of the returned value, each."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                raise ValueError(f"{field.name}={getattr(self, field.name)}: give a number above 0")
+
+
+DEFAULTS = SandboxLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSetup:
-    """First frame: how the slot is fenced."""
+    """First frame: tier, folder, users and cgroups of the slot."""
 
     tier: str
-    folder: str  # empty, of the slot alone
+    folder: str  # an empty folder that belongs to the slot
     readable: list[str]  # shared libraries that extension modules may need, and folders of programs
-    uids: list[int]  # of the zygote and of its programs on the host; empty: the owner's own
-    cgroups: list[str]  # files to join them by
-    alone: bool  # programs may start no process, since nothing here could count or end them
+    uids: list[int]  # of the zygote and of its programs on the host; empty: the owner's user for both
+    cgroups: list[str]  # files into which a process writes its id to join the cgroup
+    alone: bool  # programs may start no process, since this machine could not count or kill it
     counted: bool  # a cgroup counts processes and memory
 
 
@@ -63,24 +89,24 @@ class SlotNews:
 
 
 def frame(record: SlotSetup | SlotOrder | SlotNews) -> bytes:
-    """The bytes of a record."""
+    """Encode a record as a frame."""
     text = json.dumps(asdict(record)).encode()
     return len(text).to_bytes(HEADER, "big") + text
 
 
 def read_setup(text: bytes) -> SlotSetup:
-    """The record that the owner sent first."""
+    """Decode the owner's first frame."""
     return SlotSetup(**json.loads(text))
 
 
 def read_order(text: bytes) -> SlotOrder:
-    """An order of the owner's."""
-    fields = json.loads(text)
-    return SlotOrder(**{**fields, "limits": SandboxLimits(**fields["limits"])})
+    """Decode an order of the owner."""
+    order = json.loads(text)
+    return SlotOrder(**{**order, "limits": SandboxLimits(**order["limits"])})
 
 
 def receive(control: socket.socket) -> tuple[bytes, list[int]] | None:
-    """The next frame and the descriptors that came with it; None at the end."""
+    """Receive the next frame and its file descriptors; None when the owner has closed the socket."""
     head, descriptors, _, _ = socket.recv_fds(control, HEADER, MOST_DESCRIPTORS)
     if len(head) < HEADER:
         return None
@@ -89,19 +115,22 @@ def receive(control: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 def own_control() -> socket.socket:
-    """The socket to the owner, by the descriptor in the first argument; no process started here inherits it."""
+    """Open the socket to the owner, whose descriptor is the first command-line argument.
+
+    Children do not inherit it.
+    """
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     return control
 
 
 def call_frame(number: int, body: bytes) -> bytes:
-    """The bytes of a call, or of its answer."""
+    """Encode a call, or its answer, as a frame."""
     return CALL.pack(len(body), number) + body
 
 
 def receive_call(control: socket.socket) -> tuple[int, bytes] | None:
-    """Number and body of the next call; None at the end."""
+    """Receive the number and the body of the next call; None when the owner has closed the socket."""
     head = exactly(control, CALL.size)
     if head is None:
         return None
@@ -111,7 +140,7 @@ def receive_call(control: socket.socket) -> tuple[int, bytes] | None:
 
 
 def exactly(source: socket.socket, number: int) -> bytes | None:
-    """So many bytes; None where the end came first."""
+    """Receive exactly `number` bytes; None if the other side closes the socket first."""
     text = b""
     while len(text) < number:
         more = source.recv(number - len(text))

@@ -1,7 +1,7 @@
-"""The zygote: a warm interpreter behind its slot's fences that forks a child for each program.
+"""The zygote: a warm interpreter inside its slot's fences, which forks a child for each program.
 
-Started by a slot with a socket to its owner. Reads and holds nothing of any program, so that no run sees anything
-of another. Ends when its owner does. States, by orders of the owner:
+A slot starts it with a socket to the owner. It never reads data of a program, so no run sees another run's data.
+It ends when its owner ends. Its states, by orders of the owner:
 
     setting up -> idle -> (run) running -> idle             a program ends, or is ended at its wall time
                           running -> (pause) paused -> (resume) running     between calls of a session
@@ -37,23 +37,23 @@ from laminar_py.sandbox.inside.wire import (
     receive,
 )
 
-PRELOADED = (  # what programs of a few lines import; more of it makes each fork slower
+PRELOADED = (  # modules that short programs import; each further module makes every fork slower
     "abc array ast base64 bisect calendar cmath collections.abc contextlib copy csv dataclasses datetime decimal"
     " enum fractions functools hashlib heapq inspect io itertools json linecache math numbers operator os pprint"
     " queue random re shutil statistics string struct subprocess tempfile textwrap threading time traceback types"
     " typing unittest zlib"
 )
-LOOK_S = 0.05  # between two looks at a folder whose size nothing bounds
+LOOK_S = 0.05  # between two measurements of a folder whose size the kernel does not bound
 STREAMS = 5  # descriptors of a run: payload, input, output, errors, report; a session has its calls as sixth
 KEPT_CAPABILITIES = 0b11101011  # of root outside of namespaces: over files and signals, to become others
 
 
 class OwnerGoneError(Exception):
-    """The owner's end of the socket is closed, or the owner is dead."""
+    """The owner has closed its end of the socket, or has died."""
 
 
 class Zygote:
-    """The loop of a zygote, and what its children start with."""
+    """The loop of a zygote, which runs one program at a time."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Zygote:
         self._home = home
         self._reaper = reaper
         self._readable = readable
-        self._status: int | None = None  # of the child, as soon as it ended
+        self._status: int | None = None  # exit status of the child once it has ended
         self._woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if LINUX else _pipe()
         signal.signal(signal.SIGCHLD, lambda number, place: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -80,7 +80,7 @@ class Zygote:
             self._poll.register(descriptor, select.POLLIN)
 
     def serve(self) -> None:
-        """Run programs until the owner is gone."""
+        """Run programs until the owner closes the socket or dies."""
         program.hide_own_modules()
         gc.collect()
         gc.freeze()
@@ -108,7 +108,9 @@ class Zygote:
         finally:
             elapsed_s = time.monotonic() - start
             status = end_all(self._reaper, child, self._status)
-        if not ended and self._home.full(order.limits.file_bytes):  # nothing can be moved about any more
+        if not ended and self._home.full(
+            order.limits.file_bytes
+        ):  # measured again, now that no process can hide files
             ended = "folder"
         news = SlotNews(
             kind="end", status=status, ended=ended, cpu_s=_children_cpu_s() - before, elapsed_s=elapsed_s
@@ -121,7 +123,7 @@ class Zygote:
             self._fences.allow(readable=self._readable, home=self._home.path)
 
     def _watch(self, child: int, order: SlotOrder, deadline: float) -> str:
-        """Wait for the end of a child, or for a reason to end it, which is given."""
+        """Wait until a child ends, or until there is a reason to end it. Returns the reason, or ""."""
         looks = isinstance(self._home, FolderHome)
         while not self._has_ended(child):
             left = None if order.session else deadline - time.monotonic()
@@ -143,7 +145,10 @@ class Zygote:
         return bool(found)
 
     def _wait(self, seconds: float | None) -> bool:
-        """Wait for an order, which is True, for the end of a child, or for so long. Raises without an owner."""
+        """Wait for an order, for the end of a child, or for `seconds`. Returns True if an order is there.
+
+        Raises `OwnerGoneError`.
+        """
         found = dict(self._poll.poll(None if seconds is None else max(0.0, seconds) * 1000 + 1))
         if self._owner in found:
             raise OwnerGoneError
@@ -158,7 +163,7 @@ class Zygote:
         return read_order(found[0]), found[1]
 
     def _become(self, order: SlotOrder, descriptors: list[int]) -> NoReturn:
-        """Be the program, and never return into the zygote's loop."""
+        """Run the program in this forked child, then exit."""
         code = 70
         try:
             signal.set_wakeup_fd(-1)
@@ -173,7 +178,7 @@ class Zygote:
                 code = program.converse(files, calls, cpu_s=math.ceil(order.limits.cpu_s))
             else:
                 code = program.run(payload, files, report=STREAMS - 2)
-        except BaseException as error:  # noqa: BLE001 - a fence that cannot be put on, told to the owner's first run
+        except BaseException as error:  # noqa: BLE001 - a fence failed; the owner reads it in its first test run
             with contextlib.suppress(OSError):
                 os.write(descriptors[3], f"{type(error).__name__}: {error}\n".encode())
         finally:
@@ -181,7 +186,7 @@ class Zygote:
 
 
 def main() -> None:
-    """Set up as the first frame says, and serve. A fault is told to the owner and ends the process."""
+    """Set up the fences of the first frame and serve. Report a fault to the owner, then exit."""
     control = own_control()
     owner = os.pidfd_open(os.getppid()) if LINUX else -1
     found = receive(control)
@@ -189,7 +194,7 @@ def main() -> None:
         return
     try:
         zygote = _set_up(control, read_setup(found[0]), owner)
-    except Exception as error:  # noqa: BLE001 - said to the owner, who raises it
+    except Exception as error:  # noqa: BLE001 - the owner raises it
         control.sendall(frame(SlotNews(kind="fault", detail=f"{error}" or type(error).__name__)))
         return
     zygote.serve()
@@ -232,7 +237,7 @@ def _map_users(control: socket.socket) -> None:
 
 
 def _arrange(descriptors: list[int]) -> None:
-    """Descriptors from 0 on in this order, and no others; those after the streams are not for its children."""
+    """Move these descriptors to 0, 1, 2 and so on, and close all others. Children inherit only the first three."""
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, NUM_DESCRIPTORS // 2) for descriptor in descriptors]
     for number, descriptor in enumerate(high):
         os.dup2(descriptor, number, inheritable=number <= 2)

@@ -34,7 +34,7 @@ class InNoProcess:
 async def answer_all(agent, text):
     await agent.reset(Problem(prompt="", trajectory_id="g0.0"))
     while True:
-        agent.take(SampledTurn(context=IDS, ids=IDS, logprobs=np.zeros(2, np.float32)))
+        agent.receive_turn(SampledTurn(context=IDS, ids=IDS, logprobs=np.zeros(2, np.float32)))
         await agent.step(text)
 
 

@@ -598,7 +598,7 @@ class Hears:
         if place >= self.fails_at:
             raise ValueError("no room")
 
-    def take(self, turn):
+    def receive_turn(self, turn):
         pass
 
 
@@ -743,7 +743,7 @@ ask()
         for prompt, fault in (("2+2=", "the process that starts agents has died"), ("3+3=", "")):
             environment = make()
             await environment.reset(msgspec.structs.replace(story.turn.problem, prompt=prompt))
-            environment.take(SampledTurn(context=NONE, ids=NONE, logprobs=NONE))
+            environment.receive_turn(SampledTurn(context=NONE, ids=NONE, logprobs=NONE))
             if fault:
                 with pytest.raises(AgentFailedError, match=fault):
                     await environment.step("4")

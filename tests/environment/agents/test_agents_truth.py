@@ -160,7 +160,11 @@ class Model:
     def of(self, log_by_text, messages, answer):
         """Turns in the log that are this answer to these messages."""
         asked = self.encoder.conversation(self.encoder.with_system(messages), answers=True)
-        return [one for one in log_by_text.get(asked, ()) if self.writer.said(one[1]) == (answer["content"] or "")]
+        return [
+            one
+            for one in log_by_text.get(asked, ())
+            if self.writer.decode_turn(one[1]) == (answer["content"] or "")
+        ]
 
 
 async def lead(host, model, name, seed):

@@ -40,7 +40,7 @@ class ScorerActor(PartActor):
 
     async def submit_responses(self, responses: list[Unscored]) -> None:
         """Begin to score responses."""
-        self._scorer.submit(responses)
+        self._scorer.submit_responses(responses)
 
     async def look_ahead(self, responses: list[Unfinished]) -> None:
         """Work ahead on responses that still generate."""
@@ -48,7 +48,7 @@ class ScorerActor(PartActor):
 
     async def next_scores(self, wait_s: float) -> list[Score]:
         """Return the scores that are ready, or none after `wait_s` seconds."""
-        return await self._scorer.take(wait_s)
+        return await self._scorer.next_scores(wait_s)
 
     async def stop(self) -> None:
         """End the processes and the sandboxes of the terms on this machine."""
