@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from laminar_py.cli.main import app
-from laminar_py.config.loading import _settings, load_config
+from laminar_py.config.loading import load_config, setting_names
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.sglang.attach import MIN_VERSION
 from laminar_py.runtime.preflight.memory import memory_faults
@@ -60,7 +60,7 @@ def test_a_command_parses_and_its_config_loads(line):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_exists(setting):
-    assert setting in _settings(RunConfig)
+    assert setting in setting_names(RunConfig)
 
 
 @pytest.mark.parametrize("page", PAGES)

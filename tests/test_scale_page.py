@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from laminar_py.config.loading import _settings
+from laminar_py.config.loading import setting_names
 from laminar_py.config.run import RunConfig
 from laminar_py.relay.tree import Broadcast, Links, fastest_shape, versions_at_peak
 from laminar_py.runtime.workers.replicas import pace_of
@@ -52,4 +52,4 @@ def test_room_for_versions_and_the_pace_of_reports_are_those_of_the_code():
 def test_settings_exist():
     named = re.findall(r"`((?:rollout|learner|relay|packer|repack|emulation|simulation)\.[a-z_]+)", PAGE)
     assert named
-    assert set(named) <= set(_settings(RunConfig))
+    assert set(named) <= set(setting_names(RunConfig))

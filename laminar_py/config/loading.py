@@ -153,7 +153,7 @@ def _to_config_error(error: ValidationError, kind: type[BaseModel], help_at: str
         return inner
     field = ".".join(str(name) for name in where) or "config"
     if first["type"] == "extra_forbidden":
-        meant = _engine_remedy(where) or _suggestion(field, _setting_names(kind))
+        meant = _engine_remedy(where) or _suggestion(field, setting_names(kind))
         return ConfigError(f"{field}={first['input']!r}: unknown key; {meant}{help_at} lists all settings")
     return ConfigError(_one_line(first, field, help_at))
 
@@ -189,14 +189,14 @@ def _suggestion(field: str, known: list[str]) -> str:
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
-def _setting_names(section: type[BaseModel], prefix: str = "") -> list[str]:
+def setting_names(section: type[BaseModel], prefix: str = "") -> list[str]:
     """Dotted names of all settings, e.g. `rollout.sampling.top_k`, with those of every built-in backend."""
     kinds = [BACKENDS.get(kind).settings for kind in BACKENDS.built_in] if section is EngineConfig else [section]
     names = []
     for name, field in ((name, field) for kind in kinds for name, field in kind.model_fields.items()):
         names.append(prefix + name)
         for inner in _sections_in(field.annotation):
-            names += _setting_names(inner, f"{prefix}{name}.")
+            names += setting_names(inner, f"{prefix}{name}.")
     return list(dict.fromkeys(names))
 
 

@@ -150,8 +150,8 @@ def test_bad_input_is_refused_in_one_line_that_names_the_remedy(tmp_path):
         for fleet, said in (
             ("replicas=1", "replicas=1: a learner step takes 32 trajectories"),
             ("replicas=0", "rollout.replicas=0: input should be greater than or equal to 1"),
-            ("replicas=many", "replicas=many: no whole number; write for example replicas=6"),
-            ("gpus=3", "gpus=3: a fleet is replicas=N or urls=[...]"),
+            ("replicas=many", "replicas=many: not a whole number; write for example replicas=6"),
+            ("gpus=3", "gpus=3: neither replicas=N nor urls=[...]"),
             ("urls=[http://127.0.0.1:1]", "urls=http://127.0.0.1:1: this run starts its own engines"),
         ):
             line = scale(train.run, fleet, code=2)

@@ -151,7 +151,7 @@ def test_an_evaluation_that_is_stopped_says_how_it_goes_on(tmp_path, model):
         process.send(signal.SIGINT)
         code, output = process.finish()
     assert code == 130, output
-    assert "go on with --resume" in output
+    assert "--resume continues it" in output
     forget_versions(tmp_path / "eval-small-1")
 
 
@@ -166,7 +166,7 @@ def test_an_evaluation_that_is_stopped_says_how_it_goes_on(tmp_path, model):
         ),
         (
             ["MODEL", "--config", "configs/quickstart.yaml", "eval.sets.heldout.samples=4"],
-            "eval.sets.heldout.temperature=0: gives samples=4 equal answers; set it above 0",
+            "eval.sets.heldout.temperature=0: all samples=4 answers are equal; set it above 0",
         ),
     ],
 )

@@ -268,13 +268,13 @@ async def test_parts_that_die_with_their_host_lose_it_once(monkeypatch, tmp_path
         await run.make_steps(1, 1)
         ledger.append(checkpoint(1, 0))
         label = run.replicas._labels[GONE[0]]
-        scheduler, told, lose = run.fleet.scheduler, [], ledger.lose
+        scheduler, told, lose = run.fleet.scheduler, [], ledger.record_lost_pieces
 
         async def note(numbers, reason):
             told.append(list(numbers))
             await lose(numbers, reason)
 
-        monkeypatch.setattr(ledger, "lose", note)
+        monkeypatch.setattr(ledger, "record_lost_pieces", note)
         cluster.lose(GONE[:1])
         assert await run.payload.is_lost(label)
         await asyncio.gather(*(run.payload.lose_host_of(label, scheduler) for _ in range(8)))

@@ -84,7 +84,7 @@ class Replica:
 
     # ---- what the link calls
 
-    async def collect(self, timeout_s):
+    async def next_report(self, timeout_s):
         if self._given:
             self.reports.task_done()
         self._given = False
@@ -92,7 +92,7 @@ class Replica:
         self._given = True
         return report
 
-    def submit(self, assignments):
+    def start_assignments(self, assignments):
         self.did.put_nowait(("submit", assignments))
 
     async def abort(self, trajectory_ids):
