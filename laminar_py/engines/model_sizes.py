@@ -1,4 +1,4 @@
-"""Sizes and dtype of a model, from its `config.json`. Called before a run starts, and where engines are opened."""
+"""Sizes and dtype of a model, from its `config.json`. Called before a run, and when an engine starts."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model, e.g. `ModelSizes(vocab_size=151936, model_type="qwen3")`; None is what the file lacks."""
+    """Sizes of a model, e.g. `ModelSizes(vocab_size=151936, model_type="qwen3")`. A missing key is None."""
 
     vocab_size: int
     model_type: str | None = None
@@ -27,7 +27,10 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sizes(model_dir: Path) -> ModelSizes:
-    """Sizes of the model in a Hugging Face folder. `ConfigError` if it is none, or has no vocabulary."""
+    """Read the sizes of the model in a Hugging Face folder.
+
+    `ConfigError` if it is no model or has no vocabulary.
+    """
     remedy = "name the Hugging Face folder of a language model"
     try:
         return msgspec.json.decode((model_dir / "config.json").read_bytes(), type=ModelSizes)
@@ -36,13 +39,13 @@ def read_sizes(model_dir: Path) -> ModelSizes:
             f"model.path={model_dir}: config.json cannot be read ({error.strerror}); {remedy}"
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.path={model_dir}: config.json is of no use ({error}); {remedy}") from None
+        raise ConfigError(f"model.path={model_dir}: config.json cannot be used ({error}); {remedy}") from None
 
 
 def served_dtype(model_dir: Path, *, field: str = "model.path") -> str:
-    """The dtype that weights are published and served in: the model's own, float32 where it names none.
+    """Read the dtype in which weights are published and served: the model's own, by default float32.
 
-    `field` is the setting with the folder. Raises `ConfigError` for a dtype that nobody serves.
+    `field` names the setting of the folder in errors. Raises `ConfigError` for a dtype that no engine serves.
     """
     config = json.loads((model_dir / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype") or "float32"

@@ -58,7 +58,10 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
             {"rollout": {"engine": {"kind": "best"}}},
             "rollout.engine.kind=best: unknown; choose one of local, sglang",
         ),
-        ({"rollout": {"engine": {"kind": "emulated"}}}, "rollout.engine.kind=emulated: is chosen by the section"),
+        (
+            {"rollout": {"engine": {"kind": "emulated"}}},
+            "rollout.engine.kind=emulated: the section emulation is missing",
+        ),
         ({"rollout": {"engine": "sglang"}}, "rollout.engine='sglang': not a section with a `kind`"),
         ({"repack": {"planner": "best"}}, "repack.planner=best: unknown; choose one of paper, predictive"),
         ({"schedule": "later"}, "schedule='later'"),

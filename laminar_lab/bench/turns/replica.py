@@ -116,7 +116,7 @@ class EngineAlone:
             for ticket, request in enumerate(requests):
                 time.sleep(PAUSE_S)
                 began = time.monotonic()
-                self._scheduler.submit(ticket, request)
+                self._scheduler.add_request(ticket, request)
                 while not self._scheduler.take_deltas():
                     self._scheduler.step()
                 found.append(time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""The emulated engine as a backend, which the section `emulation` of a config chooses and describes."""
+"""The emulated engine as a backend. The section `emulation` of a config chooses and describes it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,24 +13,24 @@ from laminar_py.records.pieces import Recording
 
 
 class EmulatedEngineConfig(EngineConfig):
-    """An engine that computes nothing; its times are in the section `emulation`."""
+    """The section `rollout.engine` of an emulated engine, which has no settings; its times are in `emulation`."""
 
     @property
     def yields_cpus(self) -> bool:
-        """False: what it does must happen on time."""
+        """False, since its timers must fire on time."""
         return False
 
 
 def check(config: RunConfig) -> None:
-    """Refuse an engine without its times, and what only one that computes has."""
+    """Raise `ConfigError` without the section `emulation`, or if the run records experts."""
     if config.emulation is None:
-        raise ConfigError("rollout.engine.kind=emulated: is chosen by the section emulation; add that section")
+        raise ConfigError("rollout.engine.kind=emulated: the section emulation is missing; add it")
     if Recording.ROUTED_EXPERTS in config.rollout.record:
         raise ConfigError("rollout.record=routed_experts: emulated engines have no experts; leave it out")
 
 
 def check_start(config: RunConfig) -> None:
-    """Look at the profile."""
+    """Raise `ConfigError` if the profile of times cannot be read."""
     assert config.emulation is not None, "it chose this backend"
     read_profile(config.emulation.profile)
 
@@ -42,7 +42,7 @@ async def open_engine(
     delta_interval_s: float = 0.5,
     checksum: Callable[[Path], str] | None = None,
 ) -> InferenceEngine:
-    """A started `EmulatedEngine`, later than its neighbours by its share of `emulation.start_spread_s`."""
+    """Start an `EmulatedEngine`. Its first load takes longer by its share of `emulation.start_spread_s`."""
     from laminar_py.engines.emulated.engine import EmulatedEngine, hash_weights
     from laminar_py.engines.emulated.responses import Responses
 

@@ -1,9 +1,10 @@
-"""An inference engine that takes a GPU's time and computes nothing: for measuring schedules with real processes.
+"""An inference engine that takes the time of a GPU and computes nothing, to measure schedules with real processes.
 
-Called by a replica on its event loop, whose clock it goes by: `compression` emulated seconds pass in one of its
-seconds. It has no thread; one timer stands at the next event of the scheduler, another delivers what running
-requests have. Invariant: events happen at their exact emulated times, in order, however late a timer fires, so a
-busy machine delays only when others hear of them. A timer that fails is the loss of the engine.
+A replica calls it on its event loop. `compression` emulated seconds pass in one second of the loop's clock. The
+engine has no thread: one timer waits for the next event of the scheduler, another timer delivers tokens of running
+requests. Events happen at their exact emulated times, in order, however late a timer fires, so a busy machine
+delays only the delivery (`tests/engines/emulated/test_engine.py`). An exception in a timer ends the engine with
+`EngineLostError`.
 """
 
 import asyncio
@@ -16,14 +17,20 @@ from blake3 import blake3
 
 from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.section import ConfigError
+from laminar_py.engines.checks import check_request, weights_layout
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.scheduler import EmulatedScheduler
-from laminar_py.engines.requests import check_request, weights_layout
 from laminar_py.records.engine import Delta, EngineLostError, EngineStatus, GenerateRequest, PauseMode
 
+log = logging.getLogger(__name__)
+Ts = TypeVarTuple("Ts")
 
-class CallbackStream:
-    """Deltas that `hear` is told in the next turn of the event loop; a stream holds little more than these."""
+
+class PushStream:
+    """Calls `hear` with each delta in the next iteration of the event loop.
+
+    Needs no bound, as it empties at once.
+    """
 
     __slots__ = ("_arrived", "_hear", "_is_due", "_loop")
 
@@ -33,22 +40,22 @@ class CallbackStream:
         self._arrived: list[Delta | EngineLostError] = []
         self._is_due = False
 
-    def deliver(self, news: Delta | EngineLostError) -> None:
-        """Have a delta, or the loss of the engine, be told."""
+    def add(self, news: Delta | EngineLostError) -> None:
+        """Queue a delta, or the loss of the engine, for `hear`."""
         self._arrived.append(news)
         if not self._is_due:
             self._is_due = True
-            self._loop.call_soon(self._tell)
+            self._loop.call_soon(self._call_hear)
 
-    def _tell(self) -> None:
+    def _call_hear(self) -> None:
         self._is_due = False
         arrived, self._arrived = self._arrived, []
         for news in arrived:
             self._hear(news)
 
 
-class DeltaStream:
-    """Deltas that wait to be read, by one reader."""
+class PullStream:
+    """Deltas that wait for their one reader. A response bounds their number, so the stream needs no bound."""
 
     __slots__ = ("_arrived", "_filled", "_loop")
 
@@ -57,23 +64,19 @@ class DeltaStream:
         self._arrived: list[Delta | EngineLostError] = []
         self._filled: asyncio.Future[None] | None = None  # while the reader waits
 
-    def deliver(self, news: Delta | EngineLostError) -> None:
-        """Have a delta be read, or the loss of the engine be raised."""
+    def add(self, news: Delta | EngineLostError) -> None:
+        """Queue a delta, or the loss of the engine, and wake the reader."""
         self._arrived.append(news)
         if self._filled is not None and not self._filled.done():
             self._filled.set_result(None)
 
-    async def next_news(self) -> list[Delta | EngineLostError]:
-        """News that nobody has read, one at least."""
+    async def next_deltas(self) -> list[Delta | EngineLostError]:
+        """Wait for unread entries, at least one, and return them."""
         if not self._arrived:
             self._filled = self._loop.create_future()
             await self._filled
         arrived, self._arrived = self._arrived, []
         return arrived
-
-
-log = logging.getLogger(__name__)
-Ts = TypeVarTuple("Ts")
 
 
 def hash_weights(folder: Path) -> str:
@@ -86,13 +89,13 @@ def hash_weights(folder: Path) -> str:
 
 
 class EmulatedEngine:
-    """Answers with `responses` at the pace of `times`, once `load_weights` was called.
+    """Serves `responses` at the speed of `times`, after the first `load_weights`.
 
-    It runs `max_batch` requests at a time, of at most `max_len` tokens with their prompt, in a KV cache of
-    `kv_capacity` tokens. A request's first token is delivered at once, the others every `delta_interval_s` seconds
-    of the event loop's clock. The first load takes `late_s` emulated seconds more. `checksum` hashes the weights
-    in a folder. `changed` is called when it begins or ends to be `busy`. `ConfigError` if the cache cannot hold
-    one request.
+    It runs up to `max_batch` requests at a time in a KV cache of `kv_capacity` tokens. Prompt and response have at
+    most `max_len` tokens. A request gets its first token at once, and later tokens every `delta_interval_s`
+    seconds of the event loop's clock. The first load takes `late_s` emulated seconds more. `checksum` hashes the
+    weights in a folder. The engine calls `changed` when `busy` changes. Raises `ConfigError` if the cache cannot
+    hold one request.
     """
 
     def __init__(
@@ -127,32 +130,32 @@ class EmulatedEngine:
         self._pace = 1.0
         self.busy = False  # True while there are steps to make
         self._scheduler = EmulatedScheduler(times, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity)
-        self._streams: dict[str, CallbackStream | DeltaStream] = {}
+        self._streams: dict[str, PushStream | PullStream] = {}
         self._checksum = "unloaded"
         self._lost = asyncio.Event()
         self._loss: EngineLostError | None = None
-        self._due_s: float | None = None  # emulated time that the event timer stands at
+        self._due_s: float | None = None  # emulated time of the event timer
         self._event_timer: asyncio.TimerHandle | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Emulated time begins."""
+        """Start emulated time at 0."""
         self._loop = asyncio.get_running_loop()
         self._began_s, self._passed_s = self._loop.time(), 0.0
 
     async def close(self) -> None:
-        """End all streams with ABORT; the engine is of no use any more."""
+        """End all streams with ABORT. Every later call raises `EngineLostError`."""
         if self._loss is None:
             await self.pause(PauseMode.ABORT)
-            self._lose("closed")
+            self._stop_with_error("closed")
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """See `InferenceEngine.generate`. `RefusedError` names what cannot be served."""
-        rid, stream = request.rid, DeltaStream(self._loop)
+        rid, stream = request.rid, PullStream(self._loop)
         self._open(request, stream)
         try:
             while True:
-                for news in await stream.next_news():
+                for news in await stream.next_deltas():
                     if isinstance(news, EngineLostError):
                         raise news
                     yield news
@@ -166,10 +169,10 @@ class EmulatedEngine:
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
         """See `PushEngine.follow`. `RefusedError` names what cannot be served."""
-        self._open(request, CallbackStream(self._loop, hear))
+        self._open(request, PushStream(self._loop, hear))
 
     async def abort(self, rid: str) -> None:
-        """See `InferenceEngine.abort`. An unknown `rid` is fine."""
+        """See `InferenceEngine.abort`. Ignores an unknown `rid`."""
         self._raise_if_lost()
         self._scheduler.abort(self._now(), rid)
         self._deliver()
@@ -187,7 +190,7 @@ class EmulatedEngine:
         self._deliver()
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `RefusedError` for bad files."""
+        """See `InferenceEngine.load_weights`. `RuntimeError` while requests run, `RefusedError` for bad files."""
         self._raise_if_lost()
         checksum = self._hash(path)
         self._scheduler.begin_load(self._now(), version)
@@ -209,7 +212,7 @@ class EmulatedEngine:
         return self._checksum
 
     async def watch(self) -> None:
-        """See `InferenceEngine.watch`: an engine that is closed is lost too."""
+        """See `InferenceEngine.watch`. Also raises `EngineLostError` after `close`."""
         await self._lost.wait()
         self._raise_if_lost()
 
@@ -220,7 +223,7 @@ class EmulatedEngine:
         return self._scheduler.status()
 
     def pace(self, share: float) -> None:
-        """Make steps at that share of the speed from now on."""
+        """From now on make steps at `share` of the full speed."""
         if share == self._pace:
             return
         self._passed_s, self._began_s = self._now(), self._loop.time()
@@ -228,7 +231,7 @@ class EmulatedEngine:
         self._set_event_timer(self._due_s)
 
     def deliver(self) -> None:
-        """Hand over all that running requests have by now, without waiting for the next interval."""
+        """Deliver all tokens of running requests now, before the next interval."""
         self._raise_if_lost()
         self._scheduler.advance(self._now())
         self._scheduler.flush()
@@ -252,21 +255,21 @@ class EmulatedEngine:
         """Emulated seconds since the start."""
         return self._passed_s + (self._loop.time() - self._began_s) * self._compression * self._pace
 
-    def _open(self, request: GenerateRequest, stream: CallbackStream | DeltaStream) -> None:
+    def _open(self, request: GenerateRequest, stream: PushStream | PullStream) -> None:
         self._raise_if_lost()
         if request.rid in self._streams:
             raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
         check_request(request, max_len=self._max_len, vocab=self._vocab)
         self._streams[request.rid] = stream
-        self._scheduler.submit(self._now(), request, self._responses.respond(request))
+        self._scheduler.add_request(self._now(), request, self._responses.respond(request))
         self._deliver()
 
     def _deliver(self) -> None:
-        """Hand over what has left, and set the timers anew."""
+        """Pass the scheduler's deltas to their streams, then set the timers for the next event and flush."""
         for delta in self._scheduler.take_deltas():
             stream = self._streams.get(delta.rid)
             if stream is not None:
-                stream.deliver(delta)
+                stream.add(delta)
                 if delta.finish_reason is not None:
                     del self._streams[delta.rid]
         due_s = self._scheduler.next_event_s
@@ -287,27 +290,27 @@ class EmulatedEngine:
             self._event_timer = self._loop.call_at(self._began_s + ahead_s, self._on_event, due_s)
 
     def _on_event(self, due_s: float) -> None:
-        """The timer may fire a rounding error early; the event is due nevertheless."""
+        """Advance to the event at `due_s`, even if rounding fires the timer a little early."""
         self._due_s = self._event_timer = None
-        self._guard(self._advance, max(due_s, self._now()))
+        self._run_timer(self._advance, max(due_s, self._now()))
 
     def _flush(self) -> None:
         self._flush_timer = None
-        self._guard(self.deliver)
+        self._run_timer(self.deliver)
 
     def _advance(self, now: float) -> None:
         self._scheduler.advance(now)
         self._deliver()
 
-    def _guard(self, act: Callable[[*Ts], None], *args: *Ts) -> None:
-        """Do what a timer is for. Nobody awaits that: what fails there ends the engine."""
+    def _run_timer(self, act: Callable[[*Ts], None], *args: *Ts) -> None:
+        """Call `act` from a timer. An exception ends the engine, since no caller awaits a timer."""
         try:
             act(*args)
         except Exception as error:
             log.exception("the emulated engine failed")
-            self._lose(" ".join(f"{type(error).__name__}: {error}".split()), error)
+            self._stop_with_error(" ".join(f"{type(error).__name__}: {error}".split()), error)
 
-    def _lose(self, reason: str, cause: Exception | None = None) -> None:
+    def _stop_with_error(self, reason: str, cause: Exception | None = None) -> None:
         self._loss = EngineLostError(f"emulated engine: {reason}")
         self._loss.__cause__ = cause
         self._lost.set()
@@ -315,7 +318,7 @@ class EmulatedEngine:
             if timer is not None:
                 timer.cancel()
         for stream in self._streams.values():
-            stream.deliver(self._loss)
+            stream.add(self._loss)
 
     def _raise_if_lost(self) -> None:
         if self._loss is not None:

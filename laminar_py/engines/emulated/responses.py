@@ -1,10 +1,10 @@
-"""Answers of an emulated engine: the length of a response and its tokens. Called by the emulated engine.
+"""Planned responses of an emulated engine: their length, turns and tokens. Called by the engine and the simulator.
 
-Tokens are slices of one table of random ids, so a thousand cost as much as one. With `emulation.turns` a response
-is several turns of the model, with what environments write between them; all of them have their places in it, so
-the length of a prefix tells which turn comes next. Invariant: length, turns, end and every token depend on the
-seeds of run and request, group, prompt, and the token's place alone, so a response does not depend on where it
-runs, in which batch, or how often it was interrupted.
+Tokens are slices of one table of random ids, so long responses cost no more than short ones. With
+`emulation.turns` a response has several turns of the model, with observations of environments between them. The
+length of a prefix then gives the next turn. Length, turns, end and every token depend only on the seeds of run and
+request, the group, the prompt and the token's position. A response therefore does not depend on its engine, its
+batch or interruptions (`tests/engines/emulated/test_engine.py`).
 """
 
 import math
@@ -14,21 +14,21 @@ from typing import NamedTuple
 import numpy as np
 
 from laminar_py.config.emulation import SHORTEST, EmulationConfig, TurnsConfig
+from laminar_py.engines.checks import response_limit
 from laminar_py.engines.emulated.turns import OBSERVED, lay_out, normal, splitmix
-from laminar_py.engines.requests import response_limit
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
 
 LOGPROB = -0.5  # of every token
-_OFFSETS = 1 << 16  # places in the table where a response may begin
+_OFFSETS = 1 << 16  # number of offsets in the table at which a response may start
 
 
 class PlannedResponse(NamedTuple):
-    """A response as it will be, e.g. `PlannedResponse(1530, FinishReason.STOP, table[17:], stop_id=1)`.
+    """A planned response, e.g. `PlannedResponse(1530, FinishReason.STOP, table[17:], stop_id=1)`.
 
-    With turns, up to the end of the turn that is to be generated.
+    With turns it ends with the turn that the engine generates next.
     """
 
     num_tokens: int
@@ -37,7 +37,7 @@ class PlannedResponse(NamedTuple):
     stop_id: int | None  # its last token, if it stops
 
     def ids(self, start: int, end: int) -> IntArray:
-        """Tokens [start, end)."""
+        """The tokens [start, end) of the response."""
         ids = self.source[start:end]
         if self.stop_id is not None and start < end == self.num_tokens:
             ids = ids.copy()
@@ -48,9 +48,9 @@ class PlannedResponse(NamedTuple):
 class Responses:
     """Log-normal lengths and tokens below `vocab`, e.g. `Responses(1024, max_len=2048, median=300, sigma=0.9)`.
 
-    `prompt_share` of the variance of their logarithm is between prompts of a group, as `seed` draws it, the rest
-    within. With `turns` lengths are those of all turns of the model together, and the cap on a response has room
-    for what environments write besides.
+    The logarithm of a length has variance `sigma` squared: the share `prompt_share` is common to a group's prompt
+    and drawn from `seed`, the rest is drawn for each response. With `turns` a length counts the model's turns
+    together, and the response limit also counts the observations.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Responses:
         self._mu = math.log(median)
         self._between, self._within = sigma * math.sqrt(prompt_share), sigma * math.sqrt(1.0 - prompt_share)
         self._seed = seed
-        self._tables: dict[tuple[int, ...], IntArray] = {}  # by stop ids, of which a run has one tuple
+        self._tables: dict[tuple[int, ...], IntArray] = {}  # by stop ids; a run has one tuple of them
 
     @classmethod
     def from_config(cls, emulation: EmulationConfig, vocab: int, *, max_len: int, seed: int) -> "Responses":
-        """Responses with the lengths that a config gives."""
+        """Build responses from the section `emulation`."""
         return cls(
             vocab,
             max_len=max_len,
@@ -86,51 +86,54 @@ class Responses:
         )
 
     def respond(self, request: GenerateRequest) -> PlannedResponse:
-        """The response to a request, with turns up to the end of the next one; without stop ids, up to its cap."""
+        """Plan the response to a request. With turns it ends with the next turn.
+
+        Without stop ids, at the limit.
+        """
         limit, length = response_limit(request, max_len=self._max_len), len(request.prefix_ids)
         source, stop_ids = self._source(request), request.sampling.stop_ids
         if length >= limit:
             return PlannedResponse(limit, FinishReason.LENGTH, source, None)
         turns, is_cut = self._turns_of(request, limit)
-        # a prefix that was made elsewhere may be longer
+        # a prefix from another engine may be longer
         end = next((end for _, end in turns if end > length), length + 1)
         if is_cut and end == turns[-1][1]:
             return PlannedResponse(end, FinishReason.LENGTH, source, None)
         return PlannedResponse(end, FinishReason.STOP, source, stop_ids[0])
 
     def made(self, request: GenerateRequest, length: int) -> tuple[IntArray, tuple[Span, ...]]:
-        """The first tokens of a response to a request, environments' among them, and spans of some version."""
+        """Make the first `length` tokens of a response, with observations, and their spans of version 0."""
         limit = response_limit(request, max_len=self._max_len)
-        ids, spans, told = self._source(request)[:length].copy(), list[Span](), 0
+        ids, spans, covered = self._source(request)[:length].copy(), list[Span](), 0
         turns, is_cut = self._turns_of(request, limit)
         for start, end in turns:
-            if start > told and told < length:
-                ids[told:start] = OBSERVED
-                spans.append(Span(None, told, min(start, length)))
+            if start > covered and covered < length:
+                ids[covered:start] = OBSERVED
+                spans.append(Span(None, covered, min(start, length)))
             if start < length:
                 spans.append(Span(0, start, min(end, length)))
             if end <= length and not (is_cut and end == turns[-1][1]):
                 ids[end - 1] = request.sampling.stop_ids[0]
-            told = end
+            covered = end
         return ids, tuple(spans)
 
     def _turns_of(self, request: GenerateRequest, limit: int) -> tuple[list[tuple[int, int]], bool]:
-        """Places of the turns of a response, and True where the last one is cut."""
+        """The turns [start, end) of a response, and True if `limit` cuts the last turn."""
         bits, stop_ids, turns = splitmix(request.sampling.seed), request.sampling.stop_ids, self._turns
         if not stop_ids:
             return [(0, limit)], True
         drawn, most = self._length(bits, request), limit - (0 if turns is None else turns.observed_tokens)
         if turns is None:
             return [(0, min(drawn, most))], drawn > most
-        assert most > 0, f"{request.rid}: {limit} tokens hold no more than what its environment writes"
+        assert most > 0, f"{request.rid}: {limit} tokens do not exceed the observations of its environment"
         return lay_out(min(drawn, most), bits, count=turns.count, gap=turns.observation_tokens), drawn > most
 
     def _source(self, request: GenerateRequest) -> IntArray:
-        """[n] tokens of a response, but for its stop ids."""
+        """The tokens [n] of a response, before stop ids replace some of them."""
         return self._table(request.sampling.stop_ids)[splitmix(splitmix(request.sampling.seed)) % _OFFSETS :]
 
     def _length(self, bits: int, request: GenerateRequest) -> int:
-        """Tokens of a response, from 64 random bits and what it answers."""
+        """Draw the length of a response from 64 random bits, its group and its prompt."""
         log_length = self._mu + self._within * normal(bits)
         if self._between:
             asked = zlib.crc32(
@@ -140,7 +143,7 @@ class Responses:
         return max(SHORTEST, round(math.exp(log_length)))
 
     def _table(self, stop_ids: tuple[int, ...]) -> IntArray:
-        """Random ids without these."""
+        """Table of random ids without `stop_ids`, the same in every engine."""
         table = self._tables.get(stop_ids)
         if table is None:
             allowed = np.setdiff1d(np.arange(self._vocab, dtype=np.int32), np.array(stop_ids, np.int32))

@@ -1,12 +1,12 @@
 """Scheduler of an emulated engine: which requests run, and when each ends. Pure; owns batch, queue and time.
 
-Called by `EmulatedEngine`, which tells the time. Between two events (a request ends, is admitted, the KV cache is
-full, something comes from outside) the steps are one formula, so a token costs nothing. A request that comes in
-the middle of a step is admitted at its end. A prefill stands before the next step and holds everything else up;
-members of a group that run under one version share that of their prompt, but each counts prompt and tokens in
-full in the cache. What a request leaves there stays while nobody needs the room (`prefix_cache`), so one that
-comes back prefills what is new alone. Invariants: no more than `kv_capacity` tokens are in the cache, the oldest
-request is never the one that makes room, and what happens at a time does not depend on when `advance` is called.
+`EmulatedEngine` calls it with the current emulated time. Events are the end or admission of a request, a full KV
+cache, and calls from outside. One formula gives the steps between two events, so a token costs nothing. A request
+that arrives during a step is admitted at its end. A prefill delays the next step. Members of a group under one
+version share the prefill of their prompt, but each counts its whole prompt in the cache. A finished request keeps
+its cache while there is room (`PrefixCache`), so its next turn prefills only new tokens. The cache holds at most
+`kv_capacity` tokens. When it is full the newest request is retracted, so the oldest always makes progress. Events
+do not depend on when `advance` is called (`tests/engines/emulated/test_engine.py`).
 """
 
 from collections import deque
@@ -31,35 +31,35 @@ class EmulatedScheduler:
         self._kv_capacity = kv_capacity
         self._running = Batch(reserve=times.reserve_tokens)
         self._cache = PrefixCache()
-        self._continued: deque[EmulatedJob] = deque()  # have tokens already; before the fresh ones
+        self._continued: deque[EmulatedJob] = deque()  # requests with tokens, admitted before fresh ones
         self._fresh: deque[EmulatedJob] = deque()
-        self._newcomers: list[EmulatedJob] = []  # have not made their first step
+        self._newcomers: list[EmulatedJob] = []  # requests before the end of their first step
         self._deltas: list[Delta] = []
         self._logprobs: FloatArray = np.full(max_len, LOGPROB, np.float32)
         self._logprobs.flags.writeable = False  # deltas are views of it
-        self._boundary_s = 0.0  # when the present step began or, after a prefill, will begin
-        self._touched_s = 0.0  # when something last came from outside
-        self._owed_s = 0.0  # prefill that a hold interrupted
+        self._boundary_s = 0.0  # when the current step began, or will begin after a prefill
+        self._touched_s = 0.0  # time of the last call from outside
+        self._owed_s = 0.0  # rest of a prefill that a pause or load interrupted
         self.num_tokens = 0  # generated so far
-        self.busy_s = 0.0  # of steps so far, and of prefills as they begin
+        self.busy_s = 0.0  # time of steps so far, and of prefills from their start
         self._num_steps = 0
         self._kv_used = 0
         self._paused = self._loading = False
         self._version = -1
-        self._held = True  # it is paused, loads, or has no weights yet
-        self._event: tuple[float, int] | None = None  # the next one, unless something has changed since
+        self._held = True  # paused, loading, or without weights
+        self._event: tuple[float, int] | None = None  # the next event, valid if `_is_known`
         self._is_known = False
 
     # ---- time
 
     @property
     def next_event_s(self) -> float | None:
-        """Emulated time of the next event; None while there is none to come."""
+        """Emulated time of the next event; None if no event will come."""
         event = self._next_event()
         return None if event is None else event[0]
 
     def advance(self, now: float) -> None:
-        """Let everything happen up to `now`; an earlier `now` than before changes nothing."""
+        """Process all events and steps up to `now`. A `now` before the last call changes nothing."""
         while (event := self._next_event()) is not None and event[0] <= now:
             self._step(event[1])
             self._settle()
@@ -70,10 +70,10 @@ class EmulatedScheduler:
         elif now > self._boundary_s:
             past = now - self._boundary_s
             done = self._steps.within(past, running=len(self._running.jobs), kv_used=self._kv_used)
-            self._step(min(done, event[1] - 1))  # the event itself is ahead
+            self._step(min(done, event[1] - 1))  # the event itself is later
 
     def status(self) -> EngineStatus:
-        """State as of the last `advance`."""
+        """The engine's load and version at the last `advance`."""
         waiting = len(self._continued) + len(self._fresh)
         return EngineStatus(
             running=len(self._running.jobs),
@@ -88,19 +88,19 @@ class EmulatedScheduler:
         return {job.request.rid: self._length(job) for job in self._running.jobs.values()}
 
     def take_deltas(self) -> list[Delta]:
-        """Deltas since the last call, in order."""
+        """Remove and return the deltas since the last call, in order."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def flush(self) -> None:
-        """Send what running requests have."""
+        """Send the unsent tokens of running requests."""
         for job in self._running.jobs.values():
             self._send(job)
 
     # ---- from outside; each advances to its own moment
 
-    def submit(self, now: float, request: GenerateRequest, response: PlannedResponse) -> None:
-        """Queue a request; one whose prefix is as long as its response may be has ended."""
+    def add_request(self, now: float, request: GenerateRequest, response: PlannedResponse) -> None:
+        """Queue a request. Ends it at once if its prefix is as long as the planned response."""
         self._touch(now)
         length = len(request.prefix_ids)
         job = EmulatedJob(request=request, response=response, length=length, sent=length)
@@ -111,7 +111,7 @@ class EmulatedScheduler:
         self.advance(now)
 
     def abort(self, now: float, rid: str) -> None:
-        """End a request wherever it is, if it is here."""
+        """End the request `rid` with ABORT, whether it runs or waits. Ignores an unknown `rid`."""
         self._touch(now)
         job = self._running.jobs.get(rid)
         if job is not None:
@@ -123,7 +123,7 @@ class EmulatedScheduler:
                 self._emit(waiting, waiting.length, FinishReason.ABORT)
 
     def pause(self, now: float, mode: PauseMode) -> None:
-        """Make no more steps; every token generated so far leaves."""
+        """Stop making steps. Sends every token generated so far, then ends or retracts requests by `mode`."""
         self._touch(now)
         self._hold(now, paused=True, loading=self._loading)
         match mode:
@@ -141,11 +141,14 @@ class EmulatedScheduler:
                 self._fresh.clear()
 
     def resume(self, now: float) -> None:
-        """Make steps again."""
+        """Make steps again after `pause`."""
         self._hold(now, paused=False, loading=self._loading)
 
     def begin_load(self, now: float, version: int) -> None:
-        """Admit nothing more until `end_load`. `RuntimeError` while requests run, `ValueError` if it goes back."""
+        """Admit no requests until `end_load`.
+
+        `RuntimeError` while requests run, `ValueError` for an older version.
+        """
         self._touch(now)
         if self._running.jobs and not self._paused:
             raise RuntimeError(
@@ -156,7 +159,7 @@ class EmulatedScheduler:
         self._hold(now, paused=self._paused, loading=True)
 
     def end_load(self, now: float, version: int | None) -> None:
-        """Go on as `version`, None for that of before."""
+        """End a load. Serve `version`, or the previous version after a failed load, with `version=None`."""
         if version is not None:
             self._version = version
             self._cache.clear()
@@ -176,12 +179,12 @@ class EmulatedScheduler:
             self.advance(now)
 
     def _touch(self, now: float) -> None:
-        """Advance to a moment at which something changes."""
+        """Advance to `now`, at which a call from outside changes the state."""
         self.advance(now)
         self._touched_s, self._is_known = now, False
 
     def _next_event(self) -> tuple[float, int] | None:
-        """Time of the next event, and the steps until then; None while there is none to come."""
+        """Time of the next event, and the steps until then; None if no event will come."""
         if not self._is_known:
             self._event, self._is_known = self._find_event(), True
         return self._event
@@ -195,7 +198,7 @@ class EmulatedScheduler:
         return self._boundary_s + self._duration(steps), steps
 
     def _steps_to_event(self) -> int:
-        """Steps that the batch makes before anything else may happen; it is not empty."""
+        """Steps of the batch, which is not empty, until the next event."""
         if self._has_room():
             return 0 if self._touched_s <= self._boundary_s else 1
         if self._newcomers:
@@ -222,11 +225,11 @@ class EmulatedScheduler:
         self.busy_s += seconds
 
     def _begin_at(self, boundary_s: float) -> None:
-        """Have the next step begin then."""
+        """Set the start of the next step."""
         self._boundary_s, self._is_known = boundary_s, False
 
     def _settle(self) -> None:
-        """Do what is due between two steps; a request's first token is sent at once."""
+        """Do the work between two steps: send first tokens, end finished requests, retract and admit."""
         for job in self._newcomers:
             if self._running.jobs.get(job.request.rid) is job:
                 self._send(job)
@@ -250,7 +253,7 @@ class EmulatedScheduler:
         self._compute(num_tokens / self._prefill_tokens_per_s)
 
     def _has_room(self) -> bool:
-        """True where the next waiting request may run; a request that is alone always fits."""
+        """True if the next waiting request can be admitted. A request always fits alone."""
         queue, num_running = self._continued or self._fresh, len(self._running.jobs)
         if not queue or num_running == self._max_batch:
             return False
@@ -261,18 +264,21 @@ class EmulatedScheduler:
         return self._kv_used + reserved + queue[0].context + growth <= self._kv_capacity
 
     def _prefill_tokens(self, job: EmulatedJob) -> int:
-        """Without what it left in the cache, or its prompt, if a sibling has that there by the present weights."""
+        """Tokens that a prefill of `job` computes.
+
+        It leaves out tokens in the request's kept cache, or the prompt if a sibling has it under this version.
+        """
         is_there = self._running.has_prompt(job.request.group_id, self._version)
         shared = len(job.request.prompt_ids) if is_there else 0
         return job.context - max(shared, self._cache.remove(job.request.rid))
 
-    # ---- what leaves
+    # ---- deltas and ends
 
     def _length(self, job: EmulatedJob) -> int:
         return job.length + self._num_steps - job.since
 
     def _send(self, job: EmulatedJob, reason: FinishReason | None = None) -> None:
-        """The tokens of a running request that have not left yet."""
+        """Send the unsent tokens of a running request, and its end if there is a `reason`."""
         length = self._length(job)
         if length > job.sent or reason is not None:
             self._emit(job, length, reason)
@@ -295,11 +301,11 @@ class EmulatedScheduler:
     def _end(self, job: EmulatedJob, reason: FinishReason) -> None:
         self._send(job, reason)
         self._leave(job)
-        if job.version == self._version:  # else it began by older weights
+        if job.version == self._version:  # else older weights filled its cache
             self._cache.keep(job.request.rid, len(job.request.prompt_ids) + self._length(job))
 
     def _retract(self, job: EmulatedJob) -> None:
-        """Back to the front of the queue with its tokens; its cache is filled again later."""
+        """Move a request to the front of the queue with its tokens. Its cache is filled again later."""
         self._send(job)
         length = self._length(job)
         self._leave(job)
@@ -307,6 +313,8 @@ class EmulatedScheduler:
         self._continued.appendleft(job)
 
     def _leave(self, job: EmulatedJob) -> None:
-        self._cache.shrink(self._kv_capacity - self._kv_used)  # before there is more room than there was
+        self._cache.shrink(
+            self._kv_capacity - self._kv_used
+        )  # shrink to the present room, before the removal frees more
         self._running.remove(job)
         self._kv_used -= len(job.request.prompt_ids) + self._length(job)

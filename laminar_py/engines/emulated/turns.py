@@ -1,8 +1,9 @@
 """Turns of emulated trajectories: where they end in a response, and the environments between them.
 
-The engine goes by `lay_out`, a replica asks `EmulatedEnvironments`; neither tells the other anything. Invariant:
-ends of turns and latencies depend on the seeds of run and request, the trajectory and the turn's number alone, so
-a trajectory is the same wherever it runs and however often it is interrupted.
+The engine places turns by `lay_out`; a replica calls `EmulatedEnvironments`. They share no state. Ends of turns
+and latencies depend only on the seeds of run and request, the trajectory and the number of the turn. A trajectory
+is therefore the same wherever it runs and however often it is interrupted
+(`tests/engines/emulated/test_turns.py`).
 """
 
 import asyncio
@@ -21,14 +22,21 @@ from laminar_py.records.spans import num_turns
 _WORD = (1 << 64) - 1
 _NORMAL = NormalDist()
 
+OBSERVED = 0  # token id of all observations
+MOST_REMEMBERED = (
+    1 << 17
+)  # more than a fleet has trajectories; nothing reports trajectories that moved away, so drop the oldest
+_P95 = NormalDist().inv_cdf(0.95)
+_NOTHING = np.empty(0, np.int32)
+
 
 def bits_of(name: str) -> int:
-    """64 bits from a name."""
+    """Hash a name to 64 bits."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def splitmix(value: int) -> int:
-    """64 bits from an integer: the output function of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Hash an integer to 64 bits: the output function of SplitMix64 (Steele, Lea, Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -36,26 +44,20 @@ def splitmix(value: int) -> int:
 
 
 def uniform(bits: int) -> float:
-    """A number between 0 and 1, neither of them, from 64 random bits."""
+    """Convert 64 random bits to a uniform number in the open interval (0, 1)."""
     return ((bits >> 11) + 0.5) * 2.0**-53
 
 
 def normal(bits: int) -> float:
-    """A standard normal variate from 64 random bits."""
+    """Convert 64 random bits to a standard normal number."""
     return _NORMAL.inv_cdf(uniform(bits))
 
 
-OBSERVED = 0  # the id of all that an environment writes
-MOST_REMEMBERED = 1 << 17  # turns, more than a fleet has trajectories: of those that went elsewhere nobody tells
-_P95 = NormalDist().inv_cdf(0.95)
-_NOTHING = np.empty(0, np.int32)
-
-
 def lay_out(num_tokens: int, bits: int, *, count: int = 1, gap: int = 0) -> list[tuple[int, int]]:
-    """Places [start, end) in a response of `count` turns of the model, which have `num_tokens` together.
+    """Split `num_tokens` into `count` model turns. Returns their positions [start, end) in the response.
 
-    Between two of them the environment has `gap` tokens. Their lengths are those of a stick that breaks at places
-    drawn evenly; none is empty, so there are fewer turns where there are fewer tokens.
+    An observation of `gap` tokens stands between two turns. The split points are uniform. No turn is empty, so
+    there are fewer turns if there are fewer than `count` tokens.
     """
     count = min(count, num_tokens)
     weights = []
@@ -74,10 +76,10 @@ def lay_out(num_tokens: int, bits: int, *, count: int = 1, gap: int = 0) -> list
 
 
 class EmulatedEnvironments:
-    """Environments that work for a log-normal time and write as many tokens each time.
+    """Environments that answer after a log-normal time with observations of one length.
 
-    `compression` emulated seconds pass in a second of the event loop. A turn is worked on from when it was first
-    asked for, whoever waits for it. See `records.environment.Environments`.
+    `compression` emulated seconds pass in a second of the event loop. The time of a turn counts from its first
+    request, also when a caller repeats the request. See `records.environment.Environments`.
     """
 
     def __init__(self, turns: TurnsConfig, *, seed: int, compression: float) -> None:
@@ -88,10 +90,10 @@ class EmulatedEnvironments:
         self._answer = np.full(turns.observation_tokens, OBSERVED, np.int32)
         self._due: dict[
             str, tuple[int, float]
-        ] = {}  # by trajectory: number of its last turn, when that is answered
+        ] = {}  # by trajectory: number of its last turn, and when its answer is due
 
     async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
-        """Say nothing before the first turn, end the trajectory after the last, and write between the two."""
+        """Answer a turn: no tokens before the first turn, the end after the last, an observation between turns."""
         name, done = turn.trajectory_id, num_turns(turn.spans)
         if not done:
             return EnvironmentTurn(ids=_NOTHING)
@@ -108,20 +110,20 @@ class EmulatedEnvironments:
         return EnvironmentTurn(ids=self._answer, elapsed_s=takes_s)
 
     def hear(self, parts: Sequence[TurnPart]) -> None:
-        """Nobody listens."""
+        """Ignore partial turns."""
 
     async def forget(self, trajectory_id: str) -> None:
-        """Let go of a trajectory that has ended."""
+        """Drop the state of a trajectory that has ended."""
         self._due.pop(trajectory_id, None)
 
     def latency_s(self, trajectory_id: str, turn: int) -> float:
-        """Emulated seconds that a trajectory's environment works after so many turns."""
+        """Draw the emulated seconds that the environment takes after turn number `turn` of a trajectory."""
         bits = splitmix(bits_of(f"{self._seed}/{trajectory_id}/{turn}"))
         return self._turns.median_s * math.exp(self._sigma * normal(bits))
 
 
 def environments_of(config: RunConfig) -> EmulatedEnvironments | None:
-    """Environments of a run whose engines are emulated; None where trajectories are one turn."""
+    """Build the environments of an emulated run; None if trajectories have one turn."""
     emulation = config.emulation
     if emulation is None or emulation.turns is None:
         return None

@@ -1,7 +1,7 @@
 """Adapters merged into the weights of the embedded engine. Called by `LocalModel`.
 
-Invariant: each merge begins with the base's own values, which are kept in fp32, and is rounded once; so the
-weights under a version do not depend on what was served before.
+Each merge starts from the base weights, which stay in fp32, and rounds once. The weights of a version therefore do
+not depend on the versions served before (`tests/engines/local/test_adapter.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from laminar_py.records.weights import ADAPTER_WEIGHTS, PREFIX, AdapterConfig, c
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Change of one matrix of one layer, r ranks: a factor times B A."""
+    """Change of one matrix of one layer by rank r: the adapter's scaling times B A."""
 
     layer: int
     place: Projection
@@ -30,38 +30,44 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A version's adapters, e.g. `Adapter.read(Path("/dev/shm/run/node-1/v7"), spec=spec, device=device)`."""
+    """The adapters of one version, e.g.
+
+    `Adapter.read(Path("/dev/shm/run/node-1/v7"), spec=spec, device=device)`.
+    """
 
     config: AdapterConfig
     pairs: tuple[_Pair, ...]
 
     @classmethod
     def read(cls, folder: Path, *, spec: ModelSpec, device: torch.device) -> Self:
-        """`RefusedError` names what is missing, misshapen or none of the engine's."""
+        """Read the adapters in `folder`.
+
+        `RefusedError` names a tensor that is missing, unknown or has another shape.
+        """
         config, places = read_adapter_config(folder), projections(spec)
         unknown = ",".join(sorted(set(config.target_modules) - set(places)))
         if unknown:
-            raise RefusedError(f"weights={folder}: adapters of {unknown}; adapt {', '.join(places)} alone")
-        tensors = _read(folder, device)
+            raise RefusedError(f"weights={folder}: adapters of {unknown}; adapt only {', '.join(places)}")
+        tensors = _read_tensors(folder, device)
         pairs = []
         for layer in range(spec.num_layers):
             for target in sorted(config.target_modules):
                 place = places[target]
                 name = f"{PREFIX}model.layers.{layer}.{place.block}.{target}.lora_"
-                down = _take(tensors, f"{name}A.weight", (config.r, place.inputs), folder)
-                up = _take(tensors, f"{name}B.weight", (place.size, config.r), folder)
+                down = _pop_tensor(tensors, f"{name}A.weight", (config.r, place.inputs), folder)
+                up = _pop_tensor(tensors, f"{name}B.weight", (place.size, config.r), folder)
                 pairs.append(_Pair(layer, place, down, up))
         if tensors:
             raise RefusedError(
-                f"weights={folder}: {min(tensors)} is no adapter of the model; publish its own alone"
+                f"weights={folder}: {min(tensors)} belongs to another model; publish adapters of model.path"
             )
         return cls(config, tuple(pairs))
 
 
 class AdapterBase:
-    """A base and what adapters change of it, e.g. `AdapterBase(adapter.config, spec=spec, device=device)`.
+    """The base weights in fp32 that adapters change, e.g. `AdapterBase(adapter.config, spec=spec, device=device)`.
 
-    Raises `RefusedError` if its folder holds other weights than the learner has, or none of this model.
+    Raises `RefusedError` if the folder holds weights of another model, or not the base that the learner trains on.
     """
 
     def __init__(self, config: AdapterConfig, *, spec: ModelSpec, device: torch.device) -> None:
@@ -73,16 +79,19 @@ class AdapterBase:
         self._exact = [{field: getattr(layer, field) for field in fields} for layer in exact.layers]
 
     def fits(self, config: AdapterConfig) -> bool:
-        """True where this is the base of these adapters, and they change what it knows to be changed."""
+        """True if the adapters have this base and change the same matrices as the first adapters did."""
         own = self._config
         return (own.revision, set(own.target_modules)) == (config.revision, set(config.target_modules))
 
     def weights(self) -> Weights:
-        """The base as it is, to be merged into."""
+        """A new copy of the base weights in the dtype of the model, for `merge` to change."""
         return load_weights(self._folder, spec=self._spec, device=self._device)
 
     def merge(self, adapter: Adapter, weights: Weights) -> None:
-        """Have `weights`, of this base under any adapters that it fits, become that under `adapter`."""
+        """Overwrite the adapted matrices of `weights` with base plus `adapter`.
+
+        `weights` come from `weights()`; an earlier merge into them leaves no trace.
+        """
         for pair in adapter.pairs:
             columns = slice(pair.place.start, pair.place.start + pair.place.size)
             base = self._exact[pair.layer][pair.place.field][:, columns]
@@ -91,15 +100,15 @@ class AdapterBase:
             getattr(weights.layers[pair.layer], pair.place.field)[:, columns].copy_(merged)
 
 
-def _read(folder: Path, device: torch.device) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
             return {name: file.get_tensor(name).to(device, torch.float32, copy=True) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise RefusedError(f"weights={folder}: {ADAPTER_WEIGHTS}: {error}; write the version anew") from error
+        raise RefusedError(f"weights={folder}: {ADAPTER_WEIGHTS}: {error}; write the version again") from error
 
 
-def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, int], folder: Path) -> Tensor:
+def _pop_tensor(tensors: dict[str, Tensor], name: str, shape: tuple[int, int], folder: Path) -> Tensor:
     tensor = tensors.pop(name, None)
     if tensor is None:
         raise RefusedError(f"weights={folder}: {name} is missing; write all tensors of the adapters")

@@ -1,7 +1,6 @@
-"""Attention over the KV cache, for one decoding step and for one batch of prompt tokens.
+"""Attention over the KV cache, for one decoding step and for one batch of prompt tokens. Called by `LocalModel`.
 
-Called by `LocalModel`; the plans are made anew for each call by the scheduler.
-Invariant: a query at position p sees exactly the positions up to p of its own sequence.
+The scheduler plans each call. A query at position p sees exactly the positions up to p of its own sequence.
 """
 
 import math
@@ -19,23 +18,26 @@ LOG2_E = 1 / math.log(2)
 
 
 class DecodePlan(NamedTuple):
-    """Places where a decoding step of B sequences reads and writes the N blocks in use; see `DecodeAttention`."""
+    """Blocks and offsets that one decoding step of B sequences reads and writes; N blocks are in use.
+
+    `DecodeAttention` reads it. It is a tuple of tensors, since the traced step takes tensors only.
+    """
 
     keys: Tensor  # [L, N, K, D, BLOCK]
     values: Tensor  # [L, N, K, BLOCK, D]
-    write_blocks: Tensor  # [B] where the new key and value of each sequence go
+    write_blocks: Tensor  # [B] block of the new key and value of each sequence
     write_offsets: Tensor  # [B]
     rows: Tensor  # [N] the sequence that owns a block
-    mask: Tensor  # [N, 1, BLOCK] 0 on tokens that are seen, else -inf
+    mask: Tensor  # [N, 1, BLOCK] 0 on visible tokens, else -inf
     lowest: Tensor  # [B, H] -inf
     zeros: Tensor  # [B, H * D]
 
 
 def plan_decode(pool: BlockPool, *, slots: Indices, positions: Indices, num_heads: int) -> DecodePlan:
-    """The plan for one query in each of `slots [B]`, at `positions [B]`."""
+    """Plan a decoding step with one query in each of `slots [B]`, at `positions [B]`."""
     device, num_blocks = pool.keys.device, pool.num_blocks
     row_of_slot = np.zeros(len(pool.table), np.int64)
-    visible = np.zeros(len(pool.table), np.int64)  # tokens; none of a slot that is not decoding
+    visible = np.zeros(len(pool.table), np.int64)  # visible tokens by slot; 0 for a slot that does not decode
     row_of_slot[slots], visible[slots] = np.arange(len(slots)), positions + 1
     owner = pool.owner[:num_blocks]
     remaining = np.clip(visible[owner] - pool.place[:num_blocks] * BLOCK, 0, BLOCK)
@@ -54,9 +56,9 @@ def plan_decode(pool: BlockPool, *, slots: Indices, positions: Indices, num_head
 class DecodeAttention:
     """Attention of one query of each of B sequences against all N blocks in use.
 
-    Every block belongs to one row. Its scores and its share of the output are computed as if it were alone,
-    then the shares are added up in their rows, with the row's highest score subtracted before the exponential:
-    the split softmax of Flash-Decoding. A block costs the same whatever the length of its sequence.
+    Every block belongs to one row. Each block computes its scores and its share of the output alone; then each row
+    adds up its shares. The row's highest score is subtracted before the exponential, as in the split softmax of
+    Flash-Decoding. A block costs the same whatever the length of its sequence.
     """
 
     def __init__(self, plan: DecodePlan, spec: ModelSpec) -> None:
@@ -66,13 +68,13 @@ class DecodeAttention:
         self._scale = spec.head_dim**-0.5 * LOG2_E
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put keys and values `[B, K, D]` at each sequence's position."""
+        """Write keys and values `[B, K, D]` of `layer` into the cache at the position of each sequence."""
         place = (self._plan.write_blocks, self._plan.write_offsets)
         self._plan.keys[layer].permute(0, 3, 1, 2).index_put_(place, k)
         self._plan.values[layer].transpose(1, 2).index_put_(place, v)
 
     def mix(self, layer: int, q: Tensor) -> Tensor:
-        """Attention of queries `[B, H, D]`, as `[B, H * D]`."""
+        """Attend with queries `[B, H, D]` of `layer`. Returns the mixed values `[B, H * D]`."""
         plan, heads, head_dim = self._plan, self._spec.num_heads, self._spec.head_dim
         group = self._spec.num_queries_per_kv
         keys, values = plan.keys[layer].flatten(0, 1), plan.values[layer].flatten(0, 1)
@@ -88,10 +90,10 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """Chunks of n sequences, padded to S tokens each, against everything of their sequence up to them."""
+    """Attention of one chunk of each of n sequences, padded to S tokens, over the sequence up to each token."""
 
     def __init__(self, pool: BlockPool, *, slots: Indices, starts: Indices, lengths: Indices) -> None:
-        """Sequence i puts `lengths[i]` tokens at `starts[i]` and on; all arrays are `[n]`."""
+        """Sequence i computes `lengths[i]` tokens from position `starts[i]` on; all arrays are `[n]`."""
         device = pool.keys.device
         self._pool, self._keys, self._values = pool, pool.keys, pool.values
         num_sequences, width = len(slots), int(lengths.max())
@@ -108,21 +110,24 @@ class PrefillAttention:
         self._shape = (num_sequences, width)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put keys and values `[n * S, K, D]` into the blocks, without the padding."""
+        """Write keys and values `[n * S, K, D]` of `layer` into the cache, without the padding."""
         self._keys[layer][self._write_blocks, :, :, self._write_offsets] = k[self._real]
         self._values[layer][self._write_blocks, :, self._write_offsets] = v[self._real]
 
     @property
     def records_experts(self) -> bool:
-        """True where `record` is to be called."""
+        """True if the cache records experts, so that the model must call `record`."""
         return self._pool.records_experts
 
     def record(self, experts: Tensor) -> None:
-        """Put experts `[n * S, L, k]` beside the keys and values, without the padding."""
+        """Write experts `[n * S, L, k]` beside the keys and values, without the padding."""
         self._pool.record(self._write_blocks, self._write_offsets, experts[self._real])
 
     def mix(self, layer: int, q: Tensor) -> Tensor:
-        """Attention of queries `[n * S, H, D]`, as `[n * S, H * D]`; padding gets what it gets."""
+        """Attend with queries `[n * S, H, D]` of `layer`. Returns `[n * S, H * D]`.
+
+        Rows of padding are meaningless.
+        """
         queries = q.view(*self._shape, *q.shape[1:]).transpose(1, 2)  # [n, H, S, D]
         keys = self._keys[layer][self._context].permute(0, 2, 1, 4, 3).flatten(2, 3)  # [n, K, places * BLOCK, D]
         values = self._values[layer][self._context].permute(0, 2, 1, 3, 4).flatten(2, 3)

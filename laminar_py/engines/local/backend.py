@@ -1,4 +1,4 @@
-"""The embedded engine as a backend: no setting of its own, one thread of the replica's process."""
+"""The embedded engine as a backend. It has no settings and runs on one thread of the replica's process."""
 
 from laminar_py.config.engine import Backend, EngineConfig, EngineLaunch
 from laminar_py.config.run import RunConfig
@@ -7,7 +7,7 @@ from laminar_py.records.engine import InferenceEngine
 
 
 async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngine:
-    """A started `LocalEngine`, which computes on one core."""
+    """Start a `LocalEngine`, which computes on one core, for the model in `launch.model_dir`."""
     import torch
 
     from laminar_py.engines.local.engine import LocalEngine
@@ -26,7 +26,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
 
 
 def check_start(config: RunConfig) -> None:
-    """Refuse a model that the engine cannot compute."""
+    """Raise `ConfigError` for a model that the engine cannot compute."""
     read_config(config.model.path)
 
 

@@ -1,9 +1,9 @@
 """The embedded inference engine: `PushEngine` on one thread of this process, for laptops and tests.
 
-Called by a replica on its event loop. The loop's side owns the streams; the engine's thread owns the scheduler
-and everything below it. Commands cross in one direction, batches of deltas in the other, both in order.
-Invariant: no object of the scheduler is changed outside the engine's thread. Whatever ends the thread is the loss
-of the engine: every call raises `EngineLostError` from then on, and whoever has a stream is told of it.
+A replica calls it on its event loop. The event loop owns the streams; the engine's thread owns the scheduler, the
+KV cache and the model. Commands cross in one direction, batches of deltas in the other, both in order. Only the
+engine's thread changes objects of the scheduler. When the thread ends, the engine is lost: every later call raises
+`EngineLostError`, and every open stream receives the error (`tests/engines/engine_conformance.py`).
 """
 
 import asyncio
@@ -20,9 +20,9 @@ import msgspec
 import torch
 
 from laminar_py.config.section import ConfigError
+from laminar_py.engines.checks import check_request
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
-from laminar_py.engines.requests import check_request
 from laminar_py.records.engine import Delta, EngineLostError, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.pieces import Recording
 
@@ -32,14 +32,13 @@ log = logging.getLogger(__name__)
 class LocalEngine:
     """Serves the model in `model_dir` once `load_weights` has given it weights.
 
-    It decodes `max_batch` requests at a time, of at most `max_len` tokens with their prompt, in a KV cache of
-    `kv_capacity` tokens, and sends a request's tokens every `stream_interval` of them. `ConfigError` if the
-    model is none it knows, has not what is to be recorded, or the cache cannot hold one request.
+    It decodes up to `max_batch` requests at a time in a KV cache of `kv_capacity` tokens. Prompt and response have
+    at most `max_len` tokens. A stream gets a delta every `stream_interval` tokens. Raises `ConfigError` if the
+    engine cannot compute the model, the model has no experts to record, or the cache cannot hold one request.
 
-    `router_noise [max_len, layers, experts]` is for measurements of router replay: at each position it is added
-    to the logits by which a mixture chooses experts, and not to those that weigh them. It stands for a sampler
-    that computes a little differently, and moves a choice the same way in every engine and after every
-    interruption.
+    `router_noise [max_len, layers, experts]` is for measurements of router replay. The router adds the noise of a
+    position to the logits that choose experts, and not to the logits that weigh them. The noise imitates a sampler
+    with slightly different arithmetic: it moves a choice equally in every engine and after every interruption.
     """
 
     def __init__(
@@ -68,18 +67,18 @@ class LocalEngine:
             device=torch.device(device),
         )
         self._changed = threading.Condition()
-        self._posted: list[Callable[[], None]] = []  # in this turn of the loop
+        self._posted: list[Callable[[], None]] = []  # commands of this loop iteration
         self._commands: list[Callable[[], None]] = []  # guarded by _changed
         self._closing = False  # guarded by _changed
-        self._num_posted = self._num_taken = 0  # requests submitted here, and seen by the thread
+        self._num_posted = self._num_taken = 0  # requests sent to the thread, and received by it
         self._tickets = itertools.count()
         self._ticket_by_rid: dict[str, int] = {}
-        self._streams: dict[int, Callable[[Delta | EngineLostError], None]] = {}  # who hears of each, by ticket
+        self._streams: dict[int, Callable[[Delta | EngineLostError], None]] = {}  # callbacks by ticket
         self._pending: set[asyncio.Future[None]] = set()
         self._loss: EngineLostError | None = None  # set once the thread has ended
 
     async def start(self) -> None:
-        """Start the engine's thread. It lives until `close`, or ends with the process."""
+        """Start the engine's thread, which runs until `close` or the end of the process."""
         self._loop = asyncio.get_running_loop()
         ended = Future[None]()
         threading.Thread(target=self._live, args=(ended,), name="laminar-engine", daemon=True).start()
@@ -87,7 +86,7 @@ class LocalEngine:
         self._thread.add_done_callback(self._on_stopped)
 
     async def close(self) -> None:
-        """End all streams with ABORT, and the thread; a lost engine has neither."""
+        """End all streams with ABORT, then end the thread. Does nothing to a lost engine."""
         with suppress(EngineLostError):
             await self.pause(PauseMode.ABORT)
         with self._changed:
@@ -117,7 +116,7 @@ class LocalEngine:
         self._open(request, hear)
 
     async def abort(self, rid: str) -> None:
-        """See `InferenceEngine.abort`. Its stream has ended when this returns; an unknown `rid` is fine."""
+        """See `InferenceEngine.abort`. Its stream has ended when this returns. Ignores an unknown `rid`."""
         self._raise_if_lost()
         ticket = self._ticket_by_rid.get(rid)
         if ticket is not None:
@@ -132,7 +131,7 @@ class LocalEngine:
         await self._command(self._scheduler.resume)
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `RefusedError` of bad files."""
+        """See `InferenceEngine.load_weights`. `RuntimeError` while requests run, `RefusedError` for bad files."""
         await self._command(partial(self._scheduler.load_weights, path, version))
 
     async def checksum(self) -> str:
@@ -142,12 +141,12 @@ class LocalEngine:
         return answer[0]
 
     async def watch(self) -> None:
-        """See `InferenceEngine.watch`: the thread's death is the engine's."""
+        """See `InferenceEngine.watch`. Raises `EngineLostError` when the thread has ended."""
         await asyncio.wait([self._thread])
         self._raise_if_lost()
 
     def status(self) -> EngineStatus:
-        """See `InferenceEngine.status`. Requests that the thread has not seen yet count as waiting."""
+        """See `InferenceEngine.status`. Requests on their way to the thread count as waiting."""
         self._raise_if_lost()
         status = self._scheduler.status()
         num_unseen = self._num_posted - self._num_taken
@@ -156,7 +155,7 @@ class LocalEngine:
     # ---- the event loop's side
 
     def _open(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> int:
-        """Have a request generated, of which `hear` is told; its ticket."""
+        """Check a request and post it to the thread. Returns its ticket; `hear` receives its deltas."""
         self._raise_if_lost()
         if request.rid in self._ticket_by_rid:
             raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
@@ -175,7 +174,10 @@ class LocalEngine:
         self._posted.append(command)
 
     def _send(self) -> None:
-        """Hand over a turn at once, so that requests which come together share every step, whatever threads do."""
+        """Hand all commands of this loop iteration to the thread at once.
+
+        Requests that arrive together then share every step, whatever the thread switches do, so runs repeat.
+        """
         with self._changed:
             self._commands += self._posted
             self._changed.notify()
@@ -198,14 +200,14 @@ class LocalEngine:
                 hear(delta)
 
     def _forget(self, ticket: int, rid: str) -> bool:
-        """Let go of a stream, so that its rid may be used again. False if that was done before."""
+        """Remove a stream, so that its rid is free again. Returns False if it was removed before."""
         if self._streams.pop(ticket, None) is None:
             return False
         del self._ticket_by_rid[rid]
         return True
 
     def _on_stopped(self, thread: asyncio.Future[None]) -> None:
-        """Nobody may wait for a thread that is gone."""
+        """Fail all waiting commands and streams, since the thread answers none of them any more."""
         error, reason = thread.exception(), "closed"
         if isinstance(error, EngineLostError):
             reason = str(error)
@@ -228,30 +230,30 @@ class LocalEngine:
     def _live(self, ended: Future[None]) -> None:
         try:
             self._run()
-        except BaseException as error:  # noqa: BLE001 - those who wait for the thread have to hear of it
+        except BaseException as error:  # noqa: BLE001 - `_on_stopped` passes it to every waiting caller
             ended.set_exception(error)
         else:
             ended.set_result(None)
 
     def _run(self) -> None:
-        torch.set_flush_denormal(True)  # of this thread: products with denormal weights are 100 times slower
+        torch.set_flush_denormal(True)  # in this thread: products with denormal weights are 100 times slower
         with torch.inference_mode():
             while not self._closing:
                 for command in self._next_commands():
                     command()
-                if self._scheduler.runnable:
+                if self._scheduler.has_work:
                     self._scheduler.step()
                 self._hand_over()
 
     def _next_commands(self) -> list[Callable[[], None]]:
-        """Commands since the last call; waits for one if there is nothing to generate."""
+        """Take the commands since the last call. Waits for a command while there is nothing to generate."""
         with self._changed:
-            self._changed.wait_for(lambda: self._commands or self._closing or self._scheduler.runnable)
+            self._changed.wait_for(lambda: self._commands or self._closing or self._scheduler.has_work)
             commands, self._commands = self._commands, []
         return commands
 
     def _submit(self, ticket: int, request: GenerateRequest) -> None:
-        self._scheduler.submit(ticket, request)
+        self._scheduler.add_request(ticket, request)
         self._num_taken += 1
 
     def _execute(self, action: Callable[[], None], done: asyncio.Future[None]) -> None:

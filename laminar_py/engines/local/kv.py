@@ -1,14 +1,10 @@
-"""The KV cache: a pool of blocks of `BLOCK` tokens. Owns which block belongs to which slot, and its tensors.
+"""The KV cache: a pool of blocks of `BLOCK` tokens. Owns the block table of each slot, and the cache tensors.
 
-Where experts are recorded, those of a token lie beside its keys and values, and go wherever these go. Called by
-the scheduler (extend, share, release, keep, restore, settle) and by attention, which reads the tensors. A step of
-decoding attends over all blocks in use at once, whatever sequence they belong to, so its cost follows the tokens
-that are there and not the longest sequence. Blocks that no slot uses keep the cache of turns that have ended.
-Invariant: after `settle`, blocks `[0, num_blocks)` are exactly those in use; what is kept makes room for whatever
-runs.
-
-The pool keeps the cache of a request's last turn for its next turn: one cache per request. When blocks run out,
-the oldest kept cache goes first.
+The scheduler calls `extend`, `share`, `release`, `keep`, `restore` and `compact`; attention reads the tensors. A
+decoding step attends over all used blocks at once, whatever sequence they belong to. Its cost therefore follows
+the number of cached tokens and not the longest sequence. Free blocks keep the cache of finished turns until a slot
+needs the room. Recorded experts of a token lie beside its keys and values and move with them. After `compact`,
+blocks `[0, num_blocks)` are exactly the blocks in use.
 """
 
 import heapq
@@ -25,56 +21,57 @@ from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.codec import IntArray
 from laminar_py.records.pieces import RoutedExperts
 
-_FIRST_NUMBER = -2  # below everything else that a block may belong to
+BLOCK = 32  # tokens; measured: 16 and 64 are slower at a mean length of 70
+_ZEROED_AT_A_TIME = 64  # blocks
+_FREE = -1  # owner of a free block
+_FIRST_NUMBER = -2  # of kept caches: this number and lower ones own the blocks of kept caches
+
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """KV cache of `ids`, e.g. `Kept("math-3.1", ids, np.array([7, 3]))` of a turn of 40 tokens."""
+    """KV cache of a finished turn, e.g. `Kept("math-3.1", ids, np.array([7, 3]))` for 40 tokens."""
 
     rid: str
     ids: IntArray  # [n]
-    blocks: npt.NDArray[np.int64]  # [blocks that n tokens take]
+    blocks: npt.NDArray[np.int64]  # [ceil(n / BLOCK)]
 
 
 class KeptCaches:
-    """Kept caches by number, which stands for them where blocks have their owner."""
+    """Caches of finished turns, at most one per request.
+
+    Each has a negative number that owns its blocks in the pool.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[int, Kept] = {}  # the longest kept first
+        self._kept: dict[int, Kept] = {}  # by number, the oldest first
         self._numbers: dict[str, int] = {}  # by rid
         self._next = count(_FIRST_NUMBER, -1)
 
     def add(self, kept: Kept) -> int:
-        """Keep a cache; returns its number."""
+        """Add a cache and return its number."""
         assert kept.rid not in self._numbers, f"{kept.rid}: a turn ended before the one before was asked for"
         number = next(self._next)
         self._kept[number], self._numbers[kept.rid] = kept, number
         return number
 
     def remove(self, rid: str) -> Kept | None:
-        """Keep that of `rid` no more; None if there is none."""
+        """Remove and return the cache of `rid`; None if there is none."""
         number = self._numbers.pop(rid, None)
         return None if number is None else self._kept.pop(number)
 
     def remove_oldest(self) -> Kept | None:
-        """Keep the one no more that was kept for longest; None if there is none."""
+        """Remove and return the oldest cache; None if there is none."""
         return self.remove(next(iter(self._kept.values())).rid) if self._kept else None
 
-    def moved(self, number: int, place: int, block: int) -> None:
-        """Note that a block of `number`, at `place` among those it has, is now `block`."""
+    def move_block(self, number: int, place: int, block: int) -> None:
+        """Record that the block at index `place` of cache `number` is now `block`."""
         self._kept[number].blocks[place] = block
 
 
-BLOCK = 32  # tokens; measured: 16 and 64 are slower at a mean length of 70
-_ZEROED_AT_A_TIME = 64  # blocks
-_FREE = -1  # owner of a block; what is below owns blocks that are kept
-
-Indices = npt.NDArray[np.int64]
-
-
 class BlockPool:
-    """Room for `kv_capacity` tokens of `num_slots` sequences; L layers, K key heads of D, N blocks."""
+    """KV cache of `kv_capacity` tokens for `num_slots` sequences; L layers, K key heads of D, N blocks."""
 
     def __init__(
         self,
@@ -105,42 +102,46 @@ class BlockPool:
         self.masks = torch.full((BLOCK + 1, BLOCK), -torch.inf, device=device).triu()  # [BLOCK + 1, BLOCK]
         self.table: Indices = np.zeros((num_slots, -(-max_len // BLOCK)), np.int64)  # [slot, place] -> block
         self.owner: Indices = np.full(capacity, _FREE, np.int64)  # [N] slot of a block in use
-        self.place: Indices = np.zeros(capacity, np.int64)  # [N] its place in that slot, or in what is kept
+        self.place: Indices = np.zeros(capacity, np.int64)  # [N] index of the block in its slot or kept cache
         self._held: Indices = np.zeros(num_slots, np.int64)  # blocks of each slot
         self._kept = KeptCaches()
         self._holes: list[int] = []  # heap of the free blocks below _num_touched
-        self._num_touched = 0  # blocks that anybody has had, the first ones
-        self._moves: list[tuple[int, int]] = []  # copies that `settle` makes
+        self._num_touched = 0  # the first blocks, which were in use at some time
+        self._moves: list[tuple[int, int]] = []  # copies that `compact` will make: source, target
         self._num_zeroed = 0
         self._is_settled = True
         self.num_blocks = 0
 
     def extend(self, slot: int, length: int) -> None:
-        """Give `slot` blocks for its first `length` tokens."""
+        """Add blocks to `slot` until it has room for `length` tokens."""
         for _ in range(int(self._held[slot]), -(-length // BLOCK)):
-            self._give(slot, self._take())
+            self._append_block(slot, self._take_free_block())
 
     def share(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of slot `source` to the empty slot `target`, at the next `settle`.
+        """Copy the first `length` tokens of slot `source` to the empty slot `target`, at the next `compact`.
 
-        `source` holds them already: copies are made all at once, so one cannot feed another.
+        `source` must hold them already: `compact` makes all copies at once, so no copy reads the result of
+        another.
         """
         self.extend(target, length)
         places = slice(0, -(-length // BLOCK))
         self._moves += zip(self.table[source, places].tolist(), self.table[target, places].tolist(), strict=True)
 
     def release(self, slot: int) -> None:
-        """Take back all blocks of `slot`."""
+        """Free all blocks of `slot`."""
         assert not self._moves, f"slot {slot} is released before its copies are made"
-        self._free(self._let_go(slot))
+        self._free(self._take_blocks_from(slot))
 
     def keep(self, slot: int, rid: str, ids: IntArray) -> None:
-        """Take back all blocks of `slot`, with `ids [n]` in them, for `rid` if it comes before they are needed."""
-        blocks = self._let_go(slot)
+        """Move the blocks of `slot`, which hold `ids [n]`, to a kept cache for the next turn of `rid`."""
+        blocks = self._take_blocks_from(slot)
         self.owner[blocks] = self._kept.add(Kept(rid, ids, blocks))
 
     def restore(self, slot: int, rid: str, ids: IntArray) -> int:
-        """Give the empty `slot` what is kept of `rid`, if `ids` begin so; returns the tokens that it then has."""
+        """Move the kept cache of `rid` to the empty `slot`, if it holds a prefix of `ids`.
+
+        Returns the number of tokens that `slot` then holds; 0 if there is no such cache.
+        """
         kept = self._kept.remove(rid)
         if kept is None:
             return 0
@@ -148,26 +149,29 @@ class BlockPool:
             self._free(kept.blocks)
             return 0
         for block in kept.blocks.tolist():
-            self._give(slot, block)
+            self._append_block(slot, block)
         return len(kept.ids)
 
-    def keep_none(self) -> None:
-        """Drop all that is kept."""
+    def drop_kept(self) -> None:
+        """Free all kept caches."""
         while self._drop_oldest():
             pass
 
     @property
     def records_experts(self) -> bool:
-        """True where `record` is to be told of every token that is computed."""
+        """True if callers must pass the experts of every computed token to `record`."""
         return self._experts is not None
 
     def record(self, blocks: Tensor, offsets: Tensor, experts: Tensor) -> None:
-        """Keep the `experts [n, L, k]` of n tokens, at `offsets [n]` of `blocks [n]`, if they are recorded."""
+        """Store `experts [n, L, k]` of n tokens at `offsets [n]` in `blocks [n]`.
+
+        Does nothing if none are recorded.
+        """
         if self._experts is not None:
             self._experts[blocks, offsets] = experts.to(self._experts.dtype)
 
     def recorded(self, slot: int, start: int, end: int) -> RoutedExperts:
-        """The experts behind positions `[start, end)` of `slot`."""
+        """The recorded experts at positions `[start, end)` of `slot`."""
         assert self._experts is not None, "experts are not recorded"
         blocks = torch.from_numpy(self.table[slot, start // BLOCK : -(-end // BLOCK)]).to(self._experts.device)
         first = start % BLOCK
@@ -176,8 +180,8 @@ class BlockPool:
             start=start, layers=rows.shape[1], top_k=rows.shape[2], width=rows.itemsize, data=rows.tobytes()
         )
 
-    def settle(self) -> None:
-        """Make the copies asked for, then bring all blocks in use to the front."""
+    def compact(self) -> None:
+        """Make the copies that `share` asked for, then move all blocks in use to the front of the pool."""
         self._copy(self._moves)
         self._moves.clear()
         if self._is_settled:
@@ -186,16 +190,16 @@ class BlockPool:
         self.num_blocks = dense = int(self._held.sum())
         strays = dense + np.flatnonzero(self.owner[dense : self._num_touched] > _FREE)
         if strays.size:
-            self._swap(strays, np.flatnonzero(self.owner[:dense] <= _FREE))
+            self._move_to_front(strays, np.flatnonzero(self.owner[:dense] <= _FREE))
 
-    def forget(self) -> None:
-        """Note that nothing is held: blocks are zeroed before use, so that no NaN of old weights stays."""
+    def reset(self) -> None:
+        """Zero every block before its next use, so that no NaN of old weights stays. No slot may hold blocks."""
         assert (self.owner == _FREE).all(), "sequences still hold KV"
         self._holes.clear()
         self._num_zeroed = self._num_touched = 0
 
-    def _take(self) -> int:
-        """The first free block; if there is none what was kept for longest makes room."""
+    def _take_free_block(self) -> int:
+        """The first free block; without one, the oldest kept cache is freed."""
         if not self._holes and self._num_touched == len(self.owner):
             assert self._drop_oldest(), "slots need more blocks than there are"
         if self._holes:
@@ -208,15 +212,15 @@ class BlockPool:
             self._num_zeroed = fresh.stop
         return block
 
-    def _give(self, slot: int, block: int) -> None:
-        """Put a block behind those that `slot` has."""
+    def _append_block(self, slot: int, block: int) -> None:
+        """Append a block to the blocks of `slot`."""
         place = int(self._held[slot])
         self.table[slot, place], self.owner[block], self.place[block] = block, slot, place
         self._held[slot] = place + 1
         self._is_settled = False
 
-    def _let_go(self, slot: int) -> Indices:
-        """Blocks of a slot, which has none from here on."""
+    def _take_blocks_from(self, slot: int) -> Indices:
+        """Detach and return all blocks of `slot`; their owner does not change yet."""
         assert not self._moves, f"slot {slot} is released before its copies are made"
         blocks = self.table[slot, : self._held[slot]].copy()
         self._held[slot] = 0
@@ -229,14 +233,14 @@ class BlockPool:
             heapq.heappush(self._holes, block)
 
     def _drop_oldest(self) -> bool:
-        """Free what was kept for longest; False if nothing is kept."""
+        """Free the oldest kept cache. Returns False if there is none."""
         oldest = self._kept.remove_oldest()
         if oldest is not None:
             self._free(oldest.blocks)
         return oldest is not None
 
-    def _swap(self, strays: Indices, targets: Indices) -> None:
-        """Move the blocks in use at `strays` to `targets`; what is kept there goes where they were."""
+    def _move_to_front(self, strays: Indices, targets: Indices) -> None:
+        """Move the blocks in use at `strays` to `targets`, and kept blocks at `targets` to `strays`."""
         kept = self.owner[targets] < _FREE
         sources, places = np.append(strays, targets[kept]), np.append(targets, strays[kept])
         self._copy(zip(sources.tolist(), places.tolist(), strict=True))
@@ -244,7 +248,7 @@ class BlockPool:
             values[strays], values[targets] = values[targets], values[strays]
         self.table[self.owner[targets], self.place[targets]] = targets
         for block in strays[kept].tolist():
-            self._kept.moved(int(self.owner[block]), int(self.place[block]), block)
+            self._kept.move_block(int(self.owner[block]), int(self.place[block]), block)
         if not kept.all():
             self._holes = np.flatnonzero(self.owner[: self._num_touched] == _FREE).tolist()
 

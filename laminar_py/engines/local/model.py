@@ -1,10 +1,7 @@
 """The hand-written forward of Qwen3, Qwen3-MoE, Qwen2 and Llama decoders, over packed weights.
 
-Called by the engine's thread alone. It knows tokens and positions; where keys and values live, and what a
-token may see of them, `local_attention` knows. T is the number of tokens in a call.
-
-In a mixture of experts, noise changes only the choice of experts. The router's own logits give the weights of the
-chosen experts.
+The engine's thread calls it. The model knows tokens and positions; `attention` knows where keys and values are
+stored and which tokens a query may see. T is the number of tokens in a call, k of E experts compute each token.
 """
 
 import warnings
@@ -23,20 +20,23 @@ from laminar_py.records.weights import holds_adapter
 
 
 class Routing:
-    """The choices that one forward makes of T tokens."""
+    """The experts that one forward chooses for T tokens, layer after layer."""
 
     def __init__(self, mixture: Mixture, *, noise: Tensor | None) -> None:
-        """`noise [T, layers, E]` is added to the logits that choose."""
+        """Add `noise [T, layers, E]` to the logits that choose experts, and not to the logits that weigh them."""
         self._mixture, self._noise = mixture, noise
         self._chosen: list[Tensor] = []
 
     @property
     def experts(self) -> Tensor:
-        """Experts of all layers so far, `[T, layers, k]`."""
+        """Chosen experts of all layers so far, `[T, layers, k]`."""
         return torch.stack(self._chosen, 1)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of the next layer and their weights, `[T, k]` each, by its router's `logits [T, E]`."""
+        """Choose experts of the next layer by its router's `logits [T, E]`.
+
+        Returns experts and weights, `[T, k]`.
+        """
         scores = logits.float()
         choosing = scores if self._noise is None else scores + self._noise[:, len(self._chosen)]
         experts = choosing.topk(self._mixture.top_k).indices
@@ -48,11 +48,11 @@ class Routing:
 
 
 def mix_experts(x: Tensor, layer: LayerWeights, routing: Routing) -> Tensor:
-    """The weighted outputs of the chosen experts on `x [T, C]`, as `[T, C]`.
+    """Route `x [T, C]` and sum the weighted outputs of the chosen experts, as `[T, C]`.
 
-    Tokens are brought together by expert, so that each expert's weights are read once, and only if it is chosen:
-    in fp32 with 8 of 64 experts a fifth of what a dense product over all experts takes at 8 tokens, a nineteenth
-    at 512. (In bf16 the dense one is as fast at 8 to 32 tokens, in the smallest models faster.)
+    Tokens are sorted by expert, so each chosen expert's weights are read once. In fp32 with 8 of 64 experts this
+    takes a fifth of a dense product's time at 8 tokens, and a nineteenth at 512 tokens. In
+    bf16 the dense product is as fast at 8 to 32 tokens, and faster in the smallest models.
     """
     assert layer.router is not None, "a mixture has a router in every layer"
     num_experts, intermediate, _ = layer.down.shape
@@ -69,7 +69,7 @@ def mix_experts(x: Tensor, layer: LayerWeights, routing: Routing) -> Tensor:
 
 
 class LocalModel:
-    """Weights and forward of one model; `load` before the first call."""
+    """Weights and forward of one model. Call `load` before the first forward."""
 
     def __init__(
         self, spec: ModelSpec, *, max_len: int, router_noise: Tensor | None = None, device: torch.device
@@ -78,16 +78,16 @@ class LocalModel:
         self._spec, self._device = spec, device
         self._router_noise = None if router_noise is None else router_noise.to(device)
         self._weights: Weights | None = None
-        self._base: AdapterBase | None = None  # that the weights were merged with
+        self._base: AdapterBase | None = None  # of the adapters in the weights
         self._step: Callable[..., tuple[Tensor, ...]] | None = None
         frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)[:, None]
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(device)  # [max_len, 1, D / 2]
 
     def load(self, folder: Path) -> None:
-        """Serve the safetensors in `folder`, or its adapters, merged into their base.
+        """Load the weights in `folder`, or merge its adapters into their base.
 
-        After a `ValueError` the old weights are still served.
+        Raises `RefusedError` for bad files; the old weights then stay.
         """
         if holds_adapter(folder):
             self._merge(Adapter.read(folder, spec=self._spec, device=self._device))
@@ -116,19 +116,22 @@ class LocalModel:
         return "unloaded" if self._weights is None else self._weights.checksum()
 
     def decode(self, ids: Tensor, positions: Tensor, *, plan: DecodePlan) -> tuple[Tensor, Tensor | None]:
-        """Logits `[B, V]` in fp32 after tokens `ids [B]` at `positions [B]`, one of each sequence.
+        """Feed one token of each of B sequences: `ids [B]` at `positions [B]`.
 
-        Then the experts they went to, `[B, layers, k]`, in a mixture.
+        Returns the logits `[B, V]` in fp32, and in a mixture the chosen experts `[B, layers, k]`, else None.
         """
         if self._step is None:
-            # On CUDA the tracer's fuser would compile anew for every batch size.
+            # On CUDA the tracer's fuser would compile again for every batch size.
             on_cpu = self._device.type == "cpu"
             self._step = _traced(self._decode, (ids, positions, *plan)) if on_cpu else self._decode
         logits, *experts = self._step(ids, positions, *plan)
         return logits, experts[0] if experts else None
 
     def _decode(self, ids: Tensor, positions: Tensor, *plan: Tensor) -> tuple[Tensor, ...]:
-        """Every size but those of the model follows from the arguments, so that one trace serves all batches."""
+        """The body of `decode`.
+
+        It takes all batch sizes from its arguments, so that one trace serves all batches.
+        """
         weights, attention = self._loaded(), DecodeAttention(DecodePlan(*plan), self._spec)
         hidden = F.embedding(ids, weights.embedding)
         rotations, routing = self._rotations.index_select(0, positions), self._routing(positions)
@@ -140,7 +143,7 @@ class LocalModel:
         return (logits,) if routing is None else (logits, routing.experts)
 
     def prefill(self, ids: Tensor, positions: Tensor, *, attention: PrefillAttention) -> None:
-        """Put the keys and values of `ids [T]` at `positions [T]` into the cache, without logits."""
+        """Write the keys and values of `ids [T]` at `positions [T]` into the cache. Computes no logits."""
         weights = self._loaded()
         hidden = F.embedding(ids, weights.embedding)
         rotations, routing = self._rotations.index_select(0, positions), self._routing(positions)
@@ -158,14 +161,14 @@ class LocalModel:
         return self._weights
 
     def _routing(self, positions: Tensor) -> Routing | None:
-        """For one forward of the tokens at `positions [T]`; None if the model is no mixture."""
+        """New `Routing` for one forward of the tokens at `positions [T]`; None if the model has no experts."""
         if self._spec.mixture is None:
             return None
         noise = None if self._router_noise is None else self._router_noise.index_select(0, positions)
         return Routing(self._spec.mixture, noise=noise)
 
     def _project(self, layer: LayerWeights, hidden: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries `[T, H, D]`, rotated keys and values `[T, K, D]`."""
+        """Compute rotated queries `[T, H, D]`, rotated keys `[T, K, D]` and values `[T, K, D]` of one layer."""
         spec = self._spec
         num_rotated = spec.num_heads + spec.num_kv_heads
         qkv = _linear(layer.attention_norm(hidden), layer.qkv, layer.qkv_bias)
@@ -178,7 +181,7 @@ class LocalModel:
         return qk[:, : spec.num_heads], qk[:, spec.num_heads :], heads[:, num_rotated:]
 
     def _finish(self, layer: LayerWeights, hidden: Tensor, mixed: Tensor, routing: Routing | None) -> Tensor:
-        """The rest of a layer after attention: output projection and MLP or experts, with their residuals."""
+        """Compute the rest of a layer after attention: output projection, then MLP or experts, with residuals."""
         hidden = hidden + _linear(mixed, layer.out, layer.out_bias)
         if routing is not None:
             return hidden + mix_experts(layer.mlp_norm(hidden), layer, routing)
@@ -191,9 +194,10 @@ class LocalModel:
 def _traced(
     step: Callable[..., tuple[Tensor, ...]], arguments: tuple[Tensor, ...]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """`step` without Python between its 150 operations: half the time at batch 1, five sixths at batch 64.
+    """Trace `step`, so that no Python runs between its 150 operations.
 
-    `torch.jit` is deprecated in favour of `torch.compile`, which needs a compiler and 6 to 31 s a shape.
+    A traced step takes half the time at batch 1 and five sixths at batch 64. `torch.compile`, the successor of the
+    deprecated `torch.jit`, needs a compiler and 6 to 31 s for each shape.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

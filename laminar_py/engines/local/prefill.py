@@ -1,10 +1,11 @@
-"""Prompt tokens on their way into the KV cache: which are computed next, and which slots copy them.
+"""Requests in the embedded engine, and the prefill of their prompts into the KV cache. Called by the scheduler.
 
-Called by the scheduler. Invariant: one batch has at most `PREFILL_TOKENS` tokens, padding included, so decoding
-is never held up for longer than that takes; a long prompt goes in over several batches.
+Members of a group share the prefill of their prompt: one slot computes it and the other slots copy its blocks. One
+batch has at most `PREFILL_TOKENS` tokens, padding included, so a prefill delays decoding for a bounded time
+(`tests/engines/local/test_scheduler.py`). A long prompt takes several batches.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,52 +16,57 @@ from laminar_py.engines.local.attention import PrefillAttention
 from laminar_py.engines.local.kv import BlockPool, Indices
 from laminar_py.engines.local.model import LocalModel
 from laminar_py.records.codec import IntArray
+from laminar_py.records.engine import GenerateRequest
+from laminar_py.records.pieces import RoutedExperts
 
 PREFILL_TOKENS = 512
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Tokens for a group of slots, e.g. `Prefill(ids, [3, 7])`: slot 3 computes them, 7 copies them at the end."""
+    """Tokens that a group of slots needs in the cache, e.g. `Prefill(ids, [3, 7])`.
+
+    Slot 3 computes them; slot 7 copies them at the end.
+    """
 
     ids: IntArray  # [n]
     slots: list[int]
     done: int = 0  # tokens that are in the cache
-    version: int = -1  # weights that computed the first of those, the oldest
+    version: int = -1  # the oldest weights that computed any of them, -1 for none
 
-    def made_by(self, version: int) -> bool:
-        """True where all of it is, or will be if `version` stays, computed by the weights of `version`."""
+    def computed_by(self, version: int) -> bool:
+        """True if the weights of `version` computed everything so far, or nothing is computed yet."""
         return self.done == 0 or self.version == version
 
 
 class PrefillQueue:
-    """Prefills in the order they came."""
+    """Prefills in the order of their arrival. Computes them in batches."""
 
     def __init__(self, model: LocalModel, pool: BlockPool, *, max_len: int, device: torch.device) -> None:
         self._model, self._pool, self._max_len, self._device = model, pool, max_len, device
         self._queue: deque[Prefill] = deque()
 
     def add(self, slot: int, ids: IntArray, *, done: int = 0, version: int = -1) -> Prefill:
-        """Put `ids [n]` into the cache of `slot`, which has `done` < n of them, computed by `version`.
+        """Queue the prefill of `ids [n]` for `slot`, whose cache has the first `done` < n of them by `version`.
 
-        Other slots may join until it is done.
+        Until it is done, callers may append other slots that need the same tokens to `Prefill.slots`.
         """
         prefill = Prefill(ids, [slot], done, version)
         self._queue.append(prefill)
         return prefill
 
     def leave(self, slot: int, prefill: Prefill) -> None:
-        """`slot` wants it no more, and its blocks are gone."""
+        """Take `slot`, whose blocks are freed, out of a prefill. Drops the prefill if no slot needs it."""
         if prefill.slots[0] == slot:
-            prefill.done = 0  # the next one begins anew, in blocks of its own
+            prefill.done = 0  # the next slot starts again, in its own blocks
         prefill.slots.remove(slot)
         if not prefill.slots:
             self._queue.remove(prefill)
 
     def run(self, version: int) -> list[Prefill]:
-        """Compute one batch, if any, with the weights of `version`.
+        """Compute one batch, if any, with the weights of `version`. Returns the prefills that finished.
 
-        Those that are done have their tokens in the cache of all their slots.
+        After the next `BlockPool.compact` every slot of a finished prefill holds all its tokens.
         """
         batch, lengths = self._next_batch()
         if not batch:
@@ -78,7 +84,7 @@ class PrefillQueue:
         return finished
 
     def _next_batch(self) -> tuple[list[Prefill], list[int]]:
-        """The first prefills that fit together, and how many tokens of each."""
+        """The first prefills of the queue that fit into one batch, and the number of tokens from each."""
         batch: list[Prefill] = []
         lengths: list[int] = []
         for prefill in self._queue:
@@ -98,8 +104,66 @@ class PrefillQueue:
             ids[row, : lengths[row]] = prefill.ids[chunk]
             prefill.done = chunk.stop
             self._pool.extend(prefill.slots[0], chunk.stop)
-        # Padding may run past the last position; what it computes is thrown away.
+        # Padding may run past the last position. Nothing reads its results.
         positions = np.minimum(starts[:, None] + np.arange(ids.shape[1]), self._max_len - 1)
         attention = PrefillAttention(self._pool, slots=slots, starts=starts, lengths=lengths)
         tokens, places = (torch.from_numpy(values.ravel()).to(self._device) for values in (ids, positions))
         self._model.prefill(tokens, places, attention=attention)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """A request in the engine, e.g. a waiting request: `Job(ticket=7, request=request, response=prefix_ids)`."""
+
+    ticket: int  # names the stream of its deltas
+    request: GenerateRequest
+    response: IntArray  # [L] its tokens when it last joined the waiting queue
+    experts: RoutedExperts | None = None  # recorded before that, from `request.routed` on
+    version: int = -1  # the oldest weights in its KV cache, once that is complete
+    prefill: Prefill | None = None
+
+    @property
+    def cached_ids(self) -> IntArray:
+        """Tokens that must be in the cache before the request decodes: all but the last."""
+        return np.concatenate([self.request.prompt_ids, self.response])[:-1]
+
+    def can_lend_to(self, other: "Job", version: int) -> bool:
+        """True if this job's cache has, or will have, the prompt of `other` by the weights of `version`.
+
+        `other` has no response yet.
+        """
+        if self.prefill is None:
+            usable = self.version == version
+        else:
+            usable = self.prefill.computed_by(version) and not len(self.response)
+        return usable and np.array_equal(self.request.prompt_ids, other.request.prompt_ids)
+
+
+class Siblings:
+    """Running jobs by group, to share the KV cache of a prompt."""
+
+    def __init__(self) -> None:
+        self._groups: defaultdict[str, dict[int, Job]] = defaultdict(dict)
+
+    def join(self, slot: int, job: Job) -> None:
+        """Add `job`, which runs in `slot`."""
+        self._groups[job.request.group_id][slot] = job
+
+    def leave(self, slot: int, job: Job) -> None:
+        """Remove `job`, which ran in `slot`."""
+        members = self._groups[job.request.group_id]
+        del members[slot]
+        if not members:
+            del self._groups[job.request.group_id]
+
+    def find_lender(self, job: Job, *, version: int) -> tuple[int, Job] | None:
+        """Find a slot and its job whose cache begins with the prompt of `job`, computed by `version`.
+
+        None if none.
+
+        The cache may still be in prefill. A job with response tokens computes its own cache.
+        """
+        if len(job.response):
+            return None
+        members = self._groups.get(job.request.group_id, {})
+        return next(((slot, other) for slot, other in members.items() if other.can_lend_to(job, version)), None)

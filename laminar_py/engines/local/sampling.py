@@ -1,7 +1,8 @@
-"""Drawing of tokens in the embedded engine: one uniform number per token, through the inverse of the CDF.
+"""Token sampling of the embedded engine: one uniform number per token, through the inverse of the CDF.
 
-Called by the scheduler once a step. Invariant: the number is a hash of the request's seed and of the token's
-position in the response, so a token depends neither on the batch it is drawn in nor on interruptions before.
+The scheduler calls it once a step. The number is a hash of the request's seed and the token's position in the
+response. A token therefore depends neither on its batch nor on earlier interruptions
+(`tests/engines/engine_conformance.py`).
 """
 
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ _FRACTION_BITS = 23  # so that u times a sum in fp32 stays below the sum
 
 
 def hash_seeds(seeds: Seeds) -> Seeds:
-    """Spread seeds that lie close together over all 64 bits."""
+    """Hash seeds, so that neighbouring seeds give unrelated numbers."""
     return _splitmix(seeds)
 
 
 def uniforms(seeds: Seeds, positions: npt.NDArray[np.int64]) -> FloatArray:
-    """Numbers in [0, 1) for the tokens at `positions [B]` of responses with hashed `seeds [B]`, as `[B]`."""
+    """Uniform numbers in [0, 1) for tokens at `positions [B]` of responses with hashed `seeds [B]`, as `[B]`."""
     bits = _splitmix(seeds + positions.astype(np.uint64) * _GOLDEN)
     return (bits >> np.uint64(64 - _FRACTION_BITS)).astype(np.float32) * np.float32(2.0**-_FRACTION_BITS)
 
@@ -43,16 +44,16 @@ def _splitmix(x: Seeds) -> Seeds:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens of B rows, one for each."""
+    """One sampled token for each of B rows."""
 
     ids: Tensor  # [B]
-    logprobs: Tensor  # [B] log-softmax(logits / temperature), over `mask` if that is recorded, else over all
+    logprobs: Tensor  # [B] log-softmax(logits / temperature), over the recorded `mask` or the whole vocabulary
     mask: SamplingMask | None  # of B rows
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """How the rows of a batch are drawn, e.g. `PLAIN`; None where no row asks for it, so that it costs nothing."""
+    """Sampling parameters of a batch, e.g. `PLAIN`. A field is None if no row needs it, to save its cost."""
 
     temperatures: Tensor | None = None  # [B, 1] 1 on greedy rows; None: all are 1
     greedy: Tensor | None = None  # [B] True where the temperature is 0
@@ -68,7 +69,7 @@ class Sampler:
         min_p: FloatArray,
         device: torch.device,
     ) -> Self:
-        """From the settings of each row, `[B]`, as in `SamplingParams`."""
+        """Build from the settings of each row, `[B]`, with the meaning of `SamplingParams`."""
         greedy: BoolArray = temperatures == 0
         divisors = torch.from_numpy(np.where(greedy, np.float32(1), temperatures))
         rows = np.flatnonzero((top_k > 0) | (top_p < 1) | (min_p > 0))
@@ -79,7 +80,10 @@ class Sampler:
         )
 
     def draw(self, logits: Tensor, uniform: Tensor, *, recorded: bool = False) -> Drawn:
-        """A token of each row; `logits [B, V]`, `uniform [B]`."""
+        """Sample a token for each row from `logits [B, V]` by the numbers `uniform [B]`.
+
+        With a mask if `recorded`.
+        """
         if self.temperatures is not None:
             logits = logits / self.temperatures
         logprobs = torch.log_softmax(logits, -1)
@@ -88,9 +92,11 @@ class Sampler:
             self.cut.apply(probabilities)
         mask = _mask(probabilities) if recorded else None
         cumulated = probabilities.cumsum_(-1)
-        # The first entry above the target has a positive probability, whatever was cut before it.
+        # The first entry above the target has a positive probability, even after a cut.
         ids = torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True)
-        ids.clamp_(max=logits.shape[-1] - 1)  # where the logits are NaN; the scheduler sees the log-probabilities
+        ids.clamp_(
+            max=logits.shape[-1] - 1
+        )  # for NaN logits, which the scheduler finds by their log-probabilities
         if self.greedy is not None:
             ids[self.greedy] = logprobs[self.greedy].argmax(-1, keepdim=True)
         chosen = logprobs.gather(1, ids)[:, 0]
@@ -99,10 +105,10 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Rows of a batch whose vocabulary is cut: C of them."""
+    """The C rows of a batch with a top-k, top-p or min-p."""
 
     rows: Tensor  # [C]
-    top_k: Tensor  # [C, 1] the largest integer where there is none
+    top_k: Tensor  # [C, 1] the largest integer for a row without top-k
     top_p: Tensor  # [C, 1]
     min_p: Tensor  # [C, 1]
 
@@ -121,9 +127,10 @@ class _Cut:
         return cls(*(torch.from_numpy(values).to(device) for values in columns))
 
     def apply(self, probabilities: Tensor) -> None:
-        """Zeros outside the top k, the smallest set that holds `top_p`, and all from `min_p` of the largest up.
+        """Set `probabilities [B, V]` to zero in place outside each row's cut.
 
-        Each is seen on the whole.
+        A token stays if it is in the top k, in the smallest set with mass `top_p`, and at least `min_p` times as
+        probable as the most probable token. Each bound applies to the whole distribution.
         """
         ordered, order = probabilities[self.rows].sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
@@ -134,7 +141,7 @@ class _Cut:
 
 
 def _mask(probabilities: Tensor) -> SamplingMask:
-    """Mask of what has a probability, `[B, V]`."""
+    """Sampling mask of the tokens with positive probability in `probabilities [B, V]`."""
     rows, ids = (probabilities > 0).nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=len(probabilities))
     return SamplingMask(counts.cpu().numpy().astype(np.int32), ids.cpu().numpy().astype(np.int32))

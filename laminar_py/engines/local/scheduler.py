@@ -1,86 +1,32 @@
 """Scheduler of requests: admission, prefill, retraction and the end of each. Owns the slots and the waiting queue.
 
-Called by the engine's thread alone. A step makes one batch of prefill and adds one token to every decoding
-slot; what leaves is collected as deltas. Invariant: the slots never hold more than
-`kv_capacity` tokens, and the oldest of them is never the one that makes room.
-
-A job can lend another job the KV cache of their prompt. A lender's cache begins with exactly the tokens that the
-other needs, all computed by the present weights, or will when its prefill is done.
+Called by the engine's thread alone. A step computes one batch of prefill, then adds one token to every
+decoding slot and collects deltas. Slots never hold more than `kv_capacity` tokens. When the cache is full the
+scheduler retracts the newest request, so the oldest request always makes progress
+(`tests/engines/local/test_scheduler.py`).
 """
 
 import heapq
-from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections import deque
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from laminar_py.engines.checks import response_limit
 from laminar_py.engines.local.attention import plan_decode
 from laminar_py.engines.local.kv import BLOCK, BlockPool, Indices
 from laminar_py.engines.local.model import LocalModel
-from laminar_py.engines.local.prefill import Prefill, PrefillQueue
+from laminar_py.engines.local.prefill import Job, PrefillQueue, Siblings
 from laminar_py.engines.local.sampling import uniforms
 from laminar_py.engines.local.slots import Rows, Slots, State
 from laminar_py.engines.local.spec import ModelSpec
-from laminar_py.engines.requests import response_limit
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.engine import Delta, EngineLostError, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.pieces import Recording, RoutedExperts, SamplingMask, join_experts
 from laminar_py.records.trajectory import FinishReason
 
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """A request in the engine, e.g. one that waits: `Job(ticket=7, request=request, response=prefix_ids)`."""
-
-    ticket: int  # the stream that its deltas go to
-    request: GenerateRequest
-    response: IntArray  # [L] what it had when it last joined the waiting queue
-    experts: RoutedExperts | None = None  # recorded before that, from `request.routed` on
-    version: int = -1  # the oldest weights in its KV cache, once that is complete
-    prefill: Prefill | None = None
-
-    @property
-    def cached_ids(self) -> IntArray:
-        """Tokens that must be in the cache before it decodes: all but the last."""
-        return np.concatenate([self.request.prompt_ids, self.response])[:-1]
-
-    def begins_as(self, other: "Job", version: int) -> bool:
-        """True where the cache has what `other`, without a response yet, needs of the weights of `version`."""
-        if self.prefill is None:
-            usable = self.version == version
-        else:
-            usable = self.prefill.made_by(version) and not len(self.response)
-        return usable and np.array_equal(self.request.prompt_ids, other.request.prompt_ids)
-
-
-class Siblings:
-    """Jobs that have slots, by group."""
-
-    def __init__(self) -> None:
-        self._groups: defaultdict[str, dict[int, Job]] = defaultdict(dict)
-
-    def join(self, slot: int, job: Job) -> None:
-        """Note that `job` is in `slot`."""
-        self._groups[job.request.group_id][slot] = job
-
-    def leave(self, slot: int, job: Job) -> None:
-        """Note that `job` has left `slot`."""
-        members = self._groups[job.request.group_id]
-        del members[slot]
-        if not members:
-            del self._groups[job.request.group_id]
-
-    def lender(self, job: Job, *, version: int) -> tuple[int, Job] | None:
-        """Slot and job whose cache begins, or will, with what `job` needs under `version`."""
-        if len(job.response):
-            return None
-        members = self._groups.get(job.request.group_id, {})
-        return next(((slot, other) for slot, other in members.items() if other.begins_as(job, version)), None)
-
-
-ADMISSION_HEADROOM = 16  # steps that everything running can grow by after an admission, against thrashing
+ADMISSION_HEADROOM = 16  # steps that all running requests can grow after an admission, against thrashing
 
 _NO_IDS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
@@ -115,7 +61,7 @@ class Scheduler:
             device=device,
         )
         self._slots = Slots(num_slots, max_len=max_len)
-        # A heap: the lowest comes first, so that an engine which is empty again is like a fresh one, bit by bit.
+        # A heap gives the lowest slot first, so an engine that is empty again repeats a new engine bit by bit.
         self._free = list(range(num_slots))
         self._running: dict[int, Job] = {}  # by slot, the oldest admission first
         self._siblings = Siblings()
@@ -127,12 +73,12 @@ class Scheduler:
         self._version = -1
 
     @property
-    def runnable(self) -> bool:
-        """True where a step would do anything."""
+    def has_work(self) -> bool:
+        """True if a step would compute anything."""
         return self._version >= 0 and not self._paused and bool(self._running or self._waiting)
 
     def status(self) -> EngineStatus:
-        """May be called from any thread."""
+        """The engine's load and version. Safe to call from any thread."""
         return EngineStatus(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -142,32 +88,30 @@ class Scheduler:
         )
 
     def take_deltas(self) -> list[tuple[int, Delta]]:
-        """Deltas since the last call, by ticket, in order."""
+        """Remove and return the deltas since the last call, each with its ticket, in order."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def submit(self, ticket: int, request: GenerateRequest) -> None:
-        """Queue a request that fits `max_len`."""
+    def add_request(self, ticket: int, request: GenerateRequest) -> None:
+        """Queue a checked request. Ends it at once with LENGTH if its prefix reaches the response limit."""
         if len(request.prefix_ids) >= response_limit(request, max_len=self._max_len):
-            self._send_nothing(
-                Job(ticket=ticket, request=request, response=request.prefix_ids), FinishReason.LENGTH
-            )
+            self._send_empty(Job(ticket=ticket, request=request, response=request.prefix_ids), FinishReason.LENGTH)
         else:
             self._waiting.append(Job(ticket=ticket, request=request, response=request.prefix_ids))
 
     def abort(self, ticket: int) -> None:
-        """End a request wherever it is; one that has ended already is left alone."""
+        """End the request of `ticket` with ABORT, whether it runs or waits. Ignores a request that has ended."""
         for slot, job in self._running.items():
             if job.ticket == ticket:
                 return self._end(slot, FinishReason.ABORT)
         for job in self._waiting:
             if job.ticket == ticket:
                 self._waiting.remove(job)
-                return self._send_nothing(job, FinishReason.ABORT)
+                return self._send_empty(job, FinishReason.ABORT)
         return None
 
     def pause(self, mode: PauseMode) -> None:
-        """Make no more steps; every token generated so far leaves."""
+        """Stop making steps. Sends every token generated so far, then ends or retracts requests by `mode`."""
         self._paused = True
         for slot in reversed(list(self._running)):
             match mode:
@@ -178,14 +122,14 @@ class Scheduler:
                 case PauseMode.IN_PLACE:
                     self._send(slot)
         while mode is PauseMode.ABORT and self._waiting:
-            self._send_nothing(self._waiting.popleft(), FinishReason.ABORT)
+            self._send_empty(self._waiting.popleft(), FinishReason.ABORT)
 
     def resume(self) -> None:
-        """Make steps again."""
+        """Make steps again after `pause`."""
         self._paused = False
 
     def load_weights(self, folder: Path, version: int) -> None:
-        """Serve `folder` as `version`. Raises as `InferenceEngine.load_weights` does."""
+        """Load the weights in `folder` as `version`. Raises the errors of `InferenceEngine.load_weights`."""
         if self._running and not self._paused:
             raise RuntimeError(
                 f"version {version} cannot load while {len(self._running)} requests run; pause first"
@@ -194,16 +138,16 @@ class Scheduler:
             raise ValueError(f"version {version} is older than {self._version}; versions never go back")
         self._model.load(folder)
         self._version = version
-        self._pool.keep_none()  # no turn goes on over what older weights have computed
+        self._pool.drop_kept()  # the next turn must not continue over KV of older weights
         if not self._running:
-            self._pool.forget()
+            self._pool.reset()
 
     def checksum(self) -> str:
         """See `Weights.checksum`; "unloaded" before the first load."""
         return self._model.checksum()
 
     def step(self) -> None:
-        """Add one token to everything that decodes, after a bounded amount of prefill."""
+        """Compute a bounded batch of prefill, then add one token to every decoding slot."""
         self._make_room()
         self._admit()
         self._prefill()
@@ -228,16 +172,23 @@ class Scheduler:
             self._siblings.join(slot, job)
 
     def _has_room(self, job: Job) -> bool:
-        """A sequence that is alone always fits, because `kv_capacity` is at least `max_len`."""
+        """True if `job` can be admitted.
+
+        A request always fits alone, since `kv_capacity` is at least `max_len`.
+        """
         growth = ADMISSION_HEADROOM * (len(self._running) + 1)
         needed = len(job.request.prompt_ids) + len(job.response) + growth
         return not self._running or self._slots.kv_used + needed <= self._kv_capacity
 
     def _fill_cache(self, slot: int, job: Job) -> None:
-        """Take what its last turn has left, copy the prompt's KV from a sibling, or join or begin a prefill."""
+        """Fill the cache of `slot` for `job` by the cheapest way.
+
+        The ways are: restore the cache of the last turn, copy the prompt's KV from a sibling, join a sibling's
+        prefill, or start a prefill.
+        """
         ids = job.cached_ids
         num_kept = self._pool.restore(slot, job.request.rid, ids)
-        lender = self._siblings.lender(job, version=self._version)
+        lender = self._siblings.find_lender(job, version=self._version)
         if num_kept == len(ids):
             self._start(slot, job, version=self._version)
         elif num_kept or lender is None:
@@ -256,19 +207,25 @@ class Scheduler:
                 self._start(slot, self._running[slot], version=prefill.version)
 
     def _start(self, slot: int, job: Job, *, version: int) -> None:
-        """Let `job` decode: all but its last token are in the cache, the oldest of them by `version`."""
+        """Let `job` decode. All its tokens but the last are in the cache.
+
+        `version` is the oldest weights behind them.
+        """
         job.prefill, job.version = None, version
         self._slots.state[slot] = State.DECODING
         self._rows = None
 
     def _reserve(self, slots: Indices, positions: Indices) -> None:
-        """A place in the cache for one token of each of `slots [B]`, at `positions [B]`."""
+        """Reserve cache for one token of each of `slots [B]`, at `positions [B]`."""
         for index in np.flatnonzero(positions % BLOCK == 0).tolist():
             self._pool.extend(int(slots[index]), int(positions[index]) + 1)
-        self._pool.settle()
+        self._pool.compact()
 
     def _decode(self, rows: Rows, positions: Indices) -> tuple[IntArray, FloatArray, SamplingMask | None]:
-        """The next token of each row and its log-probability, `[B]`, and its sampling mask, if recorded."""
+        """Sample the next token of each row. Returns tokens `[B]`, log-probabilities `[B]` and the recorded mask.
+
+        Raises `EngineLostError` if a log-probability is not finite.
+        """
         num_response = self._slots.num_response[rows.slots]
         plan = plan_decode(self._pool, slots=rows.slots, positions=positions, num_heads=self._spec.num_heads)
         last_ids = self._tensor(self._slots.last_ids[rows.slots])
@@ -279,11 +236,13 @@ class Scheduler:
         drawn = rows.sampler.draw(logits, uniform, recorded=self._records_masks)
         values = drawn.logprobs.cpu().numpy()
         if not np.isfinite(values).all():
-            raise EngineLostError(f"version {self._version} gives logits that are not finite; go back before it")
+            raise EngineLostError(
+                f"version {self._version} gives logits that are not finite; go back to an earlier version"
+            )
         return drawn.ids.cpu().numpy(), values, drawn.mask
 
     def _dispatch(self, rows: Rows, ids: IntArray) -> None:
-        """Send what is due after a step and end what has ended."""
+        """After a step, send the deltas that are due and end finished requests."""
         slots = rows.slots
         num_response = self._slots.num_response[slots]
         stopped = (ids[:, None] == rows.stop_ids).any(1)
@@ -312,9 +271,9 @@ class Scheduler:
             self._deltas.append((job.ticket, delta))
 
     def _recorded(self, slot: int, job: Job) -> RoutedExperts | None:
-        """The experts of all positions but the last, from `request.routed` on, as they were first chosen.
+        """The recorded experts of all positions but the last, from `request.routed` on, as they were first chosen.
 
-        What a retraction computes again may choose others, which had no part in the tokens that were there.
+        A prefill after a retraction may choose other experts, which did not produce the existing tokens.
         """
         before = job.experts
         start = job.request.routed if before is None else before.start + before.positions
@@ -324,7 +283,7 @@ class Scheduler:
         since = self._pool.recorded(slot, start, end)
         return since if before is None else join_experts([before, since])
 
-    def _send_nothing(self, job: Job, finish_reason: FinishReason) -> None:
+    def _send_empty(self, job: Job, finish_reason: FinishReason) -> None:
         delta = Delta(
             rid=job.request.rid,
             ids=_NO_IDS,
@@ -342,14 +301,14 @@ class Scheduler:
         self._vacate(slot)
 
     def _keep(self, slot: int) -> None:
-        """Keep the cache of a turn for the next one, unless older weights have part in it."""
+        """Keep the cache of a finished turn for the next turn, unless older weights computed part of it."""
         job = self._running[slot]
         if job.version == self._version:
             ids = np.concatenate([job.request.prompt_ids, self._slots.response(slot)])[:-1]
             self._pool.keep(slot, job.request.rid, ids)
 
     def _retract(self, slot: int) -> None:
-        """Back to the head of the waiting queue with all its tokens; its KV is computed again later."""
+        """Move a request to the head of the waiting queue with all its tokens. Its KV is computed again later."""
         self._send(slot)
         response, experts = self._slots.response(slot), self._recorded(slot, self._running[slot])
         job = self._vacate(slot)

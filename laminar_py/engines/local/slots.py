@@ -1,7 +1,7 @@
-"""State of every sequence that is being generated, as arrays over slots: no Python object is touched per token.
+"""State of every running sequence, as arrays over slots, so that a step touches no Python object per token.
 
-Called by the scheduler alone. A slot is FREE, PREFILLING (its prompt is not wholly in the KV cache) or DECODING.
-Invariant: a decoding slot has all its tokens but the last in the cache; the next step feeds that one.
+The scheduler owns it. A slot is FREE, PREFILLING (the KV cache lacks part of its tokens) or DECODING. A decoding
+slot has all its tokens but the last in the cache; the next step feeds the last token.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from laminar_py.engines.checks import response_limit
 from laminar_py.engines.local.kv import Indices
 from laminar_py.engines.local.sampling import PLAIN, Sampler, Seeds, hash_seeds
-from laminar_py.engines.requests import response_limit
 from laminar_py.records.codec import BoolArray, FloatArray, IntArray
 from laminar_py.records.engine import GenerateRequest
 from laminar_py.records.pieces import SamplingMask
@@ -29,12 +29,12 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The decoding slots, B of them, and what stays the same for them from step to step."""
+    """The B decoding slots, and their values that stay the same from step to step."""
 
     slots: Indices  # [B]
     seeds: Seeds  # [B]
     limits: Indices  # [B]
-    stop_ids: Indices  # [B, most of any]
+    stop_ids: Indices  # [B, most of any slot], padded with -1
     sampler: Sampler
 
 
@@ -47,9 +47,9 @@ class Slots:
         self.num_prompt: Indices = np.zeros(num_slots, np.int64)
         self.num_response: Indices = np.zeros(num_slots, np.int64)  # a resumed prefix included
         self.num_sent: Indices = np.zeros(num_slots, np.int64)  # response tokens that left in deltas
-        self.one_by_one: BoolArray = np.zeros(num_slots, np.bool_)  # each token leaves at once
-        self.limit: Indices = np.zeros(num_slots, np.int64)  # response tokens at which it is cut
-        self.last_ids: Indices = np.zeros(num_slots, np.int64)  # the token that the next step feeds
+        self.one_by_one: BoolArray = np.zeros(num_slots, np.bool_)  # send each token at once
+        self.limit: Indices = np.zeros(num_slots, np.int64)  # response tokens at which the request ends
+        self.last_ids: Indices = np.zeros(num_slots, np.int64)  # token that the next step feeds
         self.ids: IntArray = np.zeros((num_slots, max_len), np.int32)
         self.logprobs: FloatArray = np.zeros((num_slots, max_len), np.float32)
         self.seeds: npt.NDArray[np.uint64] = np.zeros(num_slots, np.uint64)  # hashed
@@ -84,12 +84,12 @@ class Slots:
         self.stop_ids[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
     def vacate(self, slot: int) -> None:
-        """The slot is free again."""
+        """Free the slot."""
         self.num_prompt[slot] = self.num_response[slot] = 0
         self.state[slot] = State.FREE  # last, so that `kv_used` is never too high in another thread's eyes
 
     def decoding(self, device: torch.device) -> Rows:
-        """The slots that a step decodes."""
+        """Collect the decoding slots and their sampler, for steps until a slot changes."""
         rows = np.flatnonzero(self.state == State.DECODING)
         sampler = PLAIN
         if not self.plain[rows].all():
@@ -109,7 +109,7 @@ class Slots:
         )
 
     def append(self, rows: Indices, ids: IntArray, logprobs: FloatArray, mask: SamplingMask | None) -> None:
-        """Add one token to each of the slots `rows [B]`."""
+        """Add one token with its log-probability, and its mask if recorded, to each of the slots `rows [B]`."""
         places = self.num_response[rows]
         self.ids[rows, places] = ids
         self.logprobs[rows, places] = logprobs
@@ -124,19 +124,19 @@ class Slots:
         return self.ids[slot, : self.num_response[slot]].copy()
 
     def take_unsent(self, slot: int) -> tuple[IntArray, FloatArray]:
-        """Copies of the tokens and log-probabilities that have not left yet; they count as sent from here on."""
+        """Copy the unsent tokens and log-probabilities, and count them as sent."""
         unsent = slice(self.num_sent[slot], self.num_response[slot])
         self.num_sent[slot] = self.num_response[slot]
         return self.ids[slot, unsent].copy(), self.logprobs[slot, unsent].copy()
 
     def take_unsent_mask(self, slot: int) -> SamplingMask:
-        """The sampling mask of what leaves."""
+        """Remove and return the sampling mask of the unsent tokens."""
         support, self.masks[slot] = self.masks[slot], []
         counts = np.array([len(ids) for ids in support], np.int32)
         return SamplingMask(counts, np.concatenate([np.empty(0, np.int32), *support]))
 
     @property
     def kv_used(self) -> int:
-        """Tokens that the slots hold in the KV cache, or will hold when their prefill is done."""
+        """Tokens that the slots hold in the KV cache, or will hold after their prefill."""
         num_occupied = np.count_nonzero(self.state)
         return int(self.num_prompt.sum() + self.num_response.sum() - num_occupied)

@@ -1,8 +1,7 @@
-"""Sizes and structure of a model for the embedded engine: read from its `config.json`, or refused by name.
+"""Sizes and structure of a model for the embedded engine, read from its `config.json`.
 
-Called in the controller before a run starts, where there is no torch, and by `LocalEngine` before anything is
-allocated. Invariant: a `ModelSpec` describes a model that the hand-written forward computes exactly; whatever that
-forward does not do is a `ConfigError` here.
+The controller calls it before a run, in a process without torch; `LocalEngine` calls it before any allocation. A
+`ModelSpec` describes a model that the hand-written forward computes exactly. Any other model is a `ConfigError`.
 """
 
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ class _Rope(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json` that matter here, with the defaults that Hugging Face gives them."""
+    """The keys of `config.json` that the engine needs, with the defaults of Hugging Face."""
 
     model_type: str
     vocab_size: int
@@ -64,13 +63,13 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def architecture(self) -> str:
-        """A config that was never saved with a model names only its type."""
+        """The model's class. A config that was never saved with a model names only `model_type`."""
         default = _BY_MODEL_TYPE.get(self.model_type, self.model_type)
         return self.architectures[0] if self.architectures else default
 
     @property
     def mixture(self) -> "Mixture | None":
-        """The experts of a model that has some."""
+        """The experts of a mixture model; None for another model."""
         if self.architecture != _QWEN3_MOE:
             return None
         count = self.num_experts or self.num_local_experts or 128
@@ -79,11 +78,11 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The experts that every layer has, e.g. `Mixture(128, 8, renormalises=True)`."""
+    """The experts of every layer, e.g. `Mixture(128, 8, renormalises=True)`."""
 
     num_experts: int
-    top_k: int  # experts of a token
-    renormalises: bool  # the weights of those sum to 1
+    top_k: int  # experts per token
+    renormalises: bool  # the weights of the chosen experts sum to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,10 @@ class ModelSpec:
 
     @classmethod
     def read(cls, model_dir: Path) -> Self:
-        """The spec of the model in `model_dir`; `ConfigError` names what the engine cannot compute."""
+        """Read the spec of the model in `model_dir`.
+
+        `ConfigError` names a feature that the engine cannot compute.
+        """
         import torch
 
         config = read_config(model_dir)
@@ -143,7 +145,7 @@ class ModelSpec:
 
 
 def read_config(model_dir: Path) -> _Config:
-    """The `config.json` of a model that the engine can compute; `ConfigError` names what it cannot."""
+    """Read and check `config.json`. `ConfigError` names a feature that the engine cannot compute."""
     try:
         config = msgspec.json.decode((model_dir / "config.json").read_bytes(), type=_Config)
     except msgspec.ValidationError as error:
@@ -155,7 +157,7 @@ def read_config(model_dir: Path) -> _Config:
 
 
 def _refuse(config: _Config, *, model_dir: Path) -> None:
-    """Raise `ConfigError` on anything the forward would compute wrongly."""
+    """Raise `ConfigError` for a model that the forward would compute wrongly."""
     architecture = config.architecture
     rope = config.rope_parameters or config.rope_scaling or _Rope()
     dtype = config.dtype or config.torch_dtype or "float32"

@@ -1,9 +1,9 @@
 """Weights of the embedded engine, packed for its forward. Owns the mapping from Hugging Face names.
 
-Called by `LocalModel`. Matrices are stored transposed and fused, because `x @ w` on a contiguous `[in, out]`
-is the fastest product on a CPU at decoding sizes. The two halves of a query or key head are interleaved, so
-that rotary embedding is one complex product; queries and keys share the order, so no score changes.
-Invariant: nothing read here refers to the files afterwards, so a version's folder may vanish.
+`LocalModel` calls it. Matrices are stored transposed and fused, since `x @ w` on a contiguous `[in, out]` is the
+fastest product on a CPU at decoding sizes. The two halves of a query or key head are interleaved, so that rotary
+embedding is one complex product. Queries and keys have the same order, so scores do not change. All tensors are
+copies, so the folder of a version may be deleted after a load.
 """
 
 import math
@@ -24,22 +24,23 @@ from laminar_py.records.engine import RefusedError
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm over the last dimension D, with `weight / sqrt(mean(x^2) + eps)` written as a hypotenuse:
+    """RMS norm over the last dimension D, `x * weight / sqrt(mean(x^2) + eps)`.
 
-    the root of (sum of squares + D eps), which takes half the operations of `F.rms_norm` on a CPU.
+    It computes the root as a hypotenuse, sqrt(sum of squares + D eps), with half the operations of `F.rms_norm` on
+    a CPU.
     """
 
     scale: Tensor  # [..., D] fp32, the weight times sqrt(D)
     floor: Tensor  # [] fp32, sqrt(D * eps)
 
     @classmethod
-    def of(cls, weight: Tensor, *, eps: float) -> Self:
-        """With `weight [..., D]`, broadcast over what is normalised."""
+    def from_weight(cls, weight: Tensor, *, eps: float) -> Self:
+        """Build from `weight [..., D]`, which broadcasts over the input."""
         size = weight.shape[-1]
         return cls(weight.float() * math.sqrt(size), torch.tensor(math.sqrt(size * eps)))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x [..., D]` normalised, in its dtype."""
+        """Normalise `x [..., D]`; keeps its dtype."""
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return (x / length.hypot_(self.floor)).mul_(self.scale).to(x.dtype)
 
@@ -48,7 +49,7 @@ class Norm:
 class LayerWeights:
     """Weights of a decoder layer. H query and K key heads of D; C hidden, F intermediate; e.g. `qkv [96, 256]`.
 
-    In a mixture `up_gate` and `down` are those of all E experts, `[E, C, 2F]` and `[E, F, C]`.
+    In a mixture `up_gate` and `down` stack all E experts: `[E, C, 2F]` and `[E, F, C]`.
     """
 
     attention_norm: Norm  # [C]
@@ -75,7 +76,7 @@ class Weights:
     head: Tensor  # [C, V]
 
     def copy_(self, other: "Weights") -> None:
-        """Take the values of `other`, a model of the same spec, into the same memory."""
+        """Copy the values of `other`, a model of the same spec, into these tensors."""
         for (_, mine), (_, theirs) in zip(self._tensors(), other._tensors(), strict=True):
             mine.copy_(theirs)
 
@@ -98,25 +99,25 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """Place of a matrix of a layer in the packed weights, e.g. of the gates:
+    """Place of one Hugging Face matrix of a layer in the packed weights. For example, `gate_proj` is:
 
     `Projection(block="mlp", field="up_gate", start=256, size=256, inputs=96)`.
     """
 
-    block: str  # of the layer, as its name has it
+    block: str  # part of the Hugging Face name
     field: str  # of `LayerWeights`
-    start: int  # first of its columns
-    size: int  # of its output, so many columns
-    inputs: int  # rows of the packed weights
-    head_dim: int | None = None  # of heads whose halves are interleaved
+    start: int  # its first column
+    size: int  # columns, its output size
+    inputs: int  # rows, its input size
+    head_dim: int | None = None  # head size if the halves of heads are interleaved, else None
 
     def packed(self, rows: Tensor) -> Tensor:
-        """Rows `[size, ...]` in the order of its columns."""
+        """Reorder rows `[size, ...]` of the Hugging Face matrix to the order of the packed columns."""
         return rows if self.head_dim is None else interleaved(rows, self.head_dim)
 
 
 def projections(spec: ModelSpec) -> dict[str, Projection]:
-    """Matrices of a layer by their Hugging Face names, e.g. `k_proj`; those of experts are none of them."""
+    """Places of a layer's matrices by Hugging Face name, e.g. `k_proj`. Matrices of experts are left out."""
     dim, inner, hidden = spec.head_dim, spec.intermediate, spec.hidden
     size_q, size_kv = spec.num_heads * dim, spec.num_kv_heads * dim
     found = {
@@ -135,7 +136,7 @@ def projections(spec: ModelSpec) -> dict[str, Projection]:
 
 
 def load_weights(folder: Path, *, spec: ModelSpec, device: torch.device) -> Weights:
-    """The weights in all `*.safetensors` of `folder`. `RefusedError` names a missing or misshapen one."""
+    """Load the weights in all `*.safetensors` of `folder`. `RefusedError` names a missing or misshapen tensor."""
     with ExitStack() as stack:
         files = _Folder(folder, stack, dtype=spec.dtype, device=device)
         embedding = files.read("model.embed_tokens.weight", spec.vocab, spec.hidden)
@@ -143,13 +144,13 @@ def load_weights(folder: Path, *, spec: ModelSpec, device: torch.device) -> Weig
         return Weights(
             embedding=embedding.clone(),
             layers=tuple(_read_layer(files, f"model.layers.{i}.", spec=spec) for i in range(spec.num_layers)),
-            norm=Norm.of(files.read("model.norm.weight", spec.hidden), eps=spec.eps),
+            norm=Norm.from_weight(files.read("model.norm.weight", spec.hidden), eps=spec.eps),
             head=_packed(head),
         )
 
 
 class _Folder:
-    """The tensors of several safetensors files, mapped and not copied where `dtype` and `device` allow."""
+    """The tensors of a folder's safetensors files, memory-mapped if `dtype` and `device` allow."""
 
     def __init__(self, folder: Path, stack: ExitStack, *, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
@@ -157,12 +158,12 @@ class _Folder:
             files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
         except SafetensorError as error:
             raise RefusedError(
-                f"weights={folder}: not a safetensors file: {error}; write the version anew"
+                f"weights={folder}: not a safetensors file: {error}; write the version again"
             ) from error
         self._by_name = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """The tensor called `name`, checked to have `shape`."""
+        """Read the tensor `name`. `RefusedError` if it is missing or has another shape."""
         file = self._by_name.get(name)
         if file is None:
             raise RefusedError(f"weights={self._folder}: {name} is missing; write all tensors of the model")
@@ -182,7 +183,7 @@ def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights
         return files.read(prefix + name, *shape)
 
     def norm(name: str) -> Norm:
-        return Norm.of(read(f"{name}.weight", hidden), eps=spec.eps)
+        return Norm.from_weight(read(f"{name}.weight", hidden), eps=spec.eps)
 
     def qkv(kind: str, *size_in: int) -> Tensor:
         q = read(f"self_attn.q_proj.{kind}", size_q, *size_in)
@@ -195,7 +196,7 @@ def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights
     def qk_norm() -> Norm:
         q, k = (interleaved(read(f"self_attn.{name}_norm.weight", head_dim), head_dim) for name in "qk")
         rows = [q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)]
-        return Norm.of(torch.cat(rows), eps=spec.eps)
+        return Norm.from_weight(torch.cat(rows), eps=spec.eps)
 
     def of_experts(read_one: Callable[[str], Tensor]) -> Tensor:
         if mixture is None:
@@ -219,10 +220,13 @@ def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights
 
 
 def _packed(weight: Tensor) -> Tensor:
-    """`[out, in]` as a contiguous copy `[in, out]`."""
+    """Transpose `[out, in]` to a contiguous copy `[in, out]`."""
     return weight.t().clone(memory_format=torch.contiguous_format)
 
 
 def interleaved(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows `[heads * D, ...]` with dimension i of a head beside i + D / 2, its partner in the rotation."""
+    """Reorder rows `[heads * D, ...]`.
+
+    Dimension i of a head comes beside i + D / 2, its partner in the rotation.
+    """
     return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)

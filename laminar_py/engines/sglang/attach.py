@@ -1,7 +1,8 @@
-"""A look at a server that runs already: can it serve a run? Called before any prompt is sent.
+"""Checks that a running SGLang server can serve a run. Called before any prompt is sent.
 
-Invariant: a server that is accepted answers with our key, has the run's model and room for its longest
-trajectory, and records what the run records. Its weights do not matter: a version comes before the first prompt.
+An accepted server answers with the run's key, has the run's model and room for its longest trajectory, and records
+the fields of `rollout.record` (`tests/engines/sglang/test_attach.py`). Its weights do not matter, since a replica
+loads a version before the first prompt.
 """
 
 import ipaddress
@@ -32,13 +33,13 @@ OUT_OF_VOCABULARY = {
     "return_logprob": True,
     "token_ids_logprob": [-1],
 }
-# what two models must share to be the same; the positions that a server was told to serve are its own
+# two models are the same if these fields agree; a server may serve fewer positions
 SHAPE = tuple(name for name in ModelSizes.__struct_fields__ if name != "max_position_embeddings")
 _VOCABULARY = re.compile(r"valid range is \[0, (\d+)\)")
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to `/server_info`, as far as it matters; older servers lack some of it."""
+    """The fields of `/server_info` that the check needs; older servers lack some of them."""
 
     version: str
     max_req_input_len: int = 0  # a prompt must be shorter
@@ -50,7 +51,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """Answer to `/model_info`, as far as it matters."""
+    """The fields of `/model_info` that the check needs."""
 
     model_path: str
     is_generation: bool
@@ -60,18 +61,18 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """A server's account of itself."""
+    """All answers of one server to the check."""
 
     server: ServerInfo
     model: ModelInfo
-    vocab: int | None  # None if it does not say
-    sizes: ModelSizes | None  # of the model folder that it names, if that is visible from here
+    vocab: int | None  # None if unknown
+    sizes: ModelSizes | None  # of its model folder, if this host sees the folder
 
 
 async def check_server(url: str, api_key: str | None, *, model_dir: Path, rollout: RolloutConfig) -> None:
-    """Look at the server at `url`, which goes on if it is paused. Raises `ConfigError` if it cannot be used.
+    """Check the server at `url`, and continue it if it is paused. Raises `ConfigError` if it cannot serve the run.
 
-    What makes it worse than it could be is logged.
+    Logs a warning for each setting that makes the server slower or less checked than it could be.
     """
     if not is_loopback(url) and not api_key:
         raise _unusable(url, f"is beyond loopback and {KEY_ENV} has no key; set it to the server's --api-key")
@@ -85,7 +86,7 @@ async def check_server(url: str, api_key: str | None, *, model_dir: Path, rollou
 
 
 def is_loopback(url: str) -> bool:
-    """True where only this machine can reach it. Raises `ConfigError` for what is no address of a server."""
+    """True if only this machine can reach `url`. Raises `ConfigError` if `url` is no address of a server."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise _unusable(url, "is no address of a server; write for example http://10.0.0.5:30000")
@@ -96,7 +97,7 @@ def is_loopback(url: str) -> bool:
 
 
 def find_fault(answers: Answers, *, sizes: ModelSizes, rollout: RolloutConfig, api_key: str | None) -> str | None:
-    """The first thing that makes a server useless here, and the remedy; None if it can be used."""
+    """Find the first reason why a server cannot serve the run, with a remedy; None if it can."""
     server = answers.server
     if version_numbers(server.version) < MIN_VERSION:
         oldest = ".".join(map(str, MIN_VERSION))
@@ -151,7 +152,7 @@ def _swap_fault(server: ServerInfo, on_new_weights: OnNewWeights) -> str | None:
 def _record_fault(server: ServerInfo, rollout: RolloutConfig) -> str | None:
     if Recording.ROUTED_EXPERTS in rollout.record and not server.enable_return_routed_experts:
         return "does not record routed_experts of rollout.record; start it with --enable-return-routed-experts"
-    # it ends a request whose mask is longer, and tokens as probable as the last one kept come on top of top_k
+    # The server ends a request with a longer mask. Ties with the last kept token make a mask longer than top_k.
     if Recording.SAMPLING_MASK in rollout.record and server.sampling_mask_max_tokens <= rollout.sampling.top_k:
         return (
             f"records sampling masks of {server.sampling_mask_max_tokens} tokens at most; start it with"
@@ -161,7 +162,7 @@ def _record_fault(server: ServerInfo, rollout: RolloutConfig) -> str | None:
 
 
 def find_warnings(answers: Answers) -> list[str]:
-    """Reasons why a usable server is worse than it could be."""
+    """Find settings that make a usable server slower or less checked than it could be, with remedies."""
     warnings = []
     if not answers.server.incremental_streaming_output:
         warnings.append(
@@ -187,9 +188,9 @@ async def _ask(url: str, api_key: str | None) -> Answers:
             server = msgspec.json.decode(data, type=ServerInfo)
             _, data = await _call(session, "GET", f"{base}/model_info")
             model = msgspec.json.decode(data, type=ModelInfo)
-            # whoever had it before may have left it paused, and then it would not answer what follows
+            # an earlier client may have left the server paused, and it would then not answer `/generate`
             await _call(session, "POST", f"{base}/continue_generation", {})
-            # a request that the server refuses before it generates, and in its refusal names its vocabulary
+            # the server refuses this request before it generates, and the refusal names its vocabulary
             _, data = await _call(session, "POST", f"{base}/generate", OUT_OF_VOCABULARY)
     except TimeoutError:
         raise _unusable(url, f"does not answer within {ANSWER_S:g} s; restart it or correct the address") from None
@@ -204,7 +205,7 @@ async def _ask(url: str, api_key: str | None) -> Answers:
 
 async def _call(session: aiohttp.ClientSession, method: str, url: str, body: object = None) -> tuple[int, bytes]:
     content = None if body is None else msgspec.json.encode(body)
-    # the key goes nowhere else
+    # no redirects, so that the key goes to no other server
     async with session.request(method, url, data=content, allow_redirects=False) as response:
         return response.status, await response.read()
 
@@ -215,12 +216,15 @@ def _visible_sizes(model_path: str) -> ModelSizes | None:
         return None
     try:
         return msgspec.json.decode(config.read_bytes(), type=ModelSizes)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # a model of another kind, which its architecture tells
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+    ):  # another kind of model, which the check of architectures refuses
         return None
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Numbers of a release, e.g. (0, 5, 23); zeros for what is none."""
+    """Parse a release number, e.g. (0, 5, 23); zeros if `version` has another form."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else (0, 0, 0)
 

@@ -1,6 +1,6 @@
-"""SGLang as a backend: one server for each replica, which the run launches or which runs already.
+"""SGLang as a backend: one server for each replica, launched by the run or already running.
 
-Owns every check of such a run: by its config alone, of a host that launches servers, of servers that run already.
+Owns all checks of such a run: of its config, of a host that launches servers, and of running servers.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from laminar_py.records.engine import EngineLostError, InferenceEngine
 _VERSION = "from importlib.metadata import version; print(version('sglang'))"
 
 
-# ---- what a server cannot do
+# ---- limits of SGLang
 
 
 def check(config: RunConfig) -> None:
-    """Refuse a config that no server could serve."""
+    """Raise `ConfigError` for a config that no SGLang server can serve."""
     rollout, sampling, section = config.rollout, config.rollout.sampling, section_of(config)
     if sampling.cuts_vocabulary and not sampling.top_k:
         raise ConfigError(
@@ -72,11 +72,11 @@ def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> Non
         )
 
 
-# ---- what a host lacks
+# ---- checks of hosts and servers
 
 
 def check_start(config: RunConfig) -> None:
-    """Look at the model's positions, and at the servers in `urls` or what launches them here."""
+    """Check the model's positions, then the servers in `urls` or the SGLang that launches servers on this host."""
     max_len, positions = config.rollout.max_len, read_sizes(config.model.path).max_position_embeddings
     if positions is not None and max_len > positions:
         raise ConfigError(
@@ -85,12 +85,12 @@ def check_start(config: RunConfig) -> None:
     section = section_of(config)
     if section.urls:
         asyncio.run(_check_servers(config, section))
-    elif config.cluster.address is None:  # else `preflight.survey` asks the nodes that get replicas
+    elif config.cluster.address is None:  # else `preflight.survey` checks the nodes of replicas
         check_node(config)
 
 
 def check_node(config: RunConfig) -> None:
-    """Look for an SGLang that will do in the interpreter that launches servers on this host, if any are."""
+    """Check the SGLang that launches servers on this host. Does nothing if the run uses running servers."""
     section = section_of(config)
     if section.urls:
         return
@@ -98,7 +98,7 @@ def check_node(config: RunConfig) -> None:
 
 
 def check_interpreter(python: Path, *, field: str) -> None:
-    """Look for an SGLang that will do in an interpreter of this host. Raises `ConfigError`."""
+    """Raise `ConfigError` if the interpreter `python` of this host has no SGLang or an old version."""
     from laminar_py.engines.sglang.attach import MIN_VERSION, version_numbers
 
     remedy = "name the interpreter of an environment with SGLang (for a CPU `make test-sglang` makes .venv-sglang)"
@@ -129,7 +129,7 @@ async def _check_servers(config: RunConfig, section: SGLangConfig) -> None:
 
 
 def _is_here(host: str) -> bool:
-    """True for a name of this host, and for one that nobody knows, which its first call finds out."""
+    """True for a name of this host. Also True for an unknown name, whose first connection fails later."""
     try:
         found = {address[4][0] for address in socket.getaddrinfo(host, None)}
     except OSError:
@@ -142,7 +142,10 @@ def _is_here(host: str) -> bool:
 
 
 async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngine:
-    """A client of the server that is launched for a replica, or of one that runs already."""
+    """Start a client of one server, after it launched the server or checked a running one.
+
+    Raises `EngineLostError` if the server does not start, or a running server no longer passes the check.
+    """
     from laminar_py.engines.sglang.attach import check_server
     from laminar_py.engines.sglang.engine import SGLangEngine
     from laminar_py.engines.sglang.server import ServerSpec, SGLangServer
@@ -153,11 +156,11 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
         url, api_key, watch_server = launch.server, launch.secret, None
         try:
             await check_server(url, api_key, model_dir=model_dir, rollout=rollout)
-        except ConfigError as error:  # accepted before the run began
+        except ConfigError as error:  # it passed the check before the run
             raise EngineLostError(str(error)) from None
     else:
         log = launch.logs / f"sglang-{launch.index}.log"
-        server = SGLangServer(ServerSpec.from_config(config, section, model_dir=model_dir, log=log))
+        server = SGLangServer(ServerSpec.for_replica(config, section, model_dir=model_dir, log=log))
         await server.start()
         url, api_key, watch_server = server.url, server.api_key, server.watch
     sizes = read_sizes(model_dir)

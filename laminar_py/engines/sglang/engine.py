@@ -1,13 +1,9 @@
-"""SGLang as an inference engine: `InferenceEngine` over one server's native HTTP API.
+"""SGLang as an inference engine: `InferenceEngine` over the native HTTP API of one server.
 
-Called by a replica on its event loop. A request carries `client-version` as `extra_key`, so that it never finds
-the prefix cache of another version, nor of an earlier run. Its name on the server is `rid#client-ticket#`,
-because the server aborts by prefix. While paused, and before the first weights, the gate is here: nothing new
-reaches the server.
-
-With adapters, the server holds the base from its start. An adapter's name on the server carries its version and
-its client, and a request keeps its adapter to its end, so the adapter gives the version of a token. The client
-unloads an adapter only when no request names it: the server would load it again.
+A replica calls it on its event loop. Each request carries `client-version` as `extra_key`, so it never finds the
+prefix cache of another version or an earlier run. The server aborts all requests with a given prefix, so the
+client names a request `rid#client-ticket#`. While the engine is paused, and before the first weights, the client
+holds new requests at its own gate.
 """
 
 import asyncio
@@ -18,13 +14,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
-import laminar_py.engines.sglang.wire as wire
-from laminar_py.engines.requests import WeightsLayout, check_request, response_limit, weights_layout
+from laminar_py.engines.checks import WeightsLayout, check_request, response_limit, weights_layout
+from laminar_py.engines.sglang.adapter import ServerAdapters
 from laminar_py.engines.sglang.http import Connection, CutOffError
 from laminar_py.engines.sglang.stream import Served, Stream
+from laminar_py.engines.sglang.wire import RankUse, RankUses, UpdateAnswer, WeightsChecksums, WireError, WireFault
 from laminar_py.records.engine import (
     Delta,
     EngineLostError,
@@ -35,73 +31,12 @@ from laminar_py.records.engine import (
 )
 from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import FinishReason
-from laminar_py.records.weights import check_base, holds_adapter, read_adapter_config
-
-
-class _Loaded(msgspec.Struct):
-    """The server's answer: all adapters that it has, by name, and where they came from."""
-
-    loaded_adapters: dict[str, str]
-
-
-class ServerAdapters:
-    """Adapters that one client has put on a server, which serves the weights in `base`.
-
-    E.g. `ServerAdapters(server, client="3f9a01bc", base=Path("/models/qwen"), limit_s=600)`: a load that takes
-    longer than that loses the server.
-    """
-
-    def __init__(self, server: Connection, *, client: str, base: Path | None, limit_s: float) -> None:
-        self.current: str | None = None  # that new requests name
-        self._server = server
-        self._limit_s = limit_s
-        self._client = client
-        self._count = itertools.count()  # a version may be loaded again
-        self._base = base
-        self._checked: str | None = None  # digest that it is known to have
-        self._layout: WeightsLayout | None = None  # of every adapter here
-
-    async def load(self, path: Path, version: int, *, ending: Sequence[Stream]) -> None:
-        """Have new requests name the adapter in a version's folder; the one before goes with the `ending` streams.
-
-        Raises `RefusedError` if it does not fit, or the server has another base than the learner.
-        """
-        config = await asyncio.to_thread(read_adapter_config, path)
-        if config.revision != self._checked:
-            if self._base is None:
-                raise RefusedError(f"version {version} in {path} is an adapter, and the server was given no base")
-            await asyncio.to_thread(check_base, self._base, config)
-            self._checked = config.revision
-        layout = await asyncio.to_thread(weights_layout, path)
-        if self._layout not in (None, layout):
-            raise RefusedError(
-                f"version {version} in {path} has other tensors than the version before; publish the same"
-            )
-        name = f"{self._client}-{version}-{next(self._count)}"
-        order = {"lora_name": name, "lora_path": str(path)}
-        answer = await self._server.ask("load_lora_adapter", _Loaded, limit_s=self._limit_s, **order)
-        if answer.loaded_adapters.get(name) != str(path):
-            raise RefusedError(
-                f"version {version} in {path}: the server has {list(answer.loaded_adapters)} instead"
-            )
-        self._layout = layout
-        for stream in ending:
-            await stream.ended.wait()
-        if self.current is not None:
-            await self._unload(self.current)
-        self.current = name
-
-    async def _unload(self, name: str) -> None:
-        try:
-            await self._server.post("unload_lora_adapter", lora_name=name)
-        except RefusedError as error:  # it has lost track of what it holds
-            raise self._server.lose(str(error)) from None
-
+from laminar_py.records.weights import holds_adapter
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5  # between two looks at the server's use, while it has requests
-# an abort may overtake its request on the way to the server, so it is said again, each time after twice as long
+POLL_S = 0.5  # between two reads of the server's load, while it has requests
+# an abort can reach the server before its request, so repeat it, each time after twice the wait
 ABORT_AGAIN_S, ABORT_AGAIN_MAX_S = 0.05, 1.0
 FLUSH_AGAIN_S = 0.01
 LOAD_S = 600.0
@@ -112,9 +47,9 @@ _NO_LOGPROBS = np.empty(0, np.float32)
 class SGLangEngine:
     """Streams requests through the server at `url` once `load_weights` has given it weights.
 
-    `watch_server` ends when the server's process does, if it is ours. A server that has requests and sends no
-    token, or leaves a call unanswered, for `stall_timeout_s` is lost; loading and hashing weights may take
-    `load_timeout_s`.
+    `watch_server` ends with the process of a launched server. The server counts as lost if it has requests and
+    sends no token, or leaves a call unanswered, for `stall_timeout_s` seconds. Calls that load or hash weights may
+    take `load_timeout_s` seconds.
     """
 
     def __init__(
@@ -132,27 +67,27 @@ class SGLangEngine:
         self._load_timeout_s = load_timeout_s
         self._watch_server = watch_server
         self._version = -1
-        self._layout: WeightsLayout | None = None  # of the weights that it has
-        self._paused: PauseMode | None = None  # as the caller sees it
-        self._server_paused = False  # it generates nothing until it is continued
+        self._layout: WeightsLayout | None = None  # of the loaded weights
+        self._paused: PauseMode | None = None  # mode of the caller's last `pause`, None after `resume`
+        self._server_paused = False  # the server itself is paused
         self._gate = asyncio.Event()
         self._client = secrets.token_hex(4)
         self._adapters = ServerAdapters(
             self._server, client=self._client, base=served.base, limit_s=load_timeout_s
         )
         self._tickets = itertools.count()
-        self._by_rid: dict[str, Stream] = {}  # those that may be aborted
+        self._by_rid: dict[str, Stream] = {}  # streams that `abort` can end
         self._streams: set[Stream] = set()
         self._aborts: set[asyncio.Task[None]] = set()
-        self._use = wire.RankUse(0, 0, 0, 0)
+        self._use = RankUse(0, 0, 0, 0)
 
     async def start(self) -> None:
-        """Look at the server; `EngineLostError` if it does not answer."""
-        await self._server.post("continue_generation")  # whoever had it before may have left it paused
+        """Connect to the server. Raises `EngineLostError` if it does not answer."""
+        await self._server.post("continue_generation")  # an earlier client may have left it paused
         await self._poll_use()
 
     async def close(self) -> None:
-        """End all streams and connections; the server stays."""
+        """End all streams and connections. The server keeps running."""
         for task in self._aborts:
             task.cancel()
         await self._server.close()
@@ -189,8 +124,8 @@ class SGLangEngine:
             except CutOffError as error:
                 if not stream.aborting or Recording.ROUTED_EXPERTS in self._served.record:
                     raise self._server.lose(str(error)) from error
-                # SGLang 0.5.23 fails over an abort that it joins with chunks that nobody has read yet (KeyError
-                # 'text'). What came before stands; of experts, which come at the end, nothing would have come.
+                # SGLang 0.5.23 fails (KeyError 'text') if it joins an abort with unread chunks. Earlier tokens
+                # are valid. Experts come only at the end, so with experts the server counts as lost.
                 self._forget(stream)
                 yield self._nothing(request.rid, FinishReason.ABORT)
         finally:
@@ -198,7 +133,7 @@ class SGLangEngine:
                 self._abort_on_server(stream)
 
     async def _enter(self, stream: Stream) -> None:
-        """Wait until the gate is open, unless it is aborted or the server lost meanwhile."""
+        """Wait for the open gate. Returns early if the stream is aborted; raises if the server is lost."""
         while not (self._gate.is_set() or stream.aborting):
             self._server.raise_if_lost()
             events = (self._gate, stream.ended, self._server.ended)
@@ -212,18 +147,18 @@ class SGLangEngine:
     async def _deltas(self, stream: Stream) -> AsyncIterator[Delta]:
         rid, finished = stream.request.rid, False
         cache = f"{self._client}-{self._version}"
-        body = stream.request_body(self._version, cache=cache, adapter=self._adapters.current)
+        body = stream.generate_body(self._version, cache=cache, adapter=self._adapters.current)
         async for chunk in self._server.chunks(rid, body):
             meta = chunk.meta_info
             if chunk.error is not None or meta is None:
-                fault = chunk.error or wire.WireFault("a chunk without meta_info")
+                fault = chunk.error or WireFault("a chunk without meta_info")
                 raise self._server.fault(rid, fault.code, fault.message)
             finish = meta.finish_reason
             if finish is not None and finish.type == FinishReason.ABORT and not stream.aborting:
                 raise self._server.fault(rid, finish.status_code, finish.message)
             try:
                 delta = stream.delta(chunk, meta)
-            except wire.WireError as error:
+            except WireError as error:
                 raise self._server.lose(f"sent {error}") from None
             if delta.finish_reason is not None:
                 finished = True
@@ -236,7 +171,7 @@ class SGLangEngine:
         return Delta(rid=rid, ids=_NO_IDS, logprobs=_NO_LOGPROBS, version=self._version, finish_reason=reason)
 
     def _forget(self, stream: Stream) -> bool:
-        """Let go of a stream that has ended. False if that was done before."""
+        """Remove a stream that has ended. Returns False if it was removed before."""
         if self._by_rid.get(stream.request.rid) is stream:
             del self._by_rid[stream.request.rid]
         stream.ended.set()
@@ -248,7 +183,7 @@ class SGLangEngine:
     # ---- aborts and pauses
 
     async def abort(self, rid: str) -> None:
-        """See `InferenceEngine.abort`. The rid may be used again at once; an unknown one is fine."""
+        """See `InferenceEngine.abort`. The rid is free again at once. Ignores an unknown rid."""
         self._server.raise_if_lost()
         stream = self._by_rid.pop(rid, None)
         if stream is not None:
@@ -259,13 +194,16 @@ class SGLangEngine:
         if stream.submitted:
             self._abort_on_server(stream)
         else:
-            stream.ended.set()  # wakes it at the gate
+            stream.ended.set()  # wakes the stream at the gate
 
     def _abort_on_server(self, stream: Stream) -> None:
         self._in_background(self._repeat_abort(stream))
 
     async def _repeat_abort(self, stream: Stream) -> None:
-        """Until it has ended. One that was dropped has: once is enough, as the server sees its connection end."""
+        """Send the abort until the stream has ended.
+
+        For a dropped stream, which has ended, one abort is enough.
+        """
         patience_s = ABORT_AGAIN_S
         while True:
             await self._server.post("abort_request", rid=stream.wire_rid)
@@ -278,8 +216,8 @@ class SGLangEngine:
     async def pause(self, mode: PauseMode) -> None:
         """See `InferenceEngine.pause`.
 
-        ABORT ends the streams one by one behind the gate, which takes one round trip; the server's own pause by
-        abort sleeps for a second between two looks.
+        ABORT closes the gate and aborts the streams one by one, in one round trip. The server's own pause by abort
+        sleeps for a second between two checks.
         """
         self._server.raise_if_lost()
         self._gate.clear()
@@ -292,7 +230,7 @@ class SGLangEngine:
         self._by_rid.clear()
         for stream in streams:
             self._abort(stream)
-        await self._continue()  # what an earlier pause holds would not end
+        await self._continue()  # streams held by an earlier pause would not end
 
     async def resume(self) -> None:
         """See `InferenceEngine.resume`."""
@@ -314,7 +252,7 @@ class SGLangEngine:
     # ---- weights
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `RefusedError` of bad files."""
+        """See `InferenceEngine.load_weights`. `RuntimeError` while requests run, `RefusedError` for bad files."""
         self._server.raise_if_lost()
         running = [stream for stream in self._streams if stream.submitted]
         if running and self._paused is None:
@@ -332,7 +270,7 @@ class SGLangEngine:
                 f"version {version} is an adapter, and {len(running)} requests keep the one they began with; abort"
                 " them"
             )
-        self._gate.clear()  # what comes meanwhile enters under the new version
+        self._gate.clear()  # requests that arrive during the load run under the new version
         try:
             if adapted:
                 await self._adapters.load(path, version, ending=running)
@@ -357,12 +295,12 @@ class SGLangEngine:
             stream.loaded(version, recomputed=recomputes)
 
     async def _update(self, path: Path, version: int) -> None:
-        answer = await self._server.ask(
+        answer = await self._server.post_and_decode(
             "update_weights_from_disk",
-            wire.UpdateAnswer,
+            UpdateAnswer,
             limit_s=self._load_timeout_s,
             model_path=str(path),
-            load_format="auto",  # servers that we launch begin with random weights, which is another format
+            load_format="auto",  # launched servers start with random weights, whose format is `dummy`
             weight_version=str(version),
             flush_cache=False,  # requests of another version have another `extra_key`
         )
@@ -370,7 +308,7 @@ class SGLangEngine:
             raise RefusedError(f"version {version} in {path}: {answer.message}")
 
     async def _flush_cache(self) -> None:
-        """Forget the KV cache of retracted requests; refused while the server's last step is under way."""
+        """Clear the KV cache of retracted requests. Retries, since the server refuses during its last step."""
         try:
             async with asyncio.timeout(self._server.timeout_s):
                 while True:
@@ -383,15 +321,15 @@ class SGLangEngine:
     async def checksum(self) -> str:
         """See `InferenceEngine.checksum`: the server hashes its own tensors, one hash for each GPU."""
         limit_s = self._load_timeout_s
-        answer = await self._server.ask(
-            "weights_checker", wire.WeightsChecksums, limit_s=limit_s, action="checksum"
+        answer = await self._server.post_and_decode(
+            "weights_checker", WeightsChecksums, limit_s=limit_s, action="checksum"
         )
         return "-".join(rank.per_gpu_checksum for rank in answer.ranks)
 
     # ---- state
 
     def status(self) -> EngineStatus:
-        """See `InferenceEngine.status`: requests as known here, the KV cache and what runs as last heard."""
+        """See `InferenceEngine.status`. Requests are counted here; the server's last report gives the KV cache."""
         self._server.raise_if_lost()
         submitted = sum(stream.submitted for stream in self._streams)
         running = min(submitted, self._use.num_running_reqs)
@@ -420,7 +358,10 @@ class SGLangEngine:
         raise self._server.lose("its process ended")
 
     async def _watch_use(self) -> None:
-        """Look at the use while there are requests, and for a server that sends nothing any more."""
+        """Poll the server's load while there are requests.
+
+        Loses the server after a silence of the stall timeout.
+        """
         while True:
             await asyncio.sleep(POLL_S)
             if self._server_paused or not any(stream.submitted for stream in self._streams):
@@ -431,8 +372,8 @@ class SGLangEngine:
                 await self._poll_use()
 
     async def _poll_use(self) -> None:
-        ranks = (await self._server.get("v1/loads?include=core", wire.RankUses)).loads
-        self._use = wire.RankUse(
+        ranks = (await self._server.get("v1/loads?include=core", RankUses)).loads
+        self._use = RankUse(
             sum(rank.num_running_reqs for rank in ranks),
             sum(rank.num_waiting_reqs for rank in ranks),
             sum(rank.num_used_tokens for rank in ranks),
@@ -440,7 +381,10 @@ class SGLangEngine:
         )
 
     def _in_background(self, work: Coroutine[object, object, None]) -> None:
-        """Aborts that nobody waits for: one that fails loses the server, whose streams say so."""
+        """Run an abort as a background task.
+
+        If it fails, the server counts as lost and its streams raise the error.
+        """
 
         def done(task: asyncio.Task[None]) -> None:
             self._aborts.discard(task)

@@ -1,14 +1,14 @@
-"""Ends one server as a whole: when it is told to, when its owner dies, or when the server itself has ended.
+"""Ends one SGLang server with all its processes on request, when its owner dies, or when the server has ended.
 
 `SGLangServer` runs this file as a script. Standard input brings one line, an `Order` as JSON, and stays open; its
-end means stop. Invariant: once the guard has ended, nothing that the server started is left, neither in its
-process group nor out of it, and nothing of it in shared memory or the folder for temporary files.
+end means stop. After the guard has ended, no process of the server is left, inside or outside its process group,
+and no file of it in shared memory or the folder for temporary files (`tests/engines/sglang/test_guard.py`).
 
     starting --order--> watching --input closed | owner, stand-in or server dead--> ending --no child--> ended
 
-The guard is a grandchild of the owner, since Ray kills the children of a process that ends and would leave it no
-time to clean up. The child is a stand-in that waits for it and has its exit code. Both import next to nothing,
-since they live as long as the server does.
+The guard is a grandchild of the owner: Ray kills the children of an ending process, and a killed child has no time
+to clean up. The child is a stand-in that waits for the guard and returns its exit code. Both import few modules,
+since they live as long as the server.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ import psutil
 from laminar_py.sandbox.inside import kernel
 
 PATIENCE_S = 3.0  # for resource trackers to end by themselves, which takes 0.1 s
-LOOK_MS = 1000  # between two looks at a starting server
-# SGLang leaves this file behind however it ends; nothing else in shared memory is the server's own
+LOOK_MS = 1000  # between two checks of a starting server
+# SGLang never removes this file; no other file in shared memory belongs to the server
 LEFT_BEHIND = re.compile(r"/dev/shm/sglang_loads_\w+\.shm")
 
 
@@ -38,11 +38,11 @@ class Order:
     """Command to run, e.g. `Order(["python", "-m", "sglang.launch_server"], {"api-key": "..."})`."""
 
     command: list[str]
-    config: dict[str, str]  # flags that no other user of the machine may see; they go through a private file
+    config: dict[str, str]  # secret flags, passed by a private file, since other users can read command lines
 
 
 def main() -> int:
-    """Run the server of the order on standard input. Returns its exit code, as a shell would."""
+    """Run the server of the order on standard input. Returns its exit code as a shell would: 128 + signal."""
     line = sys.stdin.readline()
     if not line:
         return 1
@@ -57,15 +57,18 @@ def main() -> int:
 
 
 def _run(order: Order, scratch: Path, *reasons: int) -> int:
-    """Start the server and end it when one of the processes in `reasons` has died, among the other reasons."""
+    """Start the server. End it when standard input closes, or a process in `reasons` or the server dies.
+
+    Returns the server's exit code.
+    """
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process, so none escapes
     config = scratch / "config.yaml"
     config.write_text(json.dumps(order.config))  # JSON is YAML
     server = subprocess.Popen(
         [*order.command, "--config", str(config)],
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "TMPDIR": str(scratch)},  # its sockets go with the folder
-        preexec_fn=kernel.end_with_parent,  # should the guard be killed itself
+        env={**os.environ, "TMPDIR": str(scratch)},  # deleting the folder deletes its sockets
+        preexec_fn=kernel.end_with_parent,  # in case the guard is killed
     )
     left_behind: set[str] = set()
     try:
@@ -78,7 +81,7 @@ def _run(order: Order, scratch: Path, *reasons: int) -> int:
 
 
 def _watch(*processes: int) -> set[str]:
-    """Return when one of them or the input has ended, with what the server would leave behind."""
+    """Wait until standard input closes or a process ends. Returns files that the server would leave behind."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
     try:
@@ -88,15 +91,15 @@ def _watch(*processes: int) -> set[str]:
         return set()
     found: set[str] = set()
     while not poll.poll(None if found else LOOK_MS):
-        found = _left_behind()  # by now, since a server that is killed can no longer be asked
+        found = _left_behind()  # read it early, since a dead server has no memory maps
     return found | _left_behind()
 
 
 def _end(server: "subprocess.Popen[bytes]") -> int:
-    """End all descendants. Returns the server's exit code, or that of its end here.
+    """Kill all descendants. Returns the server's exit code.
 
-    No SIGTERM: a server takes seconds to see that its children are gone, and saves nothing. Python's resource
-    trackers are left to end by themselves, since they clean up what the others leave.
+    It sends no SIGTERM, since the server takes seconds to react and has nothing to save. Python's resource
+    trackers get `PATIENCE_S` to end by themselves, since they clean up after the other processes.
     """
     deadline = time.monotonic() + PATIENCE_S
     while processes := _descendants():
@@ -116,7 +119,7 @@ def _descendants() -> list[psutil.Process]:
 
 
 def _reap(server: int) -> None:
-    """Collect orphans that have ended; the server's own end is for `Popen` to see."""
+    """Reap ended orphans, but not the server, whose exit code `Popen` needs."""
     for child in psutil.Process().children():
         if child.pid != server:
             with contextlib.suppress(ChildProcessError):

@@ -1,6 +1,7 @@
-"""Connection to one SGLang server over HTTP: calls, streams of chunks, and the loss of it. Called by `engine`.
+"""HTTP connection to one SGLang server: calls, streams of chunks, and the loss of the server. Called by `engine`.
 
-Invariant: once the server is lost every call and stream raises the same `EngineLostError`, those under way too.
+Once the server is lost, every call and stream, also those in flight, raises the same `EngineLostError`
+(`tests/engines/sglang/test_faults.py`).
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-import laminar_py.engines.sglang.wire as wire
+from laminar_py.engines.sglang.wire import EventSplitter, StreamEvent, WireError, decode_chunk
 from laminar_py.records.engine import EngineLostError, RefusedError
 
 log = logging.getLogger(__name__)
@@ -20,23 +21,26 @@ T = TypeVar("T")
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """Headers of every request: its body is JSON, if it has one."""
+    """HTTP headers of every request: JSON content, and the key if there is one."""
     json = {"Content-Type": "application/json"}
     return {**json, "Authorization": f"Bearer {api_key}"} if api_key else json
 
 
 class CutOffError(Exception):
-    """A stream that had begun broke off."""
+    """A stream broke after the server had begun its answer."""
 
 
 class Connection:
-    """To the server at `url`, e.g. `Connection("http://127.0.0.1:30000", api_key=key, timeout_s=60)`."""
+    """A connection to the server at `url`, e.g.
+
+    `Connection("http://127.0.0.1:30000", api_key=key, timeout_s=60)`.
+    """
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
         self._url = url.rstrip("/")
         self.timeout_s = timeout_s  # longest wait for an answer
         self._session = aiohttp.ClientSession(
-            # a connection of its own for each request: the server closes idle ones just when they are used again
+            # one connection per request, since the server closes idle connections just as they are reused
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_s),
             headers=headers(api_key),
@@ -45,32 +49,35 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._lost: EngineLostError | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._responses: set[aiohttp.ClientResponse] = set()  # streams under way
-        self.ended = asyncio.Event()  # set when it is lost
-        self.heard_s = self._loop.time()  # when a stream last brought anything
+        self._responses: set[aiohttp.ClientResponse] = set()  # of streams in flight
+        self.ended = asyncio.Event()  # set when the server is lost
+        self.heard_s = self._loop.time()  # time of the last bytes from any stream
 
     @property
     def is_lost(self) -> bool:
-        """True once the server is of no use any more."""
+        """True once the server is lost or the connection closed."""
         return self._lost is not None
 
     @property
     def silent_s(self) -> float:
-        """Seconds since any stream brought anything."""
+        """Seconds since the last bytes from any stream, or the last `touch`."""
         return self._loop.time() - self.heard_s
 
     def touch(self) -> None:
-        """Silence counts from now on."""
+        """Start to count the silence again."""
         self.heard_s = self._loop.time()
 
     async def close(self) -> None:
-        """End everything; the server stays."""
+        """End all calls, streams and connections. The server keeps running."""
         self._end("closed")
         assert self._closing is not None, "it has ended"
         await self._closing
 
     def lose(self, reason: str) -> EngineLostError:
-        """The first reason counts; what is under way ends."""
+        """Mark the server as lost for `reason`, and end calls and streams in flight.
+
+        Returns the error of the first loss.
+        """
         if self._lost is None:
             log.warning("server %s: %s", self._url, reason)
         return self._end(reason)
@@ -85,20 +92,25 @@ class Connection:
         return self._lost
 
     def raise_if_lost(self) -> None:
-        """Raise the one `EngineLostError`, if it is lost."""
+        """Raise the `EngineLostError` of the loss, if the server is lost."""
         if self._lost is not None:
             raise self._lost
 
     async def post(self, name: str, **body: object) -> None:
-        """Call by POST. `RefusedError` if the server refuses it, `EngineLostError` if it fails."""
+        """Send a POST. Raises `RefusedError` if the server refuses it, `EngineLostError` if the call fails."""
         await self._call("POST", name, body)
 
-    async def ask(self, name: str, answer: type[T], *, limit_s: float | None = None, **body: object) -> T:
-        """The decoded answer of a POST, which may take `limit_s` where that is given; raises as `post`."""
+    async def post_and_decode(
+        self, name: str, answer: type[T], *, limit_s: float | None = None, **body: object
+    ) -> T:
+        """Send a POST and decode its answer. It may take `limit_s`, by default `timeout_s`.
+
+        Raises the errors of `post`.
+        """
         return self._decode(name, await self._call("POST", name, body, limit_s), answer)
 
     async def get(self, name: str, answer: type[T]) -> T:
-        """The decoded answer of a GET; raises as `post`."""
+        """Send a GET and decode its answer. Raises the errors of `post`."""
         return self._decode(name, await self._call("GET", name, None), answer)
 
     async def _call(
@@ -128,13 +140,13 @@ class Connection:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self.lose(f"answered nonsense to {name} ({error}): {_excerpt(data)}") from None
 
-    async def chunks(self, rid: str, body: dict[str, object]) -> AsyncIterator[wire.StreamEvent]:
-        """The chunks of one `/generate` to its end. `RefusedError` if the server refuses it.
+    async def chunks(self, rid: str, body: dict[str, object]) -> AsyncIterator[StreamEvent]:
+        """Yield the chunks of one `/generate` to its end. `RefusedError` if the server refuses it.
 
-        Raises `CutOffError` if they break off: the server is gone, or has failed over this one alone.
+        Raises `CutOffError` if the stream breaks: the server is gone, or it failed on this request alone.
         """
         self.raise_if_lost()
-        splitter = wire.EventSplitter()
+        splitter = EventSplitter()
         with self._losing(f"the stream of {rid} broke"):
             async with await self._open(body) as response:
                 if response.status != 200:
@@ -144,8 +156,8 @@ class Connection:
                     async for data in response.content.iter_any():
                         self.touch()
                         for payload in splitter.feed(data):
-                            yield wire.decode_chunk(payload)
-                except wire.WireError as error:
+                            yield decode_chunk(payload)
+                except WireError as error:
                     raise self.lose(f"sent {error}") from None
                 except aiohttp.ClientPayloadError as error:
                     raise CutOffError(f"the stream of {rid} broke: {_words(error)}") from error
@@ -153,7 +165,10 @@ class Connection:
                     self._responses.discard(response)
 
     async def _open(self, body: dict[str, object]) -> aiohttp.ClientResponse:
-        """The beginning of an answer, or `EngineLostError` as soon as the server is lost."""
+        """Send `/generate` and return when the answer begins.
+
+        Raises `EngineLostError` as soon as the server is lost.
+        """
         content = msgspec.json.encode(body)
         opening = asyncio.ensure_future(self._session.post(f"{self._url}/generate", data=content))
         ending = asyncio.ensure_future(self.ended.wait())
@@ -167,17 +182,17 @@ class Connection:
 
     @contextmanager
     def _losing(self, what: str) -> Iterator[None]:
-        """A connection that breaks loses the server."""
+        """Mark the server as lost if the connection breaks inside this block."""
         try:
             yield
         except (aiohttp.ClientError, OSError) as error:
             raise self.lose(f"{what}: {_words(error)}") from error
-        except RuntimeError:  # aiohttp's word for a session that is closed
+        except RuntimeError:  # aiohttp raises it on a closed session
             self.raise_if_lost()
             raise
 
     def fault(self, rid: str, code: int | str | None, message: str) -> Exception:
-        """Error of a refused request: the fault is the request's, or the server is lost."""
+        """Make the error of a failed request: `RefusedError` for code 400, else the loss of the server."""
         if code in (400, "400"):
             return RefusedError(f"rid={rid}: the server refuses it: {message}")
         return self.lose(f"answered {code} to {rid}: {message}")

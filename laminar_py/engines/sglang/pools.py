@@ -1,6 +1,5 @@
-"""Servers of `reward.servers`: their launch, and what can never start.
-
-Called by their parts, by `laminar reward`, and before a run.
+"""Servers of `reward.servers`: their launch, and the checks before it. Called by the pools' processes, `laminar
+reward` and the checks before a run.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from laminar_py.config.reward import RewardConfig, ServerPoolConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.engines.sglang.backend import check_interpreter
-from laminar_py.engines.sglang.flags import (
+from laminar_py.engines.sglang.settings import (
     CPU_FLAGS,
     LOOPBACK,
     RESERVED,
@@ -25,19 +24,19 @@ from laminar_py.engines.sglang.flags import (
 
 @dataclass(frozen=True, kw_only=True)
 class PoolServerSpec:
-    """Server of a pool to launch, with weights and tokenizer of the model's folder.
+    """A server of a pool to launch, with the weights and tokenizer in the model's folder.
 
-    Raises `ConfigError` for flags that the run chooses.
+    Raises `ConfigError` for flags that the run sets itself.
     """
 
     pool: str
     settings: ServerPoolConfig
     log: Path
     host: str = LOOPBACK
-    first_gpu: int = 0  # of those in sight of its process
+    first_gpu: int = 0  # index among the GPUs that its process sees
 
     def __post_init__(self) -> None:
-        """Refuse what can never start."""
+        """Raise `ConfigError` for settings that can never start."""
         field = f"reward.servers.{self.pool}"
         remedies = dict.fromkeys(RESERVED, "the run chooses it; leave it out")
         remedies |= dict.fromkeys(("model-path", "model"), f"set {field}.model")
@@ -55,7 +54,7 @@ class PoolServerSpec:
 
     @property
     def device(self) -> Device:
-        """Device that it computes on."""
+        """Device of the server."""
         return Device.CUDA if self.settings.gpus else Device.CPU
 
     @property
@@ -64,7 +63,7 @@ class PoolServerSpec:
         return f"reward.servers.{self.pool}.start_timeout_s", self.settings.start_timeout_s
 
     def command(self, port: int) -> list[str]:
-        """Command that runs it, without the key."""
+        """Command line of the server on `port`, without the key."""
         flags: dict[str, Flag] = {
             "model-path": str(self.model_dir),
             "served-model-name": self.pool,
@@ -83,12 +82,12 @@ class PoolServerSpec:
         return launch_command(self.settings.interpreter, flags, self.settings.flags)
 
     def environment(self) -> dict[str, str]:
-        """The server's environment variables: ours, and what it needs."""
+        """Environment variables of the server: the variables of this process and SGLang's own."""
         return server_environment(self.device)
 
 
 def check_pool(reward: RewardConfig, pool: str) -> None:
-    """Refuse a pool whose servers this host cannot start. Raises `ConfigError`."""
+    """Raise `ConfigError` if this host cannot start the servers of `pool`."""
     settings, field = reward.servers[pool], f"reward.servers.{pool}"
     if not (settings.model / "config.json").is_file():
         raise ConfigError(f"{field}.model={settings.model}: no config.json in it; name a Hugging Face folder")

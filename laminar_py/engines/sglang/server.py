@@ -1,7 +1,10 @@
-"""Launches and owns an SGLang server, of a replica or of a pool. Called by its part's process, tests, benchmarks.
+"""Launches and owns an SGLang server of a replica or a pool.
 
-Invariant: the server lives no longer than its owner. A guard (`guard.py`) stands between the two and ends
-everything that the server started, also when the owner is killed. A restart is `stop` and another `SGLangServer`.
+Called by the process of a replica or pool, and by tests.
+
+The server lives no longer than its owner: a guard (`guard.py`) between the two ends all processes of the server,
+also when the owner is killed (`tests/engines/sglang/test_guard.py`). To restart, call `stop` and make a new
+`SGLangServer`.
 """
 
 import asyncio
@@ -20,42 +23,43 @@ from typing import BinaryIO, Protocol, Self
 import aiohttp
 import psutil
 
-import laminar_py.engines.sglang.guard as sglang_guard
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import LoraConfig
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
-from laminar_py.engines.sglang.flags import (
+from laminar_py.engines.sglang.guard import Order
+from laminar_py.engines.sglang.http import headers
+from laminar_py.engines.sglang.settings import (
     CPU_FLAGS,
     LOOPBACK,
     RESERVED,
     Flag,
+    SGLangConfig,
     check_flags,
     launch_command,
     server_environment,
 )
-from laminar_py.engines.sglang.http import headers
-from laminar_py.engines.sglang.settings import SGLangConfig
 from laminar_py.records.engine import EngineLostError
 from laminar_py.records.pieces import Recording
 
-# SGLang keeps the last positions of its context: a prompt must be 6 shorter, and a response ends 2 before it
+# SGLang reserves the last positions of its context: 6 for a prompt, 2 for a response
 SPARE_TOKENS = 8
+GUARD_SCRIPT = str(Path(__file__).with_name("guard.py"))
 LOOK_S = 0.2
 ANSWER_S = 10.0
 TAIL_BYTES = 65536
-MAX_LORAS = 2  # that one batch may need: that of new requests, and the one before until its last has ended
-MASK_TOKENS = 4096  # that a server records if it is not told
+MAX_LORAS = 2  # in one batch: the adapter of new requests, and the adapter of older requests
+MASK_TOKENS = 4096  # tokens of a recorded mask by default
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-NUM_PORTS = 8192  # to choose from
+NUM_PORTS = 8192  # number of ports to choose from
 _ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt)|.*: error)\b")
 _STAMP = re.compile(r"^\[[^\]]*\]\s*")
 
 
 class ServerLaunch(Protocol):
-    """Server to launch."""
+    """Command, environment and limits of a server to launch."""
 
     @property
     def model_dir(self) -> Path:
@@ -64,7 +68,7 @@ class ServerLaunch(Protocol):
 
     @property
     def log(self) -> Path:
-        """The server's output is appended."""
+        """File to which the server's output is appended."""
         ...
 
     @property
@@ -78,20 +82,22 @@ class ServerLaunch(Protocol):
         ...
 
     def command(self, port: int) -> list[str]:
-        """Command that runs it, without the key."""
+        """Command line of the server on `port`, without the key."""
         ...
 
     def environment(self) -> dict[str, str]:
-        """The server's environment variables."""
+        """Environment variables of the server."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """Server to launch, e.g. `ServerSpec(python=python, model_dir=folder, log=log, max_batch=64, max_len=8192)`.
+    """A server for one replica, e.g.
 
-    Only the model's `config.json` is read: weights come by `/update_weights_from_disk` before any prompt. With
-    `lora` it begins with the weights in the folder, the base of the adapters that come.
+    `ServerSpec(python=python, model_dir=folder, log=log, max_batch=64, max_len=8192)`.
+
+    The server reads only the model's `config.json`; weights come by `/update_weights_from_disk` before any prompt.
+    With `lora` it also loads the weights in the folder, the base of later adapters.
     """
 
     python: Path  # interpreter of the environment that has SGLang
@@ -106,17 +112,19 @@ class ServerSpec:
     stream_interval: int = 1  # tokens in one message of a stream
     record: tuple[Recording, ...] = ()
     lora: LoraConfig | None = None
-    mask_tokens: int = 0  # that a recorded sampling mask keeps: top_k
-    flags: Mapping[str, Flag] = field(default_factory=dict)  # the user's win over ours; False removes one
+    mask_tokens: int = 0  # tokens of a recorded sampling mask: top_k
+    flags: Mapping[str, Flag] = field(
+        default_factory=dict
+    )  # of the user, who overrides ours; False removes a flag
     start_timeout_s: float = 900.0
     host: str = LOOPBACK
 
     @classmethod
-    def from_config(cls, config: RunConfig, section: SGLangConfig, *, model_dir: Path, log: Path) -> Self:
-        """The server that a run launches for one replica."""
+    def for_replica(cls, config: RunConfig, section: SGLangConfig, *, model_dir: Path, log: Path) -> Self:
+        """Build the spec of the server that a run launches for one replica."""
         rollout = config.rollout
         chosen = rollout.kv_capacity or section.device is Device.CPU
-        # weights that change in place find a token in the overlapped step, and the server would call it theirs
+        # with overlap a token is in the pipeline during an in-place load, and gets the new version
         in_place = rollout.on_new_weights is OnNewWeights.IN_PLACE
         exact: dict[str, Flag] = {"disable-overlap-schedule": True} if in_place else {}
         return cls(
@@ -138,7 +146,7 @@ class ServerSpec:
         )
 
     def __post_init__(self) -> None:
-        """Refuse what can never start."""
+        """Raise `ConfigError` for settings that can never start."""
         check_flags(self.flags, field="rollout.engine.flags", reserved=RESERVED)
         if self.device is Device.CPU and self.kv_capacity is None:
             raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set it")
@@ -149,7 +157,7 @@ class ServerSpec:
         return "rollout.engine.start_timeout_s", self.start_timeout_s
 
     def command(self, port: int) -> list[str]:
-        """Command that runs it, without the key."""
+        """Command line of the server on `port`, without the key."""
         flags: dict[str, Flag] = {
             "model-path": str(self.model_dir),
             "load-format": "dummy",
@@ -169,7 +177,7 @@ class ServerSpec:
         }
         if self.kv_capacity is not None:
             flags["max-total-tokens"] = max(self.kv_capacity, self.max_len + SPARE_TOKENS)
-        # tokens as probable as the last of top_k come on top of it, and a longer mask ends its request
+        # ties with the last token of top_k make a longer mask, and the server ends a request with a longer mask
         if Recording.SAMPLING_MASK in self.record and 2 * self.mask_tokens > MASK_TOKENS:
             flags["sampling-mask-max-tokens"] = 2 * self.mask_tokens
         if self.lora is not None:
@@ -179,16 +187,16 @@ class ServerSpec:
         return launch_command(self.python, flags, self.flags)
 
     def environment(self) -> dict[str, str]:
-        """The server's environment variables: ours, and what it needs."""
+        """Environment variables of the server: the variables of this process and SGLang's own."""
         return server_environment(self.device)
 
 
 class SGLangServer:
-    """A running server. Its key goes through a private file, so that no other user of the machine sees it."""
+    """A launched server. Its key goes through a private file, so that no other user of the machine sees it."""
 
     def __init__(self, spec: ServerLaunch) -> None:
         self.spec = spec
-        self.api_key = secrets.token_hex(32)  # no dash in front, which would make it a flag
+        self.api_key = secrets.token_hex(32)  # hex has no leading dash, which would make it a flag
         self._port = 0
         self._log_start = 0
         self._guard: asyncio.subprocess.Process | None = None
@@ -202,25 +210,25 @@ class SGLangServer:
 
     @property
     def url(self) -> str:
-        """Address at which it answers, once it has started."""
+        """URL of the started server."""
         assert self._port, "not started"
         return f"http://{self.spec.host}:{self._port}"
 
     @property
     def pid(self) -> int:
-        """The process that the server and its guard descend from; it ends last."""
+        """The process that is the ancestor of server and guard; it ends last."""
         assert self._guard is not None, "not started"
         return self._guard.pid
 
     async def start(self) -> None:
-        """Launch it and wait until it answers. `EngineLostError` says in one line why it does not."""
+        """Launch the server and wait until it answers. `EngineLostError` names the reason if it does not."""
         assert self._guard is None, "started before"
         setting, limit_s = self.spec.start_limit
         try:
             await self._launch()
             async with asyncio.timeout(limit_s):
                 await self._wait_until_up()
-            self._log_start = self.spec.log.stat().st_size  # what it complained about in its start is no reason
+            self._log_start = self.spec.log.stat().st_size  # lines of the start explain no later failure
         except TimeoutError:
             await self.stop()
             raise EngineLostError(self._words(f"no answer within {setting}={limit_s:g}")) from None
@@ -229,7 +237,7 @@ class SGLangServer:
             raise
 
     async def stop(self) -> None:
-        """End it and everything that it started; nothing survives."""
+        """End the server and all processes that it started."""
         guard = self._guard
         if guard is None:
             return
@@ -238,7 +246,7 @@ class SGLangServer:
         await guard.wait()
 
     async def watch(self) -> None:
-        """Runs until cancelled; raises `EngineLostError` when the server has ended."""
+        """Wait for the end of the server, then raise `EngineLostError`."""
         raise EngineLostError(self._words(await self._ended()))
 
     async def _ended(self) -> str:
@@ -252,17 +260,17 @@ class SGLangServer:
             self._guard = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",
-                sglang_guard.__file__,
+                GUARD_SCRIPT,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=self.spec.environment(),
                 start_new_session=True,
             )
-        order = sglang_guard.Order(self.spec.command(self._port), {"api-key": self.api_key})
+        order = Order(self.spec.command(self._port), {"api-key": self.api_key})
         assert self._guard.stdin is not None, "the guard has an input"
         self._guard.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-        with suppress(ConnectionError):  # it has ended already, which is seen below
+        with suppress(ConnectionError):  # it has ended already; `_wait_until_up` finds it
             await self._guard.stdin.drain()
 
     async def _wait_until_up(self) -> None:
@@ -289,7 +297,7 @@ class SGLangServer:
                 await asyncio.sleep(LOOK_S)
 
     def _listens(self) -> bool:
-        """True where a process of ours has the port, since a stranger must not get the key."""
+        """True if a process of this server listens on the port. The key must not go to another process."""
         with suppress(psutil.Error):  # it has ended
             for process in psutil.Process(self.pid).children(recursive=True):
                 for end in process.net_connections("tcp"):
@@ -306,7 +314,7 @@ class SGLangServer:
 
 
 def last_words(output: str) -> str:
-    """The line of a server's output that says why it ended: its last error, or else its last line."""
+    """Find the line of a server's output that best explains its end: the last error, or else the last line."""
     lines = [_STAMP.sub("", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     errors = [line for line in lines if _ERROR.match(line)]
@@ -330,7 +338,7 @@ def _open_private(path: Path) -> BinaryIO:
 
 
 def _free_port(host: str = LOOPBACK) -> int:
-    """Below those that connections get, so that none takes it before the server listens."""
+    """Find a free port below the ephemeral range, so that no connection takes it before the server listens."""
     above = int(EPHEMERAL_PORTS.read_text().split()[0])
     ports = range(max(1024, above - NUM_PORTS), above) or range(1024, 1024 + NUM_PORTS)
     for port in secrets.SystemRandom().sample(ports, len(ports)):
@@ -338,5 +346,5 @@ def _free_port(host: str = LOOPBACK) -> int:
             trial.bind((host, port))
             return port
     raise EngineLostError(
-        f"no port from {ports.start} to {ports.stop} is free for an SGLang server; end what has them"
+        f"no port from {ports.start} to {ports.stop} is free for an SGLang server; stop a process that has one"
     )

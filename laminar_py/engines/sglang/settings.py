@@ -1,6 +1,11 @@
-"""The settings of `rollout.engine` for `kind: sglang`, and what a run must know of them."""
+"""Settings of `rollout.engine` for `kind: sglang`, and the flags and environment of each launched server. Pure.
 
+The backend reads the settings of a run. The launches in `server` and `pools` build commands from the flags.
+"""
+
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -13,6 +18,34 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError, Count, Seconds
 
 KEY_ENV = "SGLANG_API_KEY"
+LOOPBACK = "127.0.0.1"
+Flag = str | int | float | bool | Sequence[str | int | float]
+NO_FLAGS: Mapping[str, Flag] = {}
+_ALONE = "a server is one replica on one node; set rollout.replicas or rollout.engine.tensor_parallel"
+RESERVED = {  # every spelling of a flag -> remedy
+    **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config"), "the run chooses it; leave it out"),
+    **dict.fromkeys(("model-path", "model"), "set model.path"),
+    **dict.fromkeys(("tp-size", "tensor-parallel-size"), "set rollout.engine.tensor_parallel"),
+    **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size"), _ALONE),
+    **dict.fromkeys(("nnodes", "node-rank"), _ALONE),
+    **dict.fromkeys(("base-gpu-id", "gpu-id-step"), "the cluster chooses the GPUs; leave it out"),
+    "device": "set rollout.engine.device",
+    "dtype": "set dtype in the config.json of model.path",
+}
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the spare positions may lie beyond the model's last
+}
+_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+CPU_FLAGS: dict[str, Flag] = {
+    "sleep-on-idle": True,  # else an idle server keeps a core busy
+    "attention-backend": "torch_native",
+    "lora-backend": "torch_native",
+    "cuda-graph-backend-decode": "disabled",
+    "cuda-graph-backend-prefill": "disabled",
+}
 
 
 class SGLangConfig(EngineConfig):
@@ -25,12 +58,12 @@ class SGLangConfig(EngineConfig):
     python: Path | None = None
     """Interpreter of the environment that has SGLang; default: the run's own."""
     device: Device = Device.CUDA
-    """What launched servers run on."""
+    """Device of launched servers."""
     tensor_parallel: Count = 1
     """GPUs of one launched server."""
     flags: dict[str, str | int | float | bool | tuple[str | int | float, ...]] = Field(default={})
     """Any other flag of `sglang.launch_server`, without its dashes, e.g. `mem-fraction-static: 0.85`; `true` for
-    one that takes no value, a list for one that takes several."""
+    a flag without a value, a list for a flag with several values."""
     start_timeout_s: Seconds = 900.0
     """Longest start of a launched server."""
     stall_timeout_s: Seconds = 60.0
@@ -38,7 +71,10 @@ class SGLangConfig(EngineConfig):
     load_timeout_s: Seconds = 600.0
     """A server that loads a version of the weights, or hashes it, for longer than so many seconds is lost."""
     stream_interval: Count = 8
-    """Tokens in one message of a stream of a launched server: more cost less CPU, fewer tell sooner."""
+    """Tokens in one stream message of a launched server.
+
+    More tokens cost less CPU, fewer tokens arrive sooner.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -110,17 +146,51 @@ class SGLangConfig(EngineConfig):
 
 
 def section_of(config: RunConfig) -> SGLangConfig:
-    """The section `rollout.engine` of a run on SGLang."""
+    """Return the section `rollout.engine` of a run on SGLang."""
     section = config.rollout.engine
     assert isinstance(section, SGLangConfig), section
     return section
 
 
 def is_address(url: str) -> bool:
-    """True for a URL with scheme, host and, where it has one, a numeric port."""
+    """True for an http or https URL with a host, and a numeric port if it has one."""
     try:
         parts = urlsplit(url)
         named = bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         return False
     return named and parts.scheme in ("http", "https")
+
+
+def check_flags(flags: Mapping[str, Flag], *, field: str, reserved: Mapping[str, str]) -> None:
+    """Raise `ConfigError`, with its remedy, for a flag in `reserved`, since the run sets it itself."""
+    for name, value in flags.items():
+        for one, remedy in reserved.items():
+            if one.startswith(flag_name(name)):  # the server accepts prefixes of flag names
+                raise ConfigError(f"{field}.{name}={value}: {remedy}")
+
+
+def launch_command(python: Path, flags: Mapping[str, Flag], given: Mapping[str, Flag]) -> list[str]:
+    """Build the command with `flags`, overridden by the user's flags `given`; False removes a flag."""
+    command = [str(python), "-m", "sglang.launch_server"]
+    for name, value in {**flags, **{flag_name(name): value for name, value in given.items()}}.items():
+        if value is not False:
+            command += [f"--{name}", *_words_of(value)]
+    return command
+
+
+def server_environment(device: Device) -> dict[str, str]:
+    """Environment variables of this process and of a server on `device`."""
+    special = _CPU_ENVIRONMENT if device is Device.CPU else {}
+    return {**os.environ, **_ENVIRONMENT, **special}
+
+
+def flag_name(name: str) -> str:
+    """Name of a flag as the server spells it, e.g. "max-total-tokens"."""
+    return name.lstrip("-").replace("_", "-")
+
+
+def _words_of(value: Flag) -> list[str]:
+    if value is True:
+        return []
+    return [str(value)] if isinstance(value, str | int | float) else [str(item) for item in value]

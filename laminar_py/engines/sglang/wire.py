@@ -1,7 +1,7 @@
-"""Typed records of what SGLang says on the wire: server-sent events, chunks of a stream, use. Pure.
+"""Typed records of SGLang's wire format: server-sent events, chunks of a stream, load. Pure.
 
-Called by `engines.sglang`. Fields that nobody uses are skipped while decoding. Whatever does not fit raises
-`WireError`, so that nonsense never becomes tokens.
+`SGLangEngine` and its connection call it. Decoding skips unused fields. Any other mismatch raises `WireError`, so
+a bad message never becomes tokens (`tests/engines/sglang/test_wire.py`).
 """
 
 import base64
@@ -21,11 +21,11 @@ _END = b"[DONE]"
 
 
 class WireError(Exception):
-    """The server sent what no SGLang server sends; the message quotes it."""
+    """The server sent an invalid message; the text quotes it."""
 
 
 class WireSpan(msgspec.Struct):
-    """Tokens [start, end) of a stream, by the weight version that made them."""
+    """Weight version of the tokens [start, end) of a stream."""
 
     version: str
     start: int
@@ -33,7 +33,7 @@ class WireSpan(msgspec.Struct):
 
 
 class WireFinish(msgspec.Struct):
-    """Why a stream ended; an abort that the server chose has a status code."""
+    """Why a stream ended. An abort by the server has a status code."""
 
     type: str
     message: str = ""
@@ -41,7 +41,7 @@ class WireFinish(msgspec.Struct):
 
 
 class Meta(msgspec.Struct, kw_only=True):
-    """Facts of a chunk beside its tokens."""
+    """The metadata of a chunk."""
 
     weight_version: str
     finish_reason: WireFinish | None = None
@@ -54,14 +54,17 @@ class Meta(msgspec.Struct, kw_only=True):
 
 
 class WireFault(msgspec.Struct):
-    """A request that failed, in its stream or as the body of an answer."""
+    """The error of a failed request, in its stream or as the body of an answer."""
 
     message: str
     code: int | str | None = None
 
 
 class StreamEvent(msgspec.Struct):
-    """Event of a stream: new tokens (all so far, from a server that streams cumulatively), or a fault."""
+    """One event of a stream: an error, or new tokens.
+
+    A server without incremental streaming repeats all tokens.
+    """
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
@@ -69,7 +72,7 @@ class StreamEvent(msgspec.Struct):
 
 
 class RankUse(msgspec.Struct):
-    """Use of a data-parallel rank: requests, and KV cache in tokens."""
+    """Load of a data-parallel rank: requests, and KV cache in tokens."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -109,12 +112,12 @@ class EventSplitter:
     """Cuts a byte stream into server-sent events, e.g. `for data in splitter.feed(bytes): ...`."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []  # of the event that is not complete, less `_newline`
+        self._parts: list[bytes] = []  # of the incomplete event, without `_newline`
         self._num_bytes = 0  # in them
         self._newline = b""  # the last byte, if it may be half a separator
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Payloads of the events that are complete now."""
+        """Add bytes and yield the payloads of the events that they complete."""
         *events, rest = (self._newline + data).split(b"\n\n")
         if events:
             events[0] = b"".join([*self._parts, events[0]])
@@ -133,19 +136,20 @@ class EventSplitter:
 
 
 def decode_chunk(payload: bytes) -> StreamEvent:
-    """A checked chunk; `WireError` if it is none."""
+    """Decode and check a chunk. Raises `WireError`."""
     try:
         chunk = _decode_chunk(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"a chunk that is none ({error}): {payload[:80]!r}") from None
+        raise WireError(f"an invalid chunk ({error}): {payload[:80]!r}") from None
     return chunk
 
 
-def tokens(chunk: StreamEvent, meta: Meta, *, received: int) -> tuple[IntArray, FloatArray]:
-    """New ids and log-probabilities [n] of a stream of which `received` tokens came before.
+def decode_tokens(chunk: StreamEvent, meta: Meta, *, received: int) -> tuple[IntArray, FloatArray]:
+    """Decode new ids and log-probabilities [n] of a stream with `received` earlier tokens.
 
-    Only `completion_tokens` says how many are new: a chunk may bring all tokens so far, and the abort of a
-    retracted request repeats its last one. Under a cut vocabulary log-probabilities are renormalised.
+    Only `completion_tokens` gives the number of new tokens: a chunk may repeat all tokens so far, and the abort of
+    a retracted request repeats the last token. With a cut vocabulary the log-probabilities are renormalised over
+    it.
     """
     count = meta.completion_tokens - received
     pairs = meta.output_token_logprobs[-count:] if count else []
@@ -160,8 +164,8 @@ def tokens(chunk: StreamEvent, meta: Meta, *, received: int) -> tuple[IntArray, 
     return ids, np.array(meta.output_token_sampling_logprobs[-count:], np.float32)
 
 
-def sampling_mask(meta: Meta, *, count: int) -> SamplingMask:
-    """The vocabulary of each of the last `count` tokens."""
+def decode_sampling_mask(meta: Meta, *, count: int) -> SamplingMask:
+    """Decode the sampling masks of the last `count` tokens."""
     rows = (meta.output_token_sampling_mask or [])[-count:] if count else []
     if len(rows) != count:
         raise WireError(f"{count} tokens with sampling masks of {len(rows)}")
@@ -169,12 +173,12 @@ def sampling_mask(meta: Meta, *, count: int) -> SamplingMask:
     return SamplingMask(np.array([len(row) for row in rows], np.int32), np.array(ids, np.int32))
 
 
-def routed_experts(text: str, *, start: int, positions: int, top_k: int) -> RoutedExperts:
-    """Experts of `positions` tokens from `start` on; the layers follow from the size."""
+def decode_routed_experts(text: str, *, start: int, positions: int, top_k: int) -> RoutedExperts:
+    """Decode experts of `positions` tokens from position `start` on. The size gives the number of layers."""
     try:
         experts = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
     except (binascii.Error, ValueError) as error:
-        raise WireError(f"routed experts that are no base64 of integers ({error})") from None
+        raise WireError(f"routed experts that are not base64 of int32 ({error})") from None
     layers, rest = divmod(len(experts), max(positions * top_k, 1))
     if rest or not layers:
         raise WireError(f"{len(experts)} routed experts for {positions} positions of top {top_k}")
@@ -187,17 +191,17 @@ def routed_experts(text: str, *, start: int, positions: int, top_k: int) -> Rout
     )
 
 
-def spans(meta: Meta, *, length: int) -> list[Span]:
-    """The engine's account of a whole stream of `length` tokens."""
-    told = [Span(version(span.version), span.start, span.end) for span in meta.weight_versions or []]
-    ends = [0, *(span.end for span in told)]
-    if [span.start for span in told] != ends[:-1] or ends[-1] != length:
-        raise WireError(f"versions {told} for {length} tokens")
-    return [span for span in told if span.end > span.start]
+def parse_spans(meta: Meta, *, length: int) -> list[Span]:
+    """Decode the version spans of a whole stream of `length` tokens. They must cover it without gaps."""
+    found = [Span(parse_version(span.version), span.start, span.end) for span in meta.weight_versions or []]
+    ends = [0, *(span.end for span in found)]
+    if [span.start for span in found] != ends[:-1] or ends[-1] != length:
+        raise WireError(f"versions {found} for {length} tokens")
+    return [span for span in found if span.end > span.start]
 
 
-def version(text: str) -> int:
-    """A weight version of ours."""
+def parse_version(text: str) -> int:
+    """Parse a weight version, which the client sent as a decimal number."""
     if not text.isdecimal():
-        raise WireError(f"weight version {text!r}, which is none of ours")
+        raise WireError(f"weight version {text!r}, which this client never sent")
     return int(text)

@@ -84,7 +84,7 @@ RESPONSES = Responses(VOCAB, max_len=20_000, median=300.0, sigma=0.9)
 
 def submit(scheduler, now, rid, **request):
     request = make_request(rid, **request)
-    scheduler.submit(now, request, RESPONSES.respond(request))
+    scheduler.add_request(now, request, RESPONSES.respond(request))
 
 
 def run_out(scheduler) -> dict[str, float]:

@@ -129,7 +129,7 @@ def test_a_turn_that_is_asked_for_again_is_not_worked_on_anew():
 def prefilled_s(scheduler, now, rid, *, prefix):
     """Seconds until a request of one more token has it, on an engine whose steps take next to nothing."""
     request = make_request(rid, prompt=[3] * 1000, prefix=[4] * prefix, length=prefix + 1)
-    scheduler.submit(now, request, ONE.respond(request))
+    scheduler.add_request(now, request, ONE.respond(request))
     ends = {}
     while (due := scheduler.next_event_s) is not None:
         scheduler.advance(due)

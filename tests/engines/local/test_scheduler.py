@@ -58,7 +58,7 @@ def make_scheduler(folder, *, num_slots=4, max_len=2048, kv_capacity=None):
 def steps_until_done(scheduler) -> list[list[int]]:
     """Tickets that got a token in each step."""
     steps = []
-    while scheduler.runnable:
+    while scheduler.has_work:
         scheduler.step()
         steps.append([ticket for ticket, delta in scheduler.take_deltas() for _ in delta.ids])
     return steps
@@ -70,16 +70,16 @@ def responses(scheduler) -> dict[int, list[int]]:
     while True:
         for ticket, delta in scheduler.take_deltas():
             tokens.setdefault(ticket, []).extend(delta.ids.tolist())
-        if not scheduler.runnable:
+        if not scheduler.has_work:
             return tokens
         scheduler.step()
 
 
 def test_a_long_prompt_holds_up_no_running_request(folder):
     scheduler = make_scheduler(folder)
-    scheduler.submit(0, make_request("short", length=10))
+    scheduler.add_request(0, make_request("short", length=10))
     scheduler.step()
-    scheduler.submit(1, make_request("long", prompt=np.arange(1800) % 100, length=1))
+    scheduler.add_request(1, make_request("long", prompt=np.arange(1800) % 100, length=1))
     steps = steps_until_done(scheduler)
     assert all(0 in tickets for tickets in steps[:9])
     assert 1 in steps[1799 // PREFILL_TOKENS]
@@ -88,7 +88,7 @@ def test_a_long_prompt_holds_up_no_running_request(folder):
 def test_the_oldest_request_never_makes_room_for_others(folder):
     scheduler = make_scheduler(folder, num_slots=8, max_len=256, kv_capacity=256)
     for ticket in range(8):
-        scheduler.submit(ticket, make_request(f"r{ticket}", prompt=[ticket] * 20, length=100))
+        scheduler.add_request(ticket, make_request(f"r{ticket}", prompt=[ticket] * 20, length=100))
     steps = steps_until_done(scheduler)
     assert all(0 in tickets for tickets in steps[:100])
     assert sorted(ticket for tickets in steps for ticket in tickets) == sorted(list(range(8)) * 100)
@@ -98,10 +98,10 @@ def test_a_sibling_takes_over_a_prefill_whose_first_request_is_aborted(folder):
     prompt = np.arange(1500) % 100
     orphaned, plain = make_scheduler(folder), make_scheduler(folder)
     for ticket in range(2):
-        orphaned.submit(ticket, make_request(f"r{ticket}", group="g", prompt=prompt))
+        orphaned.add_request(ticket, make_request(f"r{ticket}", group="g", prompt=prompt))
     orphaned.step()
     orphaned.abort(0)
-    plain.submit(1, make_request(prompt=prompt))
+    plain.add_request(1, make_request(prompt=prompt))
     assert responses(orphaned) == {0: [], 1: responses(plain)[1]}
     assert orphaned.status().kv_used == 0
 
@@ -117,7 +117,7 @@ def stamps(scheduler) -> dict[int, list[tuple[int, int | None]]]:
     """Version and version of the KV cache of all tokens that are to come, by ticket."""
     found: dict[int, list[tuple[int, int | None]]] = {}
     scheduler.take_deltas()
-    while scheduler.runnable:
+    while scheduler.has_work:
         scheduler.step()
         for ticket, delta in scheduler.take_deltas():
             found.setdefault(ticket, []).extend([(delta.version, delta.kv_version)] * len(delta.ids))
@@ -126,18 +126,18 @@ def stamps(scheduler) -> dict[int, list[tuple[int, int | None]]]:
 
 def test_tokens_name_the_oldest_weights_in_their_cache(folder):
     scheduler = make_scheduler(folder)
-    scheduler.submit(0, make_request(length=10))
+    scheduler.add_request(0, make_request(length=10))
     scheduler.step()
     for version in (2, 5):
         swap(scheduler, folder, version)
         scheduler.step()
-    scheduler.submit(1, make_request("late", length=2))
+    scheduler.add_request(1, make_request("late", length=2))
     assert stamps(scheduler) == {0: [(5, 1)] * 7, 1: [(5, None)] * 2}
 
 
 def test_a_retraction_leaves_nothing_of_older_weights(folder):
     scheduler = make_scheduler(folder)
-    scheduler.submit(0, make_request(length=10))
+    scheduler.add_request(0, make_request(length=10))
     scheduler.step()
     swap(scheduler, folder, 2)
     scheduler.step()
@@ -149,12 +149,12 @@ def test_the_cache_is_as_old_as_the_first_chunk_of_its_prefill(folder):
     """At a swap one long prompt is half computed, with a sibling that waits for it, and another is not begun."""
     scheduler = make_scheduler(folder)
     begun, queued = (np.arange(1000) % 100 + offset for offset in (0, 1))
-    scheduler.submit(0, make_request("begun", group="g", prompt=begun, length=2))
-    scheduler.submit(1, make_request("sibling", group="g", prompt=begun, length=2))
-    scheduler.submit(2, make_request("queued", prompt=queued, length=2))
+    scheduler.add_request(0, make_request("begun", group="g", prompt=begun, length=2))
+    scheduler.add_request(1, make_request("sibling", group="g", prompt=begun, length=2))
+    scheduler.add_request(2, make_request("queued", prompt=queued, length=2))
     scheduler.step()
     swap(scheduler, folder, 2)
-    scheduler.submit(3, make_request("late sibling", group="g", prompt=begun, length=2))
+    scheduler.add_request(3, make_request("late sibling", group="g", prompt=begun, length=2))
     old, new = [(2, 1)] * 2, [(2, None)] * 2
     assert stamps(scheduler) == {0: old, 1: old, 2: new, 3: new}
 
@@ -162,7 +162,9 @@ def test_the_cache_is_as_old_as_the_first_chunk_of_its_prefill(folder):
 def test_a_prefill_that_begins_anew_is_of_the_new_weights(folder):
     scheduler = make_scheduler(folder)
     for ticket in range(2):
-        scheduler.submit(ticket, make_request(f"r{ticket}", group="g", prompt=np.arange(1000) % 100, length=2))
+        scheduler.add_request(
+            ticket, make_request(f"r{ticket}", group="g", prompt=np.arange(1000) % 100, length=2)
+        )
     scheduler.step()
     swap(scheduler, folder, 2)
     scheduler.abort(0)
@@ -228,7 +230,7 @@ def test_blocks_in_use_stay_dense_and_what_is_held_or_kept_has_its_tokens(action
     model = Pool(pool, {slot: [] for slot in range(4)})
     for step, (action, slot, value) in enumerate(actions):
         getattr(model, action)(slot, value, step)
-        pool.settle()
+        pool.compact()
         assert pool.num_blocks == sum(map(len, model.held.values()))
         for owner, marks in model.held.items():
             blocks = pool.table[owner, : len(marks)]
@@ -237,7 +239,7 @@ def test_blocks_in_use_stay_dense_and_what_is_held_or_kept_has_its_tokens(action
     for rid in list(model.kept):
         model.release(0, 0, 0)
         model.restore(0, int(rid), 0)
-        pool.settle()
+        pool.compact()
         assert pool.keys[1, pool.table[0, : len(model.held[0])], 0, 0, 0].tolist() == model.held[0]
 
 

@@ -97,8 +97,8 @@ def run(scheduler, *stories, **options):
     """One turn of each, all at once."""
     told = dict(enumerate(stories))
     for ticket, story in told.items():
-        scheduler.submit(ticket, story.request(**options))
-    while scheduler.runnable:
+        scheduler.add_request(ticket, story.request(**options))
+    while scheduler.has_work:
         scheduler.step()
         for ticket, delta in scheduler.take_deltas():
             told[ticket].take(delta)
@@ -182,9 +182,9 @@ def test_what_is_kept_holds_up_nobody_and_takes_nobodys_room(folders):
     for scheduler in (kept, empty):
         stories = [Story(f"s{seed}", prompt=[seed] * 30, has_turns=False) for seed in range(4)]
         for ticket, story in enumerate(stories):
-            scheduler.submit(ticket, story.request(stop_ids=(), length=100))
+            scheduler.add_request(ticket, story.request(stop_ids=(), length=100))
         steps = []
-        while scheduler.runnable:
+        while scheduler.has_work:
             scheduler.step()
             steps.append([ticket for ticket, delta in scheduler.take_deltas() for _ in delta.ids])
         found.append(steps)
@@ -207,10 +207,10 @@ def test_nothing_of_older_weights_is_used(folders, prefilled, mode):
 def test_a_turn_under_two_versions_leaves_nothing(folders, prefilled):
     scheduler = make_scheduler(folders[0])
     story = Story("a")
-    scheduler.submit(0, story.request())
+    scheduler.add_request(0, story.request())
     scheduler.step()
     swap(scheduler, folders[1], 2)
-    while scheduler.runnable:
+    while scheduler.has_work:
         scheduler.step()
     for _, delta in scheduler.take_deltas():
         story.take(delta)
@@ -228,11 +228,11 @@ def test_new_weights_under_a_turn_that_came_back_are_told_with_its_tokens(folder
     scheduler = make_scheduler(folders[0])
     [story] = begin(scheduler, "a")
     story.observe(list(range(20, 90)) * 8)  # more than one batch of prefill
-    scheduler.submit(0, story.request())
+    scheduler.add_request(0, story.request())
     scheduler.step()
     swap(scheduler, folders[1], 2)
     told = len(story.kv_versions)
-    while scheduler.runnable:
+    while scheduler.has_work:
         scheduler.step()
     for _, delta in scheduler.take_deltas():
         story.take(delta)

@@ -167,7 +167,7 @@ NONSENSE = {
     "no meta": [b'data: {"output_ids": [1]}\n\n'],
     "tokens without log-probabilities": [chunk(5).replace(b"[-0.5, 5, null]", b"")],
     "log-probabilities of other tokens": [chunk(5).replace(b"[-0.5, 5, null]", b"[-0.5, 6, null]")],
-    "a version that is none of ours": [chunk(5, version="default")],
+    "a version that the client never sent": [chunk(5, version="default")],
     "spans that do not cover": [
         chunk(5, 6, finish={"type": "length"}, spans=[{"version": "1", "start": 0, "end": 1}])
     ],

@@ -10,8 +10,8 @@ import pytest
 
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.sglang.flags import LOOPBACK
 from laminar_py.engines.sglang.pools import PoolServerSpec, check_pool
+from laminar_py.engines.sglang.settings import LOOPBACK
 
 TERM = {"kind": "steps", "servers": "prm", "separator_id": 7, "labels": [5, 6]}
 

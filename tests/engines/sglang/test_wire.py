@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.engines.sglang.wire import MAX_EXPERTS, EventSplitter, WireError, routed_experts
+from laminar_py.engines.sglang.wire import MAX_EXPERTS, EventSplitter, WireError, decode_routed_experts
 
 PAYLOADS = st.lists(st.text("ab{}\n ", max_size=8).map(str.strip).filter(lambda text: "\n\n" not in text))
 
@@ -56,6 +56,6 @@ def test_experts_that_no_layer_has_are_refused(stray):
     def encoded(*ids):
         return base64.b64encode(np.array(ids, np.int32).tobytes()).decode()
 
-    assert routed_experts(encoded(0, MAX_EXPERTS - 1), start=0, positions=1, top_k=2).width == 2
+    assert decode_routed_experts(encoded(0, MAX_EXPERTS - 1), start=0, positions=1, top_k=2).width == 2
     with pytest.raises(WireError, match="routed experts"):
-        routed_experts(encoded(3, stray), start=0, positions=1, top_k=2)
+        decode_routed_experts(encoded(3, stray), start=0, positions=1, top_k=2)

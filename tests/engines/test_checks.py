@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.engines.requests import check_request
+from laminar_py.engines.checks import check_request
 from laminar_py.records.engine import RefusedError
 from tests.engines.engine_conformance import make_request
 
