@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import median
 
 from laminar_lab.calibration.fit import LinearFit, TimedShape, fit
+from laminar_py.config import ConfigError
 from laminar_py.config.emulation import EngineTimes
-from laminar_py.config.section import ConfigError
-from laminar_py.records.engine import InferenceEngine
+from laminar_py.records import InferenceEngine
 from laminar_py.records.host import Clock
-from laminar_py.rollout.calibration import LONG_PROMPT, PROMPT, EngineBounds, TimedRequests
+from laminar_py.rollout import LONG_PROMPT, PROMPT, EngineBounds, TimedRequests
 
 SHORT, LONG = 16, 80  # response tokens of the two batches
 SHARES = (0.125, 0.5, 1.0)  # of the slots, beside a single sequence

@@ -16,18 +16,14 @@ import torch
 
 from laminar_lab.calibration.fit import LinearFit, TimedShape, fit
 from laminar_lab.calibration.trajectories import make_trajectory
+from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.cluster import Device
 from laminar_py.config.emulation import LearnerTimes
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.engines.model_sizes import served_dtype
-from laminar_py.learner.distributed import join_group, leave_group
-from laminar_py.learner.packing.balance import attention_share, sequence_cost
-from laminar_py.learner.packing.packer import pack
-from laminar_py.learner.step import Learner
+from laminar_py.engines import served_dtype
+from laminar_py.learner import Learner, join_group, leave_group
+from laminar_py.learner.packing import attention_share, pack, sequence_cost
 from laminar_py.records.host import Clock
-from laminar_py.relay import folder_name
-from laminar_py.relay.publisher import Publisher
+from laminar_py.relay import Publisher, folder_name
 
 MICROBATCHES = (1, 2, 4)  # of a step
 SHORTER = 8  # times that a short sequence is shorter than `rollout.max_len`

@@ -21,15 +21,13 @@ import yaml
 from laminar_lab.calibration.engine import MeasuredEngine, measure_engine
 from laminar_lab.calibration.fit import LinearFit
 from laminar_lab.calibration.learner import MeasuredLearner, check, measure_learner
+from laminar_py.config import ConfigError, EmulationProfile, RunConfig
 from laminar_py.config.cluster import Device
-from laminar_py.config.emulation import EmulationProfile
 from laminar_py.config.engine import BACKENDS, EngineLaunch
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.learner.model import check_model_folder
+from laminar_py.engines import read_sizes
+from laminar_py.learner import check_model_folder
 from laminar_py.records.host import SystemClock
-from laminar_py.rollout.calibration import EngineBounds
+from laminar_py.rollout import EngineBounds
 
 EMBEDDED = "local"  # the engine that computes in this process
 EMBEDDED_RESERVE = 16  # tokens that it keeps free for the growth of a request

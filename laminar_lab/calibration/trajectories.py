@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from laminar_py.records import FinishReason, Trajectory
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
+from laminar_py.records.trajectory import Kind
 
 
 def make_trajectory(index: int, length: int, *, vocab: int = 512, prompt: np.ndarray | None = None) -> Trajectory:

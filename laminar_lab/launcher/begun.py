@@ -13,7 +13,7 @@ import psutil
 
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_lab.launcher.standing import RunState
-from laminar_py.ledger.run_folder import HeldError, RunFolder
+from laminar_py.ledger import HeldError, RunFolder
 
 LOOK_S = 1.0  # between two looks at a lock that another process has
 STOPPING_S = 300.0  # after which a run that a killed launcher left has stopped, or is one that somebody wants

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.standing import RunState, read_standings
-from laminar_py.config.section import ConfigError
-from laminar_py.runtime.preflight.inputs import check_inputs, check_shared_memory
+from laminar_py.config import ConfigError
+from laminar_py.runtime.preflight import check_inputs, check_shared_memory
 
 
 def check_runs(experiment: Experiment, *, at_once: int) -> list[Path]:

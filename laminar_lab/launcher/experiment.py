@@ -17,10 +17,9 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from laminar_py.config.loading import dump_config, flatten, load_config, load_settings, read_tree, to_overrides
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError, Count, Section
-from laminar_py.ledger.run_folder import RunFolder, newest_run
+from laminar_py.config import ConfigError, Count, RunConfig, Section, load_config
+from laminar_py.config.loading import dump_config, flatten, load_settings, read_tree, to_overrides
+from laminar_py.ledger import RunFolder, newest_run
 
 HELP_AT = "docs/launch.md"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"

@@ -7,10 +7,8 @@ from statistics import fmean
 
 from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.standing import RunState, Standing, in_turn, read_summary
-from laminar_py.config.loading import load_config
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.config import ConfigError, RunConfig, load_config
+from laminar_py.ledger import RunFolder
 
 
 def seconds_left(standing: Standing, *, step_s: float | None) -> float | None:

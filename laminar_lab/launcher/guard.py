@@ -1,20 +1,20 @@
 """A process that ends with the one that started it: `python -m laminar_lab.launcher.guard PARENT COMMAND...`.
 
-Started by the launcher for each run. The kernel sends SIGTERM when the parent dies, however it dies, on which a
-run stops with a checkpoint; so no run outlives its launcher, and none is torn by it.
+The launcher starts each run through it. When the launcher dies, the kernel sends SIGTERM to the run, which then
+stops with a checkpoint, so no run outlives its launcher.
 """
 
 import os
 import signal
 import sys
 
-from laminar_py.sandbox.inside import kernel
+from laminar_py.sandbox import end_with_parent
 
 
 def main() -> None:
-    """Become the command."""
+    """Replace this process by the command."""
     parent, *command = sys.argv[1:]
-    kernel.end_with_parent(signal.SIGTERM, parent=int(parent))
+    end_with_parent(signal.SIGTERM, parent=int(parent))
     os.execv(command[0], command)
 
 

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from laminar_lab.launcher.experiment import OWN_KEYS, Experiment, PlannedRun
-from laminar_py.config.loading import flatten, load_config
-from laminar_py.config.section import ConfigError
-from laminar_py.ledger.run_folder import RunFolder, runs_of
+from laminar_py.config import ConfigError, load_config
+from laminar_py.config.loading import flatten
+from laminar_py.ledger import RunFolder, runs_of
 
 MOST_TOLD = 3  # names in a line
 

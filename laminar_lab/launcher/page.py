@@ -18,8 +18,7 @@ from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.forecast import tell_duration
 from laminar_lab.launcher.results import Results, RunResult, trained_per_s
 from laminar_lab.launcher.standing import RunState, Standing, read_standings
-from laminar_py.observe.kit import Card, render
-from laminar_py.observe.quality import REWARD_STEPS, Point, tell_mean
+from laminar_py.observe import REWARD_STEPS, Card, Point, render, tell_mean
 
 NOTHING = "–"
 OF_SEEDS = "Means over the seeds that have finished, or before any has, over those that were begun"

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from laminar_lab.launcher.begun import SEEN
 from laminar_lab.launcher.experiment import Experiment
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.runtime.cluster.placement import Needs, Node, Plan, make_plan
-from laminar_py.runtime.preflight.memory import TELL_S
+from laminar_py.config import ConfigError, RunConfig
+from laminar_py.runtime.cluster import Needs, Node, Plan, make_plan
+from laminar_py.runtime.preflight import TELL_S
 
 MOST_SLOTS = 1024
 IDLE_MIB = 2048  # of a GPU's memory, which a display or a driver may take
@@ -140,7 +139,7 @@ def _memory_in_use() -> list[tuple[str, int]]:
 
 def _cluster_nodes(address: str | None) -> list[Node]:
     """Nodes with all of their GPUs, whoever has them."""
-    from laminar_py.runtime.cluster.backend import nodes, open_cluster  # Ray is slow to import
+    from laminar_py.runtime.cluster import nodes, open_cluster
 
     with open_cluster(address):
         return nodes(taken=True)

@@ -25,8 +25,8 @@ from laminar_lab.launcher.places import Slot
 from laminar_lab.launcher.process import RunProcess
 from laminar_lab.launcher.room import has_room
 from laminar_lab.launcher.standing import ENDED, RunState, Standing, in_turn, last_words, read_standing
-from laminar_py.config.section import ConfigError
-from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.config import ConfigError
+from laminar_py.ledger import RunFolder
 
 PLACING_S = 300.0  # after which all processes of a run have their GPUs, or hang
 MOST_DEATHS = 4  # in a row without a new step, after which a run has failed in its slot

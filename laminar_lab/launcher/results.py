@@ -10,12 +10,20 @@ from laminar_lab.launcher.curves import Band, Line, make_band, value_at
 from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.made import tell_difference
 from laminar_lab.launcher.standing import RunState, Standing
-from laminar_py.config.section import ConfigError
-from laminar_py.observe.quality import Point, count_devices, device_seconds, measure_quality
-from laminar_py.observe.record import Costs, read_costs, read_snapshot, read_steps
-from laminar_py.observe.report import RunReport
-from laminar_py.observe.tails import Measure
-from laminar_py.records.metrics import StepRow
+from laminar_py.config import ConfigError
+from laminar_py.observe import (
+    Costs,
+    Measure,
+    Point,
+    RunReport,
+    count_devices,
+    device_seconds,
+    measure_quality,
+    read_costs,
+    read_snapshot,
+    read_steps,
+)
+from laminar_py.records import StepRow
 
 HOUR_S = 3600.0
 

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from laminar_py.config.loading import load_config
-from laminar_py.config.section import ConfigError
-from laminar_py.runtime.cluster.placement import Needs, make_plan
+from laminar_py.config import ConfigError, load_config
+from laminar_py.runtime.cluster import Needs, make_plan
 
 PATIENCE_S = 120.0  # with a cluster that takes part of a connection and then hangs
 
@@ -33,7 +32,7 @@ async def has_room(arguments: Sequence[str]) -> bool:
 
 def main() -> None:
     """End with exit code 1 where there is no room."""
-    from laminar_py.runtime.cluster.backend import nodes, open_cluster  # Ray is slow to import
+    from laminar_py.runtime.cluster import nodes, open_cluster
 
     config = load_config(Path(sys.argv[1]), sys.argv[2:])
     try:

@@ -14,11 +14,10 @@ from pathlib import Path
 import msgspec
 
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
-from laminar_py.config.section import ConfigError
-from laminar_py.ledger.row_files import read_last, read_tail
-from laminar_py.observe.quality import Point, read_curves
-from laminar_py.observe.summary import Summary
-from laminar_py.records.metrics import StepRow
+from laminar_py.config import ConfigError
+from laminar_py.ledger import read_last, read_tail
+from laminar_py.observe import Point, Summary, read_curves
+from laminar_py.records import StepRow
 
 ENDED = "laminar: "  # begins the line with which a command that failed ends
 ASKED = re.compile(r"stopped\b|ended at once\b|.* was stopped at once\b")  # such a line tells of Ctrl-C

@@ -14,10 +14,8 @@ from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import estimate, profile_of, publish_s
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.emulation import EmulationProfile
-from laminar_py.config.loading import parse_config
+from laminar_py.config import EmulationProfile, RunConfig, parse_config
 from laminar_py.config.rollout import Schedule
-from laminar_py.config.run import RunConfig
 
 REPLICAS, FEWEST_REPLICAS = 8, 4  # of a shrunk fleet
 MOST_A_STEP = 768  # trajectories, where that leaves replicas enough

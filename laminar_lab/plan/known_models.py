@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from laminar_py.config.section import ConfigError
-from laminar_py.runtime.preflight.model_shape import ModelShape, read_shape
+from laminar_py.config import ConfigError
+from laminar_py.runtime.preflight import ModelShape, read_shape
 
 NEAR = 0.15  # share by which a size that is named may differ from that of the model that stands for it
 

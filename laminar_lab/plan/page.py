@@ -12,10 +12,10 @@ from laminar_lab.plan.planner import Ranked, RankedPlan
 from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import Formula, estimate
 from laminar_lab.plan.words import tell
+from laminar_py.config import ConfigError
 from laminar_py.config.rollout import Schedule
-from laminar_py.config.section import ConfigError
-from laminar_py.observe.kit import render
-from laminar_py.runtime.preflight.memory import Parts
+from laminar_py.observe import render
+from laminar_py.runtime.preflight import Parts
 
 BOUNDS = (1, 2, 4, 8, 16)  # on staleness
 FEWER_AND_MORE = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the nodes

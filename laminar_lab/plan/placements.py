@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_lab.plan.times import kv_tokens
+from laminar_py.config import ConfigError
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import Schedule
-from laminar_py.config.section import ConfigError
-from laminar_py.runtime.preflight.memory import SPARE_SHARE, Parts, learner_memory
+from laminar_py.runtime.preflight import SPARE_SHARE, Parts, learner_memory
 
 STATIC_SHARE = 0.85  # of an engine's GPU, for weights and KV cache
 MOST_RUNNING = 256  # sequences of an engine, for which CUDA graphs are usual

@@ -16,7 +16,7 @@ from laminar_lab.plan.placements import DEPTHS, STATIC_SHARE, FleetPlacement, le
 from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import PlacementEstimate, estimate
 from laminar_py.config.rollout import Schedule
-from laminar_py.runtime.preflight.memory import Parts, engine_memory
+from laminar_py.runtime.preflight import Parts, engine_memory
 
 FIRST = 6  # placements that the formulas like best, which are simulated
 BESIDE, OTHERS = 2, 2  # of a round after that: beside the best so far, and of all

@@ -8,11 +8,9 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.config.emulation import EmulationProfile
+from laminar_py.config import ConfigError, EmulationProfile
 from laminar_py.config.learner import LearnerConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.runtime.preflight.gpus import Gpu
-from laminar_py.runtime.preflight.model_shape import ModelShape
+from laminar_py.runtime.preflight import Gpu, ModelShape
 
 QUANTILES = 4000
 P99 = NormalDist().inv_cdf(0.99)

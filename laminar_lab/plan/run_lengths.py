@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_lab.plan.request import Lengths
-from laminar_py.config.section import ConfigError
-from laminar_py.observe.record import read_snapshot
-from laminar_py.observe.trajectories import Trajectories
+from laminar_py.config import ConfigError
+from laminar_py.observe import Trajectories, read_snapshot
 from laminar_py.records.trajectory import Kind
 
 FEWEST = 20  # responses that lengths are taken from

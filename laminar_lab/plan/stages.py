@@ -15,9 +15,8 @@ from laminar_lab.plan.request import Lengths, PlanRequest
 from laminar_lab.plan.times import engine_times, learner_times, weights_bytes
 from laminar_py.config.emulation import EngineTimes, LearnerTimes
 from laminar_py.config.rollout import Schedule
-from laminar_py.learner.packing.balance import attention_share
-from laminar_py.observe.mean_step import StageTimes, StepStage, compose
-from laminar_py.observe.remedies import Wall
+from laminar_py.learner.packing import attention_share
+from laminar_py.observe import StageTimes, StepStage, Wall, compose
 
 REPACK_SHARE = 0.5  # of what draining costs, that repacking gives back: the simulator's figure for a 7B, rounded
 RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread: measured, see docs/scale.md

@@ -5,14 +5,12 @@ from pathlib import Path
 
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.request import GpuFleet
+from laminar_py.config import ConfigError, RunConfig, parse_config
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import LearnerConfig
-from laminar_py.config.loading import parse_config, read_tree
+from laminar_py.config.loading import read_tree
 from laminar_py.config.rollout import Schedule
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.runtime.preflight.gpus import read_group
-from laminar_py.runtime.preflight.model_shape import ModelShape
+from laminar_py.runtime.preflight import ModelShape, read_group
 
 CONFIGS = (".yaml", ".yml")
 CAP, GROUPS, GROUP_SIZE, MAX_STALENESS = 16_384, 128, 16, 4  # where no config says

@@ -13,8 +13,7 @@ nobody has checked that. The rules:
 """
 
 from laminar_py.config.emulation import EngineTimes, LearnerTimes
-from laminar_py.runtime.preflight.gpus import Gpu
-from laminar_py.runtime.preflight.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
+from laminar_py.runtime.preflight import BF16_BYTES, Gpu, ModelShape, kv_token_bytes
 
 WEIGHTS_SHARE = 0.885  # of the memory's peak, at which weights are read
 CACHE_SHARE = 0.9  # likewise keys and values

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from laminar_lab.plan.planner import Ranked, RankedPlan
 from laminar_lab.plan.stages import PlacementEstimate
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe.remedies import Wall
+from laminar_py.observe import Wall
 
 CLOSE = 0.03  # share of tokens/s within which two placements are alike
 

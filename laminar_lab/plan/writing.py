@@ -10,9 +10,8 @@ import yaml
 
 from laminar_lab.plan.placements import STATIC_SHARE
 from laminar_lab.plan.planner import Ranked, RankedPlan
-from laminar_py.config.loading import parse_config
+from laminar_py.config import ConfigError, parse_config
 from laminar_py.config.rollout import Schedule
-from laminar_py.config.section import ConfigError
 
 STEPS = 500
 HEARTBEAT_S = 60.0

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from laminar_py.config.run import RunConfig
-from laminar_py.records.metrics import StepRow
+from laminar_py.config import RunConfig
+from laminar_py.records import StepRow
 
 WARM_SHARE = 0.25  # of the steps
 

@@ -23,20 +23,16 @@ from laminar_lab.simulate.figures import FleetSample
 from laminar_lab.simulate.link import OneWay
 from laminar_lab.simulate.parts import CountedTokens
 from laminar_lab.simulate.weights import ModelledWeights
+from laminar_py.config import RunConfig
 from laminar_py.config.emulation import EngineTimes
-from laminar_py.config.run import RunConfig
-from laminar_py.control.dispatcher import DISPATCH_S, Tick
-from laminar_py.control.reports import REPLICA_DIED
-from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.engines.emulated.engine import EmulatedEngine
-from laminar_py.engines.emulated.responses import Responses
-from laminar_py.engines.emulated.turns import environments_of
-from laminar_py.observe.stats import Stats
+from laminar_py.control import DISPATCH_S, REPLICA_DIED, Tick, TrajectoryScheduler
+from laminar_py.engines.emulated import EmulatedEngine, Responses, environments_of
+from laminar_py.observe import Stats
 from laminar_py.records.events import PartDied, PartStarted
 from laminar_py.records.host import Clock
 from laminar_py.records.replica import ReplicaReport, Survey
-from laminar_py.repack.signals import EngineSpeed
-from laminar_py.rollout.replica import Replica
+from laminar_py.repack import EngineSpeed
+from laminar_py.rollout import Replica
 
 T = TypeVar("T")
 SAMPLE_S = 5.0  # emulated, between looks at all engines

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.parts import HeardRecorder
 from laminar_lab.simulate.weights import ModelledWeights, version_bytes, weights_digest
+from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.emulation import LearnerTimes
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.control.consumption import StepBatch
-from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.steps import RefillWatch, pack_step, step_events
-from laminar_py.learner.packing.balance import attention_share, emulated_step_s
-from laminar_py.observe.stats import Stats
+from laminar_py.control import RefillWatch, StepBatch, TrajectoryScheduler, pack_step, step_events
+from laminar_py.learner.packing import attention_share, emulated_step_s
+from laminar_py.observe import Stats
+from laminar_py.records import StepRow
 from laminar_py.records.events import VersionPublished
-from laminar_py.records.metrics import StepMetrics, StepRow, Work
+from laminar_py.records.metrics import StepMetrics, Work
 
 INCARNATION = 1
 

@@ -7,17 +7,14 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from laminar_py.engines.emulated.responses import Responses
-from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.machine import Machine
-from laminar_py.ledger.segments.payload import Payload
-from laminar_py.ledger.segments.salvage import Known, Salvaged, continuations, salvaged
-from laminar_py.records.engine import GenerateRequest
+from laminar_py.engines.emulated import Responses
+from laminar_py.ledger import Ledger, Machine
+from laminar_py.ledger.segments import Known, Payload, Salvaged, continuations, salvaged
+from laminar_py.records import GenerateRequest, Prompt
 from laminar_py.records.events import AnyEvent
 from laminar_py.records.pieces import COUNTED, ColumnRef, Piece, TokensRef
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import Prompt
 
 
 class HeardRecorder:

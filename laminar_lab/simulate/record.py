@@ -9,19 +9,22 @@ import time
 from collections.abc import Callable, Coroutine
 
 from laminar_lab.simulate.learner import INCARNATION
-from laminar_py.config.run import RunConfig
-from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.live import own_disk, settle
-from laminar_py.ledger.row_files import append_row, open_rows
-from laminar_py.ledger.run_folder import RunFolder, new_run
-from laminar_py.ledger.seal import seal_run
-from laminar_py.ledger.start import first_events
-from laminar_py.observe.fleet import watch_fleet
-from laminar_py.observe.stats import Stats
-from laminar_py.observe.summary import summarise
+from laminar_py.config import RunConfig
+from laminar_py.ledger import (
+    Ledger,
+    RunFolder,
+    append_row,
+    first_events,
+    new_run,
+    open_rows,
+    own_disk,
+    seal_run,
+    settle,
+)
+from laminar_py.observe import Stats, summarise, watch_fleet
+from laminar_py.records import StepRow
 from laminar_py.records.events import RunEnded
 from laminar_py.records.host import Clock
-from laminar_py.records.metrics import StepRow
 
 HOST = "simulated"  # in the place of a host's name
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from laminar_lab.simulate.figures import EndedResponse
-from laminar_py.config.run import RunConfig
-from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.observe.stats import Stats
+from laminar_py.config import RunConfig
+from laminar_py.control import TrajectoryScheduler
+from laminar_py.observe import Stats
 from laminar_py.records.events import AnyEvent, Dropped, Issued
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import FinishedTrajectory

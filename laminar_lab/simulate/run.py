@@ -21,21 +21,15 @@ from laminar_lab.simulate.rewards import SimulatedRewards
 from laminar_lab.simulate.stalls import StallWatch
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_lab.simulate.weights import ModelledWeights, host_arrivals_s
-from laminar_py.config.emulation import EmulationConfig, EmulationProfile, LearnerTimes
-from laminar_py.config.loading import read_profile
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.control.closing import Stages
-from laminar_py.control.drops import HOUSEKEEPING_S
-from laminar_py.control.groups import Credit
-from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.settings import control_settings, packing
-from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
-from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.observe.stats import Stats, Totals
-from laminar_py.records.metrics import StepRow
-from laminar_py.records.trajectory import FinishedTrajectory, Prompt
-from laminar_py.repack.migration import Migration, MigrationSettings
+from laminar_py.config import ConfigError, EmulationProfile, RunConfig, read_profile
+from laminar_py.config.emulation import EmulationConfig, LearnerTimes
+from laminar_py.control import HOUSEKEEPING_S, Credit, Stages, TrajectoryScheduler, control_settings, packing
+from laminar_py.learner.losses import group_advantages, overlong_cost
+from laminar_py.ledger import RunFolder
+from laminar_py.observe import Stats, Totals
+from laminar_py.records import Prompt, StepRow
+from laminar_py.records.trajectory import FinishedTrajectory
+from laminar_py.repack import Migration, MigrationSettings
 
 MIN_STEPS = 2
 

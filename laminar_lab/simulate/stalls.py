@@ -1,7 +1,6 @@
 """The end of a simulation that comes to no step any more. Owned by `simulate.run`."""
 
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
+from laminar_py.config import ConfigError, RunConfig
 
 STALLED_S = 1e5  # of the GPUs, in which no response gets any further
 VAIN_BATCHES, VAIN_GROUPS = 100, 2000  # of responses that end, and of which no step comes

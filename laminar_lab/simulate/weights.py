@@ -7,9 +7,9 @@ have, in the time of the cost model that chooses such trees (`relay.tree`).
 import asyncio
 from collections.abc import Sequence
 
-from laminar_py.config.run import RunConfig
+from laminar_py.config import RunConfig
 from laminar_py.records.weights import PulledVersion, VersionLostError
-from laminar_py.relay.tree import Broadcast, Links, arrivals_s, choose_tree, grow_tree
+from laminar_py.relay import Broadcast, Links, arrivals_s, choose_tree, grow_tree
 
 PARAMETER_BYTES = 2  # in bf16
 CHUNK_OVERHEAD_S = 2e-4  # of each hop, as `laminar relay plan` assumes

@@ -14,9 +14,22 @@ if TYPE_CHECKING:
     from laminar_py.ledger.database import SEGMENTS_NAME as SEGMENTS_NAME
     from laminar_py.ledger.database import reading as reading
     from laminar_py.ledger.ledger import Ledger as Ledger
+    from laminar_py.ledger.live import own_disk as own_disk
+    from laminar_py.ledger.live import settle as settle
+    from laminar_py.ledger.machine import Machine as Machine
+    from laminar_py.ledger.row_files import append_row as append_row
+    from laminar_py.ledger.row_files import open_rows as open_rows
+    from laminar_py.ledger.row_files import read_last as read_last
     from laminar_py.ledger.row_files import read_rows as read_rows
+    from laminar_py.ledger.row_files import read_tail as read_tail
     from laminar_py.ledger.rows import decode_event as decode_event
+    from laminar_py.ledger.run_folder import HeldError as HeldError
+    from laminar_py.ledger.run_folder import RunFolder as RunFolder
+    from laminar_py.ledger.run_folder import new_run as new_run
+    from laminar_py.ledger.run_folder import newest_run as newest_run
+    from laminar_py.ledger.run_folder import runs_of as runs_of
     from laminar_py.ledger.seal import seal_run as seal_run
+    from laminar_py.ledger.start import first_events as first_events
     from laminar_py.ledger.trajectory import LiveTrajectory as LiveTrajectory
     from laminar_py.ledger.trajectory import issued as issued
 else:

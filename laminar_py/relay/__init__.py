@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from laminar_py.relay.tree import Links as Links
     from laminar_py.relay.tree import Shape as Shape
     from laminar_py.relay.tree import Topology as Topology
+    from laminar_py.relay.tree import arrivals_s as arrivals_s
     from laminar_py.relay.tree import broadcast_s as broadcast_s
     from laminar_py.relay.tree import choose_tree as choose_tree
     from laminar_py.relay.tree import grow_tree as grow_tree

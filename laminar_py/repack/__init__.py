@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
+    from laminar_py.repack.migration import Migration as Migration
+    from laminar_py.repack.migration import MigrationSettings as MigrationSettings
     from laminar_py.repack.planner import PlanningContext as PlanningContext
     from laminar_py.repack.planner import move_of as move_of
     from laminar_py.repack.predictive import PredictivePlanner as PredictivePlanner

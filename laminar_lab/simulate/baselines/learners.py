@@ -6,9 +6,9 @@ Made by `simulate.baselines.schedules`. Invariant: a version is handed over to a
 import asyncio
 
 from laminar_lab.simulate.learner import LearnerParts, SimulatedLearner
+from laminar_py.config import RunConfig
 from laminar_py.config.emulation import LearnerTimes
-from laminar_py.config.run import RunConfig
-from laminar_py.control.consumption import StepBatch
+from laminar_py.control import StepBatch
 from laminar_py.records.metrics import StepMetrics, Work
 
 

@@ -14,11 +14,9 @@ from laminar_lab.simulate.baselines.learners import BarrierLearner, StalledLearn
 from laminar_lab.simulate.figures import SimulatedRun
 from laminar_lab.simulate.learner import SimulatedLearner
 from laminar_lab.simulate.run import LearnerMaker, simulate
-from laminar_py.config.emulation import EmulationProfile
+from laminar_py.config import ConfigError, EmulationProfile, RunConfig
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalenessConfig
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.records.metrics import StepRow
+from laminar_py.records import StepRow
 
 
 class Baseline(StrEnum):

@@ -7,7 +7,12 @@ from laminar_py._lazy import public_names
 if TYPE_CHECKING:
     from laminar_py.ledger.segments.fetch import StoreClient as StoreClient
     from laminar_py.ledger.segments.frames import make_frame as make_frame
+    from laminar_py.ledger.segments.payload import Payload as Payload
     from laminar_py.ledger.segments.reader import PayloadReader as PayloadReader
+    from laminar_py.ledger.segments.salvage import Known as Known
+    from laminar_py.ledger.segments.salvage import Salvaged as Salvaged
+    from laminar_py.ledger.segments.salvage import continuations as continuations
+    from laminar_py.ledger.segments.salvage import salvaged as salvaged
     from laminar_py.ledger.segments.store import LOCAL as LOCAL
     from laminar_py.ledger.segments.store import PieceStore as PieceStore
     from laminar_py.ledger.segments.wire import leave_address as leave_address
