@@ -59,7 +59,7 @@ async def test_room_is_what_a_replica_of_the_version_has_left_beside_what_is_on_
 
 @pytest.mark.parametrize(("number", "phase"), [(1, Phase.PAUSED), (2, Phase.RESTORING)])
 def test_nothing_is_handed_out_before_what_a_dead_controller_left_is_taken_up(number, phase):
-    stream = SimpleNamespace(prompt=make_prompt, tell=lambda group: None)
+    stream = SimpleNamespace(prompt=make_prompt, record_group=lambda group: None)
     incarnation = make_incarnation(
         config=load_config(REPO / "configs/quickstart.yaml", []),
         inputs=SimpleNamespace(stream=stream, tokenizer=SimpleNamespace(eos_ids=(1,))),

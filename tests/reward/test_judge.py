@@ -113,5 +113,5 @@ async def test_its_key_is_a_variable_that_the_config_names(tmp_path, monkeypatch
 
 def test_a_judge_that_waits_for_a_term_that_is_not_there_is_refused():
     judge = {"kind": "judge", "urls": ["http://a/v1"], "model": "m", "unless": "exact"}
-    with pytest.raises(ValueError, match=r"reward.use: judge has unless=exact, no term before it"):
+    with pytest.raises(ValueError, match=r"reward.use: judge has unless=exact, which is no earlier term"):
         RewardConfig.model_validate_json(msgspec.json.encode({"use": [judge]}))
