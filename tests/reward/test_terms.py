@@ -79,7 +79,9 @@ def test_terms_are_named_by_kind_by_path_or_by_their_name() -> None:
 
 
 def test_two_terms_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"reward.by_task.code: two terms have the name m.py:f; give each its own `name`"):
+    with pytest.raises(
+        ValueError, match=r"reward.by_task.code: two terms have the name m.py:f; give each its own `name`"
+    ):
         RewardConfig.model_validate_json(json_of(by_task={"code": ["m.py:f", "m.py:f"]}))
 
 

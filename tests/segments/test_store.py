@@ -128,7 +128,7 @@ def test_a_key_that_can_be_guessed_is_refused_at_construction(tmp_path, key):
 def test_a_bad_request_is_answered_with_one_line(store, body):
     status, answer = ask(store, body)
     assert status == AnswerStatus.REFUSED
-    assert answer.startswith(b"no request: ")
+    assert answer.startswith(b"not a request: ")
     assert b"\n" not in answer
     assert len(answer) < 300
     assert ask(store, want((NAME, 0, 1)))[0] == AnswerStatus.PIECES, "it serves on"
@@ -148,8 +148,8 @@ def test_no_bytes_raise_anything_but_a_refusal(data):
         (want((NAME, 2**62, 2**62)), "ends before byte 9223372036854775808"),
         (want(("replica-4.1.abcd", 0, 1)), "No such file or directory"),
         (want(("link.1.abcd", 0, 1)), "Too many levels of symbolic links"),
-        (want(("folder.1.abcd", 0, 1)), "no regular file"),
-        (want(("pipe.1.abcd", 0, 1)), "no regular file"),
+        (want(("folder.1.abcd", 0, 1)), "not a regular file"),
+        (want(("pipe.1.abcd", 0, 1)), "not a regular file"),
     ],
 )
 def test_what_is_not_there_is_told_from_all_else(store, folder, wanted, line):
@@ -220,7 +220,7 @@ def test_when_all_turns_are_taken_others_are_told_to_ask_again(tmp_path):
     ):
         slow.sendall(signed(wanted))
         time.sleep(0.1)
-        assert ask(store, wanted) == (AnswerStatus.REFUSED, b"1 answers are under way; ask again")
+        assert ask(store, wanted) == (AnswerStatus.REFUSED, b"1 answers are being sent; try again")
 
 
 def test_a_store_listens_on_loopback_unless_told_otherwise(store):
@@ -248,7 +248,7 @@ def test_a_segment_that_becomes_shorter_under_way_ends_its_answer_and_nothing_el
         os.truncate(tmp_path / f"{ref.segment}.segment", 1000)
         assert is_closed(connection)
         assert ask(store, want((ref.segment, 0, 1000)))[0] == AnswerStatus.PIECES
-    assert "an answer ended before its end: [Errno 14] Bad address" in caplog.text
+    assert "an answer was cut off: [Errno 14] Bad address" in caplog.text
 
 
 def test_the_longest_request_that_a_client_makes_is_one_that_stores_take():

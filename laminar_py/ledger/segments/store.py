@@ -1,14 +1,12 @@
-"""The store of a host: gives pieces of its segments to readers on others, and never writes.
+"""The store of a host serves pieces of its segments to readers on other hosts, and never writes.
 
-Started on each host of a run that spans several (`workers.stores`); its client is `segments.fetch`, what both say
-to each other is in `segments.wire`. Invariants: bytes are given to nobody without the key, and of nothing but
-regular files of segments in its folder; what a request may take of memory, files, threads and time is bounded, and
-so are requests at a time. A connection on which nobody has shown the key in `hello_s` is closed without a word,
-and so is one on which anything but a signed request comes.
+Each host of a run on several hosts has one (`workers.stores`). Its client is `segments.fetch`; `segments.wire` has
+the protocol. The store serves only clients with the run's key, and only regular segment files in its folder
+(law 7). Memory, files, threads and time of a request are bounded, and so is the number of requests at a time. The
+store closes a connection without an answer if no signed request arrives within `hello_s`.
 
-Each connection has a thread: refused | waiting for its turn -> lost | sending -> waiting for the next request. A
-client that goes away, or takes longer than `answer_s`, ends it. Bytes go from the files to the socket without a
-copy in between.
+Each connection has a thread: refused | waiting for its turn -> lost | sending -> waiting for the next request. The
+thread ends when the client closes or takes longer than `answer_s`. Bytes go from file to socket without a copy.
 """
 
 import errno
@@ -28,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.ledger.segments import wire
+import laminar_py.ledger.segments.wire as wire
 from laminar_py.ledger.segments.wire import AnswerStatus, PieceRequest
 from laminar_py.ledger.segments.writer import SEGMENT
 from laminar_py.records.codec import decode
@@ -37,30 +35,30 @@ from laminar_py.records.pieces import PayloadLostError
 log = logging.getLogger(__name__)
 
 LOCAL = "127.0.0.1"
-ACCEPT_AGAIN_S = 0.1  # after a connection that could not be taken, for want of files, say
+ACCEPT_AGAIN_S = 0.1  # pause after a failed accept, e.g. for lack of file descriptors
 _BACKLOG = 128
-_AT_ONCE = 64  # buffers of one call
-_GONE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)  # of a file that is not there, a link, a socket
+_AT_ONCE = 64  # buffers per call
+_GONE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)  # a missing file, a link, a socket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """Bounds of a store, e.g. `StoreLimits(answers=2)`; those of one request are in `segments.wire`."""
+    """Bounds of a store, e.g. `StoreLimits(answers=2)`; `segments.wire` bounds a single request."""
 
     connections: int = 256
-    answers: int = 8  # at a time; others wait
-    hello_s: float = 10.0  # for a request to come in whole
-    turn_s: float = 10.0  # that it waits for its turn
-    answer_s: float = 120.0  # for its bytes to leave
-    idle_s: float = 15.0  # that a connection may be without a request
+    answers: int = 8  # at a time; further requests wait
+    hello_s: float = 10.0  # to receive a whole request
+    turn_s: float = 10.0  # to wait for a free answer
+    answer_s: float = 120.0  # to send the answer
+    idle_s: float = 15.0  # between two requests of a connection
 
 
 class BadRequestError(Exception):
-    """A request that is not answered with pieces; the message says why."""
+    """A request is invalid or unsigned; the message says why."""
 
 
 class PieceStore:
-    """Server of the segments in `folder`, e.g. `PieceStore(folder, key=secrets.token_bytes(32))`."""
+    """Serves the segments in `folder`, e.g. `PieceStore(folder, key=secrets.token_bytes(32))`."""
 
     def __init__(self, folder: Path, *, key: bytes, limits: StoreLimits | None = None) -> None:
         self._folder = folder
@@ -73,20 +71,20 @@ class PieceStore:
         self._closed = False
 
     def start(self, host: str = LOCAL) -> tuple[str, int]:
-        """Serve on a free port; host and port. Raises `OSError`."""
+        """Serve on a free port, and return host and port. Raises `OSError`."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         threading.Thread(target=self._accept, args=(self._listener,), name="accept", daemon=True).start()
         return host, self._listener.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port back; connections end."""
+        """Close the port and all connections."""
         with self._lock:
             self._closed = True
             ending = [*self._connections, *([] if self._listener is None else [self._listener])]
         for one in ending:
-            with suppress(OSError):  # it has ended by itself
-                one.shutdown(socket.SHUT_RDWR)  # which wakes the thread that waits for it
+            with suppress(OSError):  # it may be closed already
+                one.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
         if self._listener is not None:
             self._listener.close()
 
@@ -96,7 +94,7 @@ class PieceStore:
                 connection, _ = listener.accept()
             except OSError as error:
                 if not self._closed:
-                    log.warning("no connection taken: %s", error)
+                    log.warning("a connection was not accepted: %s", error)
                     time.sleep(ACCEPT_AGAIN_S)
                 continue
             with self._lock:
@@ -109,7 +107,7 @@ class PieceStore:
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer one request after the other, until the client goes, or is none."""
+        """Answer requests of a connection until the client closes it or sends an invalid one."""
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             idle_s = self._limits.hello_s
@@ -119,16 +117,16 @@ class PieceStore:
         except BadRequestError as error:
             log.warning("a connection is closed: %s", error)
         except OSError as error:
-            log.warning("an answer ended before its end: %s", error)
+            log.warning("an answer was cut off: %s", error)
         finally:
             with self._lock:
                 self._connections.discard(connection)
             connection.close()
 
     def _receive(self, connection: socket.socket, idle_s: float) -> tuple[bytes, bytes] | None:
-        """Signature and body of the next request of somebody who has the key; None where none comes.
+        """Receive signature and body of the next request; None if the client sends none within `idle_s`.
 
-        Raises `BadRequestError`, and `OSError` where it does not come in whole.
+        Raises `BadRequestError` for a request that is too large, incomplete, or without the run's signature.
         """
         head = memoryview(bytearray(wire.REQUEST_HEAD.size))
         connection.settimeout(idle_s)
@@ -147,16 +145,16 @@ class PieceStore:
             body = bytearray(size)
             _fill(connection, memoryview(body), deadline)
         except OSError as error:
-            raise BadRequestError(f"no whole request: {error}") from None
+            raise BadRequestError(f"an incomplete request: {error}") from None
         if not hmac.compare_digest(signature, wire.request_signature(self._key, bytes(body))):
-            raise BadRequestError("a request that is not signed with the run's key")
+            raise BadRequestError("a request without the signature of the run's key")
         return signature, bytes(body)
 
     def _answer(self, connection: socket.socket, signature: bytes, body: bytes) -> None:
-        """Send pieces, or a line. Raises `OSError`."""
+        """Send the requested pieces, or a line that says why not. Raises `OSError`."""
         deadline = time.monotonic() + self._limits.turn_s + self._limits.answer_s
         if not self._turns.acquire(timeout=self._limits.turn_s):
-            line = f"{self._limits.answers} answers are under way; ask again"
+            line = f"{self._limits.answers} answers are being sent; try again"
             self._send(connection, signature, AnswerStatus.REFUSED, line, deadline)
             return
         deadline = time.monotonic() + self._limits.answer_s
@@ -167,9 +165,9 @@ class PieceStore:
             self._send(connection, signature, AnswerStatus.LOST, str(error), deadline)
         except BadRequestError as error:
             self._send(connection, signature, AnswerStatus.REFUSED, str(error), deadline)
-        except OSError as error:  # too many open files, say: the pieces may well be there
-            log.warning("no answer: %s", error)
-            self._send(connection, signature, AnswerStatus.REFUSED, f"{error.strerror}; ask again", deadline)
+        except OSError as error:  # e.g. too many open files; the pieces may exist
+            log.warning("a request failed: %s", error)
+            self._send(connection, signature, AnswerStatus.REFUSED, f"{error.strerror}; try again", deadline)
         else:
             send_all(connection, [self._head(signature, AnswerStatus.PIECES, wanted.num_bytes), *pieces], deadline)
         finally:
@@ -187,24 +185,26 @@ class PieceStore:
 
 
 def check_request(body: bytes) -> PieceRequest:
-    """Pieces that a body asks for. Raises `BadRequestError`."""
+    """Decode and check a request. Raises `BadRequestError`."""
     try:
         wanted = decode(PieceRequest, body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(f"no request: {error}") from None
+        raise BadRequestError(f"not a request: {error}") from None
     if max([piece.segment for piece in wanted.pieces]) >= len(wanted.segments):
-        raise BadRequestError("no request: a piece is of a segment that is not named")
+        raise BadRequestError("not a request: a piece names a missing segment")
     if wanted.num_bytes > wire.ANSWER_BYTES and len(wanted.pieces) > 1:
-        raise BadRequestError(f"{wanted.num_bytes} bytes; several pieces have at most {wire.ANSWER_BYTES}")
+        raise BadRequestError(
+            f"{wanted.num_bytes} bytes; a request for several pieces has at most {wire.ANSWER_BYTES}"
+        )
     return wanted
 
 
 def map_pieces(folder: Path, wanted: PieceRequest) -> list[memoryview]:
-    """Pieces as the files have them, in memory that is the kernel's; they stay there also if files are deleted.
+    """Map the requested pieces into memory; a mapping outlives the deletion of its file.
 
-    None of it may be touched but by system calls, which say EFAULT where a file has become shorter: a process that
-    reads there itself is killed. Raises `PayloadLostError` where a piece is not there, and `OSError` that says
-    nothing of the pieces.
+    Only system calls may touch the memory: if a file has become shorter they fail with EFAULT, while a process
+    that reads it itself is killed. Raises `PayloadLostError` if a piece does not exist, and `OSError` if nothing
+    is known of the pieces.
     """
     files = [_map(folder, segment) for segment in wanted.segments]
     pieces = []
@@ -227,14 +227,14 @@ def _map(folder: Path, segment: str) -> memoryview:
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise PayloadLostError(f"{segment}: no regular file")
+            raise PayloadLostError(f"{segment}: not a regular file")
         return memoryview(mmap.mmap(file, found.st_size, prot=mmap.PROT_READ) if found.st_size else b"")
     finally:
         os.close(file)
 
 
 def send_all(connection: socket.socket, pieces: Sequence[memoryview], deadline: float) -> None:
-    """Send buffers one after the other until `deadline`, on the monotonic clock. Raises `OSError`."""
+    """Send buffers in order until `deadline`, on the monotonic clock. Raises `OSError`."""
     for first in range(0, len(pieces), _AT_ONCE):
         rest = deque(pieces[first : first + _AT_ONCE])
         while rest:
@@ -247,12 +247,12 @@ def send_all(connection: socket.socket, pieces: Sequence[memoryview], deadline: 
 
 
 def _fill(connection: socket.socket, buffer: memoryview, deadline: float) -> None:
-    """Receive all of a buffer until `deadline`. Raises `OSError`."""
+    """Fill a buffer until `deadline`. Raises `OSError`."""
     while buffer:
         _set_deadline(connection, deadline)
         received = connection.recv_into(buffer)
         if not received:
-            raise ConnectionError("the client has gone")
+            raise ConnectionError("the client closed the connection")
         buffer = buffer[received:]
 
 

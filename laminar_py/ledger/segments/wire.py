@@ -1,17 +1,16 @@
-"""Talk of readers with the stores of other hosts: requests, signatures, bounds, and where a store is.
+"""The protocol between readers and the stores of other hosts: requests, signatures, bounds, addresses.
 
-    reader -> store  signature and size of a `PieceRequest` in MessagePack, and the request
-    store -> reader  signature, `AnswerStatus` and size of the answer; then the bytes of the pieces, or one line
+    reader -> store  signature and size of a `PieceRequest` in MessagePack, then the request
+    store -> reader  signature, `AnswerStatus` and size of the answer, then the bytes of the pieces, or one line
 
-A store leaves its present address in the run's folder, which all hosts see, under its name; readers look there
-before they connect. So a store that died may come back at any port.
+A store writes its address under its name into the run's folder, which all hosts see. Readers look there before
+they connect, so a restarted store may have another port.
 
-Invariant: the key never travels. On a network without TLS whoever listens would have a bearer token from the first
-request on and could read everything with it, and so would any process that takes the port of a store that died. A
-signature opens the request that it is of and no other: sent again it gives the same bytes to who has heard them
-already. Answers are signed likewise, so that a client takes no stranger at that port for its store, which would
-declare lost what is only away. Bytes of pieces need no signature, since readers know their digests; nobody is kept
-from listening.
+The key never travels (law 7). On a network without TLS an eavesdropper could use a bearer token to read
+everything, and so could a process that takes the port of a dead store. A signature is valid for its request only;
+a replayed request yields only bytes that the eavesdropper has already seen. Answers are signed too, so that no
+stranger at the port can declare pieces lost. The bytes of pieces are unsigned, since readers know their digests.
+The protocol does not hide the bytes.
 """
 
 import hmac
@@ -30,30 +29,30 @@ REQUEST_HEAD = struct.Struct("<32sI")  # signature, bytes of the request
 ANSWER_HEAD = struct.Struct("<32sBQ")  # signature, status, bytes that follow
 
 KEY_BYTES = 32  # at least
-BODY_BYTES = 128 * 2**10  # of a request
-MOST_PIECES = 4096  # of a request
-MOST_SEGMENTS = 32  # that a request may be of: so many files are open for it
-ANSWER_BYTES = 64 * 2**20  # unless it is a single piece, which may have any size
-LINE_BYTES = 1000  # of an answer without pieces
+BODY_BYTES = 128 * 2**10  # per request
+MOST_PIECES = 4096  # per request
+MOST_SEGMENTS = 32  # per request, which opens as many files
+ANSWER_BYTES = 64 * 2**20  # per answer of several pieces; a single piece may have any size
+LINE_BYTES = 1000  # per answer without pieces
 
-ADDRESSES = "stores"  # folder of the addresses in that of the run
+ADDRESSES = "stores"  # folder of the addresses, in the run's folder
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Offset = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9_-]{1,64}\.[0-9a-f]{1,16}\.[0-9a-f]{4}\Z")]
-"""Name of a segment, as `writer.new_name` makes it: no part of it leads out of a folder."""
+"""Name of a segment, as `writer.new_name` makes it; it cannot lead out of a folder."""
 
 
 class AnswerStatus(IntEnum):
-    """Meaning of an answer."""
+    """Status of an answer."""
 
     PIECES = 0  # their bytes follow
-    LOST = 1  # a line says which piece is not there
-    REFUSED = 2  # a line says why; nothing was read, and nothing is known of the pieces
+    LOST = 1  # a line names the missing piece
+    REFUSED = 2  # a line says why; nothing is known of the pieces
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Bytes of a segment that a request names, e.g. of the first: `Wanted(0, 65536, 24012)`."""
+    """A byte range of a segment in a request, e.g. of the first: `Wanted(0, 65536, 24012)`."""
 
     segment: Offset  # place in the request's list
     offset: Offset
@@ -61,9 +60,9 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PieceRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Pieces in the order in which they are to come.
+    """A request for pieces, in this order.
 
-    E.g. one: `PieceRequest(["replica-3.18f2a4c1b.9e41"], [Wanted(0, 65536, 24012)])`.
+    E.g. one piece: `PieceRequest(["replica-3.18f2a4c1b.9e41"], [Wanted(0, 65536, 24012)])`.
     """
 
     segments: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MOST_SEGMENTS)]
@@ -71,36 +70,36 @@ class PieceRequest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pieces."""
+        """Size of all pieces."""
         return sum([piece.num_bytes for piece in self.pieces])
 
 
 def make_request(refs: Sequence[PieceRef]) -> PieceRequest:
-    """Request for these pieces."""
+    """Return a request for these pieces."""
     places: dict[str, int] = {}
     pieces = [Wanted(places.setdefault(ref.segment, len(places)), ref.offset, ref.num_bytes) for ref in refs]
     return PieceRequest(list(places), pieces)
 
 
 def check_key(key: bytes) -> bytes:
-    """The key; ValueError where it could be guessed."""
+    """Return the key. Raises `ValueError` if it is too short."""
     if len(key) < KEY_BYTES:
         raise ValueError(f"key: {len(key)} bytes; make one of {KEY_BYTES} with secrets.token_bytes({KEY_BYTES})")
     return key
 
 
 def request_signature(key: bytes, body: bytes) -> bytes:
-    """[32] signature of a request's body."""
+    """Return the [32] signature of a request's body."""
     return hmac.digest(key, b"laminar request\0" + body, "sha256")
 
 
 def answer_signature(key: bytes, request: bytes, status: int, size: int, line: bytes = b"") -> bytes:
-    """[32] signature of an answer to the request of that signature; `line` is its text, where it has no pieces."""
+    """Return the [32] signature of an answer to a request; `line` is its text if it has no pieces."""
     return hmac.digest(key, b"laminar answer\0" + request + struct.pack("<BQ", status, size) + line, "sha256")
 
 
 def leave_address(folder: Path, store: str, address: tuple[str, int]) -> None:
-    """Have readers find a store of that name at this host and port. Raises `OSError`."""
+    """Write the host and port of a store for readers. Raises `OSError`."""
     folder.mkdir(mode=0o700, exist_ok=True)
     unfinished = folder / f"{store}.tmp"
     write_file(unfinished, msgspec.json.encode(address))
@@ -108,5 +107,5 @@ def leave_address(folder: Path, store: str, address: tuple[str, int]) -> None:
 
 
 def find_address(folder: Path, store: str) -> tuple[str, int]:
-    """Host and port at which a store serves, or did last. Raises `OSError` where it left none."""
+    """Read the last host and port of a store. Raises `OSError` if there is none."""
     return msgspec.json.decode((folder / store).read_bytes(), type=tuple[str, int])

@@ -1,10 +1,9 @@
-"""Segments: files of pieces that one process appends to, on the host that it runs on.
+"""Writers of segments and journals: files of pieces to which one process appends, on its own host.
 
-Replicas, scorers and the reference model each have a writer. Invariant: a reference exists only once its bytes are
-in the file, in the kernel's hands: whoever is killed after that has lost nothing. `sync` brings them to the disk,
-for what a loss of power must not take. A file that has reached `ROLL_BYTES` gets no more, and is deleted whole
-(`segments.folder`) when nobody needs a piece of it any more. A write that fails in the middle is taken back, so
-that frames always lie end to end; a file that somebody deleted gets no more.
+Replicas, scorers and the reference model have a writer each. The bytes of a piece are written to the file before
+its reference exists, so a killed process loses nothing that has a reference (law 1). `sync` brings the bytes to
+disk, against a loss of power. A segment of `ROLL_BYTES` is full; `segments.folder` deletes it when no piece of it
+is needed. A failed write is undone, so frames always lie end to end. A deleted file gets no further pieces.
 """
 
 import os
@@ -19,11 +18,14 @@ from laminar_py.records.pieces import Piece, PieceRef, TokensRef, unpack_experts
 
 ROLL_BYTES, JOURNAL_ROLL_BYTES = 64 * 2**20, 16 * 2**20
 SEGMENT, JOURNAL = ".segment", ".journal"
-_AT_ONCE = 512  # buffers of one call; the kernel takes 1,024
+_AT_ONCE = 512  # buffers per call; the kernel takes 1,024
 
 
 class SegmentWriter:
-    """Segments of one part, e.g. `SegmentWriter(folder, "replica-3")`; the first is made with the first piece."""
+    """Writes segments of one process, e.g. `SegmentWriter(folder, "replica-3")`.
+
+    A piece creates the first file.
+    """
 
     def __init__(self, folder: Path, part: str, *, roll_bytes: int = ROLL_BYTES) -> None:
         self._folder = folder
@@ -32,14 +34,14 @@ class SegmentWriter:
         self._file: int | None = None
         self._name = ""
         self._size = 0
-        self._unsynced: list[int] = []  # full files; as many as are filled between two calls of `sync`
+        self._unsynced: list[int] = []  # full files since the last `sync`
 
     def write(self, piece: AnyPiece) -> PieceRef:
-        """Append a piece; see `write_all`."""
+        """Append a piece and return its place. Raises `OSError`."""
         return self.write_all([piece])[0]
 
     def write_all(self, pieces: Sequence[AnyPiece]) -> list[PieceRef]:
-        """Append pieces, all to one file; where each lies. Raises `OSError` where there is no room."""
+        """Append pieces to one file and return their places. Raises `OSError`, e.g. without room."""
         if not pieces:
             return []
         file = self._open()
@@ -52,17 +54,17 @@ class SegmentWriter:
         return refs
 
     def sync(self) -> None:
-        """Have all that was written on disk; another thread may write meanwhile. Raises `OSError`."""
+        """Sync all written pieces to disk; another thread may write meanwhile. Raises `OSError`."""
         full, self._unsynced = self._unsynced, []
         for file in full:
             os.fdatasync(file)
             os.close(file)
-        present = self._file  # which the other thread may end meanwhile, but not close
+        present = self._file  # the other thread may end it meanwhile, but not close it
         if present is not None:
             os.fdatasync(present)
 
     def close(self) -> None:
-        """Have all on disk; what comes after it is in another file. Raises `OSError`."""
+        """Sync all to disk and end the file; a later piece creates another. Raises `OSError`."""
         self._end_file()
         self.sync()
 
@@ -83,13 +85,11 @@ class SegmentWriter:
 
 
 class Journal:
-    """Journals of one part, e.g. `Journal(folder, "replica-3")`; the first is made with the first entry.
+    """Writes journals of one process, e.g. `Journal(folder, "replica-3")`; an entry creates the first file.
 
-    Journals hold tokens of running trajectories that nobody was told of yet. The replica writes them now and then,
-    so that a death costs little; `segments.salvage` reads them after one. A trajectory that leaves the replica has
-    all of its tokens in a segment by then, and its entries count for nothing; the replica deletes a file in which
-    nothing counts. Invariant: tokens that a running trajectory had an interval ago are there, or a reference tells
-    of them.
+    Journals hold unreported tokens of running trajectories. The replica writes them every interval, so that a
+    crash loses at most one interval; `segments.salvage` reads them after a crash. When a trajectory leaves the
+    replica, all of its tokens are in a segment, and the replica deletes journals without a running trajectory.
     """
 
     def __init__(self, folder: Path, part: str, *, roll_bytes: int = JOURNAL_ROLL_BYTES) -> None:
@@ -98,10 +98,10 @@ class Journal:
         self._roll_bytes = roll_bytes
         self._file: int | None = None
         self._size = 0
-        self._entries: dict[Path, set[str]] = {}  # trajectories of each file, the present one last
+        self._entries: dict[Path, set[str]] = {}  # running trajectories in each file, the current file last
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Append what running trajectories have got since the last entry. Raises `OSError`."""
+        """Append tokens of running trajectories since their last entry. Raises `OSError`."""
         if pieces:
             frames = [make_frame(piece) for piece in pieces]
             file = self._open()
@@ -110,7 +110,7 @@ class Journal:
             next(reversed(self._entries.values())).update(piece.trajectory_id for piece in pieces)
 
     def forget(self, trajectory_id: str) -> None:
-        """Note that a trajectory has left; files without others are deleted, but for the present one."""
+        """Forget a trajectory that left, and delete older files without running trajectories."""
         present = next(reversed(self._entries), None)
         for path, trajectories in list(self._entries.items()):
             trajectories.discard(trajectory_id)
@@ -119,7 +119,7 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End it and delete its files: its part ends in peace, and has told everything."""
+        """Delete all journals, since the process ends and has reported everything."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -141,24 +141,24 @@ class Journal:
 
 
 def tokens_ref(piece: Piece, at: PieceRef) -> TokensRef:
-    """Reference to tokens that were written there."""
+    """Return the reference to tokens that were written at a place."""
     experts = None if piece.experts is None else unpack_experts(piece.experts)
     routed = 0 if experts is None else experts.start + experts.positions
     return TokensRef(piece.start, piece.end, at, routed)
 
 
 def new_name(part: str) -> str:
-    """A name that no other file of the run has, on whatever host, e.g. `replica-3.18f2a4c1b.9e41`."""
+    """Return a file name that is unique in the run, over all hosts, e.g. `replica-3.18f2a4c1b.9e41`."""
     return f"{part}.{time.time_ns():x}.{secrets.token_hex(2)}"
 
 
 def part_of(segment: str) -> str:
-    """The part that wrote a segment, by the name of that."""
+    """Return the name of the process that wrote a segment."""
     return segment.split(".", 1)[0]
 
 
 def append(file: int, buffers: Sequence[Buffer], *, at: int) -> None:
-    """Write buffers to the end of a file, which is at this byte, or none of them. Raises `OSError`."""
+    """Append all buffers to a file that ends at byte `at`, or none. Raises `OSError`."""
     try:
         write_whole(file, buffers)
     except OSError:
@@ -168,7 +168,7 @@ def append(file: int, buffers: Sequence[Buffer], *, at: int) -> None:
 
 
 def write_whole(file: int, buffers: Sequence[Buffer]) -> None:
-    """Write buffers one after the other, all of them. Raises `OSError`."""
+    """Write all buffers in order. Raises `OSError`."""
     for first in range(0, len(buffers), _AT_ONCE):
         rest: list[Buffer] = [buffer for buffer in buffers[first : first + _AT_ONCE] if len(buffer)]
         while rest:
