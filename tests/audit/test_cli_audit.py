@@ -32,7 +32,7 @@ async def test_a_run_that_keeps_the_laws_is_proved(tmp_path, laminar):
     code, out, _ = laminar("audit", tmp_path, "verify")
     assert (code, out.splitlines()[0], out.splitlines()[-1]) == (
         0,
-        "not sealed: the run goes on, or was killed",
+        "not sealed: the run is running, or was killed",
         "every law holds",
     )
     seal_run(tmp_path)

@@ -188,7 +188,7 @@ async def test_tokens_with_log_probabilities_of_another_number_are_a_finding(tmp
     assert findings(tmp_path) == []
     forge_shorter(tmp_path)
     found = findings(tmp_path)
-    assert any("36 bytes of arrays, 40 are described" in line for line in found), found
+    assert any("36 bytes of arrays instead of 40" in line for line in found), found
 
 
 def forge_shorter(run):
@@ -211,7 +211,9 @@ async def test_a_mark_of_loss_that_no_event_speaks_of_is_a_finding(tmp_path):
     with connection:
         connection.execute("UPDATE piece SET segment = '' WHERE trajectory = 6")
     connection.close()
-    assert findings(tmp_path) == ["law 11: rows: g5.0: its tokens count as lost, and no event says so"]
+    assert findings(tmp_path) == [
+        "law 11: rows: g5.0: its tokens are marked as lost, but no event says so"
+    ]
 
 
 def seal_findings(run):

@@ -171,12 +171,12 @@ def a_version_of_a_last_word(ledger):
         (a_mask, "token 4, which an environment wrote, has a sampling mask; 1 such"),
         (
             a_turn_above_its_limit,
-            "the turn from token 2 on has more than 3 tokens, which its environment allowed it",
+            "the turn from token 2 on exceeds its environment's limit of 3 tokens",
         ),
         (a_cache, "token 3, which an environment wrote, has a KV cache of version 0; 2 such"),
         (
             a_version_of_a_last_word,
-            "token 3 was stored as written by an environment, and not finished as such; 1 such",
+            "token 3 was stored as written by an environment, but not finished as such; 1 such tokens",
         ),
     ],
 )
@@ -200,7 +200,7 @@ async def test_what_is_trained_on_without_any_sampled_token_is_named(tmp_path):
         ended(ledger, Span(None, 0, 6))
         ledger.append_all(consume(1, 1, "g0.0"))
 
-    message = "was trained on, and no token of it was sampled by an engine"
+    message = "was trained on, but no engine sampled a token of it"
     assert await run_with(tmp_path, breach) == [(Rule.TRUTH, "g0.0", message)]
 
 

@@ -118,7 +118,7 @@ async def test_a_run_that_goes_on_breaks_its_seal_on_record(tmp_path):
         rows = connection.execute("SELECT body FROM event WHERE kind = 'sealbroken'").fetchall()
     assert rows == [(f'{{"event":"sealbroken","digest":"{digest}"}}',)]
     verdict = prove(tmp_path)
-    assert (verdict.violations, verdict.notes) == ([], ["not sealed: the run goes on, or was killed"])
+    assert (verdict.violations, verdict.notes) == ([], ["not sealed: the run is running, or was killed"])
     seal_run(tmp_path)
     assert verify(tmp_path) == []
 

@@ -121,7 +121,7 @@ async def test_bytes_that_were_changed_are_lost_and_not_scored(tmp_path):
     async with scorer_of(tmp_path, {"use": [{"kind": "exact", "pattern": "#(.)"}]}) as scorer:
         (found,) = await scores_of(scorer, unscored)
     assert (found.failure, found.value) == (DropReason.HOST_LOST, None)
-    assert "not those that were written" in found.detail
+    assert "the stored bytes were changed" in found.detail
 
 
 async def test_columns_are_in_a_segment_before_a_score_names_them(tmp_path):

@@ -1,7 +1,7 @@
-"""Checks that follow the event log, one rule or two each. Driven by `audit.verify`; each remembers little.
+"""Checks that follow the event log; each checks one rule or two, and remembers little. `audit.tasks` runs them.
 
-`see` gets every event of the kinds in `sees`, in order, with the row of its trajectory as it was before; `end`
-says what is still open.
+`check_event` gets every event of the types in `event_types`, in order, with the row of its trajectory before the
+event. `end` returns the violations that only the whole log shows.
 """
 
 import sqlite3
@@ -39,34 +39,34 @@ from laminar_py.records.trajectory import Kind
 
 
 class Check(Protocol):
-    """A check along the log, with nothing left open at its end unless it says so."""
+    """A check along the event log."""
 
-    sees: ClassVar[tuple[type[Event], ...]]
+    event_types: ClassVar[tuple[type[Event], ...]]
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Violations by this event."""
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Return the violations that an event shows."""
         ...
 
     def end(self) -> list[Violation]:
-        """Violations by the log as a whole."""
+        """Return the violations that the whole log shows."""
         return []
 
 
 class StalenessCheck(Check):
-    """Staleness is that of `records.ages`, of the oldest version in the trajectory, and within the run's bound.
+    """Checks that a recorded staleness is right by `records.ages`, and within the run's bound.
 
-    A version may be put on record after the first trajectory that has it was consumed.
+    `VersionPublished` may follow the first consumption of a trajectory with that version.
     """
 
-    sees = (RunStarted, Consumed, Stepped, RolledBack, VersionPublished)
+    event_types = (RunStarted, Consumed, Stepped, RolledBack, VersionPublished)
 
     def __init__(self) -> None:
         self._bound: int | None = None
         self._ages = WeightAges()
-        self._early: dict[int, list[Consumed]] = {}  # by a version that is not on record yet
+        self._early: dict[int, list[Consumed]] = {}  # by version without a record yet
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Look at consumption by the learner."""
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Check a consumption by the learner."""
         if isinstance(event, RunStarted):
             self._bound = event.max_staleness
         self._ages.record_event(event)
@@ -91,15 +91,15 @@ class StalenessCheck(Check):
 
 
 class DrainCheck(Check):
-    """A finished trajectory has one version, where the run promises drain."""
+    """Checks that a finished trajectory has one version, if the run promises `drain`."""
 
-    sees = (RunStarted, Finished)
+    event_types = (RunStarted, Finished)
 
     def __init__(self) -> None:
         self._promised = False
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Look at finished trajectories."""
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Check a finished trajectory."""
         if isinstance(event, RunStarted):
             self._promised = event.drain
         if not isinstance(event, Finished) or not self._promised:
@@ -111,13 +111,13 @@ class DrainCheck(Check):
 
 
 class WeightsCheck(Check):
-    """Versions are published once, loaded and used as published, and never go back on a replica.
+    """Checks that versions are published once, loaded and used as published, and never go back on a replica.
 
-    A replica may report a version before the learner's own answer is in, so what is not known as published yet
-    waits; a run that goes on, or was killed, may leave the version above the highest published one waiting.
+    A replica may report a version before its learner does, so findings on unpublished versions wait. A running or
+    killed run may leave findings on the version after the highest published one; they are no violations.
     """
 
-    sees = (
+    event_types = (
         PartStarted,
         VersionPublished,
         VersionLoaded,
@@ -129,16 +129,16 @@ class WeightsCheck(Check):
 
     def __init__(self) -> None:
         self._digests: dict[int, str] = {}
-        self._loaded: dict[str, int] = {}  # by part, since it started
-        self._waiting: dict[int, list[Violation]] = {}  # by version, should it never be published
-        self._early: dict[int, set[str]] = {}  # by version: digests that were loaded before it was published
-        self._open = False  # no end of the run is on record
+        self._loaded: dict[str, int] = {}  # by process, since its start
+        self._waiting: dict[int, list[Violation]] = {}  # by version, in case it is never published
+        self._early: dict[int, set[str]] = {}  # digests loaded before the publish, by version
+        self._open = False  # whether the run has no recorded end
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Look at publications, loads, and the versions of responses."""
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Check a publish, a load, or the versions of a response."""
         match event:
             case PartStarted():
-                # a revived replica may first load an old version, to go on with what was drained under it
+                # a restarted replica may first load an old version, to continue trajectories of that version
                 self._loaded.pop(event.part, None)
             case VersionPublished():
                 return self._published(event)
@@ -147,7 +147,7 @@ class WeightsCheck(Check):
             case Relayed():
                 return self._compare(event.node, "holds", event.version, event.digest)
             case Finished():
-                # one by one: the difference of a set and a dictionary's keys looks at all the keys
+                # one by one, since a set difference with dictionary keys would look at all keys
                 for version in (one for one in versions_of(event.spans) if one not in self._digests):
                     message = f"has tokens of version {version}, which was never published"
                     self._wait(version, Violation(Rule.VERSIONS, event.trajectory_id, message))
@@ -156,7 +156,7 @@ class WeightsCheck(Check):
         return []
 
     def end(self) -> list[Violation]:
-        """Uses of versions that were never published."""
+        """Return uses of versions that were never published."""
         next_version = max(self._digests, default=-1) + 1
         under_way = {next_version} if self._open else set()
         return [f for version, found in self._waiting.items() if version not in under_way for f in found]
@@ -183,28 +183,30 @@ class WeightsCheck(Check):
         return found
 
     def _compare(self, part: str, did: str, version: int, digest: str) -> list[Violation]:
-        """Compare the digest that a part has of a version with the learner's."""
+        """Compare a process's digest of a version with the learner's."""
         published = self._digests.get(version)
         if published is None:
             message = f"{did} version {version}, which was never published"
             self._wait(version, Violation(Rule.WEIGHTS, part, message))
             self._early.setdefault(version, set()).add(digest)
         elif published != digest:
-            message = f"{did} version {version} as {digest}, published was {published}"
+            message = f"{did} version {version} as {digest}, but it was published as {published}"
             return [Violation(Rule.WEIGHTS, part, message)]
         return []
 
 
 class ChecksumCheck(Check):
-    """Replicas that verified a version in one layout hold the same tensors."""
+    """Checks that replicas with the same layout have the same checksum of a version."""
 
-    sees = (VersionLoaded,)
+    event_types = (VersionLoaded,)
 
     def __init__(self) -> None:
-        self._verified: dict[tuple[int, int], VersionLoaded] = {}  # by version and GPUs: who verified it first
+        self._verified: dict[
+            tuple[int, int], VersionLoaded
+        ] = {}  # first, by version and number of GPUs
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Look at loads that were verified."""
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Check a verified load."""
         if not isinstance(event, VersionLoaded) or event.checksum is None:
             return []
         first = self._verified.setdefault((event.version, event.checksum.count("-")), event)
@@ -215,16 +217,16 @@ class ChecksumCheck(Check):
 
 
 class StepCheck(Check):
-    """A learner step consumed as many trajectories as it says; after a rollback the step counts anew."""
+    """Checks that a learner step consumed as many trajectories as it says; a rollback resets the count."""
 
-    sees = (Stepped, Consumed, Undone, RolledBack)
+    event_types = (Stepped, Consumed, Undone, RolledBack)
 
     def __init__(self) -> None:
         self._consumed: Counter[int] = Counter()
         self._said: dict[int, int] = {}
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Count."""
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Count a step's trajectories."""
         match event:
             case Stepped():
                 self._said[event.step] = event.num_trajectories
@@ -237,31 +239,31 @@ class StepCheck(Check):
         return []
 
     def end(self) -> list[Violation]:
-        """Steps whose counts differ."""
+        """Return the steps whose counts differ."""
         found = []
         for step in sorted(self._said.keys() | self._consumed.keys()):
             said, consumed = self._said.get(step, 0), self._consumed[step]
             if said != consumed:
-                message = f"says it used {said} trajectories, {consumed} were consumed by it"
+                message = f"says it used {said} trajectories, but it consumed {consumed}"
                 found.append(Violation(Rule.CONSUMPTION, f"step {step}", message))
         return found
 
 
 class FiguresCheck(Check):
-    """Figures of an evaluation are those of its answers; intervals, which draw numbers, are left out."""
+    """Checks figures of evaluations against their answers, without intervals, which use random draws."""
 
-    sees = (Scored, Dropped, Evaluated)
+    event_types = (Scored, Dropped, Evaluated)
 
     def __init__(self) -> None:
-        self._answers: dict[str, list[EvalAnswer]] = {}  # of passes without figures yet
+        self._answers: dict[str, list[EvalAnswer]] = {}  # by pass without figures yet
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Keep answers, and compare."""
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Collect an answer, or compare figures with the answers."""
         if isinstance(event, Evaluated):
             found = set_figures(self._answers.pop(event.pass_id, []), samples=event.figures.samples)
             if found is None or found.exact != event.figures.exact:
                 told = "none" if found is None else found.describe()
-                message = f"says {event.figures.describe()}; by its answers that is {told}"
+                message = f"says {event.figures.describe()}, but its answers give {told}"
                 return [Violation(Rule.ROWS, f"evaluation {event.pass_id}", message)]
         elif row is not None and row.kind is Kind.EVAL:
             answers = self._answers.setdefault(row.group_id, [])
@@ -273,40 +275,43 @@ class FiguresCheck(Check):
 
 
 class ArchiveCheck(Check):
-    """Files of the archive that are on record are there; their bytes are compared elsewhere."""
+    """Checks that recorded archive files exist; `audit.tasks` compares their bytes."""
 
-    sees = (Archived,)
+    event_types = (Archived,)
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Look for the file."""
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Look for a recorded file."""
         if not isinstance(event, Archived) or (self._folder / event.path).is_file():
             return []
         return [Violation(Rule.ARCHIVE, event.path, f"is missing, with {event.num_trajectories} trajectories")]
 
 
 class LossCheck(Check):
-    """Whatever counts as lost is on record as such."""
+    """Checks that every lost piece is recorded as lost."""
 
-    sees = (TokensLost,)
+    event_types = (TokensLost,)
 
     def __init__(self) -> None:
         self._told: set[str] = set()
         self._untold: list[str] = []
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Note what was lost."""
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Note trajectories recorded as lost."""
         if isinstance(event, TokensLost):
             self._told.update(event.trajectory_ids)
         return []
 
     def compare(self, connection: sqlite3.Connection) -> None:
-        """Look at what counts as lost, once all events were seen."""
+        """Find lost pieces without an event; call it after the last event."""
         query = "SELECT DISTINCT id FROM piece JOIN trajectory ON number = trajectory WHERE segment = ''"
         self._untold = [id for (id,) in connection.execute(query) if id not in self._told]
 
     def end(self) -> list[Violation]:
-        """Violations by what no event speaks of."""
-        return [Violation(Rule.ROWS, id, "its tokens count as lost, and no event says so") for id in self._untold]
+        """Return the lost pieces without an event."""
+        return [
+            Violation(Rule.ROWS, id, "its tokens are marked as lost, but no event says so")
+            for id in self._untold
+        ]

@@ -43,7 +43,7 @@ class Replay:
         """The row of the event's trajectory, if that is live."""
         return self._machine.live.get(getattr(event, "trajectory_id", ""))
 
-    def see(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> None:
+    def apply_event(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> None:
         """Apply event number `seq`, stamped by the two clocks; say so if that cannot be."""
         if type(event) in _OF_LENGTH:
             self._grow(event)

@@ -61,7 +61,7 @@ class ResponseCheck:
         self._reader = reader
         self._simulated = is_simulated(connection)
 
-    def see_stored(self, first: int, last: int) -> list[int]:
+    def check_stored(self, first: int, last: int) -> list[int]:
         """Look at what SQLite refers to of trajectories `first` to `last`; those of which there should be more."""
         rows_of = piece_rows(self._connection, "number BETWEEN ? AND ?", (first, last))
         self._see(stored_pieces(self._reader, rows_of), first, last)
@@ -70,14 +70,14 @@ class ResponseCheck:
         )
         return sorted({number for (number,) in rows} - set(self.numbers))
 
-    def see_file(self, path: Path) -> None:
+    def check_file(self, path: Path) -> None:
         """Look at what a file of the archive has."""
         pieces = file_pieces(path)
         one = next(pieces, None)
         if one is not None:
             self._see(chain((one,), pieces), one.trajectory, 2**62, in_file=True)
 
-    def see_apart(self, numbers: Iterable[int], responses: StoredResponses) -> None:
+    def check_rows_apart(self, numbers: Iterable[int], responses: StoredResponses) -> None:
         """Look at what several files of the archive have of these trajectories."""
         query = f"SELECT {_PROMISED} FROM trajectory WHERE number = ?"
         for number in numbers:

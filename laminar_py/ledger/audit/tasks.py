@@ -70,15 +70,15 @@ def check_events(run: Path) -> TaskResult:
     checks += [TruthCheck(), FiguresCheck(), archive, losses]
     watching: dict[type[Event], list[Check]] = {}
     for check in checks:
-        for kind in check.sees:
+        for kind in check.event_types:
             watching.setdefault(kind, []).append(check)
     found: list[Violation] = []
     with reading(run) as connection:
         replay, entries = Replay(connection), log.Log(connection)
         for seq, wall, mono, event in entries:
             for check in watching.get(type(event), ()):
-                found += check.see(event, replay.row_before(event))
-            replay.see(seq, event, wall=wall, mono=mono)
+                found += check.check_event(event, replay.row_before(event))
+            replay.apply_event(seq, event, wall=wall, mono=mono)
         replay.end()
         losses.compare(connection)
         simulated = is_simulated(connection)
@@ -106,7 +106,7 @@ def check_stored(run: Path, first: int, last: int) -> TaskResult:
     """Check responses that SQLite refers to, of trajectories `first` to `last`."""
     with reading(run) as connection:
         check = ResponseCheck(connection, _reader(run))
-        missing = check.see_stored(first, last)
+        missing = check.check_stored(first, last)
         away = f"{check.num_elsewhere} responses are on other hosts of the run, and were not read"
         notes = [away] if check.num_elsewhere else []
         return TaskResult(violations=check.violations, missing=missing, notes=notes)
@@ -126,7 +126,7 @@ def check_archive(run: Path, path: Path) -> TaskResult:
             message = f"was changed, so none of its {event.num_trajectories} trajectories is read; restore it"
             return TaskResult(violations=[Violation(Rule.ARCHIVE, event.path, message)])
         try:
-            check.see_file(path)
+            check.check_file(path)
         except LedgerError as error:
             check.violations.append(Violation(Rule.ARCHIVE, path.name, str(error)))
         return TaskResult(violations=check.violations, seen=check.numbers, apart=check.apart)
@@ -136,7 +136,7 @@ def check_apart(run: Path, numbers: Collection[int]) -> TaskResult:
     """Check responses that several files of the archive have together."""
     with reading(run) as connection:
         check = ResponseCheck(connection, _reader(run))
-        check.see_apart(numbers, StoredResponses(ledger_path(run).parent, connection))
+        check.check_rows_apart(numbers, StoredResponses(ledger_path(run).parent, connection))
         return TaskResult(violations=check.violations)
 
 

@@ -1,8 +1,8 @@
-"""Law 9 as far as the record has it: what an environment wrote is no sample of an engine, and trains nothing.
+"""The check of law 9 on the record: tokens of environments are not marked as sampled, and are not trained on.
 
-Spans without a version are what environments wrote, and are kept out of the loss by that alone. So a token of one
-that stands as sampled, or a sampled one that has what only others have, is told with its place. Called by
-`audit.responses` for each response, and by `audit.tasks` along the log.
+Spans without a version are tokens of environments; the loss leaves them out for that reason alone. The check
+reports tokens whose stored and final marks differ, and environment tokens with properties of sampled ones.
+`audit.responses` calls it for each response, and `audit.tasks` along the log.
 """
 
 from collections.abc import Iterator
@@ -21,25 +21,25 @@ from laminar_py.records.trajectory import Kind
 
 
 class TruthCheck(Check):
-    """Tokens that an engine sampled are in each trajectory that the learner consumes."""
+    """Checks that each consumed trajectory has a token that an engine sampled."""
 
-    sees = (Consumed,)
+    event_types = (Consumed,)
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Look at consumption by the learner."""
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Check a consumption by the learner."""
         if row is None or row.kind is Kind.EVAL or row.oldest_version is not None:
             return []
-        return [Violation(Rule.TRUTH, row.id, "was trained on, and no token of it was sampled by an engine")]
+        return [Violation(Rule.TRUTH, row.id, "was trained on, but no engine sampled a token of it")]
 
 
 def check_truth(response: Payload, spans: tuple[Span, ...]) -> Iterator[str]:
-    """Faults of the tokens that environments wrote; `spans` are those that the response finished with."""
+    """Iterate over faults of environment tokens in a response; `spans` are its final spans."""
     count = len(response.ids)
     sampled = sampled_mask(response.spans, count)
     moved = np.flatnonzero(sampled_mask(spans, count) != sampled)
     if len(moved):
         stored = "sampled by an engine" if sampled[moved[0]] else "written by an environment"
-        yield f"token {moved[0]} was stored as {stored}, and not finished as such; {len(moved)} such"
+        yield f"token {moved[0]} was stored as {stored}, but not finished as such; {len(moved)} such tokens"
     yield from _overlong(spans)
     if sampled.all():
         return
@@ -48,7 +48,7 @@ def check_truth(response: Payload, spans: tuple[Span, ...]) -> Iterator[str]:
         value = response.logprobs[strays[0]]
         yield _told(strays[0], f"has a log-probability of {value:g}, not 0", count=len(strays))
     mask = response.sampling_mask
-    if mask is not None and len(mask.counts) == count:  # else that is told
+    if mask is not None and len(mask.counts) == count:  # else `audit.responses` reports it
         strays = np.flatnonzero(~sampled & (mask.counts > 0))
         if len(strays):
             yield _told(strays[0], "has a sampling mask", count=len(strays))
@@ -58,13 +58,13 @@ def check_truth(response: Payload, spans: tuple[Span, ...]) -> Iterator[str]:
 
 
 def _overlong(spans: tuple[Span, ...]) -> Iterator[str]:
-    """Turns of the model with more tokens than their environment let them have."""
+    """Iterate over turns of the model that exceed their environment's limit."""
     start, limit = 0, None
     for span in spans:
         if span.version is None:
             start, limit = span.end, span.turn_limit
         elif limit is not None and span.end - start > limit:
-            yield f"the turn from token {start} on has more than {limit} tokens, which its environment allowed it"
+            yield f"the turn from token {start} on exceeds its environment's limit of {limit} tokens"
             limit = None
 
 
@@ -73,11 +73,11 @@ def _told(place: int | np.intp, what: str, *, count: int) -> str:
 
 
 def sampled_in(piece: Piece) -> BoolArray:
-    """[n] True on tokens of a piece that an engine sampled."""
+    """Return [n] whether an engine sampled each token of a piece."""
     own = shift_spans(clip_spans(piece.spans, piece.start), -piece.start)
     return sampled_mask(own, piece.end - piece.start)
 
 
 def last_sampled(spans: tuple[Span, ...]) -> int:
-    """End of the last token that an engine sampled; 0 without any."""
+    """Return the end of the last sampled token, 0 without any."""
     return max((span.end for span in spans if span.version is not None), default=0)

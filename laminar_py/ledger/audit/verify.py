@@ -1,8 +1,8 @@
-"""Proves the laws on a ledger, of a run that ended, was killed, or goes on. Called by `laminar audit verify`.
+"""Proof of the laws on the ledger of a finished, killed or running run. `laminar audit verify` calls it.
 
-It trusts no table: every row is derived again from the hash-chained events, every response from its pieces. A
-large ledger is read by several processes at once, each of which does some of the tasks. A task sees one state of
-the file from beginning to end and compares nothing between two, so a run that goes on is judged by what is there.
+It trusts no table: it derives every row again from the hash-chained events, and every response from its pieces.
+Several processes read a large ledger at once, each with some of the tasks. A task reads one state of the file and
+compares nothing between two states, so a running run can be checked.
 """
 
 import gc
@@ -22,26 +22,26 @@ from laminar_py.ledger.audit.violations import Rule, Violation
 from laminar_py.ledger.database import LedgerError, ledger_path, reading
 from laminar_py.ledger.seal import differences, read_seal, seal_digest
 
-_ALONE = 100_000  # events that one process is done with sooner than others have started
-_EVENTS = 500_000  # of the chain, in one task
-_TRAJECTORIES = 50_000  # responses in SQLite, in one task
+_ALONE = 100_000  # events that one process checks faster than others start
+_EVENTS = 500_000  # of the hash chain, per task
+_TRAJECTORIES = 50_000  # responses in SQLite, per task
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Violations, and notes on what they do not say: a seal, or events that could not be judged."""
+    """Violations, and notes about the seal and about events that could not be checked."""
 
     violations: list[Violation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def verify(run: Path, *, processes: int | None = None) -> list[Violation]:
-    """Violations in the record of `run`; none if all is well. Raises `LedgerError` on a bad file."""
+    """Return the violations in the record of `run`. Raises `LedgerError` for a bad file."""
     return prove(run, processes=processes).violations
 
 
 def prove(run: Path, *, processes: int | None = None) -> Proof:
-    """Violations and notes. `processes`: at most so many, by default one for each core."""
+    """Return violations and notes, using at most `processes` processes, by default one per core."""
     folder, proof = ledger_path(run).parent, Proof()
     was_sealed = seal_digest(folder) is not None
     _check_seal(folder, proof)
@@ -51,7 +51,7 @@ def prove(run: Path, *, processes: int | None = None) -> Proof:
         if not proof.violations:
             raise
         proof.violations.append(Violation(Rule.LOG, "ledger", str(error)))
-    if was_sealed and seal_digest(folder) is None:  # the run went on meanwhile
+    if was_sealed and seal_digest(folder) is None:  # the run was resumed meanwhile
         return prove(run, processes=processes)
     return proof
 
@@ -63,7 +63,7 @@ def _check_seal(folder: Path, proof: Proof) -> None:
         proof.violations.append(Violation(Rule.SEAL, "seal.json", str(error)))
         return
     if seal is None:
-        proof.notes.append("not sealed: the run goes on, or was killed")
+        proof.notes.append("not sealed: the run is running, or was killed")
         return
     proof.notes.append(f"sealed: {len(seal.files)} files, event {seal.seq} is the last")
     proof.violations.extend(Violation(Rule.SEAL, *difference) for difference in differences(folder, seal))
@@ -86,9 +86,9 @@ def _check_ledger(run: Path, proof: Proof, *, processes: int) -> None:
         proof.violations.extend(file.violations)
         proof.notes.extend(file.notes)
         if file.violations:
-            return  # values are not of their types, rows not in their order: whatever follows would be noise
+            return  # values have wrong types or rows a wrong order, so further findings would be noise
         missing = {number for task in stored for number in task().missing}
-        # now: what a run moves to a file meanwhile is in one that is there by the time it is gone from SQLite
+        # listed only now, so that pieces which the run archives meanwhile are found in SQLite or in a listed file
         apart: set[int] = set()
         archive = [submit(tasks.check_archive, run, path) for path in archive_files(ledger_path(run).parent)]
         for task in [*work, *stored, *archive]:
@@ -102,7 +102,7 @@ def _check_ledger(run: Path, proof: Proof, *, processes: int) -> None:
 
 
 def _ranges(count: int, size: int) -> list[tuple[int, int | None]]:
-    """Ranges that [1, count] is cut into; an empty one if there is nothing."""
+    """Cut [1, count] into ranges; one empty range for count 0."""
     return [(first, min(first + size - 1, count)) for first in range(1, count + 1, size)] or [(1, 0)]
 
 
@@ -111,14 +111,14 @@ Submit = Callable[..., Callable[[], TaskResult]]
 
 @contextmanager
 def _workers(processes: int) -> Iterator[Submit]:
-    """Give a function that submits a task, and gives what waits for its result; in this process if that is enough.
+    """Give a function that submits a task and returns a function that waits for its result.
 
-    A task whose result nobody has asked for by the end is given up.
+    With one process the tasks run in this one. At the end, tasks without a requested result are cancelled.
     """
     if processes == 1:
         yield lambda function, *arguments: cache(partial(function, *arguments))
         return
-    # the collector of cycles finds none here, in the millions of objects that come and go
+    # tasks create millions of objects without reference cycles, so the cycle collector would only cost time
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=gc.disable) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result
         pool.shutdown(cancel_futures=True)

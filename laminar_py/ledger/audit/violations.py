@@ -1,4 +1,4 @@
-"""Violations that the audit finds, and the rules that they break. Made by the checks, shown by `cli.audit`."""
+"""Violations and the rules that they break. The checks of the audit make them; `cli.audit` prints them."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Rule(StrEnum):
-    """A rule of the record, and the number of the law in docs/laws.md that is broken with it."""
+    """A rule of the record, with the number of its law in docs/laws.md."""
 
     law: int
 
@@ -15,20 +15,20 @@ class Rule(StrEnum):
         rule._value_, rule.law = name, law
         return rule
 
-    SEAL = "seal", 11  # a closed run is as it was sealed
+    SEAL = "seal", 11  # a finished run is unchanged since its seal
     LOG = "log", 11  # the event log is whole and unchanged
     ORDER = "order", 11  # every event was possible when it happened
-    ROWS = "rows", 11  # the tables say what the events say
+    ROWS = "rows", 11  # the tables agree with the events
     ACCOUNTING = "accounting", 1  # issued = consumed + dropped + live
-    CONSUMPTION = "consumption", 1  # no trajectory is consumed twice, and each by a step that counts it
-    SPANS = "spans", 2  # every response token is stored, unchanged, and knows its version
-    TRUTH = "truth", 9  # what an environment wrote stands as such, and nothing else is trained on than samples
-    ARCHIVE = "archive", 11  # its files are those that were written
-    RECORDING = "recording", 4  # masks and experts, where recorded, are whole and fit the tokens
-    DRAIN = "drain", 2  # one version per trajectory where that is promised
+    CONSUMPTION = "consumption", 1  # no trajectory is consumed twice; each step counts its own
+    SPANS = "spans", 2  # every response token is stored unchanged, with its version
+    TRUTH = "truth", 9  # environment tokens are marked as such; only sampled tokens are trained on
+    ARCHIVE = "archive", 11  # archive files are unchanged
+    RECORDING = "recording", 4  # recorded masks and experts are complete and fit the tokens
+    DRAIN = "drain", 2  # one version per trajectory, if promised
     STALENESS = "staleness", 12  # as recorded, and within the bound
-    VERSIONS = "versions", 2  # numbers are not reused and an engine's do not go back
-    WEIGHTS = "weights", 3  # loaded bytes are those that were published
+    VERSIONS = "versions", 2  # numbers are not reused, and an engine's versions do not go back
+    WEIGHTS = "weights", 3  # loaded bytes are the published ones
     DROPS = "drops", 6  # every drop has a reason
 
 
@@ -41,9 +41,9 @@ class Violation(msgspec.Struct, frozen=True):
 
     @property
     def law(self) -> int:
-        """Number of the law that it proves broken."""
+        """Number of the broken law."""
         return self.rule.law
 
     def __str__(self) -> str:
-        # one line, whatever it quotes of what was damaged
+        # one line, whatever damaged text it quotes
         return " ".join(f"law {self.law}: {self.rule}: {self.subject}: {self.message}".split())

@@ -1,8 +1,8 @@
-"""Bytes of pieces in segments and journals. Pure.
+"""The byte format of pieces in segments and journals. Pure.
 
-A frame is a head of fixed size (kind, sizes, digest), a description in MessagePack, and the arrays as they are.
-Its digest covers description and arrays, so that whoever has a reference can tell that the bytes are those it is
-of, and who reads a file from its beginning where the whole frames end. Frames lie end to end.
+A frame is a head of fixed size (kind, sizes, digest), a description in MessagePack, and the raw arrays. Frames lie
+end to end. The digest covers description and arrays. With it a reader checks a piece against its reference, and
+finds where the complete frames of a file end.
 """
 
 import struct
@@ -53,7 +53,7 @@ _decoder: msgspec.msgpack.Decoder[_TokensHead | _ColumnHead] = msgspec.msgpack.D
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A piece as it is written: buffers in a row, how many bytes these are, and the digest."""
+    """The bytes of a piece: its buffers in order, their total size, and the digest."""
 
     buffers: Sequence[Buffer]
     num_bytes: int
@@ -61,7 +61,7 @@ class Frame:
 
 
 def make_frame(piece: AnyPiece) -> Frame:
-    """The frame of a piece."""
+    """Return the frame of a piece."""
     if isinstance(piece, Piece):
         same = len(piece.ids) == len(piece.logprobs)
         assert same, f"{piece.trajectory_id}: {len(piece.logprobs)} bytes of logprobs for {len(piece.ids)} of ids"
@@ -72,20 +72,20 @@ def make_frame(piece: AnyPiece) -> Frame:
 
 
 def read_frame(data: memoryview, digest: bytes) -> AnyPiece:
-    """The piece in a whole frame. Raises `PayloadLostError` where it is another than the digest is of."""
+    """Return the piece in a frame. Raises `PayloadLostError` if the frame does not match the digest."""
     try:
         kind, size, length, noted = _HEAD.unpack_from(data)
     except struct.error:
-        raise PayloadLostError(f"{len(data)} bytes are no piece") from None
+        raise PayloadLostError(f"{len(data)} bytes are not a piece") from None
     description, body = data[_HEAD.size : _HEAD.size + size], data[_HEAD.size + size :]
     whole = kind == _KIND and (len(description), len(body)) == (size, length)
     if not whole or not noted == digest == frame_digest(description, [body]):
-        raise PayloadLostError("the bytes there are not those that were written")
+        raise PayloadLostError("the stored bytes were changed")
     return rebuild(description, body)
 
 
 def whole_frames(data: memoryview) -> Iterator[AnyPiece]:
-    """Pieces from the beginning of a file on, as far as its frames are whole."""
+    """Iterate over the pieces of a file, up to its first incomplete frame."""
     place = 0
     while place + _HEAD.size <= len(data):
         _, size, length, digest = _HEAD.unpack_from(data, place)
@@ -101,7 +101,7 @@ def whole_frames(data: memoryview) -> Iterator[AnyPiece]:
 
 
 def describe(piece: AnyPiece) -> bytes:
-    """Description of a piece: everything but its arrays."""
+    """Return the description of a piece: all but its arrays."""
     if isinstance(piece, ColumnPiece):
         return _encoder.encode(_ColumnHead(piece.trajectory_id, piece.name, piece.values.dtype))
     return _encoder.encode(
@@ -121,25 +121,25 @@ def describe(piece: AnyPiece) -> bytes:
 
 
 def arrays_of(piece: AnyPiece) -> list[bytes]:
-    """Arrays of a piece, in the order in which they lie."""
+    """Return the arrays of a piece, in file order."""
     if isinstance(piece, ColumnPiece):
         return [piece.values.data]
     return [piece.ids, piece.logprobs, *filter(None, (piece.mask, piece.experts))]
 
 
 def rebuild(description: Buffer, body: Buffer) -> AnyPiece:
-    """The piece of a description and its arrays. Raises `PayloadLostError` where they are not of one another."""
+    """Build a piece from its description and arrays. Raises `PayloadLostError` if they do not fit."""
     try:
         head = _decoder.decode(description)
     except msgspec.DecodeError as error:
-        raise PayloadLostError(f"a description that cannot be read: {error}") from None
+        raise PayloadLostError(f"unreadable description: {error}") from None
     if isinstance(head, _ColumnHead):
         return ColumnPiece(
             trajectory_id=head.trajectory_id, name=head.name, values=TokenValues(head.dtype, bytes(body))
         )
     sizes = 4 * head.count, 4 * head.count, max(0, head.mask_bytes), max(0, head.experts_bytes)
     if sum(sizes) != len(body):
-        raise PayloadLostError(f"{len(body)} bytes of arrays, {sum(sizes)} are described")
+        raise PayloadLostError(f"{len(body)} bytes of arrays instead of {sum(sizes)}")
     arrays, place = [], 0
     for size in sizes:
         arrays.append(bytes(body[place : place + size]))
@@ -160,9 +160,9 @@ def rebuild(description: Buffer, body: Buffer) -> AnyPiece:
 
 
 def frame_digest(description: Buffer, arrays: Sequence[Buffer]) -> bytes:
-    """Digest of a piece, [16]: of its arrays, then the sizes of both, then its description.
+    """Return the [16] digest of a piece: over its arrays, then both sizes, then its description.
 
-    Arrays come first and in one call, with which BLAKE3 takes many of its chunks at a time: half of the seconds.
+    The arrays come first and in one call, which lets BLAKE3 process many chunks at a time, in half of the time.
     """
     body = arrays[0] if len(arrays) == 1 else b"".join(arrays)
     hasher = blake3(body)

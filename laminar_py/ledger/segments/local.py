@@ -1,13 +1,13 @@
-"""Segments of a run whose folder lies over a network: on a disk of each host while it runs, in that folder after.
+"""Segments of a run in a network folder: on a disk of each host while it runs, in the run's folder afterwards.
 
-`<run>/segments` is then a link, which every host follows for itself:
+`<run>/segments` is then a link, which each host follows by itself:
 
-    to `<runs_local>/laminar-segments-...`   the run goes on, or was killed: each host has what it wrote
-    to `segments.kept` beside it             it has ended: all that is kept is there, for readers on any host
+    to `<runs_local>/laminar-segments-...`   while the run runs, and after a kill: each host has its own segments
+    to `segments.kept` beside it             after its end: all kept segments, for readers on any host
 
-The controller links, hosts make their folder with the first file (`make_folder`) and copy what is kept at the end
-(`keep_here`). Invariant: the link is replaced in one step, once all that it is to lead to is on disk; so at any
-moment it leads to all that the record needs, as far as hosts live.
+The controller creates the link. A host creates its folder with its first file (`make_folder`), and copies its kept
+segments at the end (`keep_here`). The link is replaced in one step, after its target is on disk, so it always
+leads to everything that the record needs from living hosts (`tests/segments/test_local.py`).
 """
 
 import errno
@@ -20,18 +20,18 @@ from pathlib import Path
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.host import sync
 
-LEAST_FREE = 16 * 2**20  # bytes of a disk without which nobody begins to write there
+LEAST_FREE = 16 * 2**20  # free bytes of a disk, below which no writer starts
 KEPT = ".kept"  # after the name of the link
 _COPYING = ".copying"
 
 
 def is_local(folder: Path) -> bool:
-    """True where each host has segments of its own behind this name."""
+    """Whether each host has its own segments behind this link."""
     return folder.is_symlink() and os.path.isabs(os.readlink(folder))
 
 
 def make_folder(folder: Path) -> None:
-    """Have a folder of this user alone, also behind a link. Raises `OSError`."""
+    """Create a private folder, also behind a link. Raises `OSError`."""
     if not folder.is_symlink():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return
@@ -39,13 +39,13 @@ def make_folder(folder: Path) -> None:
 
 
 def link_local(folder: Path, place: Path) -> None:
-    """Have each host's segments at `place` from now on; this host gets what was kept at the end of before.
+    """Link to segments at `place` on each host; copy segments kept from an earlier end to this host.
 
     Raises `OSError`.
     """
     kept = folder.with_name(f"{folder.name}{KEPT}")
     if folder.is_dir() and not folder.is_symlink():
-        folder.rename(kept)  # killed here, the next start links as this one was to
+        folder.rename(kept)  # after a kill here, the next start creates the link
     if kept.is_dir():
         _make_own(place)
         _copy_new(kept.iterdir(), place)
@@ -54,7 +54,7 @@ def link_local(folder: Path, place: Path) -> None:
 
 
 def keep_here(folder: str, names: bytes) -> bytes:
-    """Copy these files of this host, a `list[str]`, to what is kept of the run; their number. Raises `OSError`."""
+    """Copy files of this host (`list[str]`) to the kept segments; return their number. Raises `OSError`."""
     source = Path(folder)
     kept = source.with_name(f"{source.name}{KEPT}")
     kept.mkdir(mode=0o700, exist_ok=True)
@@ -64,7 +64,7 @@ def keep_here(folder: str, names: bytes) -> bytes:
 
 
 def lead_to_kept(folder: Path, names: Iterable[str]) -> None:
-    """Have readers find what is kept, these files, once all hosts have copied theirs. Raises `OSError`."""
+    """Link readers to the kept segments, after all hosts copied theirs; delete others. Raises `OSError`."""
     kept = folder.with_name(f"{folder.name}{KEPT}")
     kept.mkdir(mode=0o700, exist_ok=True)
     _lead(folder, kept.name)
@@ -75,17 +75,17 @@ def lead_to_kept(folder: Path, names: Iterable[str]) -> None:
 
 
 def drop_local(place: str) -> bytes:
-    """Delete this host's folder, all of which is kept."""
+    """Delete this host's folder, whose kept segments were copied."""
     shutil.rmtree(place, ignore_errors=True)
     return b""
 
 
 def _make_own(place: Path) -> None:
-    """Have a folder of this user alone on a disk where anybody may make one. Raises `OSError`."""
+    """Create a private folder on a disk where any user may create folders. Raises `OSError`."""
     place.mkdir(mode=0o700, exist_ok=True)
     status = place.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(errno.EACCES, "it is another user's", str(place))
+        raise PermissionError(errno.EACCES, "it belongs to another user", str(place))
 
 
 def _behind(folder: Path) -> Path:
@@ -102,7 +102,7 @@ def _lead(folder: Path, target: str) -> None:
 
 
 def _copy_new(paths: Iterable[Path], folder: Path) -> None:
-    """Copy files that are not there yet in their size; each is whole once it has its name."""
+    """Copy files that are missing or differ in size; a file gets its name when it is complete."""
     for path in paths:
         target = folder / path.name
         if path.name.endswith(_COPYING) or (target.is_file() and target.stat().st_size == path.stat().st_size):

@@ -1,7 +1,7 @@
-"""Reads pieces by reference: from files of this host, and from the stores of others.
+"""Reader of pieces by reference, from files of this host and from the stores of other hosts.
 
-Scorers, learner ranks, the reference model, and replicas that go on with a response each have a reader; so do the
-archive and the audit. Invariant: what is given out has the digest of its reference. Threads may share one.
+Scorers, learner ranks, the reference model and replicas have a reader each; so do the archive and the audit. Every
+piece is checked against the digest of its reference (law 9). Threads may share a reader.
 """
 
 import os
@@ -19,50 +19,50 @@ from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, 
 from laminar_py.records.spans import sampled_mask
 from laminar_py.records.trajectory import FinishedTrajectory, Trajectory
 
-OPEN_FILES = 64  # that a reader keeps open
+OPEN_FILES = 64  # kept open per reader
 
 
 class StoreAwayError(PayloadLostError):
-    """A store that has not answered for so long that its pieces count as lost, all of them."""
+    """A store did not answer for so long that all of its pieces count as lost."""
 
 
 class ElsewhereError(PayloadLostError):
-    """A piece that may be on another host of a run that goes on, or was killed: no store is asked here."""
+    """A piece may be on another host of a running or killed run; this reader asks no store."""
 
 
 class PieceFetch(Protocol):
-    """Pieces of another host: their bytes, in order, from the store of a name.
+    """Fetches pieces of another host from a store by name.
 
-    Raises `PayloadLostError` where one is lost, `StoreAwayError` where the store is.
+    Raises `PayloadLostError` if a piece is lost, `StoreAwayError` if the store does not answer.
     """
 
     def __call__(self, store: str, refs: Sequence[PieceRef]) -> list[bytes]:
-        """Whole frames."""
+        """Return the frames of pieces, in order."""
         ...
 
 
 class Loaded:
-    """Pieces that were asked for together, those that are lost among them."""
+    """Pieces that were loaded together, with an error for each lost one."""
 
     def __init__(self, found: Mapping[PieceRef, bytes | PayloadLostError]) -> None:
         self._found = found
 
     def response(self, tokens: Iterable[TokensRef]) -> Payload:
-        """The response that these make. Raises `PayloadLostError` where one is lost, or they are not of one."""
+        """Join pieces to a response. Raises `PayloadLostError` if one is lost or they do not fit together."""
         try:
             return join(self._tokens(one.at) for one in tokens)
         except ValueError as error:
             raise PayloadLostError(str(error)) from error
 
     def column(self, ref: ColumnRef) -> ColumnPiece:
-        """A column. Raises `PayloadLostError`."""
+        """Return a column. Raises `PayloadLostError`."""
         piece = self.piece(ref.at)
         if not isinstance(piece, ColumnPiece):
             raise PayloadLostError(f"{ref.at.segment}: tokens, where a column was to be")
         return piece
 
     def piece(self, ref: PieceRef) -> AnyPiece:
-        """Any piece. Raises `PayloadLostError`."""
+        """Return a piece. Raises `PayloadLostError`."""
         found = self._found[ref]
         if isinstance(found, PayloadLostError):
             raise found
@@ -79,7 +79,7 @@ class Loaded:
 
 
 class PayloadReader:
-    """Reader of the segments in `folder`, the one of this host; `fetch` is asked for those of others."""
+    """Reads segments in this host's `folder`, and those of other hosts by `fetch`."""
 
     def __init__(self, folder: Path, *, fetch: PieceFetch | None = None) -> None:
         self._folder = folder
@@ -88,7 +88,7 @@ class PayloadReader:
         self._lock = threading.Lock()
 
     def load(self, refs: Iterable[PieceRef], *, stores: Mapping[str, str] | None = None) -> Loaded:
-        """Read pieces; `stores` has the store of each segment that is of another host."""
+        """Read pieces; `stores` names the store of each segment of another host."""
         found: dict[PieceRef, bytes | PayloadLostError] = {}
         elsewhere: dict[str, list[PieceRef]] = {}
         for ref in refs:
@@ -114,10 +114,10 @@ class PayloadReader:
             return error
 
     def _read(self, ref: PieceRef) -> bytes:
-        with self._lock:  # so that no other thread closes the file meanwhile
+        with self._lock:  # no other thread may close the file meanwhile
             try:
                 file = self._open(ref.segment)
-                # by its size first: a changed reference may ask for more than fits in memory
+                # the size first, since a damaged reference may ask for more than memory holds
                 is_there = 0 <= ref.offset <= ref.offset + ref.num_bytes <= os.fstat(file).st_size
                 data = os.pread(file, ref.num_bytes, ref.offset) if is_there else b""
             except FileNotFoundError as error:
@@ -125,7 +125,7 @@ class PayloadReader:
                 raise kind(f"{self._folder / ref.segment}: {error.strerror}") from None
             except OSError as error:
                 raise PayloadLostError(f"{self._folder / ref.segment}: {error.strerror}") from None
-            except ValueError as error:  # no name of a file
+            except ValueError as error:  # not a file name
                 raise PayloadLostError(f"segment {ref.segment!r}: {error}") from None
         if not is_there or len(data) < ref.num_bytes:
             raise PayloadLostError(f"{self._folder / ref.segment}: ends before byte {ref.offset + ref.num_bytes}")
@@ -150,13 +150,13 @@ class PayloadReader:
         except PayloadLostError as error:
             if len(refs) == 1:
                 return {refs[0]: error}
-        return {ref: self._fetched(store, [ref])[ref] for ref in refs}  # the others may be there
+        return {ref: self._fetched(store, [ref])[ref] for ref in refs}  # the other pieces may exist
 
 
 def complete_all(
     finished: Sequence[FinishedTrajectory], reader: PayloadReader, *, stores: Mapping[str, str]
 ) -> tuple[dict[str, Trajectory], dict[str, str]]:
-    """Trajectories with tokens by id, read together; and of those that are lost, what is."""
+    """Read the tokens of trajectories together; return trajectories by id, and reasons of lost ones by id."""
     loaded = reader.load((ref for one in finished for ref in one.refs), stores=stores)
     complete: dict[str, Trajectory] = {}
     lost: dict[str, str] = {}
@@ -169,7 +169,7 @@ def complete_all(
 
 
 def complete_one(finished: FinishedTrajectory, loaded: Loaded) -> Trajectory:
-    """A trajectory with its tokens. Raises `PayloadLostError`."""
+    """Return a trajectory with its tokens. Raises `PayloadLostError`."""
     response = loaded.response(finished.tokens)
     length = len(response.ids)
     if length != finished.length:
