@@ -35,7 +35,7 @@ PLACES_TRIED = 2  # in which a run fails before that is its own fault
 
 
 class Backlog:
-    """Runs in the order of their turns; `places` are numbers, `held` counts runs that others have now."""
+    """Runs in their order; `places` are numbers of slots, `held` counts runs that other processes have now."""
 
     def __init__(self, runs: Iterable[PlannedRun], *, places: Collection[int], held: int = 0) -> None:
         self._waiting = list(runs)
@@ -45,16 +45,16 @@ class Backlog:
 
     @property
     def is_over(self) -> bool:
-        """True once no place will have a run any more."""
+        """True once no run waits and no slot has a run."""
         return not self._in_hand and not self._waiting
 
     def release(self, run: PlannedRun) -> None:
-        """A run that another process had is free, and the next to go on."""
+        """Put a run that another process has left at the head of the queue."""
         self._in_hand -= 1
         self._waiting.insert(0, run)
 
     def take_run(self, place: int) -> PlannedRun | None:
-        """The next run for a place, if there is one; to be followed by `ended` or `failed`."""
+        """Remove and return the next run for a place, or None. The caller then calls `ended` or `failed`."""
         run = next((run for run in self._waiting if place not in self._failed_in[run.name]), None)
         if run is not None:
             self._waiting.remove(run)
@@ -62,29 +62,29 @@ class Backlog:
         return run
 
     def ended(self) -> None:
-        """A run has ended, or was stopped."""
+        """Count a run out that has ended or was stopped."""
         self._in_hand -= 1
 
     def failed(self, run: PlannedRun, place: int) -> bool:
-        """A run has used up its tries there. True if it is to be tried in another place."""
+        """Count a run out that has used up its tries in a place. True if another place will try it."""
         self._in_hand -= 1
         tried = self._failed_in[run.name]
         tried.add(place)
-        goes_on = len(tried) < min(PLACES_TRIED, len(self._places))
-        if goes_on:
+        retry = len(tried) < min(PLACES_TRIED, len(self._places))
+        if retry:
             self._waiting.insert(0, run)
-        return goes_on
+        return retry
 
 
 LOOK_S = 1.0  # between two looks at a lock that another process has
 STOPPING_S = 300.0  # after which a run that a killed launcher left has stopped, or is one that somebody wants
 
 Note = Callable[[PlannedRun, RunState, str], None]
-"""Told what becomes of a run."""
+"""Function that receives a run, its new state and the reason."""
 
 
 async def wait_for_other_processes(experiment: Experiment, note: Note) -> None:
-    """Wait until no process has any of the runs, but no longer than those need that a killed launcher left."""
+    """Wait until no process has any of the runs, at most `STOPPING_S`: runs of a killed launcher stop in time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STOPPING_S):
             for run in experiment.runs:
@@ -203,7 +203,7 @@ class Queue:
         self._placing = asyncio.Lock()
 
     async def work(self) -> bool:
-        """Bring every run to its end; False if a signal stopped them before."""
+        """Run all runs until they have ended; False if a signal stopped them earlier."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
@@ -224,7 +224,7 @@ class Queue:
             process.interrupt()
 
     async def _release(self, run: PlannedRun) -> None:
-        """Have a run go on that another process has, once it has it no more."""
+        """Wait until another process leaves a run, then queue the run."""
         with contextlib.suppress(OSError, ConfigError):  # which its slot finds again, and tells as its failure
             await self._until_stopped(wait_until_free(run, self._board.note))
         del self._held[run.name]
@@ -253,7 +253,7 @@ class Queue:
             await self._changed.wait()
 
     async def _next(self, slot: Slot) -> PlannedRun | None:
-        """The next run for a slot, which may still fail in another first; None once there is none."""
+        """Wait for the next run of a slot, e.g. one that fails in another slot; None once no run is left."""
         while not self._stop.is_set() and not self._backlog.is_over:
             run = self._backlog.take_run(slot.place)
             if run is not None:
@@ -266,7 +266,7 @@ class Queue:
         self._changed = asyncio.Event()
 
     async def _bring_to_end(self, run: PlannedRun, slot: Slot) -> bool:
-        """Try it until it has ended or is to stop; False once its tries are used up."""
+        """Start a run again after each crash until it ends or a signal comes; False once its tries are used up."""
         deaths, step = 0, -1
         while (
             await self._until_stopped(wait_until_free(run, self._board.note))
@@ -310,7 +310,7 @@ class Queue:
         return waited
 
     async def _until_stopped(self, work: Coroutine[object, object, None]) -> bool:
-        """Do some work, or as much of it as there is time for before a signal stops all; False after that."""
+        """Do some work until it is done or a signal comes; False after a signal."""
         doing, stop = asyncio.create_task(work, name="work"), asyncio.create_task(self._stop.wait(), name="stop")
         try:
             await asyncio.wait([doing, stop], return_when=asyncio.FIRST_COMPLETED)
