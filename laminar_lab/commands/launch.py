@@ -34,15 +34,14 @@ def launch(
 
     Run folders, logs and report.html are written beside FILE. After a stop or a crash the same command goes on.
     """
-    from laminar_lab.launcher.experiment import read_experiment
-    from laminar_lab.launcher.made import check_made, tell_strangers
+    from laminar_lab.launcher.experiment import check_existing_runs, describe_unknown_folders, read_experiment
 
     experiment = read_experiment(file / "experiment.yaml" if file.is_dir() else file)
     if report:
         _draw(experiment)
         return
-    check_made(experiment)
-    if strangers := tell_strangers(experiment):
+    check_existing_runs(experiment)
+    if strangers := describe_unknown_folders(experiment):
         print_line(strangers)
     if dry_run:
         _plan(experiment)
@@ -59,19 +58,17 @@ def launch(
 
 def _work(experiment: "Experiment") -> bool:
     """Run what has not finished; False if a signal stopped it."""
-    from laminar_lab.launcher.begun import wait_for_begun
     from laminar_lab.launcher.board import Board
-    from laminar_lab.launcher.checks import check_runs
-    from laminar_lab.launcher.places import make_slots
-    from laminar_lab.launcher.queue import Queue, python
+    from laminar_lab.launcher.plan import check_runs, make_slots
+    from laminar_lab.launcher.queue import Queue, python, wait_for_other_processes
     from laminar_lab.launcher.standing import in_turn, read_standings
 
     if not in_turn(read_standings(experiment)):
         return True
     if any(run.config.relay.base_port for run in experiment.runs):  # begun runs have ports that are checked
-        asyncio.run(wait_for_begun(experiment, Board(experiment, console).note))
+        asyncio.run(wait_for_other_processes(experiment, Board(experiment, console).note))
     slots = make_slots(experiment)
-    _tell_busy(experiment)
+    _print_busy_gpus(experiment)
     check_runs(experiment, at_once=len(slots))
     board = Board(experiment, console, slots=len(slots))
     queue = Queue(experiment, slots, train=[*python("laminar_py.cli"), "train"], board=board)
@@ -79,13 +76,11 @@ def _work(experiment: "Experiment") -> bool:
 
 
 def _plan(experiment: "Experiment") -> None:
-    from laminar_lab.launcher.checks import check_runs
-    from laminar_lab.launcher.places import make_slots
-    from laminar_lab.launcher.plan import plan_rows
+    from laminar_lab.launcher.plan import check_runs, make_slots, plan_rows
     from laminar_lab.launcher.standing import read_standings
 
     slots = make_slots(experiment)
-    _tell_busy(experiment)
+    _print_busy_gpus(experiment)
     if _is_led(experiment.lock):  # its runs have the ports and the memory that a check asks for
         told = "another launcher is at it: nothing was checked here, and no data prepared"
     else:
@@ -97,8 +92,8 @@ def _plan(experiment: "Experiment") -> None:
     print_line(told)
 
 
-def _tell_busy(experiment: "Experiment") -> None:
-    from laminar_lab.launcher.places import busy_gpus
+def _print_busy_gpus(experiment: "Experiment") -> None:
+    from laminar_lab.launcher.plan import busy_gpus
 
     if busy := busy_gpus(experiment):
         print_line(

@@ -18,8 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
-from laminar_lab.launcher.forecast import experiment_left, known_paces, seconds_left, tell_duration
-from laminar_lab.launcher.standing import RunState, Standing, read_standing, read_standings
+from laminar_lab.launcher.standing import (
+    RunState,
+    Standing,
+    experiment_left,
+    format_duration,
+    known_paces,
+    read_standing,
+    read_standings,
+    seconds_left,
+)
 from laminar_py.records.host import visible
 
 log = logging.getLogger(__name__)
@@ -74,11 +82,7 @@ class Board:
     def settle(self, standing: Standing) -> None:
         """Take in how a run has ended, or stands after a stop."""
         self._standings[standing.run.name] = standing
-        self._say(f"{standing.run.name}: {tell_standing(standing, self._experiment)}")
-
-    def tell(self, line: str) -> None:
-        """Say a line that is of no run."""
-        self._say(line)
+        self._say(f"{standing.run.name}: {format_standing(standing, self._experiment)}")
 
     async def watch(self) -> None:
         """Look at all that runs, each second, until cancelled."""
@@ -89,14 +93,14 @@ class Board:
                 active = [one.run for one in self.standings if one.state in ACTIVE]
                 self._take_in(await asyncio.to_thread(self._look, active))
                 if self._live is not None:
-                    with _shown_or_not():
+                    with _ignore_output_errors():
                         self._live.update(self._screen(), refresh=True)
                 elif time.monotonic() - self._said_s > LINE_EVERY_S:
                     self._say_all()
                 await asyncio.sleep(LOOK_S)
         finally:
             if self._live is not None:
-                with _shown_or_not():
+                with _ignore_output_errors():
                     self._live.stop()
 
     def _look(self, runs: Sequence[PlannedRun]) -> list[Standing]:
@@ -118,13 +122,13 @@ class Board:
         left_s = experiment_left(ahead, known_paces(self._experiment, standings), slots=self._slots)
         counts = Counter(standing.state for standing in standings)
         told = ", ".join(f"{counts[state]} {state}" for state in RunState if counts[state])
-        return f"{told}; of RL left: {tell_duration(left_s)}"
+        return f"{told}; of RL left: {format_duration(left_s)}"
 
     def shown(self) -> list[Standing]:
         """Standings, with a word on runs whose process has done no step for long."""
-        return [self._with_quiet(one) for one in self.standings]
+        return [self._with_stall_note(one) for one in self.standings]
 
-    def _with_quiet(self, standing: Standing) -> Standing:
+    def _with_stall_note(self, standing: Standing) -> Standing:
         since_s = max(self._started_s.get(standing.run.name, 0.0), standing.stepped_s or 0.0)
         quiet_s = self._now() - since_s
         if standing.state is not RunState.RUNNING or quiet_s < max(
@@ -144,17 +148,17 @@ class Board:
     def _say_all(self) -> None:
         for standing in self.shown():
             if standing.state in ACTIVE:
-                self._say(f"{standing.run.name}: {tell_standing(standing, self._experiment)}")
+                self._say(f"{standing.run.name}: {format_standing(standing, self._experiment)}")
         self._say(self._left())
 
     def _say(self, line: str) -> None:
         self._said_s = time.monotonic()
-        with _shown_or_not():
+        with _ignore_output_errors():
             self._console.print(visible(line), highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
-def _shown_or_not() -> Iterator[None]:
+def _ignore_output_errors() -> Iterator[None]:
     """Let runs go on where nobody can be shown how: a full disk, or a pipe that nobody reads any more."""
     try:
         yield
@@ -181,7 +185,7 @@ def standing_table(standings: Sequence[Standing], experiment: Experiment, *, wid
     table.add_column("")
     for one in standings:
         left_s = seconds_left(one, step_s=paces.get(one.run.variant))
-        left = "" if one.state in (RunState.FINISHED, RunState.FAILED) else tell_duration(left_s)
+        left = "" if one.state in (RunState.FINISHED, RunState.FAILED) else format_duration(left_s)
         name = one.run.name.removeprefix(f"{experiment.settings.name}-")
         cells = (name, one.state, *compress((*_figures(one, experiment), left), shown))
         why = Text(visible(one.why), no_wrap=True, overflow="ellipsis")
@@ -203,7 +207,7 @@ def _figures(standing: Standing, experiment: Experiment) -> tuple[str, ...]:
     )
 
 
-def tell_standing(standing: Standing, experiment: Experiment) -> str:
+def format_standing(standing: Standing, experiment: Experiment) -> str:
     """Line on a run, without its name."""
     step, reward, value, rate, staleness = _figures(standing, experiment)
     figures = [f"step {step}", f"reward {reward}" if reward else ""]

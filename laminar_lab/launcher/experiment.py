@@ -1,8 +1,8 @@
-"""An experiment: its file, its variants, and every run that it asks for, all checked before anything starts.
+"""An experiment: its file, its variants, every run of it, and the check against run folders that exist.
 
-Called by the command line. Invariants: no two runs share a name, every run's config is one that `laminar train`
-takes, and a run folder that is there already was made with that very config. A run starts from a file with all of
-its settings, so that none of another that the base has by then gets into it.
+The command line calls it. No two runs share a name, `laminar train` accepts the config of every run, and an
+existing run folder has that very config. A run starts from a file with all of its settings, so that later changes
+of the base have no effect on it.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from laminar_py.config import ConfigError, Count, RunConfig, Section, load_config
 from laminar_py.config.loading import dump_config, flatten, load_settings, read_tree, to_overrides
-from laminar_py.ledger import RunFolder, newest_run
+from laminar_py.ledger import RunFolder, newest_run, runs_of
 
 HELP_AT = "docs/launch.md"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
@@ -217,7 +217,7 @@ def _check_sections(settings: ExperimentSettings) -> None:
     given = [("set", settings.set), *((variant.name, variant.set) for variant in settings.variants)]
     given += [("grid", {key: value}) for key, values in settings.grid.items() for value in values]
     for where, key, value in ((where, key, value) for where, own in given for key, value in own.items()):
-        said = _said(base, key)
+        said = _value_at_key(base, key)
         if not _is_section(key) or not isinstance(value, dict) or not isinstance(said, dict):
             continue
         lost = sorted({*said} - {*value})
@@ -228,7 +228,7 @@ def _check_sections(settings: ExperimentSettings) -> None:
             )
 
 
-def _said(tree: object, key: str) -> object:
+def _value_at_key(tree: object, key: str) -> object:
     """Value under a dotted key in plain data, or None."""
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
@@ -282,3 +282,57 @@ def _end(key: str) -> str:
     """Last word of a key that says something: "lr" of `learner.lr`, "algorithm" of `algorithm.name`."""
     *sections, end = key.split(".")
     return sections[-1] if sections and end in UNTELLING else end
+
+
+MOST_TOLD = 3  # names in a line
+
+
+def check_existing_runs(experiment: Experiment) -> None:
+    """Raise `ConfigError` for a run that was made with other settings than the file says, or twice."""
+    for run in experiment.runs:
+        try:
+            _check(run, [made for made in runs_of(run.config) if made.has_ledger])
+        except OSError as error:
+            raise ConfigError(
+                f"{run.config.runs}: what {run.name} left cannot be read ({error}); let its owner launch"
+            ) from None
+
+
+def _check(run: PlannedRun, begun: list[RunFolder]) -> None:
+    if len(begun) > 1:
+        raise ConfigError(
+            f"{run.name}: {begun[0].path} and {begun[1].path.name} are both runs of it; move one of them elsewhere"
+        )
+    for made in begun:
+        if why := find_difference(run, made):
+            raise ConfigError(f"{why}; set that to go on with it, or give the experiment another name")
+
+
+def find_difference(run: PlannedRun, made: RunFolder) -> str:
+    """First setting of a run's folder that is another than the file says; "" without any. Raises `ConfigError`."""
+    try:
+        before = flatten(load_config(made.config, []))
+    except ConfigError as error:
+        raise ConfigError(f"{made.config}: {error}") from None
+    now = flatten(run.config)
+    differing = (key for key in sorted({*before, *now} - set(OWN_KEYS)) if before.get(key) != now.get(key))
+    key = next(differing, None)
+    return "" if key is None else f"{key}={now.get(key)}: {made.path} was made with {before.get(key)}"
+
+
+def describe_unknown_folders(experiment: Experiment) -> str:
+    """Line on folders that were runs of this experiment and that its file no longer names; "" without any."""
+    runs, name = experiment.runs[0].config.runs, re.escape(experiment.settings.name)
+    claimed = {made.path for run in experiment.runs for made in runs_of(run.config)}
+    found = sorted(path.name for path in runs.glob("*-s*-*") if path not in claimed and _is_run(path, name))
+    if not found:
+        return ""
+    more = f" and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else ""
+    return (
+        f"{runs}: no run of {experiment.file} has the folder {', '.join(found[:MOST_TOLD])}{more}; variants are"
+        " named after their grid, so another key of it begins all of them anew"
+    )
+
+
+def _is_run(path: Path, name: str) -> bool:
+    return re.fullmatch(rf"{name}-.+-s\d+-\d+", path.name) is not None and RunFolder(path).config.is_file()

@@ -13,11 +13,9 @@ from statistics import fmean
 
 import msgspec
 
-from laminar_lab.launcher.curves import Band, Line
 from laminar_lab.launcher.experiment import Experiment
-from laminar_lab.launcher.forecast import tell_duration
-from laminar_lab.launcher.results import Results, RunResult, trained_per_s
-from laminar_lab.launcher.standing import RunState, Standing, read_standings
+from laminar_lab.launcher.results import Band, Line, Results, RunResult, trained_per_s
+from laminar_lab.launcher.standing import RunState, Standing, format_duration, read_standings
 from laminar_py.observe import REWARD_STEPS, Card, Point, render, tell_mean
 
 NOTHING = "–"
@@ -147,7 +145,7 @@ def _costs(runs: list[RunResult]) -> list[str]:
     stepped = [one for one, last in done if last is not None]
     core_hours = [one.core_hours for one in stepped if one.core_hours is not None]
     return [
-        tell_duration(fmean(one.costs.rl_s for one in stepped)),
+        format_duration(fmean(one.costs.rl_s for one in stepped)),
         _amount(fmean(one.device_hours for one in stepped)),
         _amount(fmean(core_hours)) if core_hours else NOTHING,
         f"{fmean(last.trained_tokens for last in lasts):,.0f}",
@@ -244,7 +242,7 @@ def _figures_of(one: RunResult) -> list[str]:
     return [
         f"{one.points[-1].value:.3f}" if one.points else NOTHING,
         NOTHING if last is None else f"{last.reward:.3f}",
-        tell_duration(one.costs.rl_s),
+        format_duration(one.costs.rl_s),
         _amount(one.device_hours),
         NOTHING if last is None else f"{last.trained_tokens:,}",
         NOTHING if tails is None else " / ".join(f"{length:,.0f}" for length in tails),

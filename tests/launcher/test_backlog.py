@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_lab.launcher.backlog import Backlog
+from laminar_lab.launcher.queue import Backlog
 from tests.launcher.experiments import make_experiment
 
 
@@ -12,7 +12,7 @@ def work_off(runs, slots, fails, turns):
     backlog, ended, failed = Backlog(runs, places=range(slots)), [], []
     while not backlog.is_over:
         slot = next(turns)
-        run = backlog.take(slot)
+        run = backlog.take_run(slot)
         if run is None:
             continue
         if not fails(run, slot):
@@ -50,8 +50,8 @@ def test_a_bad_slot_fails_no_run_and_tries_none_twice(tmp_path_factory, bad, slo
 def test_a_good_slot_goes_on_after_bad_runs(tmp_path):
     runs = make_experiment(tmp_path, seeds=4).runs
     backlog = Backlog(runs, places=range(2))
-    busy = backlog.take(1)  # for days
+    busy = backlog.take_run(1)  # for days
     for run in runs[1:3]:
-        assert backlog.take(0) is run
+        assert backlog.take_run(0) is run
         assert backlog.failed(run, 0), "it may be the slot's fault"
-    assert (busy, backlog.take(0)) == (runs[0], runs[3])
+    assert (busy, backlog.take_run(0)) == (runs[0], runs[3])

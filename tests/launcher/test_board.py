@@ -9,8 +9,16 @@ import pytest
 from rich.console import Console
 
 from laminar_lab.launcher.board import Board, standing_table
-from laminar_lab.launcher.forecast import deal, experiment_left, known_paces, seconds_left, tell_duration
-from laminar_lab.launcher.standing import RunState, Standing, read_standing
+from laminar_lab.launcher.standing import (
+    RunState,
+    Standing,
+    assign_slots,
+    experiment_left,
+    format_duration,
+    known_paces,
+    read_standing,
+    seconds_left,
+)
 from tests.analytics.builders import make_step_row
 from tests.launcher.experiments import make_experiment
 from tests.launcher.test_queue import write_summary
@@ -57,8 +65,8 @@ def test_runs_that_have_not_begun_take_as_long_as_their_variant_and_slots_share_
     assert [seconds_left(one, step_s=paces[one.run.variant]) for one in standings] == [10, 20, 20, 40]
     assert experiment_left(standings, paces, slots=1) == 90
     assert experiment_left(standings, paces, slots=2) == 60
-    assert deal(standings, paces, slots=2) == [0, 1, 0, 1]
-    assert deal(standings, {}, slots=1) == [0, 0, 0, None], "nobody knows when the third ends"
+    assert assign_slots(standings, paces, slots=2) == [0, 1, 0, 1]
+    assert assign_slots(standings, {}, slots=1) == [0, 0, 0, None], "nobody knows when the third ends"
 
 
 def test_a_limit_in_seconds_bounds_what_is_left_and_is_known_without_any_pace(tmp_path):
@@ -86,14 +94,14 @@ def test_a_run_whose_process_does_no_step_for_long_is_told(tmp_path):
 def test_without_any_step_the_time_is_unknown(tmp_path):
     experiment = make_experiment(tmp_path, seeds=1)
     assert experiment_left(standings_of(experiment, None), {}, slots=1) is None
-    assert tell_duration(None) == "unknown"
+    assert format_duration(None) == "unknown"
 
 
 @pytest.mark.parametrize(
     ("seconds", "told"), [(50, "50 s"), (61, "1 min 1 s"), (600, "10 min"), (3600 * 3 + 20 * 60, "3 h 20 min")]
 )
 def test_a_duration_is_told_in_units_that_suit(seconds, told):
-    assert tell_duration(seconds) == told
+    assert format_duration(seconds) == told
 
 
 def test_the_table_says_how_far_each_run_is_and_shows_what_it_said_as_text(tmp_path):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from laminar_lab.commands.launch import _work
 from laminar_lab.launcher import queue
 from laminar_lab.launcher.board import Board
-from laminar_lab.launcher.places import make_slots
+from laminar_lab.launcher.plan import make_slots
 from laminar_lab.launcher.room import has_room
 from laminar_lab.launcher.standing import RunState, read_standings
 from laminar_py.cli import app

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_lab.launcher.curves import make_band, value_at
+from laminar_lab.launcher.results import make_band, value_at
 from laminar_py.observe.quality import half_width, tell_mean
 
 LINES = st.lists(

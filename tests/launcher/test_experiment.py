@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_lab.launcher.experiment import ExperimentSettings, read_experiment
-from laminar_lab.launcher.made import check_made, tell_strangers
+from laminar_lab.launcher.experiment import (
+    ExperimentSettings,
+    check_existing_runs,
+    describe_unknown_folders,
+    read_experiment,
+)
 from laminar_py.config.loading import load_settings, to_overrides
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import open_writer
@@ -119,17 +123,17 @@ def begin(run):
 def test_a_run_that_was_made_with_other_settings_is_not_taken_for_one_of_this_experiment(tmp_path):
     (before,) = make_experiment(tmp_path, set={"learner.lr": 1e-3}).runs
     begin(before)
-    check_made(make_experiment(tmp_path, set={"learner.lr": 1e-3}))
+    check_existing_runs(make_experiment(tmp_path, set={"learner.lr": 1e-3}))
     changed = make_experiment(tmp_path, set={"learner.lr": 2e-3})
     with pytest.raises(ConfigError, match=r"learner.lr=0.002: .*e-base-s0-1 was made with 0.001; set that"):
-        check_made(changed)
+        check_existing_runs(changed)
 
 
 def test_a_run_that_was_made_twice_is_refused(tmp_path):
     experiment = make_experiment(tmp_path)
     first, second = begin(experiment.runs[0]), begin(experiment.runs[0])
     with pytest.raises(ConfigError, match=rf"^e-base-s0: {second} and {first.name} are both runs of it; move one"):
-        check_made(experiment)
+        check_existing_runs(experiment)
 
 
 def test_folders_that_the_file_no_longer_names_are_told(tmp_path):
@@ -137,17 +141,17 @@ def test_folders_that_the_file_no_longer_names_are_told(tmp_path):
         begin(run)
     (tmp_path / "runs/another-lr-0.001-s0-1").mkdir()
     same = make_experiment(tmp_path, grid={"learner.lr": [1e-3, 2e-3]}, seeds=2)
-    assert tell_strangers(same) == ""
+    assert describe_unknown_folders(same) == ""
     wider = make_experiment(tmp_path, grid={"learner.lr": [1e-3], "steps": [60]}, seeds=2)
     told = "e-lr-0.001-s0-1, e-lr-0.001-s1-1, e-lr-0.002-s0-1 and 1 more; variants"
-    assert told in tell_strangers(wider)
+    assert told in describe_unknown_folders(wider)
 
 
 def test_an_experiment_is_the_same_by_whichever_path_it_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = new_run(make_experiment(Path("exp")).runs[0].config)
     open_writer(folder.ledger).close()
-    check_made(read_experiment(tmp_path / "exp/experiment.yaml"))
+    check_existing_runs(read_experiment(tmp_path / "exp/experiment.yaml"))
 
 
 def test_a_ledger_whose_making_was_interrupted_is_none(tmp_path):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from laminar_lab.launcher.places import busy_gpus, make_slots
+from laminar_lab.launcher.plan import busy_gpus, make_slots
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import new_run
 from laminar_py.observe.quality import count_devices

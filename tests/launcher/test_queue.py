@@ -14,12 +14,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from laminar_lab.launcher import begun, queue
-from laminar_lab.launcher.begun import held_gpus
+from laminar_lab.launcher import queue
 from laminar_lab.launcher.board import Board
-from laminar_lab.launcher.places import Slot
-from laminar_lab.launcher.process import RunProcess
-from laminar_lab.launcher.queue import Queue, python
+from laminar_lab.launcher.plan import Slot
+from laminar_lab.launcher.queue import Queue, RunProcess, held_gpus, python
 from laminar_lab.launcher.standing import RunState, last_words, read_standing
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import new_run
@@ -350,7 +348,7 @@ async def test_a_run_that_another_process_has_is_waited_for(tmp_path, monkeypatc
             if state is RunState.HELD:
                 folder.unlock()
 
-    monkeypatch.setattr(begun, "LOOK_S", 0.01)
+    monkeypatch.setattr(queue, "LOOK_S", 0.01)
     monkeypatch.setattr("tests.launcher.test_queue.Board", Watched)
     _, (finished,), _ = await work(tmp_path, FINISH)
     assert seen == [RunState.HELD, RunState.WAITING, RunState.RUNNING]
@@ -369,7 +367,7 @@ async def test_a_run_that_another_process_has_holds_back_no_slot_that_needs_othe
                 holder.communicate(b"")
             super().settle(standing)
 
-    monkeypatch.setattr(begun, "LOOK_S", 0.01)
+    monkeypatch.setattr(queue, "LOOK_S", 0.01)
     monkeypatch.setattr("tests.launcher.test_queue.Board", Watched)
     text = (
         "Path(changes['runs'], 'gpu-' + changes['seed']).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n" + FINISH
