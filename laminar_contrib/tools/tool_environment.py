@@ -29,9 +29,9 @@ from laminar_py.environment import (
 
 
 class CallTurns:
-    """Reads calls and writes results as the settings say, e.g.
+    """Reads calls and writes results as the settings say.
 
-    `CallTurns(CallSettings(), HermesCalls()).read(turn)`.
+    E.g. `CallTurns(CallSettings(), HermesCalls()).read(turn)`.
     """
 
     def __init__(self, settings: CallSettings, call_format: CallFormat) -> None:

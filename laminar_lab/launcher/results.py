@@ -34,9 +34,9 @@ Line = tuple[Sequence[float], Sequence[float]]
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
-    """Curve of a variant: mean, lowest and highest seed at each place, e.g.
+    """Curve of a variant: mean, lowest and highest seed at each place.
 
-    `Band(name="lr-0.001", x=[0, 5], mean=[0.1, 0.4], low=[0.1, 0.3], high=[0.1, 0.5], seeds=3)`.
+    E.g. `Band(name="lr-0.001", x=[0, 5], mean=[0.1, 0.4], low=[0.1, 0.3], high=[0.1, 0.5], seeds=3)`.
     """
 
     name: str

@@ -16,9 +16,9 @@ Entry: TypeAlias = tuple[int, int]  # load and index of a replica
 
 
 class Ranking:
-    """Replicas by version, least loaded first, then lowest index, e.g. `{7.
+    """Replicas by version, least loaded first, then lowest index.
 
-    [(0, 12), (3, 4)]}` as (load, index).
+    E.g. `{7: [(0, 12), (3, 4)]}`, with entries (load, index).
     """
 
     def __init__(self) -> None:

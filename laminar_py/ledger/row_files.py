@@ -2,7 +2,7 @@
 
 The controller writes them; a resumed run, reports and benchmarks read them, also while they grow. Readers skip a
 line that a crash tore. A number that is not finite is null in the file, since JSON cannot express it, and NaN for
-readers (`tests/ledger/test_row_files.py`).
+readers (`tests/telemetry/test_stats.py`).
 """
 
 import contextlib

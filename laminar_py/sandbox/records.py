@@ -80,9 +80,9 @@ class SandboxResult:
 
 @dataclass(frozen=True, slots=True)
 class TierOffer:
-    """Whether this machine offers a tier, e.g.
+    """Whether this machine offers a tier.
 
-    `TierOffer(SandboxTier.NAMESPACES, False, "unshare: not permitted")`.
+    E.g. `TierOffer(SandboxTier.NAMESPACES, False, "unshare: not permitted")`.
     """
 
     tier: SandboxTier

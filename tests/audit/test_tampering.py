@@ -211,9 +211,7 @@ async def test_a_mark_of_loss_that_no_event_speaks_of_is_a_finding(tmp_path):
     with connection:
         connection.execute("UPDATE piece SET segment = '' WHERE trajectory = 6")
     connection.close()
-    assert findings(tmp_path) == [
-        "law 11: rows: g5.0: its tokens are marked as lost, but no event says so"
-    ]
+    assert findings(tmp_path) == ["law 11: rows: g5.0: its tokens are marked as lost, but no event says so"]
 
 
 def seal_findings(run):

@@ -30,9 +30,9 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The adapters of one version, e.g.
+    """The adapters of one version.
 
-    `Adapter.read(Path("/dev/shm/run/node-1/v7"), spec=spec, device=device)`.
+    E.g. `Adapter.read(Path("/dev/shm/run/node-1/v7"), spec=spec, device=device)`.
     """
 
     config: AdapterConfig

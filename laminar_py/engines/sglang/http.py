@@ -31,9 +31,9 @@ class CutOffError(Exception):
 
 
 class Connection:
-    """A connection to the server at `url`, e.g.
+    """A connection to the server at `url`.
 
-    `Connection("http://127.0.0.1:30000", api_key=key, timeout_s=60)`.
+    E.g. `Connection("http://127.0.0.1:30000", api_key=key, timeout_s=60)`.
     """
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:

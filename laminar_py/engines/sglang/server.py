@@ -92,9 +92,9 @@ class ServerLaunch(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """A server for one replica, e.g.
+    """A server for one replica.
 
-    `ServerSpec(python=python, model_dir=folder, log=log, max_batch=64, max_len=8192)`.
+    E.g. `ServerSpec(python=python, model_dir=folder, log=log, max_batch=64, max_len=8192)`.
 
     The server reads only the model's `config.json`; weights come by `/update_weights_from_disk` before any prompt.
     With `lora` it also loads the weights in the folder, the base of later adapters.

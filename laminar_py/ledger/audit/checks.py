@@ -201,9 +201,7 @@ class ChecksumCheck(Check):
     event_types = (VersionLoaded,)
 
     def __init__(self) -> None:
-        self._verified: dict[
-            tuple[int, int], VersionLoaded
-        ] = {}  # first, by version and number of GPUs
+        self._verified: dict[tuple[int, int], VersionLoaded] = {}  # first, by version and number of GPUs
 
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Check a verified load."""
@@ -312,6 +310,5 @@ class LossCheck(Check):
     def end(self) -> list[Violation]:
         """Return the lost pieces without an event."""
         return [
-            Violation(Rule.ROWS, id, "its tokens are marked as lost, but no event says so")
-            for id in self._untold
+            Violation(Rule.ROWS, id, "its tokens are marked as lost, but no event says so") for id in self._untold
         ]

@@ -311,9 +311,9 @@ class _LowPriority:
 
 
 class NamedProcess:
-    """Calls a process of the run by name, from another process than the controller, e.g.
+    """Calls a process of the run by name, from another process than the controller.
 
-    `NamedProcess("math-3.1.environment-0")`.
+    E.g. `NamedProcess("math-3.1.environment-0")`.
     """
 
     def __init__(self, name: str) -> None:

@@ -88,9 +88,9 @@ class Needs:
 
     @property
     def before_replicas(self) -> str:
-        """Words for the GPUs of parts that are placed before replicas, e.g.
+        """Words for the GPUs of parts that are placed before replicas.
 
-        "the learner's 4 and the reference's 1".
+        E.g. "the learner's 4 and the reference's 1".
         """
         reference = f" and the reference's {self.rank_gpus}" if self.reference else ""
         servers = f" and reward.servers' {self.server_gpus}" if self.server_gpus else ""

@@ -158,9 +158,9 @@ class RayProcess:
 
 
 class NamedActor:
-    """Calls an actor by name, also after its keeper has restarted it, e.g.
+    """Calls an actor by name, also after its keeper has restarted it.
 
-    `NamedActor("math-3.1.environment-0")`.
+    E.g. `NamedActor("math-3.1.environment-0")`.
     """
 
     def __init__(self, name: str) -> None:

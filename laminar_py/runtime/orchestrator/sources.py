@@ -36,9 +36,9 @@ MODEL = "model"  # folder in the evaluation, for the exported weights of a check
 
 
 class EvalSource(msgspec.Struct, frozen=True, kw_only=True):
-    """The evaluated checkpoint or model folder, e.g.
+    """The evaluated checkpoint or model folder.
 
-    `EvalSource(path="runs/math-1/checkpoints/step-40-1.0", step=40)`.
+    E.g. `EvalSource(path="runs/math-1/checkpoints/step-40-1.0", step=40)`.
     """
 
     path: str

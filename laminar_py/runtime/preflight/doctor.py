@@ -236,9 +236,9 @@ def _optional() -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class PretendedCluster:
-    """Nodes with the kind of their GPUs, for `laminar doctor --pretend`, e.g.
+    """Nodes with the kind of their GPUs, for `laminar doctor --pretend`.
 
-    `pretended_cluster(["3x8xH100", "1x64xcpu"])`.
+    E.g. `pretended_cluster(["3x8xH100", "1x64xcpu"])`.
     """
 
     nodes: tuple[Node, ...]  # the controller's first

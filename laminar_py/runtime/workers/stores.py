@@ -27,9 +27,9 @@ PING_S = 1.0
 
 
 class Stores:
-    """Keeps one store on each cluster node that needs one, e.g.
+    """Keeps one store on each cluster node that needs one.
 
-    `Stores(incarnation, key=secrets.token_hex(32))`.
+    E.g. `Stores(incarnation, key=secrets.token_hex(32))`.
     """
 
     def __init__(self, incarnation: Incarnation, *, key: str) -> None:
