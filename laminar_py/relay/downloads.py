@@ -12,7 +12,7 @@ from itertools import islice
 
 import msgspec
 
-from laminar_py.relay import messages as m
+import laminar_py.relay.messages as m
 from laminar_py.relay.delta import DeltaError, apply
 from laminar_py.relay.digests import chunk_checksum, version_digest
 from laminar_py.relay.downlink import Downlink

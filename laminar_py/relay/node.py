@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_py.relay import messages as m
+import laminar_py.relay.messages as m
 from laminar_py.relay.downlink import ChunkRequest, Downlink, LocalSubscribers, Pace
 from laminar_py.relay.downloads import MAX_WINDOW, Download, Downloads, window_of
 from laminar_py.relay.sockets import Listener, PortInUseError, RelayKeys, SocketFactory

@@ -9,8 +9,8 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
+import laminar_py.relay.messages as m
 from laminar_py.records.weights import PulledVersion, VersionLostError
-from laminar_py.relay import messages as m
 from laminar_py.relay.sockets import RelayKeys, SocketFactory
 from laminar_py.relay.uplink import Uplink
 
