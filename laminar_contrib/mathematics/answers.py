@@ -57,12 +57,12 @@ class Interval:
 
     @property
     def ends(self) -> tuple[Value, Value]:
-        """Ends as numbers."""
+        """The two ends as numbers."""
         return number(self.low), number(self.high)
 
     @property
     def is_empty(self) -> bool:
-        """True where no number is inside."""
+        """Whether no number is inside."""
         low, high = self.ends
         return bool(low > high or (low == high and not (self.has_low and self.has_high)))
 
@@ -76,7 +76,10 @@ class Region:
 
 
 def number(expression: Expression) -> Value:
-    """Real number to compare with. Raises `UnreadableError` where it is none."""
+    """Return the real number that an expression is, for a comparison.
+
+    Raises `UnreadableError` if it is no real number.
+    """
     if variables(expression):
         raise UnreadableError("an interval with variables")
     try:
@@ -90,17 +93,17 @@ def number(expression: Expression) -> Value:
 
 
 def point(expression: Expression) -> Interval:
-    """Interval that holds one number."""
+    """Return the closed interval that holds one number."""
     return Interval(low=expression, high=expression, has_low=True, has_high=True)
 
 
 def everything() -> Interval:
-    """The real numbers."""
+    """Return the interval of all real numbers."""
     return Interval(low=MINUS, high=PLUS, has_low=False, has_high=False)
 
 
 def union(intervals: Iterable[Interval], name: str = "") -> Region:
-    """Region of all that is in any of the intervals."""
+    """Return the union of the intervals as a region with a variable's name."""
     merged: list[Interval] = []
     for interval in sorted(_kept(intervals), key=lambda each: (each.ends[0], not each.has_low)):
         if not merged or not _touch(merged[-1], interval):
@@ -113,7 +116,7 @@ def union(intervals: Iterable[Interval], name: str = "") -> Region:
 
 
 def _kept(intervals: Iterable[Interval]) -> Iterable[Interval]:
-    """Intervals that are not empty and do not hold infinity."""
+    """Yield the intervals that are not empty; an interval never holds infinity."""
     for interval in intervals:
         low, high = interval.ends
         has_low, has_high = (
@@ -126,13 +129,13 @@ def _kept(intervals: Iterable[Interval]) -> Iterable[Interval]:
 
 
 def _touch(left: Interval, right: Interval) -> bool:
-    """True where the right one begins inside or at the end of the left one, with no point between."""
+    """Return True if the right interval begins inside the left one or at its end, without a point between them."""
     end, begin = left.ends[1], right.ends[0]
     return bool(begin < end or (begin == end and (left.has_high or right.has_low)))
 
 
 def intersection(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
-    """Intervals of all that is in both."""
+    """Return the intersection of two unions of intervals."""
     others = list(right)
     return [both for one in left for other in others if not (both := _overlap(one, other)).is_empty]
 
@@ -144,7 +147,7 @@ def _overlap(left: Interval, right: Interval) -> Interval:
 
 
 def without_points(intervals: Iterable[Interval], points: Iterable[Expression]) -> list[Interval]:
-    """Intervals less some points."""
+    """Take single points out of the intervals."""
     left = list(intervals)
     for taken in points:
         below = Interval(low=MINUS, high=taken, has_low=False, has_high=False)
@@ -154,7 +157,7 @@ def without_points(intervals: Iterable[Interval], points: Iterable[Expression]) 
 
 
 def same_region(reference: Region, answer: Region) -> bool:
-    """True where both hold the same numbers; a variable counts if both name one."""
+    """Return True if both regions hold the same numbers. Variables must agree if both regions name one."""
     if reference.name and answer.name and reference.name != answer.name:
         return False
     pairs = list(zip(reference.intervals, answer.intervals, strict=False))
@@ -176,7 +179,7 @@ class Quantity:
 
 
 def share(quantity: Quantity) -> Expression:
-    """Number that a quantity is, of which a percentage is a hundredth."""
+    """Return the number of a quantity; a percentage counts as hundredths."""
     if not quantity.is_percent:
         return quantity.expression
     return Applied("divide", (quantity.expression, Numeral(Fraction(100), "100")))
@@ -238,7 +241,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A value and its name, e.g. "x = 5"; `equation` if both sides are expressions."""
+    """A value with its name, e.g. "x = 5"; `equation` holds the equation if both sides are expressions."""
 
     label: str
     value: "AnswerValue"
@@ -277,7 +280,7 @@ AnswerValue: TypeAlias = (
 
 
 def as_region(value: AnswerValue) -> Region:
-    """Set of real numbers that an answer is. Raises `UnreadableError` for an answer that is none."""
+    """Return the set of real numbers that an answer describes. Raises `UnreadableError` for any other answer."""
     if isinstance(value, Region):
         return value
     if isinstance(value, Named):
@@ -299,21 +302,21 @@ def as_region(value: AnswerValue) -> Region:
 
 
 def _may_be_point(value: AnswerValue) -> bool:
-    """True for "(1, 2)", which is no interval if it stands in a list."""
+    """Return True for "(1, 2)", which is a point and no interval if it stands in a list."""
     if not isinstance(value, Bracketed) or (value.opening, value.closing) != ("(", ")"):
         return False
     return not any("infinity" in operations(bare(item)) for item in value.items)
 
 
 def bare(value: AnswerValue) -> Expression:
-    """Number without a unit. Raises `UnreadableError`."""
+    """Return the number of an answer that has no unit. Raises `UnreadableError` for any other answer."""
     if isinstance(value, Quantity) and value.unit is None and not value.is_percent:
         return value.expression
     raise UnreadableError("no plain number")
 
 
 def same(reference: AnswerValue, answer: AnswerValue) -> bool:
-    """True where an answer says what the reference says. Raises `TooLargeError`."""
+    """Return True if an answer has the same meaning as the reference. Raises `TooLargeError`."""
     reference, answer = _unwrapped(reference), _unwrapped(answer)
     match reference, answer:
         case (Lettered(), _) | (_, Lettered()):
@@ -346,12 +349,15 @@ def same(reference: AnswerValue, answer: AnswerValue) -> bool:
 
 
 def _unwrapped(value: AnswerValue) -> AnswerValue:
-    """Several values without the name of what has them."""
+    """Return the list or set in an equation such as "x = 1, 2" without the name x.
+
+    Return any other answer as it is.
+    """
     return value.value if isinstance(value, Named) and isinstance(value.value, Listing | Collection) else value
 
 
 def _same_choice(reference: AnswerValue, answer: AnswerValue) -> bool:
-    """Letters must agree if both have one, and else what they stand for."""
+    """Compare two choices: by their letters if both have a letter, else by their contents."""
     letters = [_letter(value) for value in (reference, answer)]
     if all(letters):
         return letters[0] == letters[1]
@@ -367,7 +373,7 @@ def _letter(value: AnswerValue) -> str:
 
 
 def _said(value: AnswerValue) -> str:
-    """Text of an answer in words, and of a variable alone."""
+    """Return the text of an answer in words or of a lone variable; "" for any other answer."""
     if isinstance(value, Phrase):
         return value.words
     if isinstance(value, Quantity) and isinstance(value.expression, Variable) and value.unit is None:
@@ -392,7 +398,7 @@ def _same_named(reference: Named, answer: Named) -> bool:
 
 
 def _same_unnamed(reference: AnswerValue, answer: AnswerValue) -> bool:
-    """Comparison where one side says what its value is the value of."""
+    """Compare two answers of which one or both may have a name, such as "x = 5" and "5"."""
     if isinstance(reference, Statement) or isinstance(answer, Statement):
         equations = [value.equation if isinstance(value, Named) else value for value in (reference, answer)]
         return all(isinstance(each, Statement) for each in equations) and same(*equations)  # type: ignore[arg-type]
@@ -416,7 +422,10 @@ def _members(value: AnswerValue) -> Sequence[AnswerValue]:
 
 
 def _is_system(items: Sequence[AnswerValue]) -> bool:
-    """True for values of several variables, such as "x = 1, y = 2"; x_1 and x_2 are two values of one."""
+    """Return True for values of several variables, such as "x = 1, y = 2".
+
+    X_1 and x_2 are two values of one variable.
+    """
     names = {item.label.partition(" _ ")[0] for item in items if isinstance(item, Named)}
     return len(names) > 1 and all(isinstance(item, Named) for item in items)
 
@@ -435,7 +444,7 @@ def _label(value: AnswerValue) -> str:
 
 
 def _same_members(wanted: Sequence[AnswerValue], given: Sequence[AnswerValue]) -> bool:
-    """True where the items fit in some order."""
+    """Return True if the items are the same in some order."""
     left = list(given)
     for one in wanted:
         match = next((index for index, other in enumerate(left) if same(one, other)), None)
@@ -458,7 +467,7 @@ def _same_in_order(wanted: Sequence[AnswerValue], given: Sequence[AnswerValue]) 
 
 
 def _same_bracketed(reference: Bracketed, answer: Bracketed) -> bool:
-    """Points and vectors of any brackets, but of two items, which may be an interval."""
+    """Compare points and vectors, with any brackets unless there are two items, which may be an interval."""
     brackets = [(value.opening, value.closing) for value in (reference, answer)]
     return (brackets[0] == brackets[1] or len(reference.items) != 2) and _same_in_order(
         reference.items, answer.items
@@ -466,7 +475,7 @@ def _same_bracketed(reference: Bracketed, answer: Bracketed) -> bool:
 
 
 def _rows(value: AnswerValue) -> Sequence[Sequence[AnswerValue]]:
-    """Rows of a matrix, also of one in plain brackets; of a vector that is no matrix the only row."""
+    """Return the rows of a matrix, also of a matrix in plain brackets. Any other vector is a single row."""
     if isinstance(value, Grid):
         return value.rows
     if not isinstance(value, Bracketed):
@@ -477,7 +486,7 @@ def _rows(value: AnswerValue) -> Sequence[Sequence[AnswerValue]]:
 
 
 def _same_grid(reference: AnswerValue, answer: AnswerValue) -> bool:
-    """Matrices row by row; a vector may stand as a row, as a column, or as a point."""
+    """Compare matrices row by row; a vector may be written as a row, as a column or as a point."""
     wanted, given = _rows(reference), _rows(answer)
     if isinstance(reference, Grid) and isinstance(answer, Grid):
         return len(wanted) == len(given) and all(map(_same_in_order, wanted, given))
@@ -498,7 +507,7 @@ def _same_proportion(reference: AnswerValue, answer: AnswerValue) -> bool:
 
 
 def _parts(value: AnswerValue) -> tuple[Expression, ...]:
-    """Parts of a ratio; a number is its ratio to 1."""
+    """Return the parts of a ratio; a number is its ratio to 1."""
     if isinstance(value, Proportion):
         return value.parts
     if isinstance(value, Quantity) and value.unit is None and not value.is_percent:
@@ -551,7 +560,7 @@ def _same_percent(reference: Quantity, answer: Quantity) -> bool:
 
 
 def _is_above_one(expression: Expression) -> bool:
-    """True for a number that hardly is a share, and so may be meant in percent."""
+    """Return True for a number above 1, which is hardly a share and may be meant in percent."""
     if variables(expression):
         return False
     try:

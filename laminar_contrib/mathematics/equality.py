@@ -8,7 +8,7 @@ Rules:
   (5/8, 12) is only that one.
 - A reference that is a decimal of four significant digits or more says how many are wanted: an answer is right
   that rounds to it and has no fewer digits. A reference of fewer digits is exact.
-- Formulas are equal if they have the same variables and the same values wherever we look, with the same domain
+- Formulas are equal if they have the same variables and the same values at all sample points, with the same domain
   among the real numbers: sqrt(x^2) is |x|, not x.
 
 Invariant: bounded work: a number that would grow beyond `MAX_BITS` raises `TooLargeError` before it is computed.
@@ -35,7 +35,7 @@ from laminar_contrib.mathematics.expressions import (
 from laminar_contrib.mathematics.words import word_set
 
 MAX_BITS = 200_000
-MAX_MAGNITUDE = 10**7  # bits of the exponent of a number that is not exact
+MAX_MAGNITUDE = 10**7  # bits in the exponent of an inexact number
 MAX_FACTORIAL = 5_000
 MAX_ROOT = 64
 
@@ -56,7 +56,7 @@ class WholeNumbersError(UndefinedError):
 
 
 def evaluate(expression: Expression, point: Mapping[str, Fraction], *, is_complex: bool = False) -> Value:
-    """Value where the variables are those of a point, to the digits of `mpmath.workdps`.
+    """Return the value of an expression at a point, to the digits of `mpmath.workdps`.
 
     Real roots and logarithms only, unless `is_complex`, which takes principal values. Raises `UndefinedError` and
     `TooLargeError`.
@@ -86,7 +86,7 @@ def _checked(value: Value) -> Value:
 
 
 def inexact(value: Value) -> Value:
-    """Number of mpmath at the present precision."""
+    """Convert a number to mpmath's type at the present precision."""
     return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
@@ -149,7 +149,7 @@ def _inexact_power(base: Value, exponent: Value) -> Value:
 
 
 def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
-    """Power that is a fraction again, e.g. 8^(2/3); None of others."""
+    """Return a power that is again a fraction, e.g. 8^(2/3); None for any other power."""
     if exponent.denominator > MAX_ROOT or abs(exponent.numerator) > MAX_ROOT or (not base and exponent <= 0):
         return None
     over, under = (_exact_root(part, exponent.denominator) for part in (base.numerator, base.denominator))
@@ -157,7 +157,7 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 
 def _exact_root(number: int, degree: int) -> int | None:
-    """Whole root of a whole number, by Newton's method; None if there is none."""
+    """Return the whole root of a whole number, by Newton's method; None if there is none."""
     if number < 2:
         return number
     guess = 1 << -(-number.bit_length() // degree)
@@ -209,7 +209,7 @@ def _function(name: str, args: list[Value], *, is_complex: bool) -> Value:
 
 
 def _log(number: Value, base: Value | None = None) -> Value:
-    """Logarithm; one without a base has a base of its own, which nobody knows, and so is equal to no other."""
+    """Return a logarithm. Without a base the base is unknown, so the result equals no other logarithm."""
     return mpmath.ln(number) / mpmath.ln(inexact(UNKNOWN_BASE) if base is None else base)
 
 
@@ -262,12 +262,12 @@ class Rounded:
     digits: int  # significant ones
 
     def holds(self, number: Value) -> bool:
-        """True where a number rounds to it."""
+        """Return True if a number rounds to this decimal."""
         return bool(abs(inexact(number) - inexact(self.value)) <= inexact(self.half_unit))
 
 
 def as_decimal(expression: Expression) -> Rounded | None:
-    """Decimal that an expression is, with a sign and a power of ten; None of others."""
+    """Return the decimal that an expression is, with its sign and power of ten; None for any other expression."""
     if isinstance(expression, Numeral) and expression.is_decimal:
         digits = expression.text.replace(".", "").lstrip("0")
         unit = Fraction(1, 10 ** len(expression.text.partition(".")[2]))
@@ -304,7 +304,7 @@ def _power_of_ten(expression: Expression) -> Fraction | None:
 
 
 def rounds_to(expression: Expression, rounded: Rounded) -> bool:
-    """True where the value of a number rounds to a decimal, to however few digits."""
+    """Return True if the value of a number rounds to a decimal of any number of digits."""
     try:
         with mpmath.workdps(DIGITS[0]):
             return rounded.holds(evaluate(expression, {}))
@@ -313,7 +313,7 @@ def rounds_to(expression: Expression, rounded: Rounded) -> bool:
 
 
 def same_expression(reference: Expression, answer: Expression) -> bool:
-    """True where an answer has the value of the reference. Raises `TooLargeError`."""
+    """Return True if an answer has the value of the reference. Raises `TooLargeError`."""
     if variables(reference) | variables(answer):
         return _same_formula(reference, answer)
     if same_number(reference, answer):
@@ -337,7 +337,7 @@ def _is_rounding(reference: Expression, answer: Expression) -> bool:
 
 
 def _is_terminating(value: Value) -> bool:
-    """True for a fraction that some decimal equals."""
+    """Return True for a fraction that a finite decimal equals."""
     if not isinstance(value, Fraction):
         return False
     under = value.denominator
@@ -348,7 +348,7 @@ def _is_terminating(value: Value) -> bool:
 
 
 def same_number(left: Expression, right: Expression) -> bool:
-    """Equality of two numbers without variables, among the complex numbers if need be."""
+    """Return True if two expressions without variables are equal, as complex numbers if no value is real."""
     is_complex = "i" in operations(left) | operations(right)
     for attempt in {is_complex, True}:
         try:
@@ -359,7 +359,7 @@ def same_number(left: Expression, right: Expression) -> bool:
 
 
 def _agree(left: Expression, right: Expression, point: Point, *, is_complex: bool) -> bool:
-    """Equality at a point. Raises `UndefinedError` where a side has no value there.
+    """Return True if both sides are equal at a point. Raises `UndefinedError` if a side has no value there.
 
     Numbers below 10^-200 that are not exact count as 0, which has many ways to be written, such as sin(pi).
     """
@@ -390,7 +390,7 @@ def _same_formula(reference: Expression, answer: Expression) -> bool:
 
 
 def _compare(reference: Expression, answer: Expression, names: set[str], *, is_complex: bool) -> tuple[int, bool]:
-    """Number of points at which both have a value, and True if the values and the domains are the same."""
+    """Return the number of points where both have a value, and True if values and domains are the same."""
     seen = 0
     for point in sample_points(names):
         try:
@@ -417,7 +417,10 @@ def _is_defined(expression: Expression, point: Point, *, is_complex: bool) -> bo
 
 
 def sample_points(names: set[str]) -> list[Point]:
-    """Points to look at, always the same: small and large ones, of both signs, and whole numbers."""
+    """Return the points at which formulas are compared.
+
+    Always the same, small and large, of both signs, and whole.
+    """
     draw = random.Random(7)
     spans = [(0, 1), (0, 1), (0, 1), (1, 5), (1, 5), (-1, 0), (-5, -1), (-4, 4)]
     points = [
@@ -428,9 +431,9 @@ def sample_points(names: set[str]) -> list[Point]:
 
 
 def proportional(reference: Expression, answer: Expression, *, positive: bool) -> bool:
-    """True where one expression is a number times the other, so that both are 0 together.
+    """Return True if one expression is a constant times the other, so that both are 0 at the same points.
 
-    `positive` wants a number above 0, as for the two sides of an inequality. Raises `TooLargeError`.
+    With `positive` the constant must be above 0, as for the two sides of an inequality. Raises `TooLargeError`.
     """
     names = variables(reference)
     if names != variables(answer):
@@ -454,5 +457,5 @@ def proportional(reference: Expression, answer: Expression, *, positive: bool) -
 
 
 def difference(left: Expression, right: Expression) -> Expression:
-    """Left side of an equation less the right one."""
+    """Return the left side of an equation minus the right side."""
     return Applied("add", (left, negated(right)))

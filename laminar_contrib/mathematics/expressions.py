@@ -1,9 +1,8 @@
 """Tokens of an answer in LaTeX or plain text, and the expressions that a parser reads from them. Pure.
 
 `structure` hands in the tokens of one expression, `equality` gives it a value. Invariants: layout makes no token
-and whatever means something makes one, so that two answers with the same tokens are the same answer; every token
-of an expression is used up, or the expression is refused, as is a reading that one could dispute ("3 3",
-"f(x+y)").
+and every meaningful sign makes a token, so that two answers with the same tokens are the same answer. The parser
+uses all tokens of an expression or refuses it. It also refuses a text of two possible readings ("3 3", "f(x+y)").
 """
 
 import re
@@ -32,11 +31,11 @@ APPLIED = re.compile(r"(sin|cos|tan|cot|sec|csc|ln|log|sqrt)([a-z])")  # "sinx"
 
 
 class UnreadableError(ValueError):
-    """Raised for a text that is no answer, or one of a kind that is not read here."""
+    """Raised for a text that is no answer, or an answer of a kind that this package does not read."""
 
 
 class TokenKind(Enum):
-    """Part that a token plays."""
+    """Kind of a token."""
 
     NUMBER = auto()
     NAME = auto()  # of a variable
@@ -56,12 +55,12 @@ class Token:
     spaced: bool = field(default=False, compare=False)
 
     def is_sign(self, *texts: str) -> bool:
-        """True for a sign or a command of one of these names."""
+        """Return True if this token is a sign or a command with one of these names."""
         return self.kind in (TokenKind.SIGN, TokenKind.COMMAND) and self.text in texts
 
 
 def tokenise(text: str, *, grouped: bool) -> tuple[Token, ...]:
-    """Tokens of a normal text; `grouped` reads "1,234" as one number.
+    """Split a normalised text into tokens; `grouped` reads "1,234" as one number.
 
     Raises `UnreadableError` for braces that do not match, and above `MAX_TOKENS`.
     """
@@ -103,7 +102,7 @@ def _takes_text(command: str) -> bool:
 
 
 def _argument(text: str, place: int) -> tuple[str, int] | None:
-    """Content of the braces that begin at a place, and the place after them."""
+    """Return the content of the braces that begin at a place, and the place after them."""
     opening = re.compile(r"\s*\{").match(text, place)
     if opening is None:
         return None
@@ -127,7 +126,7 @@ def matching_braces(text: str) -> dict[int, int]:
 def _wrapped(
     command: str, inner: str, pattern: re.Pattern[str], *, spaced: bool, after_number: bool
 ) -> Iterator[Token]:
-    """Tokens of a command with its argument in braces."""
+    """Return the tokens of a command with its argument in braces."""
     name = inner.strip()
     if command in words.DROPPED:
         return
@@ -149,7 +148,7 @@ def _wrapped(
 
 
 def _letters(run: str, *, spaced: bool, in_words: bool, after_number: bool) -> list[Token]:
-    """Tokens of letters without a command: a word, a function, or variables side by side."""
+    """Return the tokens of plain letters: a word, a function, or variables side by side."""
     lowered = run.lower()
     if lowered in ("and", "or"):
         return [Token(TokenKind.COMMAND, lowered, spaced)]
@@ -169,7 +168,7 @@ def _letters(run: str, *, spaced: bool, in_words: bool, after_number: bool) -> l
 
 
 def _token(kind: str, part: str, *, spaced: bool) -> Token:
-    """Token of a number, a sign or a command without an argument."""
+    """Return the token of a number, a sign or a command without an argument."""
     if kind == "number":
         return Token(TokenKind.NUMBER, part.replace(",", ""), spaced)
     if kind == "environment":
@@ -197,7 +196,10 @@ Tokens = Sequence[Token]
 
 
 def split(tokens: Tokens, is_border: Callable[[Token], bool]) -> tuple[list[list[Token]], list[str]]:
-    """Parts between the borders outside of brackets, and the borders. Raises for brackets that do not match."""
+    """Split tokens at borders outside of brackets; return the parts and the borders.
+
+    Raises `UnreadableError` for brackets that do not match.
+    """
     parts: list[list[Token]] = [[]]
     borders: list[str] = []
     depth = 0
@@ -216,17 +218,17 @@ def split(tokens: Tokens, is_border: Callable[[Token], bool]) -> tuple[list[list
 
 
 def split_at(tokens: Tokens, *signs: str) -> tuple[list[list[Token]], list[str]]:
-    """Parts between these signs, outside of brackets."""
+    """Split tokens at these signs outside of brackets."""
     return split(tokens, lambda token: token.is_sign(*signs))
 
 
 def has_outside(tokens: Tokens, *signs: str) -> bool:
-    """True where one of these signs stands outside of brackets."""
+    """Return True if one of these signs stands outside of brackets."""
     return bool(split_at(tokens, *signs)[1])
 
 
 def is_enclosed(tokens: Tokens) -> bool:
-    """True where the first token is a bracket that the last one closes."""
+    """Return True if the first token is a bracket and the last token closes it."""
     if len(tokens) < 2 or not tokens[0].is_sign(*OPENING):
         return False
     depth = 0
@@ -245,7 +247,7 @@ def _step(token: Token) -> int:
 
 MAX_DEPTH = 40
 NUMBER, NAME, WORD, FUNCTION = TokenKind.NUMBER, TokenKind.NAME, TokenKind.WORD, TokenKind.FUNCTION
-BRACKETS = {  # with what closes them, and what they do
+BRACKETS = {  # opening bracket -> (closing bracket, operation on its content)
     "(": (")", ""),
     "[": ("]", ""),
     "{": ("}", ""),
@@ -266,7 +268,7 @@ class Numeral:
 
     @property
     def is_decimal(self) -> bool:
-        """True where it was written with a decimal point."""
+        """Whether the number was written with a decimal point."""
         return "." in self.text
 
 
@@ -292,26 +294,29 @@ LETTERS = {"e": Applied("e"), "i": Applied("i")}
 
 
 def variables(expression: Expression) -> set[str]:
-    """Names of the variables of an expression."""
+    """Return the names of an expression's variables."""
     if isinstance(expression, Variable):
         return {expression.name}
     return set[str]().union(*map(variables, expression.args)) if isinstance(expression, Applied) else set()
 
 
 def operations(expression: Expression) -> set[str]:
-    """Names of the operations in an expression."""
+    """Return the names of the operations in an expression."""
     if not isinstance(expression, Applied):
         return set()
     return {expression.name}.union(*map(operations, expression.args))
 
 
 def negated(expression: Expression) -> Expression:
-    """Expression with the other sign."""
+    """Return the expression with its sign changed."""
     return Applied("negate", (expression,))
 
 
 def parse_expression(tokens: Sequence[Token]) -> tuple[Expression, Sequence[Token]]:
-    """Expression at the start of the tokens, and the words after it. Raises `UnreadableError`."""
+    """Parse the expression at the start of the tokens; return it and the words after it.
+
+    Raises `UnreadableError`.
+    """
     parser = ExpressionParser(tokens)
     expression = parser.sum()
     rest = parser.rest
@@ -325,7 +330,7 @@ def _begins_unit(token: Token) -> bool:
 
 
 class ExpressionParser:
-    """Recursive descent over tokens; methods are the rules of the grammar and stop where theirs ends."""
+    """Recursive descent over tokens: each method reads one rule of the grammar and stops behind it."""
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self.place = 0
@@ -335,11 +340,11 @@ class ExpressionParser:
 
     @property
     def rest(self) -> Sequence[Token]:
-        """Tokens that are left."""
+        """Tokens not read yet."""
         return self._tokens[self.place :]
 
     def sum(self) -> Expression:
-        """Terms with signs between them."""
+        """Read terms with signs between them."""
         sign = self._take("+", "-")
         total = negated(self._product()) if sign == "-" else self._product()
         while sign := self._take("+", "-"):
@@ -424,7 +429,7 @@ class ExpressionParser:
         raise UnreadableError(f"{token.text!r} is not expected")
 
     def _mixed(self, whole: Numeral) -> Expression:
-        """Number, with the proper fraction that may follow: `2\\frac{1}{2}` or "2 1/2"."""
+        """Read a mixed number: `whole`, with the proper fraction that may follow: `2\\frac{1}{2}` or "2 1/2"."""
         token, start = self._peek(), self.place
         if whole.is_decimal or token is None:
             return whole
@@ -452,7 +457,7 @@ class ExpressionParser:
         return LETTERS.get(name) or Variable(name)
 
     def _raw(self) -> str:
-        """Text of one token, or of all in braces."""
+        """Read the text of one token, or of all tokens in braces."""
         if not self._take("{"):
             return self._next().text
         parts = []
@@ -499,7 +504,7 @@ class ExpressionParser:
         return Applied("root", (self._atom(), degree))
 
     def _argument(self) -> Expression:
-        """Argument of a command: a group, or a single token of which a number gives its first digit."""
+        """Read the argument of a command: a group or a single token. A number gives only its first digit."""
         token = self._peek()
         if token is not None and token.kind is NUMBER and len(token.text) > 1 and token.text.isdecimal():
             self._tokens[self.place] = Token(NUMBER, token.text[1:])
@@ -523,7 +528,7 @@ class ExpressionParser:
         return token
 
     def _take(self, *signs: str) -> str:
-        """Name of the next token, taken, if it is one of these signs; else nothing."""
+        """Read the next token if it is one of these signs and return its name; else read nothing and return ""."""
         token = self._peek()
         if token is None or not token.is_sign(*signs):
             return ""
@@ -536,7 +541,7 @@ class ExpressionParser:
 
 
 def _is_proper(args: Sequence[Expression]) -> bool:
-    """True for the parts of a fraction between 0 and 1."""
+    """Return True for the numerator and denominator of a fraction between 0 and 1."""
     over, under = args
     if not (isinstance(over, Numeral) and isinstance(under, Numeral)):
         return False

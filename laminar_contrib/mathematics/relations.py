@@ -49,7 +49,7 @@ MAX_WORDS = 8
 
 
 def read_quantity(tokens: Tokens) -> Quantity:
-    """Quantity that all the tokens make. Raises `UnreadableError`."""
+    """Read all tokens as one quantity. Raises `UnreadableError`."""
     tokens, currency = _without_parentheses(list(tokens)), ""
     for place, token in enumerate(tokens[:2]):
         is_first = place == 0 or tokens[0].is_sign("-", "+")
@@ -75,7 +75,7 @@ def read_quantity(tokens: Tokens) -> Quantity:
 
 
 def _without_parentheses(tokens: list[Token]) -> list[Token]:
-    """Tokens without the parentheses of words at the end, as in "5 (cm)"."""
+    """Drop the parentheses around words at the end, as in "5 (cm)"."""
     if len(tokens) < 4 or not tokens[-1].is_sign(")"):
         return tokens
     begin = max((place for place, token in enumerate(tokens) if token.is_sign("(")), default=0)
@@ -85,7 +85,7 @@ def _without_parentheses(tokens: list[Token]) -> list[Token]:
 
 
 def _compound(first: Quantity, second: Quantity) -> Quantity:
-    """Sum of quantities such as "1 hour 30 minutes", in the unit of the second."""
+    """Add quantities such as "1 hour 30 minutes", in the unit of the second."""
     if first.unit is None or second.unit is None or first.unit.dimensions != second.unit.dimensions:
         raise UnreadableError("two quantities side by side")
     ratio = Numeral(first.unit.size / second.unit.size)
@@ -95,7 +95,7 @@ def _compound(first: Quantity, second: Quantity) -> Quantity:
 
 
 def _spelled(tokens: list[Token]) -> list[Token]:
-    """Tokens with a number in words in digits, if nothing but words comes after it."""
+    """Replace a number in words by digits, if only words follow it."""
     number = words.NUMBERS.get(tokens[0].text.lower()) if tokens else None
     if number is None or any(token.kind is not TokenKind.WORD for token in tokens):
         return tokens
@@ -107,7 +107,7 @@ def _whole(number: int) -> Numeral:
 
 
 def _with_degrees(expression: Expression, factors: list[tuple[str, int]]) -> Quantity:
-    """Quantity of which a sign for degrees is the unit."""
+    """Make a quantity whose unit is the sign for degrees."""
     scale = ""
     if isinstance(expression, Applied) and expression.name == "multiply" and not factors:
         inner, letter = expression.args
@@ -123,7 +123,7 @@ def _with_degrees(expression: Expression, factors: list[tuple[str, int]]) -> Qua
 
 
 def _degrees(expression: Expression) -> Expression | None:
-    """Number of degrees of an angle such as 30° or -30°; None of anything else."""
+    """Return the degrees of an angle such as 30° or -30°; None for any other expression."""
     if not isinstance(expression, Applied):
         return None
     if expression.name == "degrees":
@@ -133,7 +133,10 @@ def _degrees(expression: Expression) -> Expression | None:
 
 
 def _unit_factors(tokens: Sequence[Token]) -> list[tuple[str, int]]:
-    """Words of a unit with their powers, e.g. m and s^-2. Raises for words that may say something else."""
+    """Read the words of a unit with their powers, e.g. m and s^-2.
+
+    Raises `UnreadableError` for ambiguous words.
+    """
     factors: list[tuple[str, int]] = []
     sign, place = 1, 0
     while place < len(tokens):
@@ -158,7 +161,7 @@ def _unit_factors(tokens: Sequence[Token]) -> list[tuple[str, int]]:
 
 
 def _power_of_unit(tokens: Sequence[Token], place: int) -> tuple[int, int]:
-    """Whole power at a place, and the place after it."""
+    """Read the whole power at a place; return it and the place after it."""
     text = ""
     while place < len(tokens) and (tokens[place].is_sign("{", "}", "-") or tokens[place].kind is TokenKind.NUMBER):
         text += tokens[place].text
@@ -176,7 +179,7 @@ Reader = Callable[[Tokens], AnswerValue]
 
 
 def read_relation(tokens: Tokens, read: Reader) -> AnswerValue:
-    """Value of a chain of relations; `read` reads a side. Raises `UnreadableError`."""
+    """Read a chain of relations such as "x = 2y = 6"; `read` reads a side. Raises `UnreadableError`."""
     sides, signs = split_at(tokens, *RELATIONS)
     if not sides[0] and signs[0] in ("=", "approx", "in"):
         sides, signs = sides[1:], signs[1:]  # "= 5"
@@ -201,7 +204,7 @@ def _label_of_side(tokens: Tokens) -> str:
 
 
 def _plain(tokens: Tokens) -> Expression:
-    """Expression without a unit."""
+    """Read all tokens as an expression without a unit."""
     expression, rest = parse_expression(tokens)
     if rest:
         raise UnreadableError("a unit in a relation")
@@ -235,7 +238,7 @@ def _has_variables(values: Sequence[AnswerValue]) -> bool:
 
 
 def _is_label(side: Tokens, other: Tokens) -> bool:
-    """True for what names the other side: "x_1", "f(x)", "Area", or e.g. "x + y" before a number."""
+    """Return True if `side` names the other side: "x_1", "f(x)", "Area", or e.g. "x + y" before a number."""
     if all(token.kind is TokenKind.WORD for token in side) or _is_application(side) or _is_tuple(side):
         return True
     bare = _without_subscripts(side)
@@ -246,7 +249,7 @@ def _is_label(side: Tokens, other: Tokens) -> bool:
 
 
 def _is_operation(token: Token) -> bool:
-    """True for what has to be undone before the value of the variable is known, as in "x^2 = 4"."""
+    """Return True for an operation that hides the value of the variable, as the power in "x^2 = 4"."""
     is_logarithm = token.kind is TokenKind.FUNCTION and token.text in ("ln", "log", "lg", "exp")
     return token.kind is TokenKind.NUMBER or is_logarithm or token.is_sign("sqrt", "^", "!")
 
@@ -256,7 +259,7 @@ def _is_name(token: Token) -> bool:
 
 
 def _without_subscripts(side: Tokens) -> list[Token]:
-    """Tokens less a subscript after each of them."""
+    """Drop the subscript after each token."""
     kept, place = [], 0
     while place < len(side):
         if not side[place].is_sign("_"):
@@ -271,7 +274,7 @@ def _without_subscripts(side: Tokens) -> list[Token]:
 
 
 def _is_application(side: Tokens) -> bool:
-    """True for e.g. "f(x)", "P(2)" or "f^{-1}(x)"."""
+    """Return True for e.g. "f(x)", "P(2)" or "f^{-1}(x)"."""
     begin = next((index for index, token in enumerate(side) if token.is_sign("(")), 0)
     marks = all(
         token.is_sign(*MARKS) or token.kind in (TokenKind.NUMBER, TokenKind.NAME) for token in side[1:begin]
@@ -280,7 +283,7 @@ def _is_application(side: Tokens) -> bool:
 
 
 def _is_tuple(side: Tokens) -> bool:
-    """True for e.g. "(x, y)"."""
+    """Return True for e.g. "(x, y)"."""
     inner = [token for token in side if not token.is_sign("(", ")", ",", "_", "{", "}")]
     return (
         is_enclosed(side)
@@ -298,10 +301,10 @@ def _equation(sides: Sequence[Tokens]) -> Statement | None:
 
 
 def _agreed(values: Sequence[AnswerValue], signs: Sequence[str]) -> AnswerValue:
-    """Value that all sides have: the first one that is no decimal. Raises where two of them differ."""
+    """Return the common value of all sides: the first value that is no decimal. Raises if two sides differ."""
     for (left, right), sign in zip(pairwise(values), signs, strict=True):
         if not (isinstance(left, Quantity) and isinstance(right, Quantity)):
-            raise UnreadableError("a chain of what is no number")
+            raise UnreadableError("a chain of sides that are no numbers")
         one, other = share(left), share(right)
         is_equal = same_expression(one, other) or same_expression(other, one)
         if not is_equal and not (sign == "approx" and (_is_near(one, other) or _is_near(other, one))):
@@ -315,13 +318,13 @@ def _agreed(values: Sequence[AnswerValue], signs: Sequence[str]) -> AnswerValue:
 
 
 def _is_near(exact: Expression, decimal: Expression) -> bool:
-    """True where a decimal is a rounding of a number, to however few digits."""
+    """Return True if a number rounds to a decimal of any number of digits."""
     rounded = as_decimal(decimal)
     return rounded is not None and not variables(exact) and rounds_to(exact, rounded)
 
 
 def _read_order(sides: list[Expression], signs: list[str]) -> AnswerValue:
-    """Inequalities: of one variable a region, else a statement."""
+    """Read inequalities: in one variable as a region, else as a statement."""
     if len(sides) == 2 and signs == ["ne"]:
         return _read_unequal(*sides)
     if all(sign in FLIPPED for sign in signs):
@@ -352,7 +355,7 @@ def _read_order(sides: list[Expression], signs: list[str]) -> AnswerValue:
 
 
 def _read_absolute(side: Expression, bound: Expression, *, below: bool, closed: bool) -> Region | None:
-    """Region of |x - a| < b or |x - a| > b; None of anything else."""
+    """Return the region of |x - a| < b or |x - a| > b; None for any other inequality."""
     if not isinstance(side, Applied) or side.name != "absolute":
         return None
     inner: Expression = side.args[0]

@@ -1,6 +1,6 @@
 """Answers read from tokens: what kind of answer they are, by the signs that stand outside of all brackets.
 
-Pure; `verify` hands in the text. Invariant: a text is read whole or refused, never in part.
+Pure; `verify` hands in the text. A text is read whole or refused, never in part.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,10 @@ CHOICE_SIGNS = ("(", "[", "{", "set{", "|", "-", "$", "frac", "sqrt", "pi", "inf
 
 
 def readings(text: str) -> list[AnswerValue]:
-    """Answers that a text may be: "1,234" is a number, or two. Raises `UnreadableError` if it is none."""
+    """Return all answers that a text may be: "1,234" is a number, or two.
+
+    Raises `UnreadableError` if there is none.
+    """
     found: list[AnswerValue] = []
     fault = UnreadableError("nothing")
     for grouped in (True, False):
@@ -68,7 +71,7 @@ def readings(text: str) -> list[AnswerValue]:
 
 
 def read(tokens: Tokens) -> AnswerValue:
-    """Answer that all the tokens make. Raises `UnreadableError`."""
+    """Read all tokens as one answer. Raises `UnreadableError`."""
     while tokens and tokens[-1].is_sign("."):
         tokens = tokens[:-1]
     tokens = _without_prefix(_without_commas(tokens))
@@ -90,7 +93,7 @@ def read(tokens: Tokens) -> AnswerValue:
 
 
 def _without_commas(tokens: Tokens) -> list[Token]:
-    """Tokens less commas before "and" and "or"."""
+    """Drop commas before "and" and "or"."""
     return [
         token
         for index, token in enumerate(tokens)
@@ -99,7 +102,7 @@ def _without_commas(tokens: Tokens) -> list[Token]:
 
 
 def _without_prefix(tokens: list[Token]) -> list[Token]:
-    """Tokens less words in front such as "The answer is", "Area:", "Option" or "about"."""
+    """Drop leading words such as "The answer is", "Area:", "Option" or "about"."""
     place = 0
     while place < len(tokens) and tokens[place].kind is WORD:
         place += 1
@@ -116,7 +119,7 @@ def _without_prefix(tokens: list[Token]) -> list[Token]:
 
 
 def _read_lettered(tokens: Tokens) -> Lettered | None:
-    """Choice with what comes after it, such as "(B) 12" or "B. 12"."""
+    """Read the letter of a choice and its content, such as "(B) 12" or "B. 12"; None for any other answer."""
     texts = [token.text for token in tokens[:4]]
     begin = 1 if texts[:1] == ["("] else 0
     if len(texts) < begin + 3 or texts[begin] not in set("ABCDEFGHIJ"):
@@ -133,7 +136,7 @@ def _read_lettered(tokens: Tokens) -> Lettered | None:
 
 
 def _read_phrase(tokens: Tokens) -> AnswerValue | None:
-    """Answer in words; None of anything else, and of a number in words."""
+    """Read an answer in words; None for any other answer, and for a number in words."""
     is_text = any(token.kind is WORD for token in tokens) and all(
         token.kind in (WORD, NAME, NUMBER) or token.is_sign("-", "'", ".", "{", "}") for token in tokens
     )
@@ -177,7 +180,7 @@ def _renamed(part: list[Token], parameters: list[str]) -> list[Token]:
 
 
 def _read_with_signs(tokens: list[Token]) -> list[AnswerValue]:
-    """Answers of a part: two where it has a sign such as "plus or minus"."""
+    """Read the answers of a part: two if it has a sign such as "plus or minus"."""
     in_set = any(token.is_sign("set{") for token in tokens)  # its items are read one by one
     if in_set or not any(token.is_sign("pm", "mp") for token in tokens):
         return [_read_item(tokens)]
@@ -193,7 +196,10 @@ def _signed(token: Token, signs: dict[str, str]) -> Token:
 
 
 def _joined(regions: list[Region], joints: set[str]) -> Region:
-    """Region of several conditions: "and" wants all of them, "or" one; a comma wants all if that is possible."""
+    """Join the regions of several conditions: "and" intersects, "or" unites.
+
+    A comma intersects if a number remains.
+    """
     name = regions[0].name
     if any(region.name != name for region in regions):
         raise UnreadableError("conditions on several variables")
@@ -208,7 +214,7 @@ def _joined(regions: list[Region], joints: set[str]) -> Region:
 
 
 def _read_item(tokens: Tokens) -> AnswerValue:
-    """Answer without a comma outside of brackets."""
+    """Read an answer without a comma outside of brackets."""
     if not tokens:
         raise UnreadableError("nothing between two commas")
     phrase = _read_phrase(tokens)
@@ -237,7 +243,7 @@ def _read_item(tokens: Tokens) -> AnswerValue:
 
 
 def _read_union(tokens: Tokens) -> AnswerValue:
-    """Union, or a set less some points."""
+    """Read a union of sets, or a set without some points."""
     if not has_outside(tokens, "cup"):
         whole, *taken = split(tokens, lambda token: token.is_sign("setminus", "-"))[0]
         points = [_read_item(part) for part in taken]
@@ -251,7 +257,7 @@ def _read_union(tokens: Tokens) -> AnswerValue:
 
 
 def _read_proportion(tokens: Tokens) -> Proportion | Phrase:
-    """Ratio, or a time of day."""
+    """Read a ratio or a time of day."""
     parts, _ = split_at(tokens, ":")
     raw = "".join(token.text for token in tokens if not token.is_sign(".")).lower()
     if raw.endswith(("am", "pm")) or (parts[-1][:1] and parts[-1][0].text.startswith("0")):
@@ -263,7 +269,7 @@ def _read_proportion(tokens: Tokens) -> Proportion | Phrase:
 
 
 def _read_based(tokens: Tokens) -> BasedNumber | None:
-    """Number with its base as a subscript, or in words: "1011_2", "1A_{16}", "1011 base 2"."""
+    """Read a number with its base as a subscript or in words: "1011_2", "1A_{16}", "1011 base 2"."""
     places = [index for index, token in enumerate(tokens) if token.is_sign("_") or token.text == "base"]
     if not places:
         return None
@@ -277,7 +283,7 @@ def _read_based(tokens: Tokens) -> BasedNumber | None:
 
 
 def _point(tokens: Tokens) -> Tokens:
-    """Tokens of a point or a vector less its name or a sign of transposition; none of anything else."""
+    """Return the tokens of a point or vector without its name or transposition; no tokens for any other answer."""
     if tokens[0].kind is NAME and tokens[0].text.isupper():
         tokens = tokens[1:]
     begin = max((place for place, token in enumerate(tokens) if token.is_sign("^")), default=len(tokens))
@@ -288,7 +294,7 @@ def _point(tokens: Tokens) -> Tokens:
 
 
 def _read_enclosed(tokens: Tokens) -> AnswerValue:
-    """Answer in brackets: a set, an ordered list, or just a group."""
+    """Read an answer in brackets: a set, an ordered list, or just a group."""
     opening, inner, closing = tokens[0].text, tokens[1:-1], tokens[-1].text
     if opening == "set{":
         return _read_set(inner) if closing == "set}" else _refuse(closing)
@@ -307,7 +313,7 @@ def _read_enclosed(tokens: Tokens) -> AnswerValue:
 
 
 def _read_group(tokens: Tokens, inner: Tokens) -> AnswerValue:
-    """Answer in brackets of no meaning."""
+    """Read an answer whose brackets have no meaning."""
     return read(inner) if inner else _refuse("empty")
 
 
@@ -316,7 +322,7 @@ def _refuse(text: str) -> AnswerValue:
 
 
 def _read_set(inner: Tokens) -> AnswerValue:
-    """Set in braces: its items, or a condition after a bar."""
+    """Read a set in braces: its items, or a condition after a bar."""
     if not inner:
         return NOTHING
     parts, bars = split_at(inner, "|", ":")
@@ -334,12 +340,12 @@ FENCES = (("(", ")"), ("[", "]"))
 
 
 def has_grid(tokens: Tokens) -> bool:
-    """True where a matrix begins somewhere."""
+    """Return True if a matrix begins somewhere in the tokens."""
     return any(token.text.startswith("begin ") for token in tokens)
 
 
 def read_grid(tokens: Tokens, read: Callable[[Tokens], AnswerValue]) -> Grid:
-    """Matrix that all the tokens make; `read` reads a cell. Raises `UnreadableError`."""
+    """Read all tokens as a matrix; `read` reads a cell. Raises `UnreadableError`."""
     begin = next(index for index, token in enumerate(tokens) if token.text.startswith("begin "))
     end = next((index for index, token in enumerate(tokens) if token.text.startswith("end ")), 0)
     kind = tokens[begin].text.removeprefix("begin ").rstrip("*")
@@ -359,7 +365,7 @@ def read_grid(tokens: Tokens, read: Callable[[Tokens], AnswerValue]) -> Grid:
 
 
 def read_rows(tokens: Tokens) -> list[Tokens]:
-    """Rows of a system of equations that all the tokens make; none of anything else."""
+    """Return the rows of a system of equations; no rows if the tokens are anything else."""
     kind = tokens[0].text.removeprefix("begin ").rstrip("*")
     if kind not in SYSTEMS or tokens[-1].text.removeprefix("end ").rstrip("*") != kind:
         return []

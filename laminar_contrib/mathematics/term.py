@@ -1,6 +1,6 @@
-"""The term `math`: the final answer of a response against that of its problem.
+"""The term `math`: it compares the final answer of a response with the answer of its problem.
 
-The verifier is in `verify`; what hangs in it costs its own response, in a process of its own.
+`verify` has the verifier. It runs in a process of its own, so a hanging verification costs its own response alone.
 """
 
 from functools import lru_cache
@@ -15,30 +15,30 @@ CACHED = 1 << 16  # answers of problems that were looked at
 
 class MathTerm(TermConfig):
     """1 for a response whose final answer equals the problem's, else 0: numbers, formulas, sets, intervals,
-    tuples, matrices, units, several answers. The last closed `\\boxed{...}` after the thinking is looked at, or
-    the phrase that names the answer."""
+    tuples, matrices, units, several answers. The term reads the last closed `\\boxed{...}` after the
+    thinking, or the phrase that names the answer."""
 
     kind: str = "math"
     timeout_s: Seconds | None = 3.0
     """Longest time of a verification, which takes milliseconds; null: `reward.timeout_s`."""
     most_processes: Count = PROCESSES
-    """Processes of each scorer at most: one more wherever a response waits for one that is slow."""
+    """Most processes of each scorer. A scorer adds a process when a response waits for a slow verification."""
     cut: bool = False
-    """Look at responses that a cap cut, too."""
+    """Also verify responses that a token limit cut."""
 
     @property
     def processes(self) -> int:
-        """Processes at most."""
+        """Number of processes at most."""
         return self.most_processes
 
     @property
     def memory_bytes(self) -> int:
-        """Enough for any answer that is one."""
+        """Bytes of memory that suffice for any readable answer."""
         return MEMORY_BYTES
 
 
 class MathReward:
-    """Verifies with what each verdict says on record, e.g. `wrong: 3/4 (values)`."""
+    """Verifies final answers; records the reason of each verdict, e.g. `wrong: 3/4 (values)`."""
 
     def __init__(self, term: MathTerm) -> None:
         from laminar_contrib.mathematics.verify import MathOutcome, canonical, verify
@@ -49,7 +49,7 @@ class MathReward:
         self._right = MathOutcome.RIGHT
 
     def __call__(self, request: ScoringRequest) -> Reward:
-        """1.0 or 0.0."""
+        """Return 1.0 for a right final answer, else 0.0."""
         if request.finish_reason is not FinishReason.STOP and not self._cut:
             return Reward(0.0, text="cut by a cap")
         verdict = self._verify(request.response, request.answer)
@@ -59,7 +59,7 @@ class MathReward:
 
 
 def fault_in_answer(term: MathTerm, problem: Prompt) -> str | None:
-    """Complaint about an answer that nothing can be compared with."""
+    """Return why no answer can be compared with a problem's answer; None for a good one."""
     if not problem.answer:
         return "`answer` is missing or empty"
     return _complaint(problem.answer)

@@ -1,8 +1,8 @@
 r"""Verdict on a response to a problem of mathematics whose answer is known.
 
 A cascade: equal tokens; then our own reading of both and a comparison by kind (`answers` and `equality` have the
-rules); then the `math-verify` library, for what we do not read. Pure, but the time of the library is not bounded:
-responses are verified in a process that can be ended (`reward.calls`), which is how a verification is out of time.
+rules); then the `math-verify` library, for answers that we do not read. Pure. The library's time has no bound, so
+responses are verified in a process that the scorer ends when its time is up (`reward.calls`).
 """
 
 import logging
@@ -35,7 +35,7 @@ from laminar_contrib.mathematics.words import normalise
 
 
 class MathOutcome(Enum):
-    """Verdict in a word."""
+    """The verdict in one word."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -43,7 +43,7 @@ class MathOutcome(Enum):
 
 
 class MathVerdict(msgspec.Struct, frozen=True):
-    """Verdict with the answer that was found, e.g. `MathVerdict(MathOutcome.RIGHT, "1/2", "values")`.
+    """A verdict with the answer found, e.g. `MathVerdict(MathOutcome.RIGHT, "1/2", "values")`.
 
     `reason` is the stage of the cascade that decided, or why nothing could be read.
     """
@@ -54,7 +54,7 @@ class MathVerdict(msgspec.Struct, frozen=True):
 
 
 def verify(response: str, reference: str) -> MathVerdict:
-    """Verdict on the final answer of a response."""
+    """Judge the final answer of a response."""
     answer = extract_answer(response)
     if answer is None:
         return MathVerdict(MathOutcome.UNPARSABLE, reason="no final answer")
@@ -62,7 +62,7 @@ def verify(response: str, reference: str) -> MathVerdict:
 
 
 def verify_answer(answer: str, reference: str) -> MathVerdict:
-    """Verdict on an answer that stands alone."""
+    """Judge an answer without a response around it."""
     try:
         given = tokenise(normalise(answer), grouped=False)
         wanted = tokenise(normalise(reference), grouped=False)
@@ -93,7 +93,7 @@ def _any_same(references: list[AnswerValue], answers: list[AnswerValue]) -> bool
 
 
 def _flat(tokens: tuple[Token, ...]) -> list[tuple[bool, str]]:
-    """Tokens without what changes nothing: braces of a single one, and commands for text.
+    """Drop tokens without meaning: braces around a single token, and commands for text.
 
     Letters side by side are one text.
     """
@@ -110,14 +110,14 @@ def _flat(tokens: tuple[Token, ...]) -> list[tuple[bool, str]]:
 
 
 def _is_alone(tokens: tuple[Token, ...], index: int) -> bool:
-    """True for a token that has braces to itself."""
+    """Return True for a token that is alone in its braces."""
     if not 0 < index < len(tokens) - 1 or tokens[index].is_sign("{", "}"):
         return False
     return tokens[index - 1].is_sign("{") and tokens[index + 1].is_sign("}")
 
 
 def check_reference(text: str) -> str | None:
-    """Complaint on a reference answer that nothing can be compared with; None of a good one."""
+    """Return why no answer can be compared with a reference; None for a good reference."""
     if not text.strip():
         return "the reference answer is empty"
     if len(text) > MAX_ANSWER:
@@ -182,7 +182,7 @@ ALTERNATIVE = re.compile(r"\s*,?\s*\bor\b")
 
 @dataclass(frozen=True, slots=True)
 class FoundAnswer:
-    """Box or formula with its place in the text."""
+    """A box or formula with its place in the text."""
 
     start: int
     end: int
@@ -190,7 +190,7 @@ class FoundAnswer:
 
 
 def extract_answer(response: str) -> str | None:
-    """Text of the final answer; None where there is none, or one of more than `MAX_ANSWER` characters."""
+    """Return the text of the final answer; None if there is none, or if it exceeds `MAX_ANSWER` characters."""
     text = final_part(response)
     found = boxes(text)
     if found:
@@ -203,7 +203,7 @@ def extract_answer(response: str) -> str | None:
 
 
 def final_part(response: str) -> str:
-    """Text after the thoughts, which are not looked at; nothing where they do not end."""
+    """Return the text after the thinking; "" if the thinking does not end."""
     _, closed, after = response.rpartition("</think>")
     if not closed and "<think>" in response:
         return ""
@@ -211,7 +211,7 @@ def final_part(response: str) -> str:
 
 
 def boxes(text: str) -> list[FoundAnswer]:
-    """Closed boxes that are in no other box; one across paragraphs is not closed."""
+    """Return the closed boxes outside of other boxes; a box across paragraphs counts as open."""
     found: list[FoundAnswer] = []
     ends = matching_braces(text)
     place = 0
@@ -249,7 +249,7 @@ def _together(found: Sequence[FoundAnswer], text: str) -> str:
 
 
 def _with_name(found: FoundAnswer, text: str) -> str:
-    r"""Content with the variable that stands before it, as in `x = \boxed{3}`."""
+    r"""Return the content with the variable before it, as in `x = \boxed{3}`."""
     name = NAME_BEFORE.search(text[max(0, found.start - 20) : found.start].rstrip("$ "))
     return f"{name[1]} = {found.content}" if name and "=" not in found.content else found.content
 
@@ -269,7 +269,7 @@ def _tagged(text: str) -> str:
 
 
 def _phrased(text: str) -> str:
-    """Text after the last "the answer is", to the end of the sentence."""
+    """Return the text after the last "the answer is", to the end of the sentence."""
     found = list(PHRASE.finditer(text))
     if not found:
         return ""
@@ -297,7 +297,7 @@ def _first_of(formulas: Sequence[FoundAnswer], text: str) -> str:
 
 
 def _last_of(text: str) -> str:
-    """Last formula of the last paragraph, else the equation or the only number that its last sentence states."""
+    """Return the last formula of the last paragraph, else the equation or the only number in its last sentence."""
     paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
     if not paragraphs:
         return ""
@@ -344,7 +344,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its time-
 
 
 def may_judge(*sides: tuple[Token, ...]) -> bool:
-    """True for answers of which the library is known to read all; of a chain of equations it reads the end."""
+    """Return True for answers that the library reads whole. It would read only the end of a chain of equations."""
     try:
         return not any(has_outside(side, "row") or any(map(_is_refused, side)) for side in sides)
     except UnreadableError:  # brackets that do not match
@@ -357,7 +357,7 @@ def _is_refused(token: Token) -> bool:
 
 
 def library_accepts(reference: str, answer: str) -> bool | None:
-    """Judgement of the library, vetoed where values differ; None where it cannot read one of the two."""
+    """Return the library's judgement, False if values differ; None if the library cannot read one of the two."""
     try:
         wanted, given = (_parsed(text) for text in (reference, answer))
         if wanted is None or given is None:
@@ -370,7 +370,7 @@ def library_accepts(reference: str, answer: str) -> bool | None:
 
 
 def _parsed(text: str) -> Basic | None:
-    """Expression with all variables of a text; None of others, from which the library has dropped some."""
+    """Return the library's expression of a text; None if the library dropped a variable."""
     found = parse(
         f"${text}$", EXTRACTION, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None
     )
@@ -382,7 +382,7 @@ def _parsed(text: str) -> Basic | None:
 
 
 def _have_equal_values(wanted: Basic, given: Basic) -> bool:
-    """False for formulas whose values differ somewhere; of other kinds the library is believed."""
+    """Return True if two formulas have equal values at three points; other kinds must only be of one type."""
     if wanted.has(Float) or given.has(Float) or wanted.free_symbols != given.free_symbols:
         return False
     if not (isinstance(wanted, Expr) and isinstance(given, Expr)):
@@ -405,7 +405,7 @@ MOST_BITS = 256  # of a number that is written out
 
 
 def canonical(answer: str) -> str:
-    r"""The exact value of a number, e.g. "1/2" of 0.5 and of \frac{1}{2}; of all else its normalised text."""
+    r"""Return the exact value of a number, e.g. "1/2" for 0.5 and \frac{1}{2}; the normalised text of other answers."""
     try:
         number = _number(answer)
         if number is not None:
@@ -416,7 +416,7 @@ def canonical(answer: str) -> str:
 
 
 def _number(answer: str) -> Fraction | None:
-    """The exact number that an answer is by one of its readings, without a unit; None of others."""
+    """Return the exact number without a unit that one reading of an answer gives; None for other answers."""
     numbers = (share(one) for one in readings(answer) if isinstance(one, Quantity) and one.unit is None)
     expression = next((one for one in numbers if not variables(one)), None)
     if expression is None:

@@ -2,9 +2,8 @@
 
 The vocabulary is data: commands of LaTeX by their meaning, and words that change an answer. Units of the tables
 tell two answers apart ("50 cm" is "0.5 m" and not "50 m"); any other word after a number, such as "marbles", says
-nothing. `normalise` makes plain LaTeX of whatever characters and layout an answer has. Invariant: no two digits
-come together that a reader would see apart: "3 3" stays "3 3", while `10\\,000` and "10 000" are numbers written
-in groups of three.
+nothing. `normalise` makes plain LaTeX of an answer with any characters and layout. It never joins two digits that a
+reader sees apart: "3 3" stays "3 3", while `10\\,000` and "10 000" are numbers written in groups of three.
 """
 
 import re
@@ -14,7 +13,7 @@ from fractions import Fraction
 
 
 def word_set(text: str) -> frozenset[str]:
-    """Words of a text."""
+    """Return the set of words in a text."""
     return frozenset(text.split())
 
 
@@ -200,14 +199,17 @@ SHORT = word_set("sq cm mm km kg ft hr min sec lb oz ml hz day usd gal rad deg m
 
 @dataclass(frozen=True, slots=True)
 class MeasureUnit:
-    """Product of powers of known units: km/s is `MeasureUnit(Fraction(1000), (("length", 1), ("time", -1)))`."""
+    """A product of powers of units, with its size in base units.
+
+    km/s is `MeasureUnit(Fraction(1000), (("length", 1), ("time", -1)))`.
+    """
 
     size: Fraction
     dimensions: tuple[tuple[str, int], ...]
 
 
 def look_up(word: str) -> tuple[str, Fraction] | None:
-    """Dimension and size of a unit, also in the plural; None of a word that is no known unit."""
+    """Return dimension and size of a unit, also in the plural; None for an unknown word."""
     word = word.rstrip(".")
     if word in SYMBOLS:
         return SYMBOLS[word]
@@ -218,7 +220,7 @@ def look_up(word: str) -> tuple[str, Fraction] | None:
 
 
 def make_unit(factors: list[tuple[str, int]]) -> MeasureUnit | None:
-    """Unit of words with their powers, e.g. of `[("km", 1), ("h", -1)]`; None where one of them is not known."""
+    """Make a unit of words with their powers, e.g. `[("km", 1), ("h", -1)]`; None if a word is unknown."""
     size, dimensions = Fraction(1), dict[str, int]()
     for word, power in _spelled_out(factors):
         found = look_up(word)
@@ -232,7 +234,7 @@ def make_unit(factors: list[tuple[str, int]]) -> MeasureUnit | None:
 
 
 def _spelled_out(factors: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Factors in which "square", "mph" and the like are worked out."""
+    """Write out "square", "mph" and the like as factors."""
     spelled: list[tuple[str, int]] = []
     waiting = 1
     if any(word.lower() in ("celsius", "fahrenheit") for word, _ in factors):
@@ -337,7 +339,7 @@ STARTS, ENDS = " \n\t*`,;:", " \n\t*`.,;:。"
 
 
 def normalise(text: str) -> str:
-    """Normal form of an answer, e.g. `$x = 10\\,000.$` becomes `x = 10000`."""
+    """Return the normal form of an answer, e.g. `$x = 10\\,000.$` becomes `x = 10000`."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda found: f"^{{{found[0].translate(SUPERSCRIPTS)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda found: f"_{{{found[0].translate(SUBSCRIPTS)}}}", text)
     text = unicodedata.normalize("NFKC", text.translate(UNICODE))
@@ -360,7 +362,7 @@ def normalise(text: str) -> str:
 
 
 def _fraction(whole: str, first: str, period: str) -> str:
-    """Exact value of a repeating decimal, e.g. 0.1666... of "0", "1" and "6"."""
+    """Return the exact value of a repeating decimal: "0", "1" and "6" make 0.1666..."""
     scale = 10 ** len(first)
     value = Fraction(int(whole + first or "0"), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
     return rf"{{\frac{{{value.numerator}}}{{{value.denominator}}}}}"
