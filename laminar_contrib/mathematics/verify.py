@@ -405,7 +405,7 @@ MOST_BITS = 256  # of a number that is written out
 
 
 def canonical(answer: str) -> str:
-    r"""Return the exact value of a number, e.g. "1/2" for 0.5 and \frac{1}{2}; the normalised text of other answers."""
+    r"""Return the exact value of a number, e.g. "1/2" for 0.5 and \frac{1}{2}; normalised text otherwise."""
     try:
         number = _number(answer)
         if number is not None:

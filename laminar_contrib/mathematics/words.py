@@ -2,7 +2,7 @@
 
 The vocabulary is data: commands of LaTeX by their meaning, and words that change an answer. Units of the tables
 tell two answers apart ("50 cm" is "0.5 m" and not "50 m"); any other word after a number, such as "marbles", says
-nothing. `normalise` makes plain LaTeX of an answer with any characters and layout. It never joins two digits that a
+nothing. `normalise` makes plain LaTeX of an answer with any layout. It never joins two digits that a
 reader sees apart: "3 3" stays "3 3", while `10\\,000` and "10 000" are numbers written in groups of three.
 """
 
