@@ -45,6 +45,7 @@ def test_programs_and_answers_are_all_different():
     assert sum(answer.right is None for answer in answers) == 10
 
 
+@pytest.mark.slow
 def test_pairs_that_are_hard_for_the_library_alone_are_judged_as_they_should_be():
     found = figures("reward", "pairs", pairs.rows())
     assert found["math_right_unseen"] >= 0.95

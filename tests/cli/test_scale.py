@@ -1,11 +1,13 @@
 """`laminar scale` against a controller that is a test's own: what it says, and how it ends."""
 
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
 import pytest
 
+from laminar_py.cli import main
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequests
@@ -67,3 +69,29 @@ def test_an_evaluation_has_no_fleet_to_change(run):
         2,
         f"laminar: run={run.path}: an evaluation, whose replicas cannot change; name a run of training\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("fleet", "message"),
+    [
+        ("replicas=many", "replicas=many: not a whole number; write for example replicas=6"),
+        ("gpus=3", "gpus=3: neither replicas=N nor urls=[...]"),
+    ],
+)
+def test_a_fleet_that_is_none_is_refused_before_the_controller_reads_it(run, monkeypatch, capsys, fleet, message):
+    assert refusal(monkeypatch, capsys, run.path, fleet).startswith(f"laminar: {message}")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, monkeypatch, capsys):
+    line = refusal(monkeypatch, capsys, tmp_path, "replicas=2")
+    assert line.startswith(f"laminar: run={tmp_path}: no config.yaml in it")
+
+
+def refusal(monkeypatch, capsys, folder, fleet):
+    """The line with which the command ends in this process, with exit code 2."""
+    monkeypatch.setattr(sys, "argv", [LAMINAR, "scale", str(folder), fleet])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line

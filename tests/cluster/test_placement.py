@@ -468,6 +468,7 @@ class Witness:
         return ray.get_runtime_context().get_node_id(), visible.split(",") if visible else [], os.getcwd()
 
 
+@pytest.mark.slow
 async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_dead_node_is_a_death():
     cluster = FakeCluster(8, 8)
     with joined(cluster):

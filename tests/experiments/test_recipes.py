@@ -100,9 +100,8 @@ def test_doctor_accepts_a_recipe_with_the_nodes_that_it_names(name, tmp_path, mo
     accept(name, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", ["lora_7b/4gpu.yaml", pytest.param("math_long_cot/32b_64gpu.yaml", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora_7b/4gpu.yaml", "math_long_cot/32b_64gpu.yaml"])
 def test_doctor_accepts_a_recipe_on_a_cluster_of_ray(name, tmp_path):
     with FakeCluster(*RECIPES[name][1]) as cluster:
         accept(name, tmp_path, f"cluster.address={cluster.address}")

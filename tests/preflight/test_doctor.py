@@ -37,6 +37,7 @@ def with_model(folder, name, *settings):
     return load_config(REPO / f"{name}.yaml", where)
 
 
+@pytest.mark.slow
 def test_a_config_is_placed_on_the_cluster_that_it_names_and_every_node_looked_at(tmp_path):
     with FakeCluster(8, 8, 8) as cluster:
         address = f"cluster.address={cluster.address}"

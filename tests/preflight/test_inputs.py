@@ -143,6 +143,7 @@ def test_a_disk_without_room_is_told_with_what_is_free_and_what_is_needed(small_
     )
 
 
+@pytest.mark.slow
 async def test_a_host_of_a_cluster_without_room_is_named(small_disk, tmp_path, monkeypatch):
     (tmp_path / "net").mkdir()
     (tmp_path / "disk").mkdir()

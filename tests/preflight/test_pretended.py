@@ -38,6 +38,7 @@ def placed(config, *groups, **how):
     return fit_pretended(config, pretended_cluster(groups), **how)
 
 
+@pytest.mark.slow
 def test_parts_are_where_the_same_nodes_of_a_real_cluster_would_have_them(tmp_path):
     with FakeCluster(8, 8, 8) as cluster:
         real = fit(config_7b(tmp_path, f"cluster.address={cluster.address}"))

@@ -128,9 +128,21 @@ def test_a_run_resumes_on_more_and_on_fewer_replicas_than_it_had(tmp_path, befor
     assert fleets == [tuple(range(before)), tuple(range(after))]
 
 
+REFUSALS = (
+    ("replicas=1", "replicas=1: a learner step takes 32 trajectories"),
+    ("replicas=0", "rollout.replicas=0: input should be greater than or equal to 1"),
+    ("urls=[http://127.0.0.1:1]", "urls=http://127.0.0.1:1: this run starts its own engines"),
+)
+
+
 def test_a_run_that_was_scaled_and_killed_resumes_with_the_fleet_that_it_was_to_have(tmp_path):
     with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
         train.wait_for_step(1)
+        for fleet, message in REFUSALS:
+            line = scale(train.run, fleet, code=2)
+            assert line.startswith(f"laminar: {message}")
+            assert len(line.splitlines()) == 1
+        assert "nothing changes" in scale(train.run, "replicas=2")
         scale(train.run, "replicas=3")
         requests = ScaleRequests(train.run)
         train.send(signal.SIGKILL)
@@ -144,25 +156,7 @@ def test_a_run_that_was_scaled_and_killed_resumes_with_the_fleet_that_it_was_to_
     assert not requests.fetch(asked).done
 
 
-def test_bad_input_is_refused_in_one_line_that_names_the_remedy(tmp_path):
-    with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
-        train.wait_for_step(1)
-        for fleet, said in (
-            ("replicas=1", "replicas=1: a learner step takes 32 trajectories"),
-            ("replicas=0", "rollout.replicas=0: input should be greater than or equal to 1"),
-            ("replicas=many", "replicas=many: not a whole number; write for example replicas=6"),
-            ("gpus=3", "gpus=3: neither replicas=N nor urls=[...]"),
-            ("urls=[http://127.0.0.1:1]", "urls=http://127.0.0.1:1: this run starts its own engines"),
-        ):
-            line = scale(train.run, fleet, code=2)
-            assert line.startswith(f"laminar: {said}")
-            assert len(line.splitlines()) == 1
-        assert "nothing changes" in scale(train.run, "replicas=2")
-        line = scale(tmp_path, "replicas=2", code=2)
-        assert line.startswith(f"laminar: run={tmp_path}: no config.yaml in it")
-    forget_versions(train.run)
-
-
+@pytest.mark.slow
 def test_where_versions_mix_what_a_leaving_replica_has_goes_on_at_any_other(tmp_path):
     mixing = ("rollout.on_new_weights=resume", "repack.planner=none", "rollout.replicas=3")
     with TrainProcess(tmp_path, *SETTINGS, *mixing, config=CONFIG) as train:

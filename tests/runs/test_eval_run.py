@@ -119,6 +119,7 @@ def test_an_evaluation_that_was_killed_and_stopped_gives_what_an_uninterrupted_o
     assert second["evaluations"][0]["figures"] == told, "figures follow from the answers on record"
 
 
+@pytest.mark.slow
 def test_two_evaluations_of_one_checkpoint_at_once_and_a_resume_of_the_older_one_give_the_same(tmp_path, model):
     folder, checkpoint = tmp_path / "runs", tmp_path / "trained/checkpoints/step-0"
     checkpoint.parent.mkdir(parents=True)

@@ -5,6 +5,7 @@ import sqlite3
 from contextlib import closing, suppress
 
 import psutil
+import pytest
 
 from laminar_py.ledger.audit.queries import Filters, accounting, listing
 from laminar_py.ledger.audit.verify import verify
@@ -22,6 +23,7 @@ def version_bytes(run):
         return [row[0] for row in ledger.execute("SELECT num_bytes FROM version")]
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_on_two_ranks_that_was_killed_resumes_and_keeps_the_laws(tmp_path):
     """The base is the warm start's result and the reference of the KL term; engines merge each version with it.
 

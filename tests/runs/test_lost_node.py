@@ -121,6 +121,7 @@ def lost_by(run, reason):
     return {row.replica for row in listing(run, Filters(reason=reason))}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_node_and_drops_what_only_that_could_end(tmp_path, installed):
     run = lose_node(tmp_path, with_its_disk=False)
     kept = interrupted(run, "replica_died")

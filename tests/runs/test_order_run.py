@@ -41,7 +41,7 @@ def issued(run):
         return ledger.execute(query).fetchall()
 
 
-@pytest.mark.parametrize("order", ["signal", "curriculum"])
+@pytest.mark.parametrize("order", ["signal", pytest.param("curriculum", marks=pytest.mark.slow)])
 def test_a_resumed_run_draws_the_problems_that_an_uninterrupted_one_would(tmp_path, order):
     whole, cut = start(tmp_path / "whole", order), start(tmp_path / "cut", order)
     try:

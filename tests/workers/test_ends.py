@@ -52,6 +52,7 @@ def gone(running: list[psutil.Process]) -> bool:
     return psutil.wait_procs(running, timeout=PATIENCE_S)[1] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ReplicaActor, WeightsActor], ids=["on-an-event-loop", "on-threads"])
 def test_parts_of_a_ray_node_that_was_killed_are_gone_even_one_that_hangs(kind):
     with open_cluster("local"):
@@ -64,6 +65,7 @@ def test_parts_of_a_ray_node_that_was_killed_are_gone_even_one_that_hangs(kind):
         assert gone(running)
 
 
+@pytest.mark.slow
 def test_a_part_that_cannot_end_is_gone_with_its_ray_node():
     with open_cluster("local"):
         held = parts(StuckActor)
