@@ -51,9 +51,8 @@ class RelayConfig(Section):
     zones: dict[str, str] = Field(default={})
     """Zone (rack, site) of each host by its address, e.g. `{10.0.1.4: rack-1}`. A version enters a zone through
     one relay, which passes it on inside. Hosts without an entry form one zone."""
-    link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Bandwidth between two relays. Default: measured at the start of a run whose tree has three or more nodes on
-    several hosts, between two hosts of a zone and of two zones; else 10."""
+    link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """Bandwidth between two relays, for the choice of the tree and of the size of chunks."""
     nodes: Count = 3
     """Relay processes, the root included. Replicas attach to them in turn, leaves first."""
     max_bytes_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None

@@ -80,19 +80,15 @@ async def test_a_part_that_waits_for_gpus_can_be_ended(monkeypatch):
         asked = asyncio.create_task(waiting.call("gpus"))
         await asyncio.sleep(0.2)
         waiting.kill()
-        with pytest.raises(PartDiedError) as death:
+        with pytest.raises(PartDiedError):
             await asked
-        assert not death.value.vanished
         held.kill()
 
 
 async def test_a_death_comes_with_the_last_words_of_the_process(monkeypatch):
-    with host(monkeypatch):
-        with pytest.raises(
-            PartDiedError, match=r"its process got SIGABRT; it last wrote: a kernel failed"
-        ) as death:
-            await seeing().call("abort")
-        assert death.value.vanished
+    told = r"its process got SIGABRT; it last wrote: a kernel failed"
+    with host(monkeypatch), pytest.raises(PartDiedError, match=told):
+        await seeing().call("abort")
 
 
 async def test_a_part_that_cannot_be_made_is_a_bug(monkeypatch):

@@ -18,7 +18,7 @@ def make_incarnation(**given):
     """What is not given is not there."""
     absent = dict.fromkeys((field.name for field in fields(Incarnation)), None)
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
-    own = {"supervisor": supervisor, "number": 1, "kernel_kills": NoKills(), "kinds": NO_KINDS}
+    own = {"supervisor": supervisor, "number": 1, "kinds": NO_KINDS}
     return Incarnation(**(absent | own | given))
 
 
@@ -56,16 +56,6 @@ class Hosts:
 
     async def archive(self, step, scheduler):
         return 0
-
-
-class NoKills:
-    """Stands for `cluster.part.KernelKills` where the kernel ends nothing."""
-
-    async def note_count(self, part):
-        pass
-
-    async def explain_death(self, death, node):
-        return death
 
 
 class Processes:

@@ -26,27 +26,16 @@ UNWRITTEN = re.compile(r"No space left on device|PytorchStreamWriter failed writ
 
 
 class PartDiedError(Exception):
-    """A part died or has to be replaced; the message says why.
+    """A part died or has to be replaced; the message says why."""
 
-    `vanished` is set if its process, or that of its engine, was killed by an unknown sender.
-    """
-
-    def __init__(self, part: str, reason: str, *, vanished: bool = False) -> None:
+    def __init__(self, part: str, reason: str) -> None:
         super().__init__(f"{part}: {reason}")
         self.part = part
         self.reason = reason
-        self.vanished = vanished
 
 
 class NoAnswerError(Exception):
-    """A process, or its node, gives no answer; the message says why.
-
-    `ended_by_run` is set if the run itself ended the process.
-    """
-
-    def __init__(self, reason: str, *, ended_by_run: bool = False) -> None:
-        super().__init__(reason)
-        self.ended_by_run = ended_by_run
+    """A process, or its node, gives no answer; the message says why."""
 
 
 class RemoteCallError(NoAnswerError):

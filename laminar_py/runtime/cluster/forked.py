@@ -186,7 +186,7 @@ class GpuPool:
         try:
             while len(self.free) < number:
                 if unless():
-                    raise NoAnswerError("the run ended it before it had its GPUs", ended_by_run=True)
+                    raise NoAnswerError("the run ended it before it had its GPUs")
                 await self._changed.wait()
         finally:
             self.num_waiting -= 1
@@ -261,7 +261,7 @@ class ForkedProcess:
         except (asyncio.IncompleteReadError, OSError) as error:  # a timeout is one too
             self._kill_unstarted()
             last = _last_line(Path(self._start.errors)) or _last_line(_errors_of(self._server)) or str(error)
-            raise NoAnswerError(f"its process did not start: {last}", ended_by_run=self._killed) from None
+            raise NoAnswerError(f"its process did not start: {last}") from None
         self.is_up = True
         caller = Caller(reader, writer)
         self._loop.create_task(self._take_answers(caller), name="answers")
@@ -277,7 +277,7 @@ class ForkedProcess:
             await caller.run()
             reason = await asyncio.wrap_future(self.ended)
         finally:
-            caller.close(NoAnswerError(reason, ended_by_run=self._killed))
+            caller.close(NoAnswerError(reason))
 
     async def _watch(self) -> None:
         """Wait for the exit status of the process; there is none if the server died or could not fork."""
@@ -380,7 +380,8 @@ def _exit_reason(status: bytes) -> str:
     if code >= 0:
         return f"its process ended with code {code}"
     known = -code in set(signal.Signals)
-    return f"its process got {signal.Signals(-code).name if known else f'signal {-code}'}"
+    cause = ", which the kernel sends when memory runs out (see dmesg)" if -code == signal.SIGKILL else ""
+    return f"its process got {signal.Signals(-code).name if known else f'signal {-code}'}{cause}"
 
 
 def _errors_of(server: Path) -> Path:

@@ -339,7 +339,7 @@ def _pass_on(answer: "Future[Answer]", asked: "Future[bytes]") -> None:
         return  # its caller was cancelled
     error = asked.exception()
     if isinstance(error, RayError):
-        answer.set_exception(NoAnswerError(_reason(error), ended_by_run="ray.kill" in str(error)))
+        answer.set_exception(NoAnswerError(_reason(error)))
     elif error is not None:
         answer.set_exception(error)
     else:

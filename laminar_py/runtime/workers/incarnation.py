@@ -14,7 +14,7 @@ from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.events import AnyEvent, Checkpointed, PartDied, PartStarted
 from laminar_py.records.host import SystemClock
 from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
-from laminar_py.runtime.cluster.part import KernelKills, MakePart
+from laminar_py.runtime.cluster.part import MakePart
 from laminar_py.runtime.cluster.placement import Placement
 from laminar_py.runtime.preflight.inputs import Inputs
 
@@ -91,7 +91,6 @@ class Incarnation:
     ledger: Ledger
     stats: Stats
     supervisor: Supervisor
-    kernel_kills: KernelKills
     kinds: PartKinds = NO_KINDS
     number: int = 1
     checkpoint: Checkpointed | None = None  # from which the learner continues
@@ -117,7 +116,6 @@ def open_incarnation(opened: Opened, *, recovered: Recovered | None) -> Incarnat
         ledger=ledger,
         stats=Stats(clock, replicas=config.rollout.replicas, totals=totals),
         supervisor=Supervisor(record=ledger.append, max_restarts=config.supervisor.max_restarts),
-        kernel_kills=KernelKills(),
         kinds=opened.kinds,
         number=recovered.incarnation if recovered else 1,
         checkpoint=checkpoint,

@@ -72,7 +72,6 @@ class Keeper:
         self._failures = 0  # starts in a row
         self._starved = 0  # deaths for want of memory that count
         self._up_s = 0.0  # when it came up
-        self._kernel_kills = incarnation.kernel_kills
 
     def spawn(self) -> bool:
         """Start the processes if there are none and the plan has room; return True if there are processes."""
@@ -101,7 +100,6 @@ class Keeper:
                 assert isinstance(pid, int)
                 if self._spec.on_record:
                     self._supervisor.started(part.name, pid)
-                await self._kernel_kills.note_count(part)
         return self.parts
 
     async def bring_up(self) -> Sequence[Part]:
@@ -126,15 +124,12 @@ class Keeper:
     async def replace(self, error: PartDiedError) -> None:
         """End the processes, clean up, count the death, and wait. Raises RunFailedError if there were too many."""
         self.kill()
-        node = next((part.place.node for part in self.parts if part.name == error.part), None)
         self._failures += not self.is_up
         if self.is_up and asyncio.get_running_loop().time() - self._up_s >= self._spec.forgives_s:
             self._starved = 0
         self.parts, self.is_up = (), False
         death = await self._spec.settle(error)
         if death is not None:
-            if self._spec.spares_memory:
-                death = await self._kernel_kills.explain_death(death, node)
             self._supervisor.died(death)
             self._end_if_starved(death)
             if self._failures == self._spec.first_starts and not self._served:

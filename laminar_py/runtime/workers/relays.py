@@ -12,6 +12,7 @@ root, on another host; all others learn its address in the same way.
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,9 @@ from laminar_py.relay.messages import (
 from laminar_py.relay.sockets import RelayKeys
 from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.tree import Broadcast, Shape, Topology, choose_tree, grow_tree
+from laminar_py.relay.tree import Broadcast, Links, Shape, Topology, choose_tree, grow_tree
 from laminar_py.runtime.cluster.backend import on_node
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartDiedError, RemoteCallError
-from laminar_py.runtime.cluster.links import find_links
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.preflight.inputs import version_bytes
@@ -48,6 +48,7 @@ from laminar_py.runtime.workers.specs import RelaySpec
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
+CHUNK_OVERHEAD_S = 200e-6  # of a chunk on a link, as measured on hosts of one rack
 PORT_SHARE = 0.5  # of the timeout of a start, to wait for the old port
 
 
@@ -182,7 +183,7 @@ class Relays:
         relay, hosts, zones = self._config.relay, self._placement.plan.relays, self._zones
         known = [host for host in hosts if host is not None]
         assert len(known) == len(hosts), "a first plan has no gaps"
-        links = await find_links(relay, known, zones, self._placement, self.keys)
+        links = Links(min(relay.link_gbit_per_s * 1e9 / 8, relay.max_bytes_per_s or math.inf), CHUNK_OVERHEAD_S)
         broadcast = Broadcast(version_bytes(self._config))
         choice = choose_tree(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
         cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]

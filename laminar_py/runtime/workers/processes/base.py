@@ -22,7 +22,6 @@ from laminar_py.ledger.segments.fetch import StoreClient
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.wire import ADDRESSES
 from laminar_py.ledger.segments.writer import SegmentWriter
-from laminar_py.runtime.cluster.part import kernel_kills
 from laminar_py.runtime.workers.specs import PartStart, PayloadStart
 from laminar_py.sandbox.inside import kernel
 
@@ -39,10 +38,6 @@ class PartActor:
     def pid(self) -> int:
         """Return the id of the process."""
         return os.getpid()
-
-    def kernel_kills(self) -> bytes:
-        """Return what `cluster.part.kernel_kills` counts on this host."""
-        return kernel_kills()
 
 
 def _end_with_parent() -> None:
