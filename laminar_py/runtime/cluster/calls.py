@@ -257,11 +257,6 @@ class Caller:
         self._waiting = dict[int, asyncio.Future[Answer]]()
         self._end: NoAnswerError | None = None
 
-    @property
-    def is_closed(self) -> bool:
-        """True once the connection has ended."""
-        return self._end is not None
-
     async def run(self) -> None:
         """Receive answers until the connection ends."""
         try:

@@ -7,7 +7,6 @@ network. All I/O runs on one event loop in a thread of its own, so a part can be
 import asyncio
 import contextlib
 import functools
-import hashlib
 import importlib
 import os
 import shutil
@@ -35,9 +34,7 @@ T = TypeVar("T")
 HERE = "here"  # the only node
 LOOPBACK = "127.0.0.1"
 SHARED = "LAMINAR_FORK_SERVER"  # variable: the socket of a server that several runs use, such as those of a test
-SESSION = "LAMINAR_SESSION"  # variable, in processes of a run: the folder of its sockets
 LOW = 10  # priority, as `nice` has it
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between tries to connect to a process without a socket
 START_S = 180.0  # for the server to import, and to fork
 END_S = 10.0  # for the kernel to end the processes
 LAST_BYTES = 4096  # of a file, among which its last line is searched
@@ -60,14 +57,10 @@ class ForkedCluster:
         self._processes = set[ForkedProcess]()
         self._starts = count()
         self._gpus = GpuPool(_visible_gpus())
-        self._outer = os.environ.get(SESSION)
-        os.environ[SESSION] = str(self._session)
         if SHARED not in os.environ:
             self._start_server()
 
-    def start(
-        self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = ""
-    ) -> "ForkedProcess":
+    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place) -> "ForkedProcess":
         """Start a process that hosts an object of `kind`, once its GPUs are free; it sees no other GPUs."""
         start = StartProcess(
             kind=class_path(kind),
@@ -77,7 +70,6 @@ class ForkedCluster:
             folder=os.getcwd(),
             path=sys.path,
             errors=str(self._session / f"{title}-{next(self._starts)}.err"),
-            listen=str(_socket_of(self._session, known_as)) if known_as else "",
         )
         process = ForkedProcess(
             start,
@@ -128,9 +120,6 @@ class ForkedCluster:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        os.environ.pop(SESSION)
-        if self._outer is not None:
-            os.environ[SESSION] = self._outer
         shutil.rmtree(self._session, ignore_errors=True)
 
     @property
@@ -308,50 +297,6 @@ class _LowPriority:
         answer = getattr(importlib.import_module(module), name)(*arguments)
         assert isinstance(answer, bytes), f"{name} answers bytes"
         return answer
-
-
-class NamedProcess:
-    """Calls a process of the run by name, from another process than the controller.
-
-    E.g. `NamedProcess("math-3.1.environment-0")`.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._path = _socket_of(Path(os.environ[SESSION]), name)
-        self._caller: Caller | None = None
-        self._looking = asyncio.Lock()  # one caller connects for all
-        self._tasks = set[asyncio.Task[None]]()
-
-    async def call_method(self, method: str, *arguments: Scalar) -> Answer:
-        """Return the answer of a method. Raises `NoAnswerError` if the process ends meanwhile."""
-        return await (await self._find()).call_method(method, *arguments)
-
-    async def _find(self) -> Caller:
-        async with self._looking:
-            pause_s = FIRST_PAUSE_S
-            while self._caller is None or self._caller.is_closed:
-                try:
-                    ends = await asyncio.open_unix_connection(self._path)
-                except OSError:  # none has the name yet
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                else:
-                    self._caller = Caller(*ends)
-                    task = asyncio.create_task(self._run(self._caller), name="answers")
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-            return self._caller
-
-    async def _run(self, caller: Caller) -> None:
-        try:
-            await caller.run()
-        finally:
-            caller.close(NoAnswerError("its process is gone"))
-
-
-def _socket_of(session: Path, name: str) -> Path:
-    """Return the socket of a named process; its name is a digest, since the path has 107 characters at most."""
-    return session / hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
 async def _settle() -> None:

@@ -31,10 +31,7 @@ ANYWHERE = Place()
 
 
 class Part:
-    """A process of the run, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)` on any node.
-
-    Other processes of the run call it by the name `known_as` (`backend.NamedPart`).
-    """
+    """A process of the run, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)` on any node."""
 
     def __init__(
         self,
@@ -44,15 +41,12 @@ class Part:
         concurrency: int,
         timeout_s: float,
         place: Place = ANYWHERE,
-        known_as: str = "",
     ) -> None:
         self.name = name
         self.place = place
         self._timeout_s = timeout_s
         self._bug: PartBugError | None = None  # raised by a call of `send`
-        self._process: Process = cluster().start(
-            kind, title=name, concurrency=concurrency, place=place, known_as=known_as
-        )
+        self._process: Process = cluster().start(kind, title=name, concurrency=concurrency, place=place)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Scalar:
         """Call a method, and return its answer. Raises PartDiedError after `timeout_s`, or if the process died.

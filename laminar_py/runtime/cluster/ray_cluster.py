@@ -51,7 +51,6 @@ GCS_START_S = 60.0  # for the first of Ray's processes, which may die without a 
 START_S = 180.0  # for Ray on this machine, which other work may delay
 LOW = 10  # priority, as `nice` has it
 LOOK_S = 0.1  # between two checks for its node
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between look-ups of a missing actor
 RAY_LOGS = Path(tempfile.gettempdir()) / "ray/session_latest/logs"
 
 
@@ -61,7 +60,7 @@ class RayCluster:
     def __init__(self) -> None:
         self.here = ray.get_runtime_context().get_node_id()
 
-    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = "") -> "RayProcess":
+    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place) -> "RayProcess":
         """Start an actor that hosts an object of `kind`. Ray never restarts it, and reserves no CPU for it.
 
         If its place names a node, it runs there or nowhere, and sees its own GPUs only.
@@ -75,7 +74,6 @@ class RayCluster:
                 num_gpus=place.gpus,
                 max_restarts=0,
                 max_concurrency=concurrency,
-                name=known_as or None,
                 scheduling_strategy=strategy,
             )
             return options.remote(path, title, concurrency)
@@ -155,40 +153,6 @@ class RayProcess:
     def _kill(self) -> None:
         with contextlib.suppress(RayError):
             ray.kill(self._actor.result())
-
-
-class NamedActor:
-    """Calls an actor by name, also after its keeper has restarted it.
-
-    E.g. `NamedActor("math-3.1.environment-0")`.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._handle: ray.actor.ActorHandle | None = None
-        self._looking = asyncio.Lock()  # one caller looks it up for all
-
-    async def call_method(self, method: str, *arguments: Scalar) -> Answer:
-        """Return the answer of a method. Raises `NoAnswerError` if the process ends meanwhile."""
-        handle = await self._find()
-        try:
-            return read_answer(await handle.answer.remote(method, *arguments))
-        except RayError as error:
-            if self._handle is handle:
-                self._handle = None
-            raise NoAnswerError(_reason(error)) from error
-
-    async def _find(self) -> "ray.actor.ActorHandle":
-        """Wait for a process with the name, and return it."""
-        pause_s = FIRST_PAUSE_S
-        async with self._looking:
-            while self._handle is None:
-                try:
-                    self._handle = await asyncio.to_thread(ray.get_actor, self._name)
-                except (RayError, ValueError):  # no actor has it yet
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            return self._handle
 
 
 class _Actor:

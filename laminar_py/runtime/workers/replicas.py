@@ -31,7 +31,6 @@ from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place, Plan
 from laminar_py.runtime.link.hub import Line, ReplicaHub
 from laminar_py.runtime.link.messages import Follow, GiveUp, Order, Stop, Submit
-from laminar_py.runtime.workers.environments import environment_names
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.runtime.workers.payload import PayloadHosts
@@ -452,7 +451,6 @@ class Replicas:
             assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
             secret=self._config.rollout.engine.secret(),
             server=self._servers.get(index, ""),
-            environments=environment_names(self._incarnation),
         )
         limit = START_S + self._config.rollout.engine.start_limit_s
         await parts[0].call("start", spec, timeout_s=limit)

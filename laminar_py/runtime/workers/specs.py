@@ -66,7 +66,6 @@ class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     assignments: list[Assignment] = []
     secret: str | None = None  # of its engine
     server: str = ""  # URL that it attaches to; empty if it starts its engine
-    environments: list[str] = []  # names of the processes that answer turns
 
 
 class LearnerSpec(PayloadStart, frozen=True, kw_only=True):
