@@ -19,10 +19,10 @@ class Device(StrEnum):
 class ClusterConfig(Section):
     """Where the processes of a run are placed: by default on this machine, without Ray."""
 
-    address: Annotated[str, Field(pattern=r"^(auto|local|[^:/]+:[0-9]+)$")] | None = None
-    """A running Ray cluster to join: `host:port`, or `auto` for the one of this machine. `local`: start Ray on
-    this machine. None: fork the processes on this machine, without Ray. All nodes must see the working directory
-    and the folders of the config under the same paths; `laminar doctor` checks it."""
+    address: Annotated[str, Field(pattern=r"^(auto|[^:/]+:[0-9]+)$")] | None = None
+    """A running Ray cluster to join: `host:port`, or `auto` for the one of this machine. None: fork the processes
+    on this machine, without Ray. All nodes must see the working directory and the folders of the config under the
+    same paths; `laminar doctor` checks it."""
     learner_device: Device | None = None
     """Device of the learner's ranks and of a reference stage, with `cuda` one GPU each. Default: GPUs if the run
     launches SGLang servers on GPUs, else CPUs."""

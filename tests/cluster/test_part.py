@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from laminar_py.runtime.cluster.errors import (
     unexpected_message,
 )
 from laminar_py.runtime.cluster.part import Part
+from tests.runs.fake_cluster import FakeCluster, joined
 
 PATIENCE_S = 60.0
 BUG, DIED, USER = PartBugError, PartDiedError, ConfigError
@@ -41,6 +43,9 @@ class Faulty:
     def answer(self):
         return 1
 
+    def vanish(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def hang(self):
         time.sleep(PATIENCE_S)
 
@@ -58,9 +63,9 @@ RAISED = {
 }
 
 
-@pytest.fixture(scope="module", params=[None, "local"], ids=["forked", "ray"])
+@pytest.fixture(scope="module", params=["forked", "ray"])
 def cluster(request):
-    with open_cluster(request.param):
+    with open_cluster(None) if request.param == "forked" else joined(FakeCluster(0)):
         yield
 
 

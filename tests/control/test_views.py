@@ -18,7 +18,7 @@ acts = st.one_of(
     st.tuples(st.just("reported"), indices, versions, st.integers(-2, 2 * GROUP)),
     st.tuples(st.just("send"), indices, names, st.none() | st.integers(0, NEWEST)),
     st.tuples(st.just("returned"), indices, names),
-    st.tuples(st.sampled_from(("forget", "retire", "leave", "join", "doubt")), indices),
+    st.tuples(st.sampled_from(("forget", "retire", "leave", "join")), indices),
     st.tuples(st.just("planned"), st.lists(st.booleans(), min_size=REPLICAS, max_size=REPLICAS)),
     st.tuples(st.just("expect") | st.just("arrives"), indices, names),
 )

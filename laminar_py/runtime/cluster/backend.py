@@ -16,7 +16,6 @@ from laminar_py.runtime.cluster.forked import ForkedCluster
 from laminar_py.runtime.cluster.placement import Node, Place
 
 LOOPBACK = "127.0.0.1"
-RAY_HERE = "local"  # cluster.address of a Ray cluster that the run starts on this machine
 
 
 class Process(Protocol):
@@ -60,8 +59,8 @@ _opened: list[Cluster] = []
 def open_cluster(address: str | None) -> Iterator[None]:
     """Open the cluster at `cluster.address`; all processes of the run end when it closes.
 
-    None: this host, with forked processes; `local`: a Ray cluster started on this machine; any other address: a
-    running Ray cluster, which keeps running. Raises `ConfigError` if there is no cluster to join.
+    None: this host, with forked processes; else a running Ray cluster, which keeps running. Raises `ConfigError`
+    if there is no cluster to join.
     """
     with contextlib.ExitStack() as stack:
         cluster: Cluster
@@ -69,9 +68,9 @@ def open_cluster(address: str | None) -> Iterator[None]:
             cluster = forked = ForkedCluster()
             stack.callback(forked.close)
         else:
-            from laminar_py.runtime.cluster.ray_cluster import joined_ray, local_ray  # a second, and 100 MB
+            from laminar_py.runtime.cluster.ray_cluster import joined_ray  # a second, and 100 MB
 
-            cluster = stack.enter_context(local_ray() if address == RAY_HERE else joined_ray(address))
+            cluster = stack.enter_context(joined_ray(address))
         _opened.append(cluster)
         stack.callback(_opened.remove, cluster)
         yield

@@ -1,4 +1,4 @@
-"""A Ray cluster: joined, or started on this machine; its processes host the same objects as forked ones.
+"""A Ray cluster that the run joins; its processes host the same objects as forked ones.
 
 One thread makes all calls that may wait for Ray's processes, since an event loop would stand still with them. Ray
 receives the calls in the order in which they were asked for: the start of a process, calls on it, its end. The
@@ -10,14 +10,10 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import socket
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -40,18 +36,13 @@ from laminar_py.runtime.cluster.calls import (
 )
 from laminar_py.runtime.cluster.errors import NoAnswerError, RunFailedError
 from laminar_py.runtime.cluster.placement import Node, Place
-from laminar_py.runtime.cluster.variables import WORKERS_READ, use_token_of_cluster
+from laminar_py.runtime.cluster.variables import WORKERS_READ
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
-GCS_START_S = 60.0  # for the first of Ray's processes, which may die without a message
-START_S = 180.0  # for Ray on this machine, which other work may delay
 LOW = 10  # priority, as `nice` has it
-LOOK_S = 0.1  # between two checks for its node
-RAY_LOGS = Path(tempfile.gettempdir()) / "ray/session_latest/logs"
 
 
 class RayCluster:
@@ -121,7 +112,7 @@ class RayCluster:
         return found
 
     def close(self) -> None:
-        """Leave the cluster; a cluster that this process started ends."""
+        """Leave the cluster."""
         drain_calls()
         ray.shutdown()
 
@@ -167,64 +158,8 @@ class _Actor:
 
 
 @contextlib.contextmanager
-def local_ray() -> Iterator[RayCluster]:
-    """Start a Ray cluster of one node on loopback with token authentication; end it on exit."""
-    try:
-        with _patient_on_loopback():
-            context = ray.init(
-                address="local",  # whatever RAY_ADDRESS says
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                object_store_memory=128 * 2**20,
-                _node_ip_address=LOOPBACK,
-            )
-    except Exception as error:  # noqa: BLE001 - Ray raises that very class, too
-        reason = " ".join(str(error).split()).split(". ")[0]
-        raise RunFailedError(
-            f"Ray does not start on this machine ({reason}); see {RAY_LOGS}, end what takes its memory or its"
-            " cores, or start it yourself (`ray start --head`) and set cluster.address=auto"
-        ) from None
-    session = Path(context.address_info["session_dir"])
-    try:
-        yield (cluster := RayCluster())
-    finally:
-        cluster.close()
-        shutil.rmtree(session, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _patient_on_loopback() -> Iterator[None]:
-    """Make Ray keep the loopback address, and wait longer for its own processes than 30 s.
-
-    By default Ray replaces the loopback address by one that other hosts reach, and listens on all interfaces. No
-    argument of Ray changes either, so this replaces two of its functions meanwhile.
-    """
-    constants, services = ray._private.ray_constants, ray._private.services
-    clusters, get_node = constants.ENABLE_RAY_CLUSTER, services.get_node
-    deadline = time.monotonic() + START_S
-
-    def wait_for_node(gcs_address: str, node_id: str) -> object:
-        while True:
-            try:
-                return get_node(gcs_address, node_id)
-            except RuntimeError:  # it has not registered yet
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(LOOK_S)
-
-    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{GCS_START_S:.0f}")
-    constants.ENABLE_RAY_CLUSTER, services.get_node = False, wait_for_node
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER, services.get_node = clusters, get_node
-
-
-@contextlib.contextmanager
 def joined_ray(address: str) -> Iterator[RayCluster]:
     """Join a running cluster, and leave it on exit. Raises `ConfigError` if there is none at `address`."""
-    use_token_of_cluster()
     folder = os.getcwd()
 
     def enter() -> None:

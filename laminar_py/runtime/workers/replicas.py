@@ -3,7 +3,7 @@
 Owned by the controller: its loop `issue` sends orders through here, and its loop `generate` gets the reports. The
 trajectories of a dead replica continue on others (law 1). A replica whose weights differ from another's under the
 same version counts as dead (law 3). Replicas join and leave while others run, each under a number that is never
-used again. A replica that joins and never starts does not end the run.
+used again. A replica that joins and does not start leaves again, and does not end the run.
 """
 
 import asyncio
@@ -179,9 +179,8 @@ class Replicas:
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
         self._servers = dict(enumerate(self._config.rollout.engine.servers))  # by replica: its URL
         self._unproven: set[int] = set()  # replicas that have joined and were never up
-        self._ended: set[int] = set()  # replicas that have left, or are about to and have no work
-        self._left: dict[int, str] = {}  # replica -> reason for leaving, until `take_left`
-        self._failing: dict[int, str] = {}  # replica that joined -> why its first start failed
+        self._ending: set[int] = set()  # replicas that leave and get no other process
+        self.left: dict[int, str] = {}  # replica that has left -> reason
         self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep them
 
     def spawn(self) -> None:
@@ -254,27 +253,17 @@ class Replicas:
     def remove(self, index: int) -> None:
         """End a leaving replica that has no work left, without counting a death."""
         assert self._scheduler.views.by_index[index].leaving, f"replica {index} was not to leave"
-        self._ended.add(index)
+        self._ending.add(index)
         if self._keepers[index].parts:
             self._end(index)
 
-    def is_ended(self, index: int) -> bool:
-        """Return True if a replica has left for good."""
-        return index in self._ended
+    def is_ending(self, index: int) -> bool:
+        """Return True if a replica has left, or its process is about to end."""
+        return index in self._ending or index in self.left
 
     def has_process(self, index: int) -> bool:
         """Return True if a replica has a process."""
         return bool(self._keepers[index].parts)
-
-    def take_left(self) -> dict[int, str]:
-        """Return the replicas that have left since the last call, each with a reason."""
-        left, self._left = self._left, {}
-        return left
-
-    @property
-    def failing(self) -> Mapping[int, str]:
-        """Replicas that have joined and do not start, each with the reason of its first failure."""
-        return self._failing
 
     async def _keep(self, index: int) -> None:
         """Keep a replica alive until it has left. Raises RunFailedError or ConfigError if it ever was up."""
@@ -291,10 +280,9 @@ class Replicas:
             self._keepers[index].kill()
             await self._take_over(index)
             reason = str(error)
-        self._ended.add(index)
         self._stats.left(index)
         self._incarnation.ledger.append(ReplicaLeft(index, reason))
-        self._left[index] = reason
+        self.left[index] = reason
         self._issuing.at_once()  # its trajectories wait for others
 
     # ---- repacking
@@ -384,28 +372,23 @@ class Replicas:
         )
 
     def _place(self, index: int) -> Place | None:
-        if index in self._ended:
+        if index in self._ending:
             raise _LeftError
         planned = self._incarnation.placement.plan.replicas
         return planned[index] if index < len(planned) else None  # no plan has it yet
 
     async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
-        """Hand the work of a dead replica to others; return the death if it counts against the run.
+        """Hand the work of a crashed replica to others; return the crash if it counts against the run.
 
-        These deaths do not count: one on purpose, a full disk, and a failed first start of a replica that joined,
-        which is tried again ever more rarely. A leaving replica has left with its death: raises `_LeftError`.
+        A crash on purpose or over a full disk does not count. A leaving replica has left: raises `_LeftError`.
         """
         await self._lines.close(index)
-        if index in self._unproven and index not in self._restarting:
-            self._scheduler.views.doubt(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for its trajectories
         on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving
         self._restarting.discard(index)
-        tolerated = leaves or index in self._unproven or StoreFullError.__name__ in error.reason
+        tolerated = leaves or StoreFullError.__name__ in error.reason
         if tolerated and not on_purpose:
-            if index in self._unproven:
-                self._failing.setdefault(index, error.reason)
             log.error("%s", error)
             self._incarnation.ledger.append(PartDied(error.part, error.reason))
         if leaves:
