@@ -50,87 +50,6 @@ MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
 CHECKSUMS_KEPT = 64
 
 
-class ReplicaLines:
-    """Keeps a line to each replica from its start to its end; awaits `take` with reports that arrive together."""
-
-    def __init__(
-        self,
-        incarnation: Incarnation,
-        relays: Relays,
-        *,
-        take: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
-    ) -> None:
-        config, placement = incarnation.config, incarnation.placement
-        here = placement.here.node if config.cluster.address is not None else None
-        self.hub = ReplicaHub(
-            PeerServer(relays.keys, LOOPBACK if here is None else placement.ip(here)),
-            take=take,
-            patience_s=config.supervisor.heartbeat_timeout_s,
-        )
-        self._placement = placement
-        self._patience_s = config.supervisor.heartbeat_timeout_s
-        self._relays = relays
-        self._lines: dict[int, Line] = {}
-        self._relay_sent: dict[int, str] = {}  # endpoint of the relay that each replica was last sent
-        self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and its replica
-
-    @property
-    def pace(self) -> ReportPace:
-        """How often a replica that starts now reports."""
-        return pace_of(len(self._placement.plan.replicas), self._patience_s)
-
-    async def open(self, index: int, label: str, relay: str) -> None:
-        """Open a line to a replica that is about to start under a label, with this relay."""
-        await self.close(index)  # the line of a failed start
-        self._lines[index] = self.hub.open(label, index)
-        self._relay_sent[index] = relay
-
-    async def close(self, index: int) -> None:
-        """Close the line to a replica, if there is one."""
-        line = self._lines.pop(index, None)
-        if line is not None:
-            await self.hub.close(line)
-
-    async def until_lost(self, index: int) -> None:
-        """Wait until the line of a started replica is lost, and raise PartDiedError."""
-        line = self._lines[index]
-        self.hub.mark_started(line)
-        raise PartDiedError(f"replica-{index}", await line.lost)
-
-    def send_order(self, index: int, order: Order) -> None:
-        """Send an order to a replica that runs or starts; for any other replica the order has no meaning."""
-        line = self._lines.get(index)
-        if line is not None:
-            line.send_order(order)
-
-    def line_of(self, index: int) -> Line | None:
-        """Return the line to a replica that runs or starts."""
-        return self._lines.get(index)
-
-    def keep_attached(self, line: Line) -> None:
-        """Send a replica the new address of its relay. A replica whose relay moved to another host is lost."""
-        try:
-            relay = self._relays.endpoint_for(line.replica)
-        except PartDiedError as error:
-            line.lose(error.reason)
-            return
-        if relay != self._relay_sent[line.replica]:
-            self._relay_sent[line.replica] = relay
-            line.send_order(Follow(relay))
-
-    def compare(self, line: Line, loads: Sequence[WeightLoad]) -> None:
-        """Lose a replica whose checksum of a version differs from the first one in the same layout."""
-        for load in loads:
-            if load.checksum is None:
-                continue
-            layout = load.checksum.count("-") + 1
-            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, line.replica))
-            if agreed != load.checksum:
-                line.lose(f"its weights of version {load.version} differ from those of replica-{first}")
-        for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
-            del self._checksums[key]
-
-
 def pace_of(replicas: int, patience_s: float) -> ReportPace:
     """Return how often each of so many replicas reports.
 
@@ -175,7 +94,10 @@ class Replicas:
         self._plan: Plan | None = None  # the plan that the scheduler knows
         self._issuing = issuing
         self._take = take
-        self._opened: ReplicaLines | None = None
+        self._running_hub: ReplicaHub | None = None
+        self._lines: dict[int, Line] = {}  # to each replica from its start to its end
+        self._relay_sent: dict[int, str] = {}  # endpoint of the relay that each replica was last sent
+        self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum, its replica
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
         self._servers = dict(enumerate(self._config.rollout.engine.servers))  # by replica: its URL
         self._unproven: set[int] = set()  # replicas that have joined and were never up
@@ -190,35 +112,65 @@ class Replicas:
 
     async def keep(self) -> None:
         """Keep every replica alive until cancelled. Raises RunFailedError, ConfigError."""
-        self._opened = lines = ReplicaLines(self._incarnation, self._relays, take=self._take)
+        placement = self._incarnation.placement
+        here = placement.here.node if self._config.cluster.address is not None else None
+        hub = self._running_hub = ReplicaHub(
+            PeerServer(self._relays.keys, LOOPBACK if here is None else placement.ip(here)),
+            take=self._take,
+            patience_s=self._config.supervisor.heartbeat_timeout_s,
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 for index in range(len(self._keepers)):
                     tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
-                tasks.create_task(lines.hub.run(), name="link")
+                tasks.create_task(hub.run(), name="link")
         finally:
-            lines.hub.end()
+            hub.end()
 
     # ---- what the loops of the controller call
 
     def send_order(self, index: int, order: Order) -> None:
-        """Send an order to a replica that runs or starts."""
-        self._lines.send_order(index, order)
+        """Send an order to a replica that runs or starts; for any other replica the order has no meaning."""
+        line = self._lines.get(index)
+        if line is not None:
+            line.send_order(order)
 
     def assign(self, index: int, assignments: Sequence[Assignment]) -> None:
         """Send assignments to a replica, with the stores of tokens that are on other hosts."""
         for located in self._located(index, assignments):
-            self._lines.send_order(index, Submit([located]))
+            self.send_order(index, Submit([located]))
 
     def is_killed(self, index: int) -> bool:
         """Return True if a replica was killed on purpose: others continue its work from its segments."""
         return index in self._restarting
 
     def check_weights(self, line: Line, report: ReplicaReport) -> None:
-        """Lose a replica whose weights differ from another's, and send it the present address of its relay."""
-        self._lines.compare(line, report.loads)
-        self._lines.keep_attached(line)
+        """Lose a replica whose weights differ from another's, and send it the present address of its relay.
+
+        A replica whose relay moved to another host is lost, too.
+        """
+        self._compare_weights(line, report.loads)
+        try:
+            relay = self._relays.endpoint_for(line.replica)
+        except PartDiedError as error:
+            line.lose(error.reason)
+            return
+        if relay != self._relay_sent[line.replica]:
+            self._relay_sent[line.replica] = relay
+            line.send_order(Follow(relay))
+
+    def _compare_weights(self, line: Line, loads: Sequence[WeightLoad]) -> None:
+        """Lose a replica whose checksum of a version differs from the first one in the same layout."""
+        for load in loads:
+            if load.checksum is None:
+                continue
+            layout = load.checksum.count("-") + 1
+            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, line.replica))
+            if agreed != load.checksum:
+                line.lose(f"its weights of version {load.version} differ from those of replica-{first}")
+        for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
+            del self._checksums[key]
 
     def heed_plan(self) -> None:
         """Tell the scheduler which replicas have a place in the present plan."""
@@ -298,17 +250,17 @@ class Replicas:
 
     async def survey(self, replica: int) -> Survey | None:
         """See `migration.ReplicaFleet.survey`."""
-        line = self._lines.line_of(replica)
+        line = self._lines.get(replica)
         return None if line is None else await line.request_survey(within_s=self._answer_s)
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
         """See `migration.ReplicaFleet.expect`."""
-        line = self._lines.line_of(replica)
+        line = self._lines.get(replica)
         return line is not None and await line.expect(version, trajectory_ids, within_s=self._answer_s)
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
-        self._lines.send_order(replica, GiveUp(list(trajectory_ids)))
+        self.send_order(replica, GiveUp(list(trajectory_ids)))
 
     @property
     def _answer_s(self) -> float:
@@ -336,7 +288,7 @@ class Replicas:
         views = self._scheduler.views
         for index, keeper in enumerate(self._keepers):
             if keeper.is_up:
-                self._lines.send_order(index, Stop(evaluations))
+                self.send_order(index, Stop(evaluations))
             elif keeper.parts:
                 self._end(index)
         while views.in_flight:
@@ -382,7 +334,7 @@ class Replicas:
 
         A crash on purpose or over a full disk does not count. A leaving replica has left: raises `_LeftError`.
         """
-        await self._lines.close(index)
+        await self._close_line(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for its trajectories
         on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving
@@ -417,7 +369,8 @@ class Replicas:
         self._stats.joined(index)
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.new_label(f"replica-{index}", parts[0].place.node)
-        await self._lines.open(index, label, relay)
+        await self._close_line(index)  # of a failed start
+        self._lines[index], self._relay_sent[index] = self._hub.open(label, index), relay
         self.heed_plan()
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
@@ -427,8 +380,10 @@ class Replicas:
             index=index,
             model_dir=str(self._config.model.path),
             relay=relay,
-            hub=self._lines.hub.endpoint,
-            pace=self._lines.pace,
+            hub=self._hub.endpoint,
+            pace=pace_of(
+                len(self._incarnation.placement.plan.replicas), self._config.supervisor.heartbeat_timeout_s
+            ),
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
             assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
@@ -441,9 +396,21 @@ class Replicas:
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
         """Wait until a replica ends or its line is lost. Raises PartDiedError."""
         self._unproven.discard(index)
-        await watched(parts[0].call("ended", timeout_s=math.inf), self._lines.until_lost(index))
+        await watched(parts[0].call("ended", timeout_s=math.inf), self._until_lost(index))
+
+    async def _until_lost(self, index: int) -> None:
+        """Wait until the line of a started replica is lost, and raise PartDiedError."""
+        line = self._lines[index]
+        self._hub.mark_started(line)
+        raise PartDiedError(f"replica-{index}", await line.lost)
+
+    async def _close_line(self, index: int) -> None:
+        """Close the line to a replica, if there is one."""
+        line = self._lines.pop(index, None)
+        if line is not None:
+            await self._hub.close(line)
 
     @property
-    def _lines(self) -> ReplicaLines:
-        assert self._opened is not None, "there are lines from `keep` on"
-        return self._opened
+    def _hub(self) -> ReplicaHub:
+        assert self._running_hub is not None, "there is a hub from `keep` on"
+        return self._running_hub
