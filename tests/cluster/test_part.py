@@ -15,7 +15,7 @@ from laminar_py.relay.store import NoRoomError
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
     PartBugError,
-    PartDiedError,
+    PartCrashedError,
     UnwritableError,
     for_memory,
     unexpected_message,
@@ -24,7 +24,7 @@ from laminar_py.runtime.cluster.part import Part
 from tests.runs.fake_cluster import FakeCluster, joined
 
 PATIENCE_S = 60.0
-BUG, DIED, USER = PartBugError, PartDiedError, ConfigError
+BUG, DIED, USER = PartBugError, PartCrashedError, ConfigError
 
 
 class Faulty:
@@ -74,7 +74,7 @@ async def test_a_bug_is_neither_a_death_nor_the_users_fault(cluster, caplog):
         part = Part(f"part-{kind.__name__}", Faulty, concurrency=1, timeout_s=PATIENCE_S)
         try:
             await part.call("call", kind.__name__)
-        except (PartBugError, PartDiedError, ConfigError) as error:
+        except (PartBugError, PartCrashedError, ConfigError) as error:
             return type(error)
 
     found = await asyncio.gather(*map(fails, RAISED))
@@ -101,7 +101,7 @@ async def test_a_disk_that_is_full_is_no_death(cluster):
 
 async def test_a_death_for_want_of_memory_names_what_asked_for_it(cluster):
     part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
-    with pytest.raises(PartDiedError, match="part-0: out of memory in call: MemoryError: why"):
+    with pytest.raises(PartCrashedError, match="part-0: out of memory in call: MemoryError: why"):
         await part.call("call", "MemoryError")
 
 
@@ -120,7 +120,7 @@ async def test_a_bug_in_what_was_sent_without_waiting_shows_at_the_next_call(clu
 
 async def test_a_disk_that_is_full_for_a_replicas_tokens_costs_that_replica_and_not_the_run(cluster):
     part = Part("replica-3", Faulty, concurrency=1, timeout_s=PATIENCE_S)
-    with pytest.raises(PartDiedError, match=r"replica-3: StoreFullError: segments=there: .* make room"):
+    with pytest.raises(PartCrashedError, match=r"replica-3: StoreFullError: segments=there: .* make room"):
         await part.call("fill_store")
 
 
@@ -163,7 +163,7 @@ async def test_calls_after_the_run_ended_a_part_say_so(cluster):
     await part.call("answer")
     part.kill()
     for _ in range(2):
-        with pytest.raises(PartDiedError):
+        with pytest.raises(PartCrashedError):
             await part.call("hang")
 
 

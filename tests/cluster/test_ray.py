@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from laminar_py.runtime.cluster import ray_cluster
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.ray_cluster import call_and_wait, call_soon
 from tests.cluster.test_part import PATIENCE_S, Faulty
@@ -48,7 +48,7 @@ async def test_nobody_waits_for_ray_and_it_hears_all_in_order(cluster):
     await asyncio.sleep(0.1)
     assert not before.done()
     busy.set()
-    with pytest.raises(PartDiedError):
+    with pytest.raises(PartCrashedError):
         await after
     await asyncio.wait([before])
 

@@ -8,7 +8,7 @@ from itertools import count
 from laminar_py.ledger.segments.salvage import Salvage
 from laminar_py.ledger.segments.writer import part_of
 from laminar_py.runtime.cluster.calls import as_scalar
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers import keeper as keeper_module
 from laminar_py.runtime.workers.incarnation import NO_KINDS, Incarnation, Supervisor
@@ -99,7 +99,7 @@ class Process:
         finally:
             answer.cancel()
         if self._death.done():
-            raise PartDiedError(self.name, self._death.result())
+            raise PartCrashedError(self.name, self._death.result())
         return answer.result()
 
     async def _answer(self, method, arguments):

@@ -24,7 +24,7 @@ from laminar_py.records.replica import ReplicaReport, WeightLoad
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 from laminar_py.relay.sockets import PeerClient, RelayKeys, peer_sockets
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.orchestrator.controller import generate, issue
@@ -161,7 +161,7 @@ class World:
 
         def endpoint_for(replica):
             if replica in self.moved:
-                raise PartDiedError(f"replica-{replica}", "its relay has gone to another host")
+                raise PartCrashedError(f"replica-{replica}", "its relay has gone to another host")
             return self.relay
 
         self.stats = Stats(SystemClock(), replicas=2, totals=Totals())

@@ -44,7 +44,7 @@ class Cluster(Protocol):
         ...
 
     async def all_placed(self) -> bool:
-        """Return True once every process has its GPUs, or has died."""
+        """Return True once every process has its GPUs, or has crashed."""
         ...
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
@@ -88,7 +88,7 @@ def nodes(*, taken: bool = False) -> list[Node]:
 
 
 async def all_placed() -> bool:
-    """Return True once every process that this one started has its GPUs, or has died."""
+    """Return True once every process that this one started has its GPUs, or has crashed."""
     return await cluster().all_placed()
 
 

@@ -25,8 +25,8 @@ SQLITE_UNWRITABLE = {8, 10, 13, 14}  # codes of SQLite: READONLY, IOERR, FULL, C
 UNWRITTEN = re.compile(r"No space left on device|PytorchStreamWriter failed writing")  # in any message
 
 
-class PartDiedError(Exception):
-    """A part died or has to be replaced; the message says why."""
+class PartCrashedError(Exception):
+    """A part crashed or has to be replaced; the message says why."""
 
     def __init__(self, part: str, reason: str) -> None:
         super().__init__(f"{part}: {reason}")

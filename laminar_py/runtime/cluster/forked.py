@@ -269,7 +269,7 @@ class ForkedProcess:
             caller.close(NoAnswerError(reason))
 
     async def _watch(self) -> None:
-        """Wait for the exit status of the process; there is none if the server died or could not fork."""
+        """Wait for the exit status of the process; there is none if the server crashed or could not fork."""
         try:
             status = await self._loop.sock_recv(self._guard, STATUS.size)
         except OSError:

@@ -1,8 +1,8 @@
 """Parts: the processes of a run, called with a timeout.
 
-Calls carry typed records or scalars. A call raises `PartDiedError` if the process died, hangs, or raised an error
-of its machine or data; its keeper in `workers` then starts another. It raises `ConfigError` if the user has to
-change a setting, and `PartBugError` for a mistake in this package: both end the run.
+Calls carry typed records or scalars. A call raises `PartCrashedError` if the process crashed, hangs, or raised an
+error of its machine or data; its keeper in `workers` then starts another. It raises `ConfigError` if the user has
+to change a setting, and `PartBugError` for a mistake in this package: both end the run.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from laminar_py.runtime.cluster.calls import Answer, Failure, FailureKind, Kind,
 from laminar_py.runtime.cluster.errors import (
     NoAnswerError,
     PartBugError,
-    PartDiedError,
+    PartCrashedError,
     UnwritableError,
     for_memory,
 )
@@ -49,7 +49,7 @@ class Part:
         self._process: Process = cluster().start(kind, title=name, concurrency=concurrency, place=place)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Scalar:
-        """Call a method, and return its answer. Raises PartDiedError after `timeout_s`, or if the process died.
+        """Call a method, and return its answer. Raises PartCrashedError after `timeout_s`, or after a crash.
 
         Raises ConfigError if the user has to change a setting, such as a model, a port, or memory that only the
         part could check; UnwritableError if a disk is full; PartBugError for a mistake in this package.
@@ -61,10 +61,10 @@ class Part:
                 answer = await asyncio.wrap_future(asked)
         except TimeoutError:
             self.kill()
-            raise PartDiedError(self.name, f"no answer to {method} in {limit:g} s") from None
+            raise PartCrashedError(self.name, f"no answer to {method} in {limit:g} s") from None
         except NoAnswerError as error:
             self.kill()
-            raise PartDiedError(self.name, str(error)) from error
+            raise PartCrashedError(self.name, str(error)) from error
         if isinstance(answer, Raised):
             self.kill()
             raise self._error(method, answer.failure)
@@ -80,7 +80,7 @@ class Part:
         return decode(kind, answer)
 
     def send(self, method: str, *arguments: object) -> None:
-        """Call a method without waiting; a death or a bug shows at a later `call`, other errors in the log."""
+        """Call a method without waiting; a crash or a bug shows at a later `call`, other errors in the log."""
 
         def answered(done: "Future[Answer]") -> None:
             if not done.cancelled() and done.exception() is None and isinstance(answer := done.result(), Raised):
@@ -106,7 +106,7 @@ class Part:
                 return UnwritableError(f"{self.name}: {reason}")
             case FailureKind.CRASH:
                 told = f"out of memory in {method}: {reason}" if for_memory(reason) else reason
-                return PartDiedError(self.name, told)
+                return PartCrashedError(self.name, told)
 
     def kill(self) -> None:
         """End the process."""

@@ -101,7 +101,7 @@ class Needs:
 class Plan:
     """Every part's place; relay 0 is the root.
 
-    None stands for a replica or a server without room (after a death, or in a fleet that grows), a replica that
+    None stands for a replica or a server without room (after a crash, or in a fleet that grows), a replica that
     has left, and a relay that no replica needs.
     """
 
@@ -130,9 +130,9 @@ class Plan:
 def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) -> Plan:
     """Place all parts on `nodes`, which include the controller's.
 
-    `keep` is an earlier plan, whose nodes may have died or whose fleet had another size: live parts keep their
+    `keep` is an earlier plan, whose nodes may be gone or whose fleet had another size: live parts keep their
     places. Replicas without room then have no place, nor has a server if another of its pool has one. The
-    learner's ranks live and die together. Raises `ConfigError` if there are too few nodes or GPUs.
+    learner's ranks start and end together. Raises `ConfigError` if there are too few nodes or GPUs.
     """
     alive = {node.id for node in nodes}
     free = Counter({node.id: node.gpus for node in nodes})
@@ -359,7 +359,7 @@ def place_relays(
 
 
 class Placement:
-    """Holds the present plan, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a death.
+    """Holds the present plan, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a crash.
 
     GPUs that were free when a node was first used are this run's from then on. Raises `ConfigError` as `make_plan`
     does when it is made.
@@ -369,7 +369,7 @@ class Placement:
         self._needs = needs
         self._see = see
         self._known = {node.id: node for node in see()}
-        self._ips = {node.id: node.ip for node in self._known.values()}  # also of dead nodes
+        self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that are gone
         self._here = next((node.id for node in self._known.values() if node.here), None)
         self.plan = make_plan(needs, list(self._known.values()))
         self.used = set(self.plan.nodes)  # of all plans so far
@@ -377,9 +377,10 @@ class Placement:
         self._looked = -math.inf  # when nodes were last listed, on the loop's clock
 
     async def refresh(self, *, age_s: float = 0.0) -> None:
-        """Make a new plan if a node in use died or a replica has no place; `RunFailedError` if too little is left.
+        """Make a new plan if a node in use is gone or a replica has no place.
 
-        Callers share one list of nodes, which is at most `age_s` older than the call.
+        Raises `RunFailedError` if too little is left. Callers share one list of nodes, which is at most
+        `age_s` older than the call.
         """
         loop = asyncio.get_running_loop()
         oldest = loop.time() - age_s
@@ -404,9 +405,9 @@ class Placement:
         alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
         self._known = {id: node for id, node in self._known.items() if id in alive}  # new nodes are added below
-        dead = self.plan.nodes - set(alive)
+        gone = self.plan.nodes - set(alive)
         replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self._needs.gone]
-        if not dead and not scaled and None not in (*replicas, *self.plan.servers):
+        if not gone and not scaled and None not in (*replicas, *self.plan.servers):
             return
         # on unused nodes other programs may have taken or freed GPUs
         self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes}
@@ -414,12 +415,18 @@ class Placement:
         try:
             self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
         except ConfigError as error:
-            raise RunFailedError(f"nodes of the cluster died, and what is left is too little: {error}") from None
+            raise RunFailedError(
+                f"nodes of the cluster are gone, and what is left is too little: {error}"
+            ) from None
         self.used |= self.plan.nodes
         if not any(self.plan.replicas):
-            raise RunFailedError("nodes of the cluster died, and no replica has a place; join others and --resume")
+            raise RunFailedError(
+                "nodes of the cluster are gone, and no replica has a place; join others and --resume"
+            )
         if self.plan != before:
-            log.log(logging.WARNING if dead else logging.INFO, "nodes %s died; plan: %s", sorted(dead), self.plan)
+            log.log(
+                logging.WARNING if gone else logging.INFO, "nodes %s are gone; plan: %s", sorted(gone), self.plan
+            )
 
     @property
     def spread(self) -> bool:

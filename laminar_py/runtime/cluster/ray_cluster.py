@@ -88,7 +88,7 @@ class RayCluster:
         return sorted(found, key=lambda node: (not node.here, node.ip, node.id))
 
     async def all_placed(self) -> bool:
-        """Return True once every process that this one started has its GPUs, or has died."""
+        """Return True once every process that this one started has its GPUs, or has crashed."""
         return await call_and_wait(_all_placed)
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:

@@ -161,7 +161,8 @@ class EnvironmentLink:
 
     async def ask(self, turn: ModelTurn) -> EnvironmentTurn:
         """Send a turn until it is answered, and return the answer. Raises `SocketError`."""
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        answer: asyncio.Future[EnvironmentTurn] = asyncio.get_running_loop().create_future()
         frame = encode(AskedTurn(number, turn))
         self._asked[number], self._unsent[number] = (frame, answer), frame
         try:

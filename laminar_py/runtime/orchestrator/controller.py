@@ -61,7 +61,7 @@ from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishedTrajectory, Kind, Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.runtime.cluster.backend import all_placed
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.link.hub import Line
 from laminar_py.runtime.link.messages import Abort, CallOff
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
@@ -182,7 +182,7 @@ async def refer(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) ->
 async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
     """Train on batches of ready groups until all steps are done or the run is to end, then save a checkpoint.
 
-    If the learner dies, it restarts from its last checkpoint, and the batch is ready again.
+    If the learner crashes, it restarts from its last checkpoint, and the batch is ready again.
     """
     while not trainer.is_done:
         batch = None
@@ -191,7 +191,7 @@ async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
             if batch is None:
                 break
             outcome = await trainer.learn(batch)
-        except PartDiedError as error:
+        except PartCrashedError as error:
             if batch is not None:
                 await scheduler.consumption.put_back(batch)
             await trainer.go_back(error)

@@ -11,7 +11,7 @@ from functools import partial
 from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.environment.host import SavedTurns, environments_path
 from laminar_py.relay.sockets import RelayKeys
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
@@ -24,8 +24,8 @@ SWEEP_S = 10.0
 FIRST_STARTS = 2  # failed first starts after which the run ends
 
 
-async def count_unless_spent(error: PartDiedError) -> PartDiedError | None:
-    """Return the death to count; None if the process ended itself because it had used up its limits."""
+async def count_unless_spent(error: PartCrashedError) -> PartCrashedError | None:
+    """Return the crash to count; None if the process ended itself because it had used up its limits."""
     return None if error.reason.startswith(ProcessSpentError.__name__) else error
 
 
@@ -49,7 +49,7 @@ class EnvironmentProcesses:
         await asyncio.gather(*(keeper.bring_up() for keeper in self._keepers))
 
     async def keep(self) -> None:
-        """Keep all processes alive until cancelled. Raises RunFailedError if one dies too often."""
+        """Keep all processes alive until cancelled. Raises RunFailedError if one crashes too often."""
         async with asyncio.TaskGroup() as tasks:
             for keeper in self._keepers:
                 tasks.create_task(keeper.call_with_restarts(self._watch), name="keep-environments")

@@ -13,7 +13,7 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.events import AnyEvent, Checkpointed, PartDied, PartStarted
 from laminar_py.records.host import SystemClock
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import MakePart
 from laminar_py.runtime.cluster.placement import Placement
 from laminar_py.runtime.preflight.inputs import Inputs
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Counts the deaths of parts, records them, and ends the run when a part dies too often.
+    """Counts the crashes of parts, records them, and ends the run when a part crashes too often.
 
     `record` appends an event to the ledger.
     """
@@ -41,17 +41,17 @@ class Supervisor:
         """Record that a part has started in the process `pid`."""
         self._record(PartStarted(part, pid))
 
-    def died(self, error: PartDiedError) -> None:
-        """Record and count the death of a part.
+    def crashed(self, error: PartCrashedError) -> None:
+        """Record and count the crash of a part.
 
-        Raises RunFailedError if it died more than `max_restarts` times.
+        Raises RunFailedError if it crashed more than `max_restarts` times.
         """
         self._record(PartDied(error.part, error.reason))
         self.restarts[error.part] += 1
-        log.warning("%s died (%s), restart %d", error.part, error.reason, self.restarts[error.part])
+        log.warning("%s crashed (%s), restart %d", error.part, error.reason, self.restarts[error.part])
         if self.restarts[error.part] > self._max_restarts:
             raise RunFailedError(
-                f"{error.part} died {self.restarts[error.part]} times, last: {error.reason}; see"
+                f"{error.part} crashed {self.restarts[error.part]} times, last: {error.reason}; see"
                 f" logs/{error.part}.log, or raise supervisor.max_restarts={self._max_restarts}"
             )
 

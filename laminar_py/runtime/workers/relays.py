@@ -1,11 +1,11 @@
 """The processes of the relay tree: placed, started root first, restarted on their ports. Owned by the controller.
 
-A relay that died restarts on its old port, and waits for the port while its hung predecessor is being ended. If
+A relay that crashed restarts on its old port, and waits for the port while its hung predecessor is being ended. If
 the port stays taken, the relay gets another port. Nodes below learn the new address with their next ping, replicas
 by an order, and the publisher by a note that the root leaves in their store.
 
 If all parts are on one node, the tree has `relay.nodes` processes there. On several nodes, the root is beside the
-learner, and every host with replicas has a relay. After the death of a host, the plan may place its relay, or the
+learner, and every host with replicas has a relay. After the loss of a host, the plan may place its relay, or the
 root, on another host; all others learn its address in the same way.
 """
 
@@ -36,7 +36,7 @@ from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.tree import Broadcast, Links, Shape, Topology, choose_tree, grow_tree
 from laminar_py.runtime.cluster.backend import on_node
-from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartDiedError, RemoteCallError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartCrashedError, RemoteCallError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.preflight.inputs import version_bytes
@@ -108,12 +108,12 @@ class Relays:
     async def attach(self, replica: int, place: Place) -> str:
         """Wait for the relay of a replica at this place, and return its endpoint.
 
-        Raises PartDiedError if the plan has moved the replica, since its node is gone.
+        Raises PartCrashedError if the plan has moved the replica, since its node is gone.
         """
         while True:
             planned = self._placement.plan.replicas[replica]
             if planned is None or planned.node != place.node:
-                raise PartDiedError(f"replica-{replica}", "its node is gone")
+                raise PartCrashedError(f"replica-{replica}", "its node is gone")
             node = self._placement.plan.relay_of(replica, self.tree)
             if self._is_up(node):
                 self._attached[replica] = node, self._hosts[node]
@@ -124,11 +124,11 @@ class Relays:
     def endpoint_for(self, replica: int) -> str:
         """Return the present endpoint of the relay that a replica is attached to.
 
-        Raises PartDiedError if the relay moved to another host, whose memory the replica cannot read.
+        Raises PartCrashedError if the relay moved to another host, whose memory the replica cannot read.
         """
         node, host = self._attached[replica]
         if self._hosts[node] != host:
-            raise PartDiedError(f"replica-{replica}", "its relay has gone to another host")
+            raise PartCrashedError(f"replica-{replica}", "its relay has gone to another host")
         return self._endpoints[node]
 
     async def root_up(self) -> str:
@@ -165,7 +165,7 @@ class Relays:
         listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
         try:
             await watched(subscriber.pull(version), follow())
-        except VersionLostError as error:  # the learner died before it was complete; the evaluation is skipped
+        except VersionLostError as error:  # the learner crashed before it was complete; the evaluation is skipped
             log.warning("version %d is not kept for its evaluation: %s", version, error)
         finally:
             await subscriber.close()
@@ -205,7 +205,7 @@ class Relays:
                 if error.is_bug:
                     raise PartBugError(f"relay-{node}: {error}") from error
                 reason = str(error)
-            except NoAnswerError:  # the host is dead, and its versions with it
+            except NoAnswerError:  # the host is gone, and its versions with it
                 return []
             log.warning("relay-%d: %s from node %s; its versions are ignored", node, reason, host)
             return []
@@ -236,12 +236,12 @@ class Relays:
         return self._keepers[node]
 
     async def _bring_up(self, node: int) -> None:
-        """Start a node, again if it dies meanwhile, as long as the plan has a host for it."""
+        """Start a node, again if it crashes meanwhile, as long as the plan has a host for it."""
         keeper = self._keeper(node)
         while self._placement.plan.relays[node] is not None and not keeper.is_up:
             try:
                 await keeper.begin()
-            except PartDiedError as error:
+            except PartCrashedError as error:
                 await keeper.replace(error)
 
     def _places(self, node: int) -> list[Place | None]:
@@ -258,14 +258,14 @@ class Relays:
     async def _watch(self, node: int, parts: Sequence[Part]) -> None:
         """Ping a node, with its parents, and record its events.
 
-        Raises PartDiedError if the plan moves the node.
+        Raises PartCrashedError if the plan moves the node.
         """
         self._notify()
         while True:
             for event in await parts[0].call_for(list[RelayEvent], "ping", self._parents[node]):
                 self._record(on_record(event, self._names))
             if self._placement.plan.relays[node] not in (None, self._hosts[node]):
-                raise PartDiedError(f"relay-{node}", "it is needed on another host")
+                raise PartCrashedError(f"relay-{node}", "it is needed on another host")
             await asyncio.sleep(PING_S)
 
     async def _start_node(self, node: int, parts: Sequence[Part]) -> None:

@@ -1,9 +1,8 @@
 """The replicas' processes: their start, their lines to the controller, and their restart with the work they had.
 
 Owned by the controller: its loop `issue` sends orders through here, and its loop `generate` gets the reports. The
-trajectories of a dead replica continue on others (law 1). A replica whose weights differ from another's under the
-same version counts as dead (law 3). Replicas join and leave while others run, each under a number that is never
-used again. A replica that joins and does not start leaves again, and does not end the run.
+trajectories of a crashed replica continue on others (law 1). A replica whose weights differ from another's under
+the same version counts as crashed (law 3). Replicas join and leave while others run; a number is never used again. A replica that joins and does not start leaves again, and does not end the run.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ from laminar_py.relay.sockets import PeerServer
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.outbox import GATHER_S
 from laminar_py.runtime.cluster.backend import LOOPBACK
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place, Plan
 from laminar_py.runtime.link.hub import Line, ReplicaHub
@@ -44,7 +43,7 @@ SPEED_S = 600.0  # to measure the speed of an engine, which waits for the first 
 ANSWER_S = 2.0  # least time for an answer: a busy controller takes reports in with delay
 SCALED = "scaled"  # reason for leaving, in `ReplicaLeft`
 FIRST_STARTS = 2  # failed first starts after which the run ends
-FORGIVES_S = 3600.0  # a later death for want of memory counts as a first one
+FORGIVES_S = 3600.0  # a later crash for want of memory counts as a first one
 REPORTS_PER_S, QUIET_PER_S = 2000.0, 200.0  # of all replicas together, within the limits below
 MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
 CHECKSUMS_KEPT = 64
@@ -153,7 +152,7 @@ class Replicas:
         self._compare_weights(line, report.loads)
         try:
             relay = self._relays.endpoint_for(line.replica)
-        except PartDiedError as error:
+        except PartCrashedError as error:
             line.lose(error.reason)
             return
         if relay != self._relay_sent[line.replica]:
@@ -203,7 +202,7 @@ class Replicas:
             self._tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
 
     def remove(self, index: int) -> None:
-        """End a leaving replica that has no work left, without counting a death."""
+        """End a leaving replica that has no work left, without counting a crash."""
         assert self._scheduler.views.by_index[index].leaving, f"replica {index} was not to leave"
         self._ending.add(index)
         if self._keepers[index].parts:
@@ -268,13 +267,13 @@ class Replicas:
         return max(ANSWER_S, self._config.repack.interval_s)
 
     async def _speed_of(self, replica: int) -> EngineSpeed | None:
-        """Return the speed of a replica's engine; None if the replica is not up or dies meanwhile."""
+        """Return the speed of a replica's engine; None if the replica is not up or crashes meanwhile."""
         keeper = self._keepers[replica]
         if not keeper.is_up:
             return None
         try:
             return await keeper.parts[0].call_for(EngineSpeed, "speed", timeout_s=SPEED_S)
-        except PartDiedError:
+        except PartCrashedError:
             return None
 
     # ---- their life
@@ -303,7 +302,7 @@ class Replicas:
                 self._end(index)
 
     def _end(self, index: int) -> None:
-        """Kill a process on purpose, which does not count as a death."""
+        """Kill a process on purpose, which does not count as a crash."""
         self._restarting.add(index)
         self._keepers[index].kill()
 
@@ -329,7 +328,7 @@ class Replicas:
         planned = self._incarnation.placement.plan.replicas
         return planned[index] if index < len(planned) else None  # no plan has it yet
 
-    async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
+    async def _settle(self, index: int, error: PartCrashedError) -> PartCrashedError | None:
         """Hand the work of a crashed replica to others; return the crash if it counts against the run.
 
         A crash on purpose or over a full disk does not count. A leaving replica has left: raises `_LeftError`.
@@ -348,10 +347,10 @@ class Replicas:
         return None if on_purpose or tolerated else error
 
     async def _take_over(self, index: int) -> None:
-        """Queue the trajectories of a dead replica for others, with all tokens in its segments and journals."""
+        """Queue the trajectories of a crashed replica for others, with all tokens in its segments and journals."""
         label, reports = self._labels.pop(index, None), self._scheduler.reports
         self._scheduler.views.retire(index)  # it gets no work while its journals are read
-        if label is None:  # it died before it started
+        if label is None:  # it crashed before it started
             await reports.on_replica_lost(index, reason=REPLICA_DIED)
         elif await self._payload.is_lost(label):
             await reports.on_replica_lost(index, reason=HOST_LOST)
@@ -394,15 +393,15 @@ class Replicas:
         await parts[0].call("start", spec, timeout_s=limit)
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
-        """Wait until a replica ends or its line is lost. Raises PartDiedError."""
+        """Wait until a replica ends or its line is lost. Raises PartCrashedError."""
         self._unproven.discard(index)
         await watched(parts[0].call("ended", timeout_s=math.inf), self._until_lost(index))
 
     async def _until_lost(self, index: int) -> None:
-        """Wait until the line of a started replica is lost, and raise PartDiedError."""
+        """Wait until the line of a started replica is lost, and raise PartCrashedError."""
         line = self._lines[index]
         self._hub.mark_started(line)
-        raise PartDiedError(f"replica-{index}", await line.lost)
+        raise PartCrashedError(f"replica-{index}", await line.lost)
 
     async def _close_line(self, index: int) -> None:
         """Close the line to a replica, if there is one."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from laminar_py.ledger.segments.wire import ADDRESSES
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -38,7 +38,7 @@ class Stores:
         self._key = key
         self._timeout_s = incarnation.config.supervisor.heartbeat_timeout_s
         self._keepers: dict[str, Keeper] = {}  # by node, of live hosts
-        self._names: dict[str, str] = {}  # by node, also of dead hosts
+        self._names: dict[str, str] = {}  # by node, also of hosts that are gone
         self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep stores alive, after `start`
         self._begins = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by node: one caller starts the store
         self._changed = asyncio.Event()  # set, and replaced, when a store comes up or a host is gone
@@ -50,7 +50,7 @@ class Stores:
     async def bring_up(self, node: str) -> str:
         """Start a host's store if there is none, and return its name once it is up.
 
-        Raises PartDiedError if the host is gone, or is the only one of the run; RunFailedError as `start`.
+        Raises PartCrashedError if the host is gone, or is the only one of the run; RunFailedError as `start`.
         """
         self.require(node)
         while (keeper := self._keepers.get(node)) is not None:
@@ -60,7 +60,7 @@ class Stores:
                 await self._bring_up(node)
             else:
                 await self._changed.wait()
-        raise PartDiedError(self._names.get(node, "store"), f"host {self._placement.ip(node)} has none")
+        raise PartCrashedError(self._names.get(node, "store"), f"host {self._placement.ip(node)} has none")
 
     def require(self, node: str) -> None:
         """Keep a store on a host from now on, unless the host is gone, or the only one of the run."""
@@ -78,7 +78,7 @@ class Stores:
             keeper.spawn()
 
     async def start(self) -> None:
-        """Start all stores, again if they die meanwhile. Raises RunFailedError if one dies too often."""
+        """Start all stores, again if they crash meanwhile. Raises RunFailedError if one crashes too often."""
         self._follow()
         async with asyncio.TaskGroup() as tasks:
             for node in list(self._keepers):
@@ -123,13 +123,13 @@ class Stores:
         await parts[0].call("start", spec)
 
     async def _bring_up(self, node: str) -> None:
-        """Start a host's store, again if it dies meanwhile; forget it if its host is gone."""
+        """Start a host's store, again if it crashes meanwhile; forget it if its host is gone."""
         keeper = self._keepers[node]
         async with self._begins[node]:
             while not keeper.is_up and self._placement.is_alive(node):
                 try:
                     await keeper.begin()
-                except PartDiedError as error:
+                except PartCrashedError as error:
                     await keeper.replace(error)
             if not keeper.is_up:
                 self._keepers.pop(node, None)
@@ -143,7 +143,7 @@ class Stores:
                 async with self._begins[node]:
                     parts = await keeper.begin()
                 await self._watch(parts)
-            except PartDiedError as error:
+            except PartCrashedError as error:
                 await keeper.replace(error)
         log.warning("%s: host %s is gone", self._names[node], self._placement.ip(node))
         self._keepers.pop(node, None)

@@ -27,9 +27,9 @@ from laminar_py.sandbox.inside import kernel
 
 
 class PartActor:
-    """Base of all actors. The kernel kills the process when its parent dies: a Ray node, or the fork server.
+    """Base of all actors. The kernel kills the process when its parent ends: a Ray node, or the fork server.
 
-    A process that computes, hangs or is stopped would notice the death of its parent late or never.
+    A process that computes, hangs or is stopped would notice the end of its parent late or never.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class PartActor:
 
 
 def _end_with_parent() -> None:
-    """Ask for the death signal on a thread that lives as long as the process: the request ends with it."""
+    """Ask for the kernel's signal on a thread that lives as long as the process: the request ends with it."""
     kernel.end_with_parent()
     threading.Event().wait()
 
