@@ -2,7 +2,8 @@
 
 Owned by the controller: its loop `issue` sends orders through here, and its loop `generate` gets the reports. The
 trajectories of a crashed replica continue on others (law 1). A replica whose weights differ from another's under
-the same version counts as crashed (law 3). Replicas join and leave while others run; a number is never used again. A replica that joins and does not start leaves again, and does not end the run.
+the same version counts as crashed (law 3). Replicas join and leave while others run; a number is never used again.
+A replica that joins and does not start leaves again, and does not end the run.
 """
 
 import asyncio

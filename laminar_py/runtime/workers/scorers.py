@@ -176,7 +176,7 @@ class RewardServers:
             keeper.spawn()
 
     async def keep(self) -> None:
-        """Keep all servers alive until cancelled. Raises RunFailedError if one does not start or crashes too often."""
+        """Keep all servers alive until cancelled. Raises RunFailedError after too many crashes."""
         async with asyncio.TaskGroup() as tasks:
             for keeper in self._keepers:
                 tasks.create_task(keeper.call_with_restarts(self._watch), name="keep-server")
