@@ -1,4 +1,4 @@
-"""`laminar scale`: change the number of replicas of a running run, by a request to its controller."""
+"""`laminar scale`: ask the controller of a running run for more or fewer replicas."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ def scale(
     run: Annotated[Path, typer.Argument(help="Folder of a running run, e.g. runs/mine-1")],
     fleet: Annotated[list[str], typer.Argument(help="replicas=N, or urls=[...] with all servers to attach to")],
 ) -> None:
-    """Change the number of replicas of a running run, or the servers that it attaches to.
+    """Change how many replicas a running run has, or the servers that it attaches to.
 
     New replicas join without a stop. Leaving replicas get no new trajectories; theirs move to other replicas or
     end there. If the cluster has no room, replicas wait for a node that Ray adds.

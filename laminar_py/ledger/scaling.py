@@ -38,7 +38,7 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleAnswer(msgspec.Struct, frozen=True):
-    """The controller's answer: what it does, or why it refuses."""
+    """The controller's answer: the change that it makes, or why it refuses."""
 
     done: bool
     line: str

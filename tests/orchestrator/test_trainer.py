@@ -155,7 +155,7 @@ async def training(path, *settings, fails, admission, **options):
                 issuing=None,
                 hold=None,
                 publish=None,
-                say=None,
+                show_line=None,
             ),
             versions=versions,
             stop=stop,

@@ -184,7 +184,7 @@ class World:
             ),
             payload=self.payload,
             issuing=self.issuing,
-            take=self.reports.hand_over,
+            on_reports=self.reports.hand_over,
         )
 
     def _issue(self):

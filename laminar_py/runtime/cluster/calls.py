@@ -63,7 +63,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Returned(msgspec.Struct, frozen=True, tag="returned"):
-    """What a method returned."""
+    """A method returned a value."""
 
     number: int
     value: Any  # a scalar

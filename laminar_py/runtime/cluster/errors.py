@@ -92,5 +92,7 @@ def _is_bug(error: BaseException) -> bool:
 
 def unexpected_message(error: BaseException, traceback: Path) -> str:
     """Return a message about an error that is neither the user's fault nor a known end of a run."""
-    told = str(error) if isinstance(error, PartBugError) else f"{type(error).__name__}: {error}"
-    return f"unexpected, so probably a bug of laminar's: {' '.join(told.split())}; the traceback is in {traceback}"
+    message = str(error) if isinstance(error, PartBugError) else f"{type(error).__name__}: {error}"
+    return (
+        f"unexpected, so probably a bug of laminar's: {' '.join(message.split())}; the traceback is in {traceback}"
+    )

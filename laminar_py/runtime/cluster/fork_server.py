@@ -60,7 +60,7 @@ class StartProcess(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     folder: str  # working directory
     path: list[str]  # where Python looks for modules
-    errors: str  # file for what it writes to standard output and standard error
+    errors: str  # file for its standard output and standard error
 
 
 class Started(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ from laminar_py.runtime.cluster.placement import Node, Place
 T = TypeVar("T")
 HERE = "here"  # the only node
 LOOPBACK = "127.0.0.1"
-SHARED = "LAMINAR_FORK_SERVER"  # variable: the socket of a server that several runs use, such as those of a test
+SHARED = "LAMINAR_FORK_SERVER"  # variable: the socket of a server for several runs, e.g. of a test session
 LOW = 10  # priority, as `nice` has it
 START_S = 180.0  # for the server to import, and to fork
 END_S = 10.0  # for the kernel to end the processes
@@ -216,7 +216,7 @@ class ForkedProcess:
 
     def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
         """Call a method once the process is up; the inner future is its answer, or raises `NoAnswerError`."""
-        return self._soon(self._ask(method, *arguments))
+        return self._soon(self._begin_call(method, *arguments))
 
     def kill(self) -> None:
         """End the process, by a signal of the kernel."""
@@ -280,7 +280,7 @@ class ForkedProcess:
         last = "" if self._killed else _last_line(Path(self._start.errors))
         self.ended.set_result(_exit_reason(status) + (f"; it last wrote: {last}" if last else ""))
 
-    async def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
+    async def _begin_call(self, method: str, *arguments: Scalar) -> "Future[Answer]":
         answer = Future[Answer]()
         caller = await asyncio.shield(asyncio.wrap_future(self._caller))  # other calls wait for it, too
         asked = caller.call_method(method, *arguments)
@@ -307,7 +307,7 @@ async def _settle() -> None:
 
 
 def _pass_on(answer: "Future[Answer]", asked: "asyncio.Future[Answer]") -> None:
-    """Copy the result of a future of the loop to a future of any thread."""
+    """Copy the result of a future on the loop to a future for any thread."""
     error = asked.exception()
     if not answer.set_running_or_notify_cancel():
         return  # its caller was cancelled

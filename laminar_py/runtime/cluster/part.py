@@ -105,8 +105,8 @@ class Part:
             case FailureKind.UNWRITABLE:
                 return UnwritableError(f"{self.name}: {reason}")
             case FailureKind.CRASH:
-                told = f"out of memory in {method}: {reason}" if for_memory(reason) else reason
-                return PartCrashedError(self.name, told)
+                message = f"out of memory in {method}: {reason}" if for_memory(reason) else reason
+                return PartCrashedError(self.name, message)
 
     def kill(self) -> None:
         """End the process."""

@@ -83,7 +83,7 @@ class Needs:
 
     @property
     def server_gpus(self) -> int:
-        """GPUs of all servers of the reward."""
+        """GPUs that all reward servers take."""
         return sum(gpus for _, gpus in self.servers)
 
     @property
@@ -119,7 +119,7 @@ class Plan:
         return frozenset(node for node in (*places, *self.relays) if node is not None)
 
     def relay_of(self, replica: int, tree: Topology) -> int:
-        """Return the relay that a replica pulls from: that of its host, or on a single host one of the leaves."""
+        """Return the relay that a replica pulls from: its host's relay, or on a single host one of the leaves."""
         if len(set(self.relays)) == 1:
             return tree.node_of_replica(replica)
         place = self.replicas[replica]
@@ -141,19 +141,19 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     reference = keep.reference if keep and keep.reference and keep.reference.node in alive else None
     servers = [place if place and place.node in alive else None for place in keep.servers] if keep else []
     servers = servers or [None for _ in needs.servers]
-    _take(free, [*replicas.values(), *servers, reference])
+    _reserve_gpus(free, [*replicas.values(), *servers, reference])
     learner = keep.learner if keep and all(place.node in alive for place in keep.learner) else None
     if learner is None:
         occupied = {place.node for place in replicas.values()} if not needs.shared_nodes else set()
         learner = _place_learner(needs, [node for node in nodes if node.id not in occupied], free)
-    _take(free, learner)
+    _reserve_gpus(free, learner)
     if needs.reference and reference is None:
         reference = _place_reference(needs, nodes, free, learner)
-        _take(free, [reference])
+        _reserve_gpus(free, [reference])
     for index, place in enumerate(servers):
         if place is None:
             servers[index] = _place_server(needs, index, nodes, free, (*learner, *servers), first=keep is None)
-            _take(free, [servers[index]])
+            _reserve_gpus(free, [servers[index]])
     replicas = _place_replicas(needs, nodes, free, learner, replicas, first=keep is None)
     placed = tuple(replicas.get(index) for index in range(needs.replicas))
     return Plan(
@@ -171,7 +171,7 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     )
 
 
-def _take(free: Counter[str], places: Iterable[Place | None]) -> None:
+def _reserve_gpus(free: Counter[str], places: Iterable[Place | None]) -> None:
     for place in filter(None, places):
         assert place.node is not None, "a plan names a node for every part"
         free[place.node] -= place.gpus
@@ -287,7 +287,7 @@ def _place_replicas(
                 if first:
                     raise
                 continue
-            _take(free, [replicas[index]])
+            _reserve_gpus(free, [replicas[index]])
     return replicas
 
 
@@ -340,7 +340,7 @@ def place_relays(
 ) -> tuple[str | None, ...]:
     """Return the host of each relay: the root's, and each other host of a replica; on a single node `num_relays`.
 
-    `learner` and `hosts` are the hosts of ranks and replicas; `before` are those of the relays in the plan before.
+    `learner` and `hosts` are the hosts of ranks and replicas; `before` has the relays of the plan before.
     A live and needed relay keeps its number and host. None: no replica needs the relay now.
     """
     root, hosts = learner[0], list(dict.fromkeys(hosts))
@@ -365,10 +365,10 @@ class Placement:
     does when it is made.
     """
 
-    def __init__(self, needs: Needs, see: Callable[[], list[Node]]) -> None:
+    def __init__(self, needs: Needs, list_nodes: Callable[[], list[Node]]) -> None:
         self._needs = needs
-        self._see = see
-        self._known = {node.id: node for node in see()}
+        self._list_nodes = list_nodes
+        self._known = {node.id: node for node in list_nodes()}
         self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that are gone
         self._here = next((node.id for node in self._known.values() if node.here), None)
         self.plan = make_plan(needs, list(self._known.values()))
@@ -387,14 +387,14 @@ class Placement:
         async with self._looking:
             if self._looked <= oldest:
                 began = loop.time()
-                self._plan_anew(await asyncio.to_thread(self._see))
+                self._plan_anew(await asyncio.to_thread(self._list_nodes))
                 self._looked = began
 
     async def scale(self, needs: Needs) -> None:
         """Make a new plan for a fleet of another size; live parts keep their places. Raises `RunFailedError`."""
         async with self._looking:
             self._needs = needs
-            self._plan_anew(await asyncio.to_thread(self._see), scaled=True)
+            self._plan_anew(await asyncio.to_thread(self._list_nodes), scaled=True)
 
     @property
     def needs(self) -> Needs:

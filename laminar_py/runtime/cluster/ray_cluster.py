@@ -125,9 +125,9 @@ class RayProcess:
 
     def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
         """Call a method once Ray accepts the call; the inner future is its answer, or raises `NoAnswerError`."""
-        return call_soon(self._ask, method, *arguments)
+        return call_soon(self._begin_call, method, *arguments)
 
-    def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
+    def _begin_call(self, method: str, *arguments: Scalar) -> "Future[Answer]":
         answer = Future[Answer]()
         try:
             asked = self._actor.result().answer.remote(method, *arguments).future()

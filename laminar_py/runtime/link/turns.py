@@ -68,7 +68,7 @@ class TurnAnswer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class PartsHeard(msgspec.Struct, frozen=True, tag="heard"):
-    """Acknowledgement of all frames of parts up to this number, e.g. `PartsHeard(8)`."""
+    """Acknowledges all frames of parts up to this number, e.g. `PartsHeard(8)`."""
 
     number: int
 
@@ -159,7 +159,7 @@ class EnvironmentLink:
         self._looked_s = 0.0  # when the address was read last
         self._task: asyncio.Task[None] | None = None
 
-    async def ask(self, turn: ModelTurn) -> EnvironmentTurn:
+    async def send_turn(self, turn: ModelTurn) -> EnvironmentTurn:
         """Send a turn until it is answered, and return the answer. Raises `SocketError`."""
         number = next(self._numbers)
         answer: asyncio.Future[EnvironmentTurn] = asyncio.get_running_loop().create_future()
@@ -190,7 +190,7 @@ class EnvironmentLink:
             self._peer.close()
 
     def _send_due(self) -> None:
-        """Send what can be sent now; the task of this connection sends the rest."""
+        """Send turns and parts as far as the connection takes them; its task sends the rest."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name=f"environment-{self._name}")
         if self._task.done():
@@ -271,7 +271,7 @@ class RemoteEnvironments:
     async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
         """Return the environment's answer to a turn; `elapsed_s` includes the time of transport."""
         began = time.monotonic()
-        answer = await self._link_of(turn.trajectory_id).ask(turn)
+        answer = await self._link_of(turn.trajectory_id).send_turn(turn)
         return msgspec.structs.replace(answer, elapsed_s=time.monotonic() - began)
 
     def hear(self, parts: Sequence[TurnPart]) -> None:

@@ -35,7 +35,7 @@ def checkpoint_name(step: int, *, incarnation: int, restarts: int) -> str:
 
 
 def on_record(run: RunFolder) -> list[Checkpointed]:
-    """Return the checkpoints in the ledger, the newest first, also those whose folders are gone."""
+    """Return the checkpoints in the ledger, the newest first, also checkpoints without a folder."""
     with reading(run.live_ledger) as connection:
         return checkpoints_on_record(connection)
 

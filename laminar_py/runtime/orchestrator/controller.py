@@ -246,7 +246,7 @@ class Controller:
             relays=relays,
             payload=payload,
             issuing=self._issuing,
-            take=self._reports.hand_over,
+            on_reports=self._reports.hand_over,
         )
         self._scoring = self._make_scoring()
         self._evaluator = self._make_evaluator()
@@ -263,7 +263,7 @@ class Controller:
             scheduler=self._scheduler,
             payload=self._payload,
             deliver=self._scores.hand_over,
-            say=self._view.notice,
+            show_line=self._view.notice,
             end=self._stop.fail,
             trains=self._source is None,
         )
@@ -276,7 +276,7 @@ class Controller:
             issuing=self._issuing,
             hold=self._hold,
             publish=self._evaluated,
-            say=self._view.notice,
+            show_line=self._view.notice,
             trains=self._source is None,
         )
 
@@ -337,7 +337,7 @@ class Controller:
             await self._close(summary)
 
     async def _start_parts(self) -> None:
-        """Spawn all processes, start those that need no learner, and continue interrupted trajectories."""
+        """Spawn all processes, start the parts that need no learner, and continue interrupted trajectories."""
         makes_versions = self._weights if self._learning is None else self._learning.learner
         parts = (self._scoring, self._environments, makes_versions, self._replicas, self._reference)
         for part in (self._payload.stores, *(one for one in parts if one is not None)):
@@ -526,7 +526,7 @@ class Controller:
                 rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens)
                 chores.create_task(placed, name="placed")
                 chores.create_task(rows, name="fleet-rows")
-                chores.create_task(self._learning.fleet.run(say=self._view.notice), name="scale")
+                chores.create_task(self._learning.fleet.run(show_line=self._view.notice), name="scale")
 
     async def _keep_deadlines(self) -> None:
         """Enforce deadlines, which depend on time alone, and show the progress of the run."""

@@ -1,4 +1,4 @@
-"""The size of the fleet of a running run: which replicas join and leave, and where the work of a leaving one goes.
+"""The fleet while a run goes: which replicas join and leave, and who takes over the work of a leaving one.
 
 Owned by the controller. `laminar scale` writes requests into the run's folder (`ledger.scaling`). Each request is
 checked like a config, recorded as `Scaled`, and answered. States of a replica, which the scheduler's view and
@@ -84,15 +84,15 @@ class ElasticFleet:
         self._planning = asyncio.Lock()
         self._repacks = self._config.repacks  # if not, it starts with the second replica
 
-    async def run(self, *, say: Callable[[str], None]) -> None:
-        """Serve requests until cancelled; refuse those that were made before the start."""
+    async def run(self, *, show_line: Callable[[str], None]) -> None:
+        """Serve requests until cancelled; refuse a request from before the start."""
         await asyncio.to_thread(refuse_request, self._run, "the run was started again meanwhile; ask once more")
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._end_leaving(tasks, say), name="end-leaving")
+            tasks.create_task(self._end_leaving(tasks, show_line), name="end-leaving")
             while True:
                 if (request := await asyncio.to_thread(read_request, self._run)) is not None:
                     answer = await self._serve(request)
-                    say(answer.line)
+                    show_line(answer.line)
                     await asyncio.to_thread(answer_request, self._run, request, answer)
                 if self._config.repacks and not self._repacks:
                     self._repacks = True
@@ -199,7 +199,7 @@ class ElasticFleet:
         await self._incarnation.ledger.copy()
 
     async def _plan(self) -> None:
-        """Make a plan with places for joined replicas and none for those that have left."""
+        """Make a plan with places for joined replicas and without places for replicas that have left."""
         async with self._planning:  # so that the last of two plans has the newest demand
             count = len(self._views.by_index)
             hosts = tuple(self._hosts[index] for index in range(count)) if self._hosts else ()
@@ -223,17 +223,17 @@ class ElasticFleet:
         done = ", ".join(words) or "nothing changes"
         return f"replicas {before} -> {len(members)}: {done}; {placed} have a place{more}"
 
-    # ---- those that leave
+    # ---- leaving replicas
 
-    async def _end_leaving(self, moving: asyncio.TaskGroup, say: Callable[[str], None]) -> None:
-        """Empty leaving replicas, end the empty ones, and report those that never started; until cancelled."""
+    async def _end_leaving(self, moving: asyncio.TaskGroup, show_line: Callable[[str], None]) -> None:
+        """Empty leaving replicas, end the empty ones, and report replicas that never started; until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             if left := self._replicas.left.keys() - self._left:
                 self._left |= left
                 for index in left:
                     if (reason := self._replicas.left[index]) != SCALED:
-                        say(f"replica {index} is taken out again: {reason}")
+                        show_line(f"replica {index} is taken out again: {reason}")
                 await self._plan()
             leaving = [index for index in self._leaving if not self._replicas.is_ending(index)]
             if leaving:

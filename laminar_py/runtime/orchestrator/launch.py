@@ -232,9 +232,9 @@ def _lead_logged(opened: Opened, make: Callable[[Opened], Leader]) -> Result:
         if unwritten is not None:
             log.critical("the run ends", exc_info=error)
             raise RunFailedError(_needs(run, unwritten)) from None
-        told = next((one for one in errors if isinstance(one, (RunFailedError, ConfigError))), None)
-        if bug is None and told is not None:
-            raise told from None
+        known = next((one for one in errors if isinstance(one, (RunFailedError, ConfigError))), None)
+        if bug is None and known is not None:
+            raise known from None
         log.critical("the run ends", exc_info=error)
         raise RunFailedError(unexpected_message(bug or errors[0], run.logs / CONTROLLER_LOG)) from None
 

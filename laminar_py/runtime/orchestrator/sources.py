@@ -1,4 +1,4 @@
-"""What `laminar eval` evaluates: the settings, the folder and the weights of an evaluation. Called by `launch`.
+"""The settings, the folder and the weights of an evaluation by `laminar eval`. Called by `launch`.
 
 An evaluation is a run of its own, `runs/eval-<name>-<n>`, whose weights never change; the weights of a checkpoint
 are exported into it. It changes neither the run that it evaluates nor another evaluation

@@ -1,7 +1,7 @@
 """Weight versions of a run: their numbers, and their way onto the record, also after the crash of a learner.
 
 Owned by the controller, which runs it beside the trainer, so that the learner does not wait (law 8). No number is
-given twice, nor one that any part has used. Versions go on record in the order of their numbers, each once it is
+given twice, and no used number is given. The ledger gets versions in the order of their numbers, each once it is
 complete (`tests/orchestrator/test_versions.py`).
 """
 
@@ -30,7 +30,7 @@ class _Copied:
 
 
 class Versions:
-    """Numbers and records versions. `completed` waits for one of the learner, `stored` lists those of relays."""
+    """Numbers and records versions. `completed` waits for the learner's version, `stored` lists those in relays."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class Supervisor:
 
     @property
     def total_restarts(self) -> int:
-        """Number of restarts of all parts."""
+        """Number of restarts, over all parts."""
         return self.restarts.total()
 
     def started(self, part: str, pid: int) -> None:

@@ -47,7 +47,7 @@ class PartSpec:
     concurrency: int
     timeout_s: float  # of a call
     places: Callable[[], Sequence[Place | None]]  # of each process by the plan in force; None without room
-    start: Callable[[Sequence[Part]], Awaitable[None]]  # what runs in them
+    start: Callable[[Sequence[Part]], Awaitable[None]]  # loads the part in its processes
     settle: Callable[[PartCrashedError], Awaitable[PartCrashedError | None]] = count_every_crash
     """Cleans up after a crashed part; returns the crash to count, or None for a crash that does not count."""
     rest: Callable[[int], Awaitable[None]] = back_off  # between a crash and the next process

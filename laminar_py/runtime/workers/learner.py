@@ -122,7 +122,7 @@ class LearnerLink:
             )
             for rank, part in enumerate(parts)
         ]
-        self._started = await self._ask(LearnerStarted, "start", requests)
+        self._started = await self._call_first(LearnerStarted, "start", requests)
 
     async def _rendezvous(self, parts: Sequence[Part]) -> str:
         """Return the ranks' rendezvous: a new file if they are on one node, else a port on rank 0's node."""
@@ -154,7 +154,7 @@ class LearnerLink:
             request = FetchRequest(bundles, self._payload.stores_for(refs, part.place.node))
             requests.append(await asyncio.to_thread(encode, request))  # megabytes: off the loop
         lost: dict[str, str] = {}
-        for answer in await self._together("fetch", requests):
+        for answer in await self._call_all("fetch", requests):
             assert isinstance(answer, bytes), "fetch answers bytes"
             lost |= decode(dict[str, str], answer)
         return lost
@@ -162,23 +162,23 @@ class LearnerLink:
     async def step(self, terms: StepTerms, *, version: int | None) -> StepOutcome:
         """Step on the fetched trajectories; publish the weights as `version`, if set. Raises PartCrashedError."""
         request = encode(StepRequest(terms, version))
-        return await self._ask(StepOutcome, "step", [request] * len(self._keeper.parts))
+        return await self._call_first(StepOutcome, "step", [request] * len(self._keeper.parts))
 
     async def publish(self, version: int) -> None:
         """Publish the present weights as `version`. Raises PartCrashedError."""
-        await self._together("publish", [version] * len(self._keeper.parts))
+        await self._call_all("publish", [version] * len(self._keeper.parts))
 
     async def completed(self, version: int) -> Published:
         """Wait until a published version is complete, and return it. Raises PartCrashedError."""
-        return await self._ask(Published, "completed", [version])
+        return await self._call_first(Published, "completed", [version])
 
     async def save(self, path: Path) -> None:
         """Begin a checkpoint in `path`; return when the state is copied. Raises PartCrashedError."""
-        await self._together("save", [str(path)] * len(self._keeper.parts))
+        await self._call_all("save", [str(path)] * len(self._keeper.parts))
 
     async def saved(self) -> None:
         """Wait until the newest checkpoint is complete on disk. Raises PartCrashedError."""
-        await self._together("saved", [None] * len(self._keeper.parts))
+        await self._call_all("saved", [None] * len(self._keeper.parts))
 
     async def _watch(self, *, starting: bool) -> None:
         """Call every rank for its progress, beside another call. Raises PartCrashedError when a rank hangs."""
@@ -190,13 +190,13 @@ class LearnerLink:
                 if starting and rank == 0:
                     self._show(progress)
 
-    async def _ask(self, kind: type[T], method: str, arguments: Sequence[Scalar]) -> T:
+    async def _call_first(self, kind: type[T], method: str, arguments: Sequence[Scalar]) -> T:
         """Call all ranks, and return the answer of the first."""
-        answer = (await self._together(method, arguments))[0]
+        answer = (await self._call_all(method, arguments))[0]
         assert isinstance(answer, bytes), f"{method} answers bytes"
         return decode(kind, answer)
 
-    async def _together(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
+    async def _call_all(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
         """Call every rank, or only the first if there is one argument; return the answers.
 
         The call has no timeout, since a step may take long; a rank that hangs fails `progress`.
@@ -257,9 +257,9 @@ class ReferenceStage:
 
     async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
         """Return log-probabilities of the next queued trajectories that are `wanted`. Raises RunFailedError."""
-        return await self._ask(await self._queue.next_batch(wanted=wanted))
+        return await self._run_pass(await self._queue.next_batch(wanted=wanted))
 
-    async def _ask(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
+    async def _run_pass(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
         """Run one packed pass, again in a new process if one crashes during it."""
 
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:

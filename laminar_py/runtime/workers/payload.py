@@ -1,4 +1,4 @@
-"""Payload of a run: which host has which segment, what is rescued from crashed parts, archived and deleted.
+"""Payload of a run: which host has which segment; rescue from crashed parts, archive and deletion.
 
 Owned by the controller, which works with references and reads no token. A part writes segments under the label
 that it was started with, so the name of a segment tells its writer and its host. A segment is deleted only if no
@@ -345,7 +345,7 @@ class PayloadHosts:
 
 
 async def take_up(recovered: Recovered, payload: PayloadHosts, scheduler: TrajectoryScheduler) -> None:
-    """Give the scheduler the trajectories of a crashed controller, without those whose segments are gone."""
+    """Give the scheduler the trajectories of a crashed controller; drop trajectories without segments."""
     gone = await payload.find_segments(recovered)
     await scheduler.restore(recovered, salvaged=await payload.salvage_all(recovered.live))
     await scheduler.lost_tokens.drop_trajectories(gone)

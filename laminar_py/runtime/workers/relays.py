@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 PING_S = 1.0
 CHUNK_OVERHEAD_S = 200e-6  # of a chunk on a link, as measured on hosts of one rack
-PORT_SHARE = 0.5  # of the timeout of a start, to wait for the old port
+PORT_SHARE = 0.5  # of the start timeout, to wait for the old port
 
 
 class Relays:
@@ -80,7 +80,7 @@ class Relays:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk of a version; chosen once, since all nodes must use the same size."""
+        """Bytes of a chunk; chosen once, since all nodes must use the same size."""
         assert self._chunk_bytes, "the size of chunks is known after `start`"
         return self._chunk_bytes
 
@@ -178,7 +178,7 @@ class Relays:
     async def _settle(self) -> None:
         """Choose the shape of the tree and the size of chunks.
 
-        A resumed run keeps at least the size of chunks of its stored versions.
+        A resumed run keeps at least the chunk size of its stored versions.
         """
         relay, hosts, zones = self._config.relay, self._placement.plan.relays, self._zones
         known = [host for host in hosts if host is not None]
@@ -339,7 +339,7 @@ def on_record(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:
 
 
 def stored_manifests(store: str) -> bytes:
-    """Return the encoded list of manifests of all complete versions in a store of this host."""
+    """Return the encoded manifests of the complete versions in a store on this host."""
     folder = Path(store)
     versions = complete_versions(folder) if folder.is_dir() else []
     found = []

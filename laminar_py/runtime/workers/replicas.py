@@ -70,7 +70,7 @@ class _LeftError(Exception):
 class Replicas:
     """Keeps the processes of all replicas alive, sends orders to them, and passes their reports on.
 
-    `issuing` wakes the loop that sends assignments; `take` is awaited with the reports that arrive together.
+    `issuing` wakes the loop that sends assignments; `on_reports` is awaited with the reports that arrive together.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Replicas:
         relays: Relays,
         payload: PayloadHosts,
         issuing: Tick,
-        take: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
+        on_reports: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
     ) -> None:
         self._payload = payload
         self._labels: dict[int, str] = {}  # label of the segments that each replica writes
@@ -93,7 +93,7 @@ class Replicas:
         self._restarting: set[int] = set()  # replicas that were killed on purpose
         self._plan: Plan | None = None  # the plan that the scheduler knows
         self._issuing = issuing
-        self._take = take
+        self._on_reports = on_reports
         self._running_hub: ReplicaHub | None = None
         self._lines: dict[int, Line] = {}  # to each replica from its start to its end
         self._relay_sent: dict[int, str] = {}  # endpoint of the relay that each replica was last sent
@@ -116,7 +116,7 @@ class Replicas:
         here = placement.here.node if self._config.cluster.address is not None else None
         hub = self._running_hub = ReplicaHub(
             PeerServer(self._relays.keys, LOOPBACK if here is None else placement.ip(here)),
-            take=self._take,
+            on_reports=self._on_reports,
             patience_s=self._config.supervisor.heartbeat_timeout_s,
         )
         try:

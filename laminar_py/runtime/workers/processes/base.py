@@ -1,4 +1,4 @@
-"""Base of the processes of a run, and their first acts. Called by the actors beside this module.
+"""Base of the actors beside this module, and the first acts of their processes.
 
 An actor is the object that a process hosts. Its methods take and return typed records or scalars, which
 `cluster.calls.Shell` decodes and encodes by their annotations. A part that failed raises its own error at the next

@@ -36,7 +36,7 @@ class EnvironmentActor(PartActor):
                 words=writer,
             )
             opened = ENVIRONMENTS.get(settings.kind).open(settings, home)
-            make = await self._open.enter_async_context(opened)  # what it holds ends with the process
+            make = await self._open.enter_async_context(opened)  # its resources end with the process
         self._calls = EnvironmentCalls(settings)
         self._host = EnvironmentHost(
             make,
