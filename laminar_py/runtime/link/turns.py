@@ -35,6 +35,7 @@ ACKNOWLEDGE_EVERY = 8  # frames of parts
 MOST_AHEAD = 4 * ACKNOWLEDGE_EVERY  # far below what a socket takes in before it stops reading
 MOST_FRAMES = 16  # received before the event loop gets its turn
 UNSENT_S = 0.02  # between two tries to send over a connection that is not up yet
+FIND_S = 0.1  # between two looks for a process that has not started
 LOOK_S = 1.0  # between two looks at the address of a process
 RESEND_S = 30.0  # after which a turn without an answer is sent again: a broken connection loses frames
 ADDRESSES = "environments/addresses"  # in the run's folder
@@ -217,7 +218,7 @@ class EnvironmentLink:
                 await self._follow()
                 self._send_due_again()
                 if self._peer is None:
-                    await asyncio.sleep(UNSENT_S)
+                    await asyncio.sleep(FIND_S)
                 elif await self._peer.wait(UNSENT_S if self._unsent or self._has_parts_due else LOOK_S):
                     for frame in self._peer.drain(MOST_FRAMES):
                         self._receive(read_record(ToReplica, frame))  # type: ignore[arg-type]

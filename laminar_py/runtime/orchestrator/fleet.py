@@ -1,4 +1,4 @@
-"""The fleet while a run goes: which replicas join and leave, and who takes over the work of a leaving one.
+"""The fleet while a run goes: which replicas join and leave, and where the work of a leaving replica moves.
 
 Owned by the controller. `laminar scale` writes requests into the run's folder (`ledger.scaling`). Each request is
 checked like a config, recorded as `Scaled`, and answered. States of a replica, which the scheduler's view and

@@ -52,9 +52,10 @@ def max_scored(config: RunConfig, inputs: Inputs) -> int:
 class Scoring:
     """The scoring stage, its processes, and the servers that the run launches for its terms.
 
-    `deliver` returns once scores are taken in. `show_line` shows lines to the user; `end` ends the run with a
-    reason, since nothing can be scored. `laminar eval` does not train (`trains`). In an outage each scorer tries one
-    response at a time, which is dropped if it fails, and then pauses; the first score ends the pause of all scorers.
+    `deliver` returns once scores are taken in. `show_line` shows lines to the user. `end` ends the run with a
+    reason, since nothing can be scored. `laminar eval` does not train (`trains`). In an outage each scorer tries
+    one response at a time, which is dropped if it fails, and then pauses; the first score ends the pause of all
+    scorers.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class _Copied:
 
 
 class Versions:
-    """Numbers and records versions. `completed` waits for the learner's version, `stored` lists those in relays."""
+    """Numbers and records versions. `completed` waits for the learner's version, `stored` lists the relays'."""
 
     def __init__(
         self,

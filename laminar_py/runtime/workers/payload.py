@@ -54,9 +54,6 @@ class PayloadHosts:
         self._nodes: dict[str, str] = {}  # cluster node of each label
         self._present: dict[str, str] = {}  # part -> its newest label
         self._silent: set[str] = set()  # nodes whose last answer was late
-        self._losing: dict[
-            str, asyncio.Task[None]
-        ] = {}  # lost node -> task that drops its segments and has not begun
         self._one_loss = asyncio.Lock()
         self._starts = count()
 
@@ -142,20 +139,9 @@ class PayloadHosts:
         return self._nodes[label] == node
 
     async def lose_host_of(self, label: str, scheduler: TrajectoryScheduler) -> None:
-        """Drop the trajectories whose segments were only on a crashed part's host.
-
-        Parts that crashed with the same host share one search for them.
-        """
-        node = self._nodes[label]
-        losing = self._losing.get(node)
-        if losing is None:
-            losing = asyncio.create_task(self._lose_host(node, scheduler), name=f"lose-{node}")
-            self._losing[node] = losing
-        await asyncio.shield(losing)
-
-    async def _lose_host(self, node: str, scheduler: TrajectoryScheduler) -> None:
-        async with self._one_loss:
-            del self._losing[node]  # later callers may know of more segments
+        """Drop the trajectories whose segments were only on a crashed part's host."""
+        async with self._one_loss:  # parts that crashed with the same host lose it once
+            node = self._nodes[label]
             known = await self._needed(scheduler)
             gone = {segment for segment in known if self._node_of(segment) == node}
             await self._lose(gone, f"host {self._placement.ip(node)} is gone", scheduler)
