@@ -106,7 +106,7 @@ PROGRESS_S = 15.0  # between lines on the progress of an evaluation
 
 def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuing: Tick, stats: Stats) -> None:
     """Send orders to replicas: aborts, assignments, called-off moves. One turn of the loop of `issuing`."""
-    replicas.heed_plan()
+    replicas.update_places()
     for index, trajectory_ids in scheduler.book.take_aborts().items():
         replicas.send_order(index, Abort(list(trajectory_ids)))
     for index, assignments in scheduler.dispatcher.dispatch().items():

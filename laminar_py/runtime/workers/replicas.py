@@ -43,7 +43,7 @@ START_S = 120.0  # for a replica to start, without the time of its engine
 SPEED_S = 600.0  # to measure the speed of an engine, which waits for the first weights
 ANSWER_S = 2.0  # least time for an answer: a busy controller takes reports in with delay
 SCALED = "scaled"  # reason for leaving, in `ReplicaLeft`
-FIRST_STARTS = 2  # failed first starts after which the run ends
+FIRST_STARTS = 2  # failed first starts after which the run ends, or a joined replica leaves
 FORGIVES_S = 3600.0  # a later crash for want of memory counts as a first one
 REPORTS_PER_S, QUIET_PER_S = 2000.0, 200.0  # of all replicas together, within the limits below
 MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
@@ -138,7 +138,7 @@ class Replicas:
 
     def assign(self, index: int, assignments: Sequence[Assignment]) -> None:
         """Send assignments to a replica, with the stores of tokens that are on other hosts."""
-        for located in self._located(index, assignments):
+        for located in self._with_stores(index, assignments):
             self.send_order(index, Submit([located]))
 
     def is_killed(self, index: int) -> bool:
@@ -172,14 +172,14 @@ class Replicas:
         for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
             del self._checksums[key]
 
-    def heed_plan(self) -> None:
+    def update_places(self) -> None:
         """Tell the scheduler which replicas have a place in the present plan."""
         plan = self._incarnation.placement.plan
         if plan is not self._plan:
             self._plan = plan
             self._scheduler.views.planned(place is not None for place in plan.replicas)
 
-    def _located(self, index: int, assignments: Sequence[Assignment]) -> list[Assignment]:
+    def _with_stores(self, index: int, assignments: Sequence[Assignment]) -> list[Assignment]:
         """Return assignments with the stores of tokens that are on other hosts."""
         node = self._keepers[index].parts[0].place.node
         refs = [[one.at for one in assignment.tokens] for assignment in assignments]
@@ -371,7 +371,7 @@ class Replicas:
         self._labels[index] = label = await self._payload.new_label(f"replica-{index}", parts[0].place.node)
         await self._close_line(index)  # of a failed start
         self._lines[index], self._relay_sent[index] = self._hub.open(label, index), relay
-        self.heed_plan()
+        self.update_places()
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
@@ -386,7 +386,7 @@ class Replicas:
             ),
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
-            assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
+            assignments=self._with_stores(index, self._scheduler.dispatcher.for_starting(index)),
             secret=self._config.rollout.engine.secret(),
             server=self._servers.get(index, ""),
         )
