@@ -5,15 +5,12 @@ runs all of both. `--part K/N` keeps part K of the tests that are left, for a sh
 
 All runs of a session fork their processes from one server, `LAMINAR_FORK_SERVER`: its imports take five seconds.
 
-No token of the user's own clusters reaches them: Ray takes one from `RAY_AUTH_TOKEN`, which
-`laminar_py.runtime.cluster` sets, else from the file that `RAY_AUTH_TOKEN_PATH` names, else from
-~/.ray/auth_token. A process that joins a cluster where such a file lies gives up the variable for it
-(`use_token_of_cluster`), and the next cluster that it starts would have that token, while the process goes on with
-the one before.
+The Ray clusters of tests have a token of their own.
 """
 
 import hashlib
 import os
+import secrets
 import signal
 import tempfile
 from itertools import groupby
@@ -25,7 +22,8 @@ from hypothesis import settings
 from laminar_py.runtime.cluster.forked import SHARED, start_server
 from tests.depth import DAY, FULL
 
-os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(__file__).parent / "no-token")  # before Ray is imported
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # before Ray is imported
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
 # a shell may have us ignore it, and so all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""`laminar scale`: change the number of replicas of a running run, by a request to its controller."""
+"""`laminar scale`: ask the controller of a running run for more or fewer replicas."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
     from laminar_py.ledger.run_folder import RunFolder
-    from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, ScaleRequests
+    from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest
 
 ANSWER_POLL_S = 0.2
 CONTROLLER_POLL_S = 3.0
@@ -22,14 +22,14 @@ def scale(
     run: Annotated[Path, typer.Argument(help="Folder of a running run, e.g. runs/mine-1")],
     fleet: Annotated[list[str], typer.Argument(help="replicas=N, or urls=[...] with all servers to attach to")],
 ) -> None:
-    """Change the number of replicas of a running run, or the servers that it attaches to.
+    """Change how many replicas a running run has, or the servers that it attaches to.
 
     New replicas join without a stop. Leaving replicas get no new trajectories; theirs move to other replicas or
     end there. If the cluster has no room, replicas wait for a node that Ray adds.
     """
     from laminar_py.config.loading import load_config, scaled
     from laminar_py.ledger.run_folder import run_at
-    from laminar_py.ledger.scaling import ScaleRequests, fleet_on_record
+    from laminar_py.ledger.scaling import fleet_on_record, send_request, withdraw_request
 
     replicas, urls = _read_fleet(fleet)
     folder = run_at(run)
@@ -41,12 +41,13 @@ def scale(
     gone = f"run={run}: no controller runs it; resume it by `laminar train CONFIG --resume {given}`"
     if not folder.is_led:
         raise ConfigError(gone)
-    requests = ScaleRequests(run)
-    request = requests.send(replicas=replicas, urls=urls)
+    request = send_request(run, replicas=replicas, urls=urls)
+    if request is None:
+        raise ConfigError(f"run={run}: another `laminar scale` waits for its answer; try again after it")
     try:
-        answer = _await_answer(requests, request, folder)
+        answer = _await_answer(request, folder)
     finally:
-        requests.withdraw(request)
+        withdraw_request(run, request)
     if answer is None:
         raise ConfigError(gone)
     if not answer.done:
@@ -54,21 +55,22 @@ def scale(
     print_line(f"{run}: {answer.line}")
 
 
-def _await_answer(requests: "ScaleRequests", request: "ScaleRequest", folder: "RunFolder") -> "ScaleAnswer | None":
+def _await_answer(request: "ScaleRequest", folder: "RunFolder") -> "ScaleAnswer | None":
     """Wait for the controller's answer; None where the controller ended without one.
 
     Raises `RunFailedError` after `TIMEOUT_S`.
     """
+    from laminar_py.ledger.scaling import read_answer
     from laminar_py.runtime.cluster.errors import RunFailedError
 
     began = looked = time.monotonic()
-    while (answer := requests.fetch(request)) is None:
+    while (answer := read_answer(folder.path, request)) is None:
         time.sleep(ANSWER_POLL_S)
         now = time.monotonic()
         if now - looked > CONTROLLER_POLL_S:
             looked = now
             if not folder.is_led:
-                return requests.fetch(request)
+                return read_answer(folder.path, request)
         if now - began > TIMEOUT_S:
             raise RunFailedError(f"{folder.path}: its controller has not answered in {TIMEOUT_S:g} s; see its log")
     return answer

@@ -19,10 +19,10 @@ class Device(StrEnum):
 class ClusterConfig(Section):
     """Where the processes of a run are placed: by default on this machine, without Ray."""
 
-    address: Annotated[str, Field(pattern=r"^(auto|local|[^:/]+:[0-9]+)$")] | None = None
-    """A running Ray cluster to join: `host:port`, or `auto` for the one of this machine. `local`: start Ray on
-    this machine. None: fork the processes on this machine, without Ray. All nodes must see the working directory
-    and the folders of the config under the same paths; `laminar doctor` checks it."""
+    address: Annotated[str, Field(pattern=r"^(auto|[^:/]+:[0-9]+)$")] | None = None
+    """A running Ray cluster to join: `host:port`, or `auto` for the one of this machine. None: fork the processes
+    on this machine, without Ray. All nodes must see the working directory and the folders of the config under the
+    same paths; `laminar doctor` checks it."""
     learner_device: Device | None = None
     """Device of the learner's ranks and of a reference stage, with `cuda` one GPU each. Default: GPUs if the run
     launches SGLang servers on GPUs, else CPUs."""
@@ -51,9 +51,8 @@ class RelayConfig(Section):
     zones: dict[str, str] = Field(default={})
     """Zone (rack, site) of each host by its address, e.g. `{10.0.1.4: rack-1}`. A version enters a zone through
     one relay, which passes it on inside. Hosts without an entry form one zone."""
-    link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Bandwidth between two relays. Default: measured at the start of a run whose tree has three or more nodes on
-    several hosts, between two hosts of a zone and of two zones; else 10."""
+    link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """Bandwidth between two relays, for the choice of the tree and of the size of chunks."""
     nodes: Count = 3
     """Relay processes, the root included. Replicas attach to them in turn, leaves first."""
     max_bytes_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None

@@ -70,12 +70,7 @@ class Dispatcher:
         )
 
     def for_starting(self, replica: int) -> list[Assignment]:
-        """Assign a starting replica trajectories whose versions no other replica serves, oldest version first.
-
-        A replica that failed to start gets none, because each attempt would take them from replicas that work.
-        """
-        if self._book.views.by_index[replica].in_doubt:
-            return []
+        """Assign a starting replica trajectories whose versions no other replica serves, oldest version first."""
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
         for trajectory, pin in self._waiting.pop_for_starting():

@@ -61,7 +61,6 @@ class ReplicaView:
 
     index: int
     has_place: bool = True  # False: its node is gone and no other has room, so it cannot restart
-    in_doubt: bool = False  # it joined and failed to start: nothing waits for it until it reports
     leaving: bool = False  # it gets no new work; its trajectories finish or move
     version: int = -1
     admissible: int = 0
@@ -80,14 +79,9 @@ class ReplicaView:
         return self.version if self.loading is None else self.loading
 
     @property
-    def counts(self) -> bool:
-        """Whether it is up, or sure to start: it has a place and did not fail to start."""
-        return self.has_place and not self.in_doubt
-
-    @property
     def starts(self) -> bool:
-        """Whether it is starting: sure to start, without a served version or work since its (re)start."""
-        return self.counts and not self.leaving and self.version < 0 and not self.in_flight
+        """Whether it is starting: it has a place, and no served version or work since its (re)start."""
+        return self.has_place and not self.leaving and self.version < 0 and not self.in_flight
 
 
 class ReplicaViews:
@@ -101,7 +95,7 @@ class ReplicaViews:
         self._serving = Ranking()  # reported replicas, by the version of their next assignment
         self._with_room = {size: Ranking() for size in sizes}  # replicas that admit `size` more and load nothing
         self._idle = Ranking()
-        self._placed = Ranking()  # replicas that count, by the oldest version that each may still serve
+        self._placed = Ranking()  # replicas with a place, by the oldest version that each may still serve
         self._leaving = Ranking()  # leaving replicas, by served version; else only in `_placed`
         self._changed = set(self.by_index)  # since the last ranking
 
@@ -110,14 +104,14 @@ class ReplicaViews:
     def join(self, replica: int) -> None:
         """Add a new replica, which has no place yet, or keep one that was about to leave."""
         view = self.by_index.setdefault(replica, ReplicaView(index=replica, has_place=False))
-        self._num_placed += view.leaving and view.counts
+        self._num_placed += view.leaving and view.has_place
         view.leaving = False
         self._changed.add(view.index)
 
     def leave(self, replica: int) -> None:
         """Mark a replica as leaving: it gets no new work and no share of a batch."""
         view = self.by_index[replica]
-        self._num_placed -= view.counts and not view.leaving
+        self._num_placed -= view.has_place and not view.leaving
         view.leaving = True
         self._changed.add(view.index)
 
@@ -126,8 +120,6 @@ class ReplicaViews:
     def reported(self, replica: int, *, version: int, admissible: int, received: int) -> None:
         """Note a replica's report; assignments that it had not `received` reduce its `admissible` number."""
         view = self.by_index[replica]
-        self._num_placed += view.in_doubt and view.has_place and not view.leaving
-        view.in_doubt = False
         view.version, view.admissible = version, admissible - (view.sent - received)
         if view.loading == version or not view.in_flight:
             view.loading = None
@@ -161,20 +153,11 @@ class ReplicaViews:
     def forget(self, replica: int) -> set[str]:
         """Reset the view of a dead replica; return the ids of its trajectories."""
         before = self.by_index[replica]
-        view = ReplicaView(
-            index=replica, has_place=before.has_place, in_doubt=before.in_doubt, leaving=before.leaving
-        )
+        view = ReplicaView(index=replica, has_place=before.has_place, leaving=before.leaving)
         self.by_index[replica] = view
         self.in_flight -= len(before.in_flight)
         self._changed.add(view.index)
         return before.in_flight
-
-    def doubt(self, replica: int) -> None:
-        """Mark a replica that joined and failed to start: it does not count until it reports."""
-        view = self.by_index[replica]
-        self._num_placed -= view.counts and not view.leaving
-        view.in_doubt = True
-        self._changed.add(view.index)
 
     def planned(self, has_place: Iterable[bool]) -> None:
         """Note for which replicas, by index, the cluster has room; trajectories wait for no replica without.
@@ -185,7 +168,7 @@ class ReplicaViews:
         for index, view in self.by_index.items():
             has = planned.get(index, False)
             if view.has_place != has:
-                self._num_placed += 0 if view.leaving or view.in_doubt else 1 if has else -1
+                self._num_placed += 0 if view.leaving else 1 if has else -1
                 view.has_place = has
                 self._changed.add(view.index)
 
@@ -202,7 +185,7 @@ class ReplicaViews:
             has_room = stays and view.loading is None and view.admissible >= size
             ranking.put(index, version if has_room else None, load=load)
         self._idle.put(index, version if stays and view.idle else None)
-        serves = view.counts and (stays or version >= 0)
+        serves = view.has_place and (stays or version >= 0)
         self._placed.put(index, min(version, view.serving) if serves else None)
         self._leaving.put(index, view.serving if view.leaving and version >= 0 else None, load=load)
         if view.starts:
@@ -251,7 +234,7 @@ class ReplicaViews:
 
     @property
     def num_placed(self) -> int:
-        """Number of replicas that are up or sure to start, and stay; at least 1."""
+        """Number of replicas with a place that stay; at least 1."""
         return max(1, self._num_placed)
 
     def serves(self, replica: int, version: int) -> bool:
@@ -262,8 +245,8 @@ class ReplicaViews:
     def is_unreachable(self, version: int) -> bool:
         """Whether no replica will serve `version` again: all serve newer versions, and none is starting.
 
-        A replica in doubt does not count; a leaving replica does. If no replica has a place the answer is False:
-        the run ends, and its resumed run can continue the trajectories.
+        A leaving replica counts. If no replica has a place the answer is False: the run ends, and its resumed run
+        can continue the trajectories.
         """
         self._settle()
         return min(self._placed.by_version, default=version) > version

@@ -1,17 +1,14 @@
-"""Requests to a running controller for another fleet size, and its answers: files in the run's folder.
+"""A request to a running controller for another fleet size, and its answer: two files in the run's folder.
 
-The folder is private to its user and may be on a network, so a user may send requests from any host. A request
-passes these states; each transition is a rename or deletion that only one side makes:
+The folder is private to its user and may be on a network, so a user may send a request from any host. There is at
+most one request: a second command waits until the first has its answer. The client writes `scale-request.json`.
+The controller writes `scale-answer.json`, then deletes the request. A client that gives up deletes its
+request.
 
-    ASKED (`<id>.asked`)  -> WITHDRAWN                the client deletes it, since no answer came in time
-    ASKED                 -> TAKEN (`<id>.taken`)     the controller reads it
-    TAKEN                 -> ANSWERED (`<id>.answer`) the client reads and deletes the answer
-
-A controller that starts refuses requests to an earlier one, and deletes answers that no client fetched. The fleet
-size is on record, so a resumed run reads it there (`tests/runs/test_elastic_run.py`).
+A controller refuses a request that it finds when it starts or ends. The fleet size is on record, so a resumed run
+reads it there (`tests/runs/test_elastic_run.py`).
 """
 
-import contextlib
 import os
 import socket
 import time
@@ -27,7 +24,7 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Scaled
 from laminar_py.records.host import write_file
 
-FOLDER = "scale"
+REQUEST, ANSWER = "scale-request.json", "scale-answer.json"
 FLEET_SETTINGS = ("rollout.replicas=", "rollout.engine.", "rollout.engine=", "rollout=")
 Record = TypeVar("Record", "ScaleRequest", "ScaleAnswer")
 
@@ -41,84 +38,71 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleAnswer(msgspec.Struct, frozen=True):
-    """The controller's answer: what it does, or why it refuses."""
+    """The controller's answer: the change that it makes, or why it refuses."""
 
     done: bool
     line: str
+    id: str = ""  # of the request
 
 
-class ScaleRequests:
-    """Requests to the controller of one run, e.g. `ScaleRequests(Path("runs/quickstart-3"))`."""
+# ---- client
 
-    def __init__(self, run: Path) -> None:
-        self._folder = run / FOLDER
 
-    # ---- client
+def send_request(run: Path, *, replicas: int | None, urls: tuple[str, ...] | None) -> ScaleRequest | None:
+    """Write a request, and return it; None while there is another one."""
+    request = ScaleRequest(
+        id=f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}", replicas=replicas, urls=urls
+    )
+    complete = run / f"{REQUEST}.{request.id}"
+    write_file(complete, msgspec.json.encode(request))
+    try:
+        (run / REQUEST).hardlink_to(complete)  # fails if there is another one, also on a network's disk
+    except FileExistsError:
+        return None
+    finally:
+        complete.unlink()
+    return request
 
-    def send(self, *, replicas: int | None, urls: tuple[str, ...] | None) -> ScaleRequest:
-        """Write a request; the client then fetches the answer, or withdraws the request."""
-        name = f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}"
-        request = ScaleRequest(id=name, replicas=replicas, urls=urls)
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._write(f"{name}.asked", request)
-        return request
 
-    def fetch(self, request: ScaleRequest) -> ScaleAnswer | None:
-        """Return and delete the answer, None while there is none."""
-        path = self._folder / f"{request.id}.answer"
-        answer = _read(path, ScaleAnswer)
-        if answer is not None:
-            path.unlink()
-        return answer
+def read_answer(run: Path, request: ScaleRequest) -> ScaleAnswer | None:
+    """Return the answer to a request, None while there is none."""
+    answer = _read(run / ANSWER, ScaleAnswer)
+    return answer if answer is not None and answer.id == request.id else None
 
-    def withdraw(self, request: ScaleRequest) -> bool:
-        """Delete a request; return False if the controller has taken it."""
-        try:
-            (self._folder / f"{request.id}.asked").unlink()
-        except FileNotFoundError:
-            return False
-        return True
 
-    # ---- controller
+def withdraw_request(run: Path, request: ScaleRequest) -> None:
+    """Delete a request, unless the controller has answered it."""
+    if _read(run / REQUEST, ScaleRequest) == request:
+        (run / REQUEST).unlink(missing_ok=True)
 
-    def take_requests(self) -> list[ScaleRequest]:
-        """Mark all open requests as taken, and return them in order."""
-        taken = []
-        for path in self._all("asked"):
-            with contextlib.suppress(FileNotFoundError):  # withdrawn this moment
-                request = _read(path.rename(path.with_suffix(".taken")), ScaleRequest)
-                taken += [] if request is None else [request]
-        return taken
 
-    def answer(self, request: ScaleRequest, answer: ScaleAnswer) -> None:
-        """Write the answer to a taken request."""
-        self._write(f"{request.id}.answer", answer)
-        (self._folder / f"{request.id}.taken").unlink(missing_ok=True)
+# ---- controller
 
-    def refuse_all(self, line: str) -> None:
-        """Answer all open requests, also of an earlier controller, with a refusal."""
-        self.take_requests()
-        for path in self._all("taken"):
-            request = _read(path, ScaleRequest)
-            if request is None:
-                path.unlink()
-            else:
-                self.answer(request, ScaleAnswer(False, line))
 
-    def clear(self) -> None:
-        """Delete answers that no client fetched."""
-        for path in self._all("answer"):
-            path.unlink(missing_ok=True)
+def read_request(run: Path) -> ScaleRequest | None:
+    """Return the open request, None if there is none; delete a file that holds something else."""
+    request = _read(run / REQUEST, ScaleRequest)
+    if request is None:
+        (run / REQUEST).unlink(missing_ok=True)
+    return request
 
-    # ---- files
 
-    def _all(self, state: str) -> list[Path]:
-        return sorted(self._folder.glob(f"*.{state}"))
+def answer_request(run: Path, request: ScaleRequest, answer: ScaleAnswer) -> None:
+    """Write the answer to a request, and delete the request."""
+    partial = run / f"{ANSWER}.tmp"
+    write_file(partial, msgspec.json.encode(msgspec.structs.replace(answer, id=request.id)))
+    partial.rename(run / ANSWER)
+    withdraw_request(run, request)
 
-    def _write(self, name: str, record: ScaleRequest | ScaleAnswer) -> None:
-        partial = self._folder / f"{name}.tmp"
-        write_file(partial, msgspec.json.encode(record))
-        partial.rename(self._folder / name)
+
+def refuse_request(run: Path, line: str) -> None:
+    """Refuse the open request, if there is one."""
+    request = read_request(run)
+    if request is not None:
+        answer_request(run, request, ScaleAnswer(False, line))
+
+
+# ---- the record
 
 
 def last_fleet(run: Path) -> Scaled | None:

@@ -19,7 +19,7 @@ GATHER_S = 0.05  # a scorer with work and room waits so long, so that one call s
 SMOOTHING = 0.1  # weight of the newest score in the mean time of a score
 
 
-class ScorerDiedError(Exception):
+class ScorerCrashedError(Exception):
     """The process of a scorer has died. A `ScorerHandle` raises it, and the stage starts a replacement."""
 
 
@@ -122,7 +122,7 @@ class ScoringStage:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._feed(index), name=f"scorer-{index}-feed")
                     tasks.create_task(self._drain(index), name=f"scorer-{index}-drain")
-            except* ScorerDiedError as errors:
+            except* ScorerCrashedError as errors:
                 lost = list(self._loads[index].requests.values())
                 log.warning("scorer %d is replaced, %d responses wait again: %r", index, len(lost), errors)
                 self._waiting.extendleft(reversed(lost))

@@ -10,7 +10,7 @@ import pytest
 from laminar_py.cli import main
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import RunFolder, new_run
-from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequests
+from laminar_py.ledger.scaling import ScaleAnswer, answer_request, read_request
 from tests.runs.runs import LAMINAR, REPO
 
 
@@ -25,34 +25,33 @@ def asking(run: RunFolder, *fleet):
     """The command, and the request that it makes."""
     command = [LAMINAR, "scale", str(run.path), *fleet]
     with subprocess.Popen(command, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
-        requests = ScaleRequests(run.path)
-        while not (taken := requests.take_requests()):
+        while (request := read_request(run.path)) is None:
             assert asked.poll() is None, asked.stderr.read()
             time.sleep(0.05)
-        yield asked, requests, taken[0]
+        yield asked, request
         asked.kill()
 
 
 def test_it_says_what_the_controller_answers(run):
     run.lock()
-    with asking(run, "replicas=6") as (asked, requests, request):
+    with asking(run, "replicas=6") as (asked, request):
         assert request.replicas == 6
-        requests.answer(request, ScaleAnswer(True, "replicas 2 -> 6: 4 join; 6 have a place"))
+        answer_request(run.path, request, ScaleAnswer(True, "replicas 2 -> 6: 4 join; 6 have a place"))
         out, _ = asked.communicate(timeout=30)
     assert (asked.returncode, out) == (0, f"{run.path}: replicas 2 -> 6: 4 join; 6 have a place\n")
 
 
 def test_a_refusal_of_the_controller_is_bad_input(run):
     run.lock()
-    with asking(run, "replicas=6") as (asked, requests, request):
-        requests.answer(request, ScaleAnswer(False, "replicas=6: no room"))
+    with asking(run, "replicas=6") as (asked, request):
+        answer_request(run.path, request, ScaleAnswer(False, "replicas=6: no room"))
         _, error = asked.communicate(timeout=30)
     assert (asked.returncode, error) == (2, "laminar: replicas=6: no room\n")
 
 
 def test_a_controller_that_ends_before_it_answers_is_told(run):
     run.lock()
-    with asking(run, "replicas=6") as (asked, _, _):
+    with asking(run, "replicas=6") as (asked, _):
         run.unlock()
         _, error = asked.communicate(timeout=30)
     assert asked.returncode == 2

@@ -16,7 +16,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.relay.tree import grow_tree, shape_of
 from laminar_py.runtime.cluster.backend import free_port, nodes, on_node
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Needs, Node, Place, Placement, Plan, make_plan
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
@@ -489,7 +489,7 @@ async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_de
         assert await on_node(here, process_here, apart=True) != encode(os.getpid())
         cluster.kill(1)
         wait_for_a_death(1)
-        with pytest.raises(PartDiedError):
+        with pytest.raises(PartCrashedError):
             await parts[[place.node for place in places].index(other.id)].call("where")
         await placement.refresh()
         assert [place is None for place in placement.plan.replicas].count(True) == 2

@@ -76,29 +76,6 @@ async def test_what_no_other_can_go_on_with_goes_back_to_the_one_that_leaves():
     assert not dropped(fleet)
 
 
-async def test_what_waits_for_a_version_does_not_wait_for_one_that_joined_and_does_not_start():
-    fleet = Fleet(replicas=2, group_size=2, capacity=1)
-    await fleet.report(0)
-    for name in list(fleet.running[0]):
-        await fleet.grow(0, name, tokens=2)
-    views = fleet.scheduler.views
-    fleet.versions[1] = 1
-    await fleet.report(1, admissible=0)
-    join(fleet, 2)
-    fleet.scheduler.views.doubt(2)
-    assert (views.num_placed, views.num_starting()) == (2, 0)
-    for name in list(fleet.running[0]):
-        await fleet.finish(0, name, tokens=1, reason=FinishReason.ABORT, admissible=0)
-    fleet.versions[0] = 1
-    await fleet.lose_replica(0)
-    assert views.is_unreachable(0) is False, "replica 0 starts"
-    await fleet.report(0, admissible=0)
-    assert views.is_unreachable(0)
-    assert fleet.scheduler.dispatcher.for_starting(2) == []
-    await fleet.report(2, admissible=0)
-    assert (views.num_placed, views.by_index[2].in_doubt) == (3, False)
-
-
 async def test_a_move_to_one_that_leaves_is_called_off_and_ends_at_another():
     fleet = Fleet(replicas=3, group_size=2, capacity=1)
     await fleet.report(0)

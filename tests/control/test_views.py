@@ -18,7 +18,7 @@ acts = st.one_of(
     st.tuples(st.just("reported"), indices, versions, st.integers(-2, 2 * GROUP)),
     st.tuples(st.just("send"), indices, names, st.none() | st.integers(0, NEWEST)),
     st.tuples(st.just("returned"), indices, names),
-    st.tuples(st.sampled_from(("forget", "retire", "leave", "join", "doubt")), indices),
+    st.tuples(st.sampled_from(("forget", "retire", "leave", "join")), indices),
     st.tuples(st.just("planned"), st.lists(st.booleans(), min_size=REPLICAS, max_size=REPLICAS)),
     st.tuples(st.just("expect") | st.just("arrives"), indices, names),
 )
@@ -74,7 +74,7 @@ def test_new_trajectories_go_where_a_look_at_all_replicas_would_send_them(schedu
     scheduler = scheduler_of(schedule, history, newest=newest)
     views, book = staying(scheduler), scheduler.book
     admission, oldest = book.settings.admission, book.settings.admission.oldest(newest, book.ages)
-    groups = admission.share(max(1, sum(view.counts for view in views)))
+    groups = admission.share(max(1, sum(view.has_place for view in views)))
     fitting = [
         view
         for view in views
@@ -135,7 +135,7 @@ def test_members_of_a_pass_go_where_a_look_at_all_replicas_would_send_them(
 def test_counts_of_replicas_are_those_of_a_look_at_all(history, version):
     views = scheduler_of(Schedule.ASYNC, history).views
     every = list(views.by_index.values())
-    placed = [view for view in every if view.counts]
+    placed = [view for view in every if view.has_place]
     stay = [view for view in placed if not view.leaving]
     assert views.in_flight == sum(map(load, every))
     assert views.num_placed == max(1, len(stay))

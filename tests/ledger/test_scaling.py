@@ -1,61 +1,42 @@
-"""Requests for another fleet: each has one answer, whoever dies meanwhile."""
+"""A request for another fleet: one at a time, and each has an answer, also after a crash."""
 
-from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequests
-
-DONE = ScaleAnswer(True, "replicas 2 -> 6")
-
-
-def names(run):
-    return sorted(path.suffix for path in (run / "scale").iterdir())
-
-
-def test_a_request_is_taken_once_answered_and_fetched(tmp_path):
-    requests = ScaleRequests(tmp_path)
-    asked = requests.send(replicas=6, urls=None)
-    assert requests.fetch(asked) is None
-    assert ScaleRequests(tmp_path).take_requests() == [asked]
-    assert requests.take_requests() == []
-    requests.answer(asked, DONE)
-    assert requests.fetch(asked) == DONE
-    assert names(tmp_path) == []
+from laminar_py.ledger.scaling import (
+    REQUEST,
+    ScaleAnswer,
+    answer_request,
+    read_answer,
+    read_request,
+    refuse_request,
+    send_request,
+    withdraw_request,
+)
 
 
-def test_two_requests_are_taken_in_the_order_in_which_they_were_made(tmp_path):
-    requests = ScaleRequests(tmp_path)
-    asked = [requests.send(replicas=count, urls=None) for count in (6, 3)]
-    assert requests.take_requests() == asked
+def test_a_request_is_open_until_its_answer_and_then_another_one_may_follow(tmp_path):
+    first = send_request(tmp_path, replicas=6, urls=None)
+    assert send_request(tmp_path, replicas=3, urls=None) is None
+    assert (read_request(tmp_path), read_answer(tmp_path, first)) == (first, None)
+    answer_request(tmp_path, first, ScaleAnswer(True, "replicas 2 -> 6"))
+    assert read_request(tmp_path) is None
+    assert read_answer(tmp_path, first) == ScaleAnswer(True, "replicas 2 -> 6", first.id)
+    second = send_request(tmp_path, replicas=3, urls=None)
+    assert (read_request(tmp_path), read_answer(tmp_path, second)) == (second, None)
 
 
-def test_what_was_withdrawn_is_never_done_and_what_was_taken_is_not_withdrawn(tmp_path):
-    requests = ScaleRequests(tmp_path)
-    first, second = requests.send(replicas=6, urls=None), requests.send(replicas=3, urls=None)
-    assert requests.withdraw(first)
-    assert requests.take_requests() == [second]
-    assert not requests.withdraw(second)
+def test_a_withdrawn_request_is_gone_and_so_is_no_other(tmp_path):
+    first = send_request(tmp_path, replicas=6, urls=None)
+    withdraw_request(tmp_path, first)
+    assert read_request(tmp_path) is None
+    second = send_request(tmp_path, replicas=3, urls=None)
+    withdraw_request(tmp_path, first)
+    assert read_request(tmp_path) == second
 
 
-def test_what_a_dead_controller_left_is_answered_and_not_done(tmp_path):
-    requests = ScaleRequests(tmp_path)
-    first = requests.send(replicas=6, urls=None)
-    requests.take_requests()  # and it dies
-    second = requests.send(replicas=3, urls=None)
-    requests.refuse_all("ask once more")
-    assert requests.take_requests() == []
-    assert requests.fetch(first) == requests.fetch(second) == ScaleAnswer(False, "ask once more")
-
-
-def test_an_answer_that_nobody_fetched_is_deleted(tmp_path):
-    requests = ScaleRequests(tmp_path)
-    requests.answer(requests.send(replicas=6, urls=None), DONE)
-    requests.clear()
-    assert names(tmp_path) == [".asked"]
-
-
-def test_a_file_that_is_no_request_holds_nobody_up(tmp_path):
-    requests = ScaleRequests(tmp_path)
-    asked = requests.send(replicas=6, urls=None)
-    (tmp_path / "scale" / "0.asked").write_text("{")
-    assert requests.take_requests() == [asked]
-    requests.answer(asked, DONE)
-    requests.refuse_all("ended")
-    assert names(tmp_path) == [".answer"]
+def test_a_request_to_a_crashed_controller_is_refused_and_a_damaged_file_deleted(tmp_path):
+    request = send_request(tmp_path, replicas=6, urls=None)
+    refuse_request(tmp_path, "ask once more")
+    assert read_answer(tmp_path, request) == ScaleAnswer(False, "ask once more", request.id)
+    (tmp_path / REQUEST).write_text("{")
+    assert read_request(tmp_path) is None
+    assert not (tmp_path / REQUEST).exists()
+    refuse_request(tmp_path, "ended")

@@ -75,7 +75,7 @@ class Desk:
 
     def __init__(self, patience_s):
         self.post = PeerServer(KEYS, LOOPBACK)
-        self.hub = ReplicaHub(self.post, take=self._take, patience_s=patience_s)
+        self.hub = ReplicaHub(self.post, on_reports=self._take, patience_s=patience_s)
         self.taken = []
         self.may_take = asyncio.Event()
         self.may_take.set()

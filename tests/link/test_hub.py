@@ -225,16 +225,6 @@ async def test_whoever_asks_a_silent_replica_goes_on_in_time_and_calls_off_what_
     assert replica.did == [("expect", "g0.0"), ("call_off", "g0.0")]
 
 
-async def test_whoever_asks_gets_nothing_once_the_hub_has_ended():
-    async with serving() as desk:
-        line = desk.hub.open(A, 0)
-        survey = asyncio.create_task(line.request_survey())
-        await asyncio.sleep(0)
-    assert await survey is None
-    line.send_order(Follow("x"))
-    await asyncio.sleep(0)
-
-
 async def test_closing_waits_for_what_came_and_takes_in_no_more():
     async with serving() as desk:
         line = desk.hub.open(A, 0)

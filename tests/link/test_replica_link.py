@@ -205,14 +205,3 @@ async def test_one_order_that_needs_most_of_a_frame_arrives():
         async with linked(desk.hub.endpoint, A, replica, quiet_s=0.05):
             await done(replica, 2)
     assert [name for name, _ in replica.did] == ["abort", "call_off"]
-
-
-async def test_a_replica_is_asked_what_it_has_and_for_a_promise():
-    async with serving() as desk:
-        line, replica = desk.hub.open(A, 0), Commands()
-        replica.version = 3
-        async with linked(desk.hub.endpoint, A, replica):
-            survey, *promises = await asyncio.gather(
-                line.request_survey(), line.expect(3, ["g0.0"]), line.expect(4, [])
-            )
-    assert (survey.version, promises) == (3, [True, False])

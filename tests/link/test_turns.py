@@ -1,24 +1,25 @@
-"""Turns and their answers, over real sockets: in order, whoever comes back, and from nobody else."""
+"""Turns and answers over real sockets: in order, after restarts and lost connections, and from nobody else."""
 
 import asyncio
-import errno
 import time
 from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
 import numpy as np
+import pytest
 
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
-from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, SocketError, peer_sockets
+from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, peer_sockets
 from laminar_py.runtime.link import turns
-from laminar_py.runtime.link.turns import AskedTurn, PartsFrame, TurnReceiver, TurnSender
+from laminar_py.runtime.link.turns import AskedTurn, PartsFrame, RemoteEnvironments, TurnServer
 from tests.environment.turns import problem
 
 KEYS = RelayKeys.generate()
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 LOOPBACK = "127.0.0.1"
+NAMES = [f"g{number}.0" for number in range(8)]
 
 
 def part(place, *, name="g0.0"):
@@ -26,42 +27,42 @@ def part(place, *, name="g0.0"):
     return TurnPart(trajectory_id=name, turn_start=4, place=place, ids=ids, logprobs=np.zeros(1, np.float32))
 
 
-def ignore(answer):
-    pass
-
-
-def asked(number, *, by="replica-0"):
-    turn = ModelTurn(trajectory_id="g0.0", problem=problem(1), response_ids=np.zeros(0, np.int32), spans=())
-    return AskedTurn(asker=by, number=number, turn=turn)
-
-
-def answer(id, *, length=1):
-    return EnvironmentTurn(ids=np.full(length, id, np.int32))
+def turn(*ids, name="g0.0"):
+    return ModelTurn(trajectory_id=name, problem=problem(1), response_ids=np.array(ids, np.int32), spans=())
 
 
 class Process:
-    """A process of environments, and the places of what it has heard; `hear` may take its time."""
+    """An environment process that answers a turn with its tokens, after `way_s`; `busy_s` delays its parts."""
 
-    def __init__(self, *, busy_s=0.0):
-        self.places, self.frames = [], 0
-        self._came = asyncio.Event()
-        self._busy_s = busy_s
-        self._receiver = TurnReceiver(KEYS, LOOPBACK)
-        self.endpoint = self._receiver.endpoint
-        self.answer = self._receiver.answer
-        self.task = asyncio.create_task(self._receiver.run(self.hear))
+    def __init__(self, run, index=0, *, busy_s=0.0, way_s=0.0):
+        self.places, self.names, self.forgotten, self.frames, self.turns = [], [], [], 0, 0
+        self._came, self._busy_s, self._way_s = asyncio.Event(), busy_s, way_s
+        server = TurnServer(KEYS, LOOPBACK, run_dir=run, index=index)
+        self.task = asyncio.create_task(server.run(self))
+
+    async def answer(self, asked):
+        self.turns += 1
+        await asyncio.sleep(self._way_s)
+        return EnvironmentTurn(ids=asked.response_ids, elapsed_s=0.01)
 
     def hear(self, parts):
         self.frames += 1
         self.places += [one.place for one in parts]
+        self.names += [one.trajectory_id for one in parts]
         self._came.set()
         time.sleep(self._busy_s)
 
-    async def heard(self, place):
-        """Once it has heard of this place."""
-        while place not in self.places:
+    def forget(self, trajectory_ids):
+        self.forgotten += trajectory_ids
+        self._came.set()
+
+    async def until(self, condition):
+        while not condition():
             self._came.clear()
             await self._came.wait()
+
+    async def heard(self, place):
+        await self.until(lambda: place in self.places)
 
     async def end(self):
         self.task.cancel()
@@ -69,130 +70,146 @@ class Process:
 
 
 @asynccontextmanager
-async def sending(*processes, answered=ignore):
-    """A sender that finds the first of these that runs; and the addresses that it was given."""
-    wire, found = peer_sockets(KEYS), []
-
-    async def find():
-        found.append(next(process.endpoint for process in processes if not process.task.done()))
-        return found[-1]
-
-    sender = TurnSender(find, partial(PeerClient, wire, name="replica-0"), answered)
+async def environments(run, *processes, workers=1):
+    """The environments of a replica, in processes that end with the test."""
+    wire = peer_sockets(KEYS)
+    found = RemoteEnvironments(run, workers, wire, "replica-0")
     try:
         async with asyncio.timeout(PATIENCE_S):
-            yield sender, found
+            yield found
     finally:
-        sender.close()
+        found.close()
         wire.close()
         for process in processes:
             await process.end()
 
 
-async def test_parts_come_in_order_by_one_connection():
-    process = Process()
-    async with sending(process) as (sender, found):
+async def test_the_time_of_an_answer_includes_its_way(tmp_path):
+    async with environments(tmp_path, Process(tmp_path, way_s=0.2)) as remote:
+        answers = await asyncio.gather(*(remote.answer(turn(number)) for number in range(20)))
+        assert [answer.ids.tolist() for answer in answers] == [[number] for number in range(20)]
+        assert all(answer.elapsed_s > 0.19 for answer in answers)
+
+
+async def test_turns_and_parts_wait_for_a_process_that_starts_later(tmp_path):
+    async with environments(tmp_path) as remote:
+        waiting = asyncio.create_task(remote.answer(turn(7)))
+        remote.hear([part(3)])
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        process = Process(tmp_path)
+        assert (await waiting).ids.tolist() == [7]
+        await process.heard(3)
+        await process.end()
+
+
+async def test_a_turn_goes_to_the_process_that_replaces_a_crashed_one(tmp_path):
+    before = Process(tmp_path, way_s=PATIENCE_S)
+    async with environments(tmp_path) as remote:
+        waiting = asyncio.create_task(remote.answer(turn(7)))
+        await asyncio.sleep(0.2)
+        await before.end()
+        after = Process(tmp_path)
+        assert (await waiting).ids.tolist() == [7]
+        assert (before.turns, after.turns) == (1, 1)
+        remote.hear([part(1)])
+        await after.heard(1)
+        await after.end()
+
+
+async def test_a_turn_without_an_answer_is_sent_again_and_worked_on_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "RESEND_S", 0.1)
+    monkeypatch.setattr(turns, "LOOK_S", 0.05)
+    process = Process(tmp_path, way_s=0.5)
+    async with environments(tmp_path, process) as remote:
+        assert (await remote.answer(turn(7))).ids.tolist() == [7]
+        assert process.turns == 1
+
+
+async def test_a_cancelled_turn_leaves_nothing_behind(tmp_path):
+    async with environments(tmp_path, Process(tmp_path, way_s=0.2)) as remote:
+        waiting = asyncio.create_task(remote.answer(turn(7)))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert remote._links[0]._asked == {}
+        assert (await remote.answer(turn(8))).ids.tolist() == [8]
+
+
+async def test_an_error_of_the_host_ends_the_process_and_not_the_turn(tmp_path):
+    before = Process(tmp_path)
+    before.answer = fail
+    async with environments(tmp_path) as remote:
+        waiting = asyncio.create_task(remote.answer(turn(7)))
+        with pytest.raises(ExceptionGroup) as raised:
+            await before.task
+        assert raised.group_contains(ValueError, match="a mistake of ours")
+        after = Process(tmp_path)
+        assert (await waiting).ids.tolist() == [7]
+        await after.end()
+
+
+async def fail(asked):
+    raise ValueError("a mistake of ours")
+
+
+async def test_each_process_has_the_trajectories_of_its_own(tmp_path):
+    processes = [Process(tmp_path, 0), Process(tmp_path, 1)]
+    async with environments(tmp_path, *processes, workers=2) as remote:
+        for name in NAMES:
+            await remote.answer(turn(1, name=name))
+        remote.hear([part(0, name=name) for name in NAMES])
+        for process in processes:
+            await process.heard(0)
+            assert process.turns == len(process.names), "a part goes where its turn goes"
+        assert sorted(processes[0].names + processes[1].names) == NAMES
+        for name in NAMES:
+            await remote.forget(name)
+        for process in processes:
+            await process.until(lambda one=process: len(one.forgotten) == one.turns)
+            assert sorted(process.forgotten) == sorted(process.names)
+
+
+async def test_a_missing_process_holds_up_no_turn_of_another(tmp_path):
+    process = Process(tmp_path, 0)
+    async with environments(tmp_path, process, workers=2) as remote:
+        answers = [asyncio.create_task(remote.answer(turn(1, name=name))) for name in NAMES]
+        remote.hear([part(0, name=name) for name in NAMES])
+        await process.heard(0)
+        await asyncio.sleep(0.2)
+        assert sum(answer.done() for answer in answers) == len(process.names) < len(NAMES)
+        for answer in answers:
+            answer.cancel()
+
+
+async def test_parts_arrive_in_order(tmp_path):
+    process = Process(tmp_path)
+    async with environments(tmp_path, process) as remote:
         for place in range(0, 100, 2):
-            sender.send_parts([part(place), part(place + 1)])
+            remote.hear([part(place), part(place + 1)])
             await asyncio.sleep(0.001)
         await process.heard(99)
         assert process.places == list(range(100))
-        assert len(set(found)) == 1
 
 
-async def test_an_answer_goes_back_to_who_asked_once_it_is_connected():
-    process, answers = Process(), asyncio.Queue()
-    async with sending(process, answered=answers.put_nowait) as (sender, _):
-        process.answer(asked(1), answer(5))  # not yet
-        sender.send_parts([part(0)])
-        await process.heard(0)
-        process.answer(asked(2, by="replica-1"), answer(6))
-        process.answer(asked(3), answer(7, length=turns.LARGEST_ANSWER))
-        process.answer(asked(4), answer(8))
-        told = await answers.get()
-        assert (told.number, told.turn.ids.tolist()) == (4, [8]), "the others come over Ray alone"
-        assert answers.empty()
-
-
-async def test_what_is_sampled_for_a_busy_process_gathers_in_the_replica():
-    process = Process(busy_s=0.005)
-    async with sending(process) as (sender, _):
+async def test_parts_for_a_busy_process_gather_in_the_replica(tmp_path):
+    process = Process(tmp_path, busy_s=0.005)
+    async with environments(tmp_path, process) as remote:
         for place in range(1000):
-            sender.send_parts([part(place)])
+            remote.hear([part(place)])
             await asyncio.sleep(0)
         await process.heard(999)
         assert process.places == list(range(1000))
-        assert process.frames < 300, "all that waited came with the next frame"
+        assert process.frames < 300, "gathered parts share a frame"
 
 
-async def test_one_that_comes_back_elsewhere_is_found():
-    before, after = Process(), Process()
-    async with sending(before, after) as (sender, found):
-        sender.send_parts([part(0)])
-        await before.heard(0)
-        await before.end()
-        place = 1
-        while not after.places:
-            sender.send_parts([part(place)])
-            place += 1
-            await asyncio.sleep(0.01)
-        assert after.places == sorted(after.places)
-        assert set(found) == {before.endpoint, after.endpoint}
-
-
-async def test_a_connection_that_is_heard_no_more_is_made_anew(monkeypatch):
-    process, answers = Process(), asyncio.Queue()
-    async with sending(process, answered=answers.put_nowait) as (sender, found):
-        sender.send_parts([part(0)])
-        await process.heard(0)
-        monkeypatch.setattr(sender._peer, "drain", fail)
-        process.answer(asked(1), answer(5))  # by which it fails
-        place = 1
-        while len(found) < 2 or answers.empty():
-            sender.send_parts([part(place)])
-            place += 1
-            await asyncio.sleep(0.001)
-            if len(found) > 1:
-                process.answer(asked(2), answer(6))
-        assert (await answers.get()).number == 2
-
-
-def fail(most):
-    raise SocketError(errno.ENOTSOCK, "a mistake")
-
-
-async def test_what_nobody_takes_in_time_is_let_go_of(monkeypatch):
-    monkeypatch.setattr(turns, "AWAY_S", 0.1)
-    wire, is_there = peer_sockets(KEYS), asyncio.Event()
-    process = Process()
-
-    async def find():
-        await is_there.wait()
-        return process.endpoint
-
-    sender = TurnSender(find, partial(PeerClient, wire, name="replica-0"), ignore)
-    async with asyncio.timeout(PATIENCE_S):
-        sender.send_parts([part(0)])
-        await sender._task
-        is_there.set()
-        sender.send_parts([part(1)])
-        await process.heard(1)
-    assert process.places == [1]
-    sender.close()
-    wire.close()
-    await process.end()
-
-
-async def test_one_that_says_nothing_of_what_came_is_told_no_more(monkeypatch):
-    monkeypatch.setattr(turns, "AWAY_S", 100 * PATIENCE_S)
-    post, wire = PeerServer(KEYS, LOOPBACK), peer_sockets(KEYS)
-
-    async def find():
-        return post.endpoint
-
-    sender = TurnSender(find, partial(PeerClient, wire, name="replica-0"), ignore)
-    async with asyncio.timeout(PATIENCE_S):
+async def test_a_process_that_acknowledges_nothing_gets_a_bounded_number_of_frames(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "PeerServer", lambda keys, host: post)
+    post = PeerServer(KEYS, LOOPBACK)
+    TurnServer(KEYS, LOOPBACK, run_dir=tmp_path, index=0)
+    async with environments(tmp_path) as remote:
         for place in range(200):
-            sender.send_parts([part(place)])
+            remote.hear([part(place)])
             await asyncio.sleep(0.001)
         frames = 0
         while frames < turns.MOST_AHEAD:
@@ -200,17 +217,17 @@ async def test_one_that_says_nothing_of_what_came_is_told_no_more(monkeypatch):
             frames += len(post.drain(1000))
         await asyncio.sleep(0.1)
         assert not post.drain(1000)
-    sender.close()
-    wire.close()
     post.close()
 
 
-async def test_who_has_another_key_is_not_heard_and_no_parts_cost_nothing():
-    process, stranger = Process(), peer_sockets(RelayKeys.generate())
+async def test_a_stranger_is_not_heard_and_damaged_frames_cost_nothing(tmp_path):
+    process, stranger = Process(tmp_path), peer_sockets(RelayKeys.generate())
     lists = PartsFrame(1, [msgspec.structs.replace(part(6), ids=[1, 2])])  # in the place of an array's bytes
-    async with sending(process) as (sender, _):
-        other = PeerClient(stranger, process.endpoint, "stranger")
-        junk = PeerClient(peer := peer_sockets(KEYS), process.endpoint, "junk")
+    async with environments(tmp_path, process) as remote:
+        await remote.answer(turn(1))
+        connect = partial(PeerClient, endpoint=remote._links[0]._endpoint)
+        other = connect(stranger, name="stranger")
+        junk = connect(peer := peer_sockets(KEYS), name="junk")
         for frame in (
             b"",
             b"\xc1",
@@ -221,11 +238,11 @@ async def test_who_has_another_key_is_not_heard_and_no_parts_cost_nothing():
         ):
             while not junk.send(frame):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert not other.send(encode(PartsFrame(1, [part(6)]))), "its connection was refused"
+        assert not other.send(encode(AskedTurn(1, turn(6)))), "its connection was refused"
         await process.heard(5)
-        sender.send_parts([part(7)])
+        remote.hear([part(7)])
         await process.heard(7)
-        assert process.places == [5, 7]
+        assert (process.places, process.turns) == ([5, 7], 1)
         assert not process.task.done()
         for socket, wire in ((other, stranger), (junk, peer)):
             socket.close()

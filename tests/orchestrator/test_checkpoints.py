@@ -25,7 +25,7 @@ from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.events import RolledBack, Undone
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
 from laminar_py.runtime.orchestrator.resume import print_fallback
 from tests.control.fleet import settle
@@ -153,12 +153,12 @@ async def test_a_learner_that_dies_over_one_leaves_the_one_before_it(tmp_path):
             if step == 1:
                 disk.complete()
                 await checkpoints.finish()
-        death = PartDiedError("learner-0", "no space left")
+        death = PartCrashedError("learner-0", "no space left")
         disk.answer.set_exception(death)
         await checkpoints.any_failure()
         assert await checkpoints.settle() is death
         assert (checkpoints.failure, checkpoints.last.step, settled) == (death, 1, [1])
-        with pytest.raises(PartDiedError):
+        with pytest.raises(PartCrashedError):
             await checkpoints.finish()
         checkpoints.start_over()
         await checkpoints.begin("step-2-1.1", step=2, version=2)

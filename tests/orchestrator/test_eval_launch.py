@@ -86,9 +86,6 @@ def test_an_evaluation_of_another_release_does_not_keep_newer_ones_from_going_on
     newer, older = begun(run), begun(run)
     older.config.write_text("of: another release\n")
     assert gone_on_with(run).path == newer.path
-    newer.config.write_text("of: another release\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml: is of another release"):
-        gone_on_with(run)
 
 
 def test_weights_that_a_killed_evaluation_left_half_written_are_cleared_away_by_the_next(tmp_path, monkeypatch):
@@ -116,21 +113,22 @@ def test_a_resume_that_asks_for_other_settings_is_refused_in_one_line(tmp_path):
     told = "eval.sets.heldout.samples=4", "eval.sets.heldout.temperature=0.5"
     evaluation = begun(run, *told)
     kept = sorted(evaluation.path.iterdir())
-    with pytest.raises(ConfigError, match=r"^eval.sets.heldout.samples=8: was 4 in .*-1; give the settings"):
-        resume(run, "eval.sets.heldout.samples=8", told[1])
-    with pytest.raises(ConfigError, match=r"^seed=9: was \d in .*-1; give the settings that it has, or leave"):
-        resume(run, *told, "seed=9")
-    with pytest.raises(ConfigError, match=r"^source=.*step-7: .*/runs has no eval-quickstart-<n> of it"):
-        resume(run / "checkpoints/step-7", *told)
+    for source, settings in (
+        (run, ("eval.sets.heldout.samples=8", told[1])),
+        (run, (*told, "seed=9")),
+        (run / "checkpoints/step-7", told),
+    ):
+        with pytest.raises(ConfigError, match=r"^source=.*: .*/runs has no unfinished eval-quickstart-<n> of it"):
+            resume(source, *settings)
     assert sorted(evaluation.path.iterdir()) == kept
 
 
-async def test_a_finished_evaluation_is_told_to_be_finished(tmp_path):
+async def test_a_finished_evaluation_does_not_resume(tmp_path):
     run = tmp_path / "run"
     await to_thread(make_run, run, f"runs={tmp_path / 'runs'}", steps=1)
     evaluation = begun(run)
     async with ledgers.open_ledger(evaluation.path) as ledger:
         ledgers.begin(ledger)
         ledger.append(RunEnded(1, "finished"))
-    with pytest.raises(ConfigError, match=r"^run=.*eval-quickstart-1: is finished, with its figures in"):
+    with pytest.raises(ConfigError, match=r"has no unfinished eval-quickstart-<n>"):
         resume(run)

@@ -38,7 +38,7 @@ def make_evaluator(fleet, *settings):
         issuing=SimpleNamespace(wake=lambda: None),
         hold=hold,
         publish=published.append,
-        say=None,
+        show_line=None,
     )
     return evaluator, published, held
 

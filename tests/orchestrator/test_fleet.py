@@ -23,7 +23,7 @@ def elastic(path, *, replicas, ended):
     fleet = ElasticFleet(
         make_incarnation(config=config, run=RunFolder(path)),
         scheduler=Fleet(replicas=replicas).scheduler,
-        replicas=SimpleNamespace(is_ended=ended.__contains__, has_process=lambda index: True),
+        replicas=SimpleNamespace(is_ending=ended.__contains__, left=ended, has_process=lambda index: True),
         migration=None,
         scoring=None,
         issuing=None,
@@ -36,6 +36,7 @@ async def test_what_left_while_new_ones_were_checked_is_not_counted_on(monkeypat
 
     def check(config, change):
         checked.append(change.join)
+        fleet._scheduler.leave(2)
         ended.add(2)
 
     monkeypatch.setattr(fleet_module, "_check_new", check)

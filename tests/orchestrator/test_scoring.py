@@ -91,7 +91,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
         scheduler=fleet.scheduler,
         payload=None,
         deliver=scores.hand_over,
-        say=told.append,
+        show_line=told.append,
         end=ends.append,
     )
     await scoring.start()
@@ -232,7 +232,7 @@ async def test_before_rl_one_response_of_each_task_is_scored_that_no_heldout_pro
         issuing=SimpleNamespace(wake=lambda: None),
         hold=None,
         publish=published.append,
-        say=None,
+        show_line=None,
     )
     first = asyncio.create_task(evaluator.first(Moment(0, 0, 0.0)))
     await asyncio.sleep(0)
@@ -263,7 +263,7 @@ async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_
         issuing=SimpleNamespace(wake=lambda: None),
         hold=None,
         publish=published.append,
-        say=told.append,
+        show_line=told.append,
     )
     first = asyncio.create_task(evaluator.first(Moment(0, 0, 0.0)))
     await asyncio.sleep(0)

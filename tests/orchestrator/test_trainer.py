@@ -23,7 +23,7 @@ from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import OrderFigures, StepMetrics
 from laminar_py.records.scoring import Score
 from laminar_py.records.weights import Published
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.orchestrator.controller import train
 from laminar_py.runtime.orchestrator.evaluator import Evaluator
 from laminar_py.runtime.orchestrator.trainer import StopRequest, Trainer
@@ -65,7 +65,7 @@ class Learner:
         return LearnerStarted(1, "eager", 8, 1)
 
     async def replace(self, death):
-        self._supervisor.died(death)
+        self._supervisor.crashed(death)
 
     async def fetch(self, packed):
         every = [one for bundles in packed.bundles for bundle in bundles for one in bundle]
@@ -155,7 +155,7 @@ async def training(path, *settings, fails, admission, **options):
                 issuing=None,
                 hold=None,
                 publish=None,
-                say=None,
+                show_line=None,
             ),
             versions=versions,
             stop=stop,
@@ -201,7 +201,7 @@ async def generating(fleet, **settings):
 
 
 async def test_a_learner_that_dies_over_the_last_checkpoint_trains_again(tmp_path):
-    death = PartDiedError("learner-0", "no space left")
+    death = PartCrashedError("learner-0", "no space left")
     async with training(tmp_path, "steps=2", fails={3: death}, admission="sync") as (trainer, learner, fleet):
         async with generating(fleet), asyncio.timeout(PATIENCE_S):
             await train(trainer, scheduler=fleet.scheduler)
@@ -290,7 +290,7 @@ async def test_staleness_counts_steps_where_versions_are_fewer(tmp_path):
 
 
 async def test_a_run_that_is_stopped_says_which_checkpoint_stands_if_its_last_is_lost(tmp_path, caplog):
-    death = PartDiedError("learner-0", "no space left")
+    death = PartCrashedError("learner-0", "no space left")
     async with training(tmp_path, "steps=9", fails={2: death}, admission="sync") as (trainer, learner, fleet):
         trainer._stop.asked.set()
         async with generating(fleet), asyncio.timeout(PATIENCE_S):

@@ -18,7 +18,7 @@ from laminar_py.records.weights import Published
 from laminar_py.relay.messages import FileEntry, Manifest
 from laminar_py.relay.store import NoRoomError
 from laminar_py.runtime.cluster.backend import nodes
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Placement
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers import learner as learner_link
@@ -102,7 +102,7 @@ async def test_the_death_of_the_learner_over_a_version_is_told_and_its_number_is
     async with open_ledger(tmp_path) as ledger, recording(ledger, learner) as versions:
         begin(ledger, versions=())
         versions.copied(versions.next_number(), step=1, parent=None)
-        learner.fail(0, PartDiedError("learner-0", "killed"))
+        learner.fail(0, PartCrashedError("learner-0", "killed"))
         await versions.any_lost()
         await versions.recorded()
         assert ledger.newest_published == -1
@@ -163,5 +163,5 @@ async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_
         learner = LearnerLink(incarnation, relays=None, payload=Hosts(), show=print)
         learner.spawn()
         async with asyncio.timeout(PATIENCE_S):
-            with pytest.raises(PartDiedError, match="no answer to progress in 2 s"):
+            with pytest.raises(PartCrashedError, match="no answer to progress in 2 s"):
                 await learner.completed(0)

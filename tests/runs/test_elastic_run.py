@@ -11,7 +11,7 @@ from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
-from laminar_py.ledger.scaling import ScaleRequests
+from laminar_py.ledger.scaling import read_answer, send_request
 from tests.runs.runs import LAMINAR, REPO, TrainProcess, forget_versions
 
 CONFIG = REPO / "configs/emulation/repack.yaml"
@@ -144,16 +144,15 @@ def test_a_run_that_was_scaled_and_killed_resumes_with_the_fleet_that_it_was_to_
             assert len(line.splitlines()) == 1
         assert "nothing changes" in scale(train.run, "replicas=2")
         scale(train.run, "replicas=3")
-        requests = ScaleRequests(train.run)
         train.send(signal.SIGKILL)
-    asked = requests.send(replicas=5, urls=None)  # by a command that died as well
+    asked = send_request(train.run, replicas=5, urls=None)  # by a command that crashed as well
     line = scale(train.run, "replicas=4", code=2)
     assert "no controller runs it" in line
     assert "--resume rollout.replicas=4" in line
     resume(tmp_path, "steps=4")
     holds_its_laws(train.run)
     assert [event.replicas for _, event in events_of(train.run, "scaled")][-1] == (0, 1, 2)
-    assert not requests.fetch(asked).done
+    assert not read_answer(train.run, asked).done
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from itertools import count
 from laminar_py.ledger.segments.salvage import Salvage
 from laminar_py.ledger.segments.writer import part_of
 from laminar_py.runtime.cluster.calls import as_scalar
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers import keeper as keeper_module
 from laminar_py.runtime.workers.incarnation import NO_KINDS, Incarnation, Supervisor
@@ -18,7 +18,7 @@ def make_incarnation(**given):
     """What is not given is not there."""
     absent = dict.fromkeys((field.name for field in fields(Incarnation)), None)
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
-    own = {"supervisor": supervisor, "number": 1, "kernel_kills": NoKills(), "kinds": NO_KINDS}
+    own = {"supervisor": supervisor, "number": 1, "kinds": NO_KINDS}
     return Incarnation(**(absent | own | given))
 
 
@@ -56,16 +56,6 @@ class Hosts:
 
     async def archive(self, step, scheduler):
         return 0
-
-
-class NoKills:
-    """Stands for `cluster.part.KernelKills` where the kernel ends nothing."""
-
-    async def note_count(self, part):
-        pass
-
-    async def explain_death(self, death, node):
-        return death
 
 
 class Processes:
@@ -109,7 +99,7 @@ class Process:
         finally:
             answer.cancel()
         if self._death.done():
-            raise PartDiedError(self.name, self._death.result())
+            raise PartCrashedError(self.name, self._death.result())
         return answer.result()
 
     async def _answer(self, method, arguments):

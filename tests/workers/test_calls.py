@@ -16,7 +16,7 @@ from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.scoring import Score, Unscored
 from laminar_py.records.weights import Published
 from laminar_py.reward.stage import ScoringStage
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage
@@ -192,7 +192,7 @@ async def test_a_rank_that_dies_ends_all_and_the_next_ones_go_on_from_the_checkp
         version = asyncio.create_task(learner.completed(3))
         await ranks[0].actor.asked.wait()
         ranks[0].die()
-        with pytest.raises(PartDiedError, match="learner-0: killed") as death:
+        with pytest.raises(PartCrashedError, match="learner-0: killed") as death:
             await version
         assert [rank.is_dead for rank in ranks] == [True, True]
         await learner.replace(death.value)

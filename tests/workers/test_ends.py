@@ -17,6 +17,7 @@ from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.processes.base import PartActor
 from laminar_py.runtime.workers.processes.learner import WeightsActor
 from laminar_py.runtime.workers.processes.replica import ReplicaActor
+from tests.runs.fake_cluster import FakeCluster, joined
 
 PATIENCE_S = 60.0
 CLIENT = """
@@ -55,7 +56,7 @@ def gone(running: list[psutil.Process]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [ReplicaActor, WeightsActor], ids=["on-an-event-loop", "on-threads"])
 def test_parts_of_a_ray_node_that_was_killed_are_gone_even_one_that_hangs(kind):
-    with open_cluster("local"):
+    with joined(FakeCluster(0)):
         held = parts(kind)
         running = asyncio.run(processes(held))
         running[0].send_signal(signal.SIGSTOP)  # it hangs, and never hears that its node is gone
@@ -67,7 +68,7 @@ def test_parts_of_a_ray_node_that_was_killed_are_gone_even_one_that_hangs(kind):
 
 @pytest.mark.slow
 def test_a_part_that_cannot_end_is_gone_with_its_ray_node():
-    with open_cluster("local"):
+    with joined(FakeCluster(0)):
         held = parts(StuckActor)
         process, _ = asyncio.run(processes(held))
         node = process.parent()

@@ -4,7 +4,7 @@ import pytest
 
 from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.records.events import PartDied
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.workers.environments import count_unless_spent
 from tests.workers.test_keeper import Life, kept
 
@@ -19,7 +19,7 @@ async def test_a_process_that_ends_itself_at_its_limits_is_replaced_and_no_death
 
     async def serve(parts):
         life.served.put_nowait(parts)
-        raise PartDiedError("part-0", reason)
+        raise PartCrashedError("part-0", reason)
 
     life.serve = serve
     async with kept(life):

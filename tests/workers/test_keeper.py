@@ -7,7 +7,7 @@ import pytest
 
 from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.records.events import PartDied, PartStarted
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
@@ -65,7 +65,7 @@ class Life:
     async def start(self, parts):
         if self._fails:
             self._fails -= 1
-            raise PartDiedError("part-0", "out of memory")
+            raise PartCrashedError("part-0", "out of memory")
 
     async def serve(self, parts):
         self.served.put_nowait(parts)
@@ -113,7 +113,7 @@ async def test_what_a_part_died_over_is_asked_of_the_next(monkeypatch):
     async def call(parts):
         asked.append(parts)
         if len(asked) == 1:
-            raise PartDiedError("part-0", "killed")
+            raise PartCrashedError("part-0", "killed")
         return 42
 
     assert await life.keeper.call_with_restarts(call) == 42
@@ -136,7 +136,7 @@ async def test_a_first_start_that_fails_too_often_ends_the_run(monkeypatch):
 
 async def test_deaths_beyond_the_limit_end_the_run(monkeypatch):
     life = Life(monkeypatch, fails=9, max_restarts=3)
-    with pytest.raises(RunFailedError, match=r"part-0 died 4 times.*supervisor\.max_restarts=3"):
+    with pytest.raises(RunFailedError, match=r"part-0 crashed 4 times.*supervisor\.max_restarts=3"):
         await life.keeper.bring_up()
 
 
@@ -201,7 +201,7 @@ async def test_a_part_whose_place_goes_in_the_rest_before_its_restart_waits_for_
 
 async def test_the_second_death_for_want_of_memory_ends_the_run_and_names_what_to_change(monkeypatch):
     async def start(parts):
-        raise PartDiedError(
+        raise PartCrashedError(
             "part-0", "out of memory in step: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
         )
 
@@ -212,7 +212,7 @@ async def test_the_second_death_for_want_of_memory_ends_the_run_and_names_what_t
     assert sum(isinstance(event, PartDied) for event in life.events) == 2
 
 
-STARVES = PartDiedError("part-0", "out of memory in step")
+STARVES = PartCrashedError("part-0", "out of memory in step")
 
 
 def test_a_part_that_forgives_a_death_for_want_of_memory_does_so_after_its_time_of_health(monkeypatch):

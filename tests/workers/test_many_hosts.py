@@ -118,7 +118,7 @@ class Incarnation:
             relays=SimpleNamespace(),
             payload=self.payload,
             issuing=None,
-            take=None,
+            on_reports=None,
         )
         self.alive = list(range(HOSTS))
 

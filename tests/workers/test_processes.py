@@ -1,6 +1,5 @@
-"""Processes of parts by themselves: threads, the port of a relay, the calls of an environment process."""
+"""Processes of parts by themselves: threads, and the port of a relay."""
 
-import asyncio
 import os
 import socket
 import subprocess
@@ -8,20 +7,15 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import run_of
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.relay.sockets import PortInUseError, RelayKeys
-from laminar_py.runtime.link.turns import AskedTurn
 from laminar_py.runtime.workers.processes import base
 from laminar_py.runtime.workers.processes.base import ComputingActor, learner_threads, on_compute_thread
-from laminar_py.runtime.workers.processes.environment import EnvironmentActor
 from laminar_py.runtime.workers.processes.relay import RelayActor
 from laminar_py.runtime.workers.specs import RelaySpec
-from tests.environment.turns import problem
 from tests.runs.runs import REPO
 
 GPUS, LAPTOP = "experiments/math_long_cot/7b_8gpu", "configs/quickstart"
@@ -117,36 +111,3 @@ async def test_a_port_that_stays_taken_is_given_up_for_another_unless_the_user_c
             assert await actor.ping(()) == []
             assert run_of(tmp_path).path == tmp_path, "its folder in shared memory names the run"
         await actor._node.close()
-
-
-class Told:
-    """Takes the place of the socket by which replicas are told."""
-
-    def __init__(self):
-        self.answers = []
-
-    def answer(self, asked, turn):
-        self.answers.append((asked.asker, asked.number, turn.ids.tolist()))
-
-
-class Answering:
-    """Environments that answer with what was said last."""
-
-    def __init__(self, *, listens):
-        self._listens = listens
-
-    async def answer(self, turn):
-        return EnvironmentTurn(ids=turn.response_ids[-1:], listens=self._listens)
-
-
-@pytest.mark.parametrize("listens", [True, False], ids=["listens", "does-not"])
-async def test_an_answer_is_told_by_a_frame_where_the_environment_listens(listens):
-    actor = EnvironmentActor()
-    actor._receiver, actor._host = Told(), Answering(listens=listens)
-    turn = ModelTurn(trajectory_id="g0.0", problem=problem(1), response_ids=np.array([7, 8], np.int32), spans=())
-    asking = asyncio.create_task(actor.answer(AskedTurn(asker="replica-0-1-1", number=3, turn=turn)))
-    await asyncio.sleep(0)
-    assert not actor._receiver.answers, "it is not ready"
-    actor._ready.set()
-    assert (await asking).ids.tolist() == [8]
-    assert actor._receiver.answers == ([("replica-0-1-1", 3, [8])] if listens else [])

@@ -9,7 +9,7 @@ import pytest
 from laminar_py.config.loading import load_config
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.scoring import ServerAddress, Unscored
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.scorers import MESSAGE_BYTES, RemoteScorer, RewardServers
 from laminar_py.runtime.workers.specs import ServerStart
@@ -77,7 +77,7 @@ class Launched:
 
     def start(self, data):
         if Launched.fails:
-            raise PartDiedError("server-prm-0", "EngineLostError: no memory")
+            raise PartCrashedError("server-prm-0", "EngineLostError: no memory")
         Launched.ports += 1
         return encode(ServerAddress(f"http://{decode(ServerStart, data).host}:{Launched.ports}", "k"))
 

@@ -20,7 +20,7 @@ from laminar_py.ledger.segments.wire import ADDRESSES, find_address
 from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.codec import encode
 from laminar_py.runtime.cluster.backend import nodes, on_node
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Placement
 from laminar_py.runtime.workers import stores as stores_module
 from laminar_py.runtime.workers.stores import Stores
@@ -119,7 +119,7 @@ async def test_a_run_on_one_host_has_no_store(tmp_path):
         (node,) = placement.plan.nodes
         stores.require(node)
         assert (stores._keepers, stores.name_of(node)) == ({}, "")
-        with pytest.raises(PartDiedError, match="has none"):
+        with pytest.raises(PartCrashedError, match="has none"):
             await stores.bring_up(node)
 
 
@@ -159,5 +159,5 @@ async def test_a_store_ends_with_its_host_and_counts_no_more_deaths(tmp_path, cl
         while lost in stores._keepers:
             await stores._changed.wait()
         assert stores.name_of(lost) == name, "readers are told that it is away"
-        with pytest.raises(PartDiedError, match="store-"):
+        with pytest.raises(PartCrashedError, match="store-"):
             await stores.bring_up(lost)

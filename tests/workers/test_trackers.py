@@ -203,5 +203,5 @@ async def test_a_tracker_that_cannot_begin_costs_its_own_messages_alone(run, inc
         link.enqueue_message(Values(step, {}))
     await link.close({}, limit_s=ENOUGH_S)
     assert link.undelivered == 4
-    assert "its process died (TrackerError: FileExistsError" in caplog.text
+    assert "its process crashed (TrackerError: FileExistsError" in caplog.text
     assert caplog.text.count("messages are dropped") == 1

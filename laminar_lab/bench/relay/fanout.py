@@ -7,6 +7,8 @@ local Ray cluster and its actors end with the side.
 """
 
 import asyncio
+import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -135,6 +137,7 @@ class ArrayHolder:
 @contextmanager
 def ray_side(folder: Path, tensors: dict[str, Tensor], *, num_replicas: int) -> Iterator[Side]:
     """`ray.put` here and `ray.get` in actors, arrays without a copy; the store lies in `folder`."""
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray  # after `processes`, which sets what Ray reads when it is imported
 
     arrays = [raw(tensor) for tensor in tensors.values()]

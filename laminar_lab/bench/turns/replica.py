@@ -27,7 +27,6 @@ from laminar_py.relay import RelayKeys, peer_sockets
 from laminar_py.rollout import Replica, SegmentStore
 from laminar_py.runtime.cluster import LOOPBACK, Part
 from laminar_py.runtime.workers import (
-    CALLS,
     REPLICA_NICENESS,
     EnvironmentActor,
     EnvironmentSpec,
@@ -48,7 +47,6 @@ EngineT = TypeVar("EngineT", bound=LocalEngine)
 class ClockedReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     """Start of the process."""
 
-    environments: list[str]  # names of the processes that answer turns
     public_key: str
     secret_key: str
 
@@ -173,7 +171,7 @@ class BenchReplicaActor(PartActor):
             batch=rollout.batch_per_replica,
             max_batch=rollout.max_batch,
             partial_interval_s=rollout.partial_interval_s,
-            environments=RemoteEnvironments(spec.environments, wire, spec.label),
+            environments=RemoteEnvironments(Path(spec.run_dir), 1, wire, spec.label),
         )
         self._task = asyncio.create_task(self._replica.run(), name="replica")
         while not (await self._replica.next_report(QUIET_S)).admissible:
@@ -217,7 +215,6 @@ class ClockedReplicaActor(BenchReplicaActor):
 
 
 PATIENCE_S = 240.0
-NAME = "bench.environment-0"
 
 
 class TurnParts:
@@ -226,9 +223,7 @@ class TurnParts:
     def __init__(self, run: Path, replica: type[BenchReplicaActor]) -> None:
         self._run = run
         (run / "logs").mkdir(parents=True)
-        self._environment = Part(
-            "environment-0", EnvironmentActor, concurrency=CALLS, timeout_s=PATIENCE_S, known_as=NAME
-        )
+        self._environment = Part("environment-0", EnvironmentActor, concurrency=4, timeout_s=PATIENCE_S)
         self.replica = Part("replica-0", replica, concurrency=8, timeout_s=PATIENCE_S)
 
     async def start(self, config: RunConfig, *, messages: bool) -> None:
@@ -244,7 +239,6 @@ class TurnParts:
             run_dir=run_dir,
             label="replica-0",
             store_key=secrets.token_hex(32),
-            environments=[NAME],
             **pair,
         )
         await self._environment.call("start", encode(environment))

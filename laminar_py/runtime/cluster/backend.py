@@ -5,24 +5,17 @@
 
 import asyncio
 import contextlib
-import logging
-import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Protocol
 
 from laminar_py.records.codec import encode
-from laminar_py.runtime.cluster.calls import Answer, Kind, Scalar, as_scalar, value_of
-from laminar_py.runtime.cluster.errors import NoAnswerError
-from laminar_py.runtime.cluster.forked import SESSION, ForkedCluster, NamedProcess
+from laminar_py.runtime.cluster.calls import Answer, Kind, Scalar
+from laminar_py.runtime.cluster.forked import ForkedCluster
 from laminar_py.runtime.cluster.placement import Node, Place
 
-log = logging.getLogger(__name__)
-
 LOOPBACK = "127.0.0.1"
-RAY_HERE = "local"  # cluster.address of a Ray cluster that the run starts on this machine
-AWAY_S = 0.1  # before a call to a named process is repeated: the dead process may still have the name
 
 
 class Process(Protocol):
@@ -42,11 +35,8 @@ class Cluster(Protocol):
 
     here: str  # this process's node
 
-    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = "") -> Process:
-        """Start a process that hosts an object of `kind`, and return it.
-
-        Other processes of the run call it by the name `known_as`. `ps` and `top` show its `title`.
-        """
+    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place) -> Process:
+        """Start a process that hosts an object of `kind`, and return it; `ps` and `top` show its `title`."""
         ...
 
     def nodes(self, *, taken: bool) -> list[Node]:
@@ -54,7 +44,7 @@ class Cluster(Protocol):
         ...
 
     async def all_placed(self) -> bool:
-        """Return True once every process has its GPUs, or has died."""
+        """Return True once every process has its GPUs, or has crashed."""
         ...
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
@@ -69,8 +59,8 @@ _opened: list[Cluster] = []
 def open_cluster(address: str | None) -> Iterator[None]:
     """Open the cluster at `cluster.address`; all processes of the run end when it closes.
 
-    None: this host, with forked processes; `local`: a Ray cluster started on this machine; any other address: a
-    running Ray cluster, which keeps running. Raises `ConfigError` if there is no cluster to join.
+    None: this host, with forked processes; else a running Ray cluster, which keeps running. Raises `ConfigError`
+    if there is no cluster to join.
     """
     with contextlib.ExitStack() as stack:
         cluster: Cluster
@@ -78,24 +68,12 @@ def open_cluster(address: str | None) -> Iterator[None]:
             cluster = forked = ForkedCluster()
             stack.callback(forked.close)
         else:
-            from laminar_py.runtime.cluster.ray_cluster import joined_ray, local_ray  # a second, and 100 MB
+            from laminar_py.runtime.cluster.ray_cluster import joined_ray  # a second, and 100 MB
 
-            stack.enter_context(_no_session())
-            cluster = stack.enter_context(local_ray() if address == RAY_HERE else joined_ray(address))
+            cluster = stack.enter_context(joined_ray(address))
         _opened.append(cluster)
         stack.callback(_opened.remove, cluster)
         yield
-
-
-@contextlib.contextmanager
-def _no_session() -> Iterator[None]:
-    """Let processes of this run find each other by Ray, also if a forked process started the run."""
-    outer = os.environ.pop(SESSION, None)
-    try:
-        yield
-    finally:
-        if outer is not None:
-            os.environ[SESSION] = outer
 
 
 def cluster() -> Cluster:
@@ -110,7 +88,7 @@ def nodes(*, taken: bool = False) -> list[Node]:
 
 
 async def all_placed() -> bool:
-    """Return True once every process that this one started has its GPUs, or has died."""
+    """Return True once every process that this one started has its GPUs, or has crashed."""
     return await cluster().all_placed()
 
 
@@ -125,41 +103,6 @@ async def on_node(
     if not apart and node == cluster().here:
         return await asyncio.to_thread(function, *arguments)
     return await cluster().on_node(node, function, *arguments)
-
-
-class NamedPart:
-    """Calls a part by name from any process of the run, also after the part has restarted.
-
-    E.g. `NamedPart("math-3.1.environment-0")`.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        if SESSION in os.environ:
-            self._process: _Named = NamedProcess(name)
-        else:
-            from laminar_py.runtime.cluster.ray_cluster import NamedActor
-
-            self._process = NamedActor(name)
-
-    async def call(self, method: str, *arguments: object) -> Scalar:
-        """Return the answer of a method. If the process dies meanwhile, call the next process of that name.
-
-        Raises `RemoteCallError` if the method raises.
-        """
-        sent = [as_scalar(argument) for argument in arguments]
-        while True:
-            try:
-                return value_of(await self._process.call_method(method, *sent))
-            except NoAnswerError as error:
-                if type(error) is not NoAnswerError:
-                    raise  # an error of the method itself
-                log.info("%s does not answer: %s", self._name, error)
-                await asyncio.sleep(AWAY_S)
-
-
-class _Named(Protocol):
-    async def call_method(self, method: str, *arguments: Scalar) -> Answer: ...
 
 
 def free_port(ip: str) -> bytes:

@@ -63,7 +63,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Returned(msgspec.Struct, frozen=True, tag="returned"):
-    """What a method returned."""
+    """A method returned a value."""
 
     number: int
     value: Any  # a scalar
@@ -256,11 +256,6 @@ class Caller:
         self._numbers = count()
         self._waiting = dict[int, asyncio.Future[Answer]]()
         self._end: NoAnswerError | None = None
-
-    @property
-    def is_closed(self) -> bool:
-        """True once the connection has ended."""
-        return self._end is not None
 
     async def run(self) -> None:
         """Receive answers until the connection ends."""

@@ -25,28 +25,17 @@ SQLITE_UNWRITABLE = {8, 10, 13, 14}  # codes of SQLite: READONLY, IOERR, FULL, C
 UNWRITTEN = re.compile(r"No space left on device|PytorchStreamWriter failed writing")  # in any message
 
 
-class PartDiedError(Exception):
-    """A part died or has to be replaced; the message says why.
+class PartCrashedError(Exception):
+    """A part crashed or has to be replaced; the message says why."""
 
-    `vanished` is set if its process, or that of its engine, was killed by an unknown sender.
-    """
-
-    def __init__(self, part: str, reason: str, *, vanished: bool = False) -> None:
+    def __init__(self, part: str, reason: str) -> None:
         super().__init__(f"{part}: {reason}")
         self.part = part
         self.reason = reason
-        self.vanished = vanished
 
 
 class NoAnswerError(Exception):
-    """A process, or its node, gives no answer; the message says why.
-
-    `ended_by_run` is set if the run itself ended the process.
-    """
-
-    def __init__(self, reason: str, *, ended_by_run: bool = False) -> None:
-        super().__init__(reason)
-        self.ended_by_run = ended_by_run
+    """A process, or its node, gives no answer; the message says why."""
 
 
 class RemoteCallError(NoAnswerError):
@@ -103,5 +92,7 @@ def _is_bug(error: BaseException) -> bool:
 
 def unexpected_message(error: BaseException, traceback: Path) -> str:
     """Return a message about an error that is neither the user's fault nor a known end of a run."""
-    told = str(error) if isinstance(error, PartBugError) else f"{type(error).__name__}: {error}"
-    return f"unexpected, so probably a bug of laminar's: {' '.join(told.split())}; the traceback is in {traceback}"
+    message = str(error) if isinstance(error, PartBugError) else f"{type(error).__name__}: {error}"
+    return (
+        f"unexpected, so probably a bug of laminar's: {' '.join(message.split())}; the traceback is in {traceback}"
+    )

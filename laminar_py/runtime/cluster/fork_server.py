@@ -60,8 +60,7 @@ class StartProcess(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     folder: str  # working directory
     path: list[str]  # where Python looks for modules
-    errors: str  # file for what it writes to standard output and standard error
-    listen: str = ""  # Unix socket at which other processes of the run call it; empty: none
+    errors: str  # file for its standard output and standard error
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -201,10 +200,6 @@ async def _serve(start: StartProcess, connection: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     write_frame(writer, Started(os.getpid()))
     shell = open_shell(start.kind, concurrency=start.concurrency)
-    if start.listen:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(start.listen)  # of the process before
-        await asyncio.start_unix_server(lambda *ends: serve(shell, *ends), start.listen)
     await serve(shell, reader, writer)
 
 

@@ -7,7 +7,6 @@ network. All I/O runs on one event loop in a thread of its own, so a part can be
 import asyncio
 import contextlib
 import functools
-import hashlib
 import importlib
 import os
 import shutil
@@ -34,10 +33,8 @@ from laminar_py.runtime.cluster.placement import Node, Place
 T = TypeVar("T")
 HERE = "here"  # the only node
 LOOPBACK = "127.0.0.1"
-SHARED = "LAMINAR_FORK_SERVER"  # variable: the socket of a server that several runs use, such as those of a test
-SESSION = "LAMINAR_SESSION"  # variable, in processes of a run: the folder of its sockets
+SHARED = "LAMINAR_FORK_SERVER"  # variable: the socket of a server for several runs, e.g. of a test session
 LOW = 10  # priority, as `nice` has it
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between tries to connect to a process without a socket
 START_S = 180.0  # for the server to import, and to fork
 END_S = 10.0  # for the kernel to end the processes
 LAST_BYTES = 4096  # of a file, among which its last line is searched
@@ -60,14 +57,10 @@ class ForkedCluster:
         self._processes = set[ForkedProcess]()
         self._starts = count()
         self._gpus = GpuPool(_visible_gpus())
-        self._outer = os.environ.get(SESSION)
-        os.environ[SESSION] = str(self._session)
         if SHARED not in os.environ:
             self._start_server()
 
-    def start(
-        self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = ""
-    ) -> "ForkedProcess":
+    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place) -> "ForkedProcess":
         """Start a process that hosts an object of `kind`, once its GPUs are free; it sees no other GPUs."""
         start = StartProcess(
             kind=class_path(kind),
@@ -77,7 +70,6 @@ class ForkedCluster:
             folder=os.getcwd(),
             path=sys.path,
             errors=str(self._session / f"{title}-{next(self._starts)}.err"),
-            listen=str(_socket_of(self._session, known_as)) if known_as else "",
         )
         process = ForkedProcess(
             start,
@@ -128,9 +120,6 @@ class ForkedCluster:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        os.environ.pop(SESSION)
-        if self._outer is not None:
-            os.environ[SESSION] = self._outer
         shutil.rmtree(self._session, ignore_errors=True)
 
     @property
@@ -186,7 +175,7 @@ class GpuPool:
         try:
             while len(self.free) < number:
                 if unless():
-                    raise NoAnswerError("the run ended it before it had its GPUs", ended_by_run=True)
+                    raise NoAnswerError("the run ended it before it had its GPUs")
                 await self._changed.wait()
         finally:
             self.num_waiting -= 1
@@ -227,7 +216,7 @@ class ForkedProcess:
 
     def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
         """Call a method once the process is up; the inner future is its answer, or raises `NoAnswerError`."""
-        return self._soon(self._ask(method, *arguments))
+        return self._soon(self._begin_call(method, *arguments))
 
     def kill(self) -> None:
         """End the process, by a signal of the kernel."""
@@ -261,7 +250,7 @@ class ForkedProcess:
         except (asyncio.IncompleteReadError, OSError) as error:  # a timeout is one too
             self._kill_unstarted()
             last = _last_line(Path(self._start.errors)) or _last_line(_errors_of(self._server)) or str(error)
-            raise NoAnswerError(f"its process did not start: {last}", ended_by_run=self._killed) from None
+            raise NoAnswerError(f"its process did not start: {last}") from None
         self.is_up = True
         caller = Caller(reader, writer)
         self._loop.create_task(self._take_answers(caller), name="answers")
@@ -277,10 +266,10 @@ class ForkedProcess:
             await caller.run()
             reason = await asyncio.wrap_future(self.ended)
         finally:
-            caller.close(NoAnswerError(reason, ended_by_run=self._killed))
+            caller.close(NoAnswerError(reason))
 
     async def _watch(self) -> None:
-        """Wait for the exit status of the process; there is none if the server died or could not fork."""
+        """Wait for the exit status of the process; there is none if the server crashed or could not fork."""
         try:
             status = await self._loop.sock_recv(self._guard, STATUS.size)
         except OSError:
@@ -291,7 +280,7 @@ class ForkedProcess:
         last = "" if self._killed else _last_line(Path(self._start.errors))
         self.ended.set_result(_exit_reason(status) + (f"; it last wrote: {last}" if last else ""))
 
-    async def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
+    async def _begin_call(self, method: str, *arguments: Scalar) -> "Future[Answer]":
         answer = Future[Answer]()
         caller = await asyncio.shield(asyncio.wrap_future(self._caller))  # other calls wait for it, too
         asked = caller.call_method(method, *arguments)
@@ -310,50 +299,6 @@ class _LowPriority:
         return answer
 
 
-class NamedProcess:
-    """Calls a process of the run by name, from another process than the controller.
-
-    E.g. `NamedProcess("math-3.1.environment-0")`.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._path = _socket_of(Path(os.environ[SESSION]), name)
-        self._caller: Caller | None = None
-        self._looking = asyncio.Lock()  # one caller connects for all
-        self._tasks = set[asyncio.Task[None]]()
-
-    async def call_method(self, method: str, *arguments: Scalar) -> Answer:
-        """Return the answer of a method. Raises `NoAnswerError` if the process ends meanwhile."""
-        return await (await self._find()).call_method(method, *arguments)
-
-    async def _find(self) -> Caller:
-        async with self._looking:
-            pause_s = FIRST_PAUSE_S
-            while self._caller is None or self._caller.is_closed:
-                try:
-                    ends = await asyncio.open_unix_connection(self._path)
-                except OSError:  # none has the name yet
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                else:
-                    self._caller = Caller(*ends)
-                    task = asyncio.create_task(self._run(self._caller), name="answers")
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-            return self._caller
-
-    async def _run(self, caller: Caller) -> None:
-        try:
-            await caller.run()
-        finally:
-            caller.close(NoAnswerError("its process is gone"))
-
-
-def _socket_of(session: Path, name: str) -> Path:
-    """Return the socket of a named process; its name is a digest, since the path has 107 characters at most."""
-    return session / hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-
-
 async def _settle() -> None:
     """Wait until each call to an ended process has raised."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -362,7 +307,7 @@ async def _settle() -> None:
 
 
 def _pass_on(answer: "Future[Answer]", asked: "asyncio.Future[Answer]") -> None:
-    """Copy the result of a future of the loop to a future of any thread."""
+    """Copy the result of a future on the loop to a future for any thread."""
     error = asked.exception()
     if not answer.set_running_or_notify_cancel():
         return  # its caller was cancelled
@@ -380,7 +325,8 @@ def _exit_reason(status: bytes) -> str:
     if code >= 0:
         return f"its process ended with code {code}"
     known = -code in set(signal.Signals)
-    return f"its process got {signal.Signals(-code).name if known else f'signal {-code}'}"
+    cause = ", which the kernel sends when memory runs out (see dmesg)" if -code == signal.SIGKILL else ""
+    return f"its process got {signal.Signals(-code).name if known else f'signal {-code}'}{cause}"
 
 
 def _errors_of(server: Path) -> Path:

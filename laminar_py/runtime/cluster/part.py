@@ -1,28 +1,24 @@
 """Parts: the processes of a run, called with a timeout.
 
-Calls carry typed records or scalars. A call raises `PartDiedError` if the process died, hangs, or raised an error
-of its machine or data; its keeper in `workers` then starts another. It raises `ConfigError` if the user has to
-change a setting, and `PartBugError` for a mistake in this package: both end the run.
+Calls carry typed records or scalars. A call raises `PartCrashedError` if the process crashed, hangs, or raised an
+error of its machine or data; its keeper in `workers` then starts another. It raises `ConfigError` if the user has
+to change a setting, and `PartBugError` for a mistake in this package: both end the run.
 """
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
-from pathlib import Path
 from typing import Protocol, TypeVar
 
-import msgspec
-
 from laminar_py.config.section import ConfigError
-from laminar_py.records.codec import decode, encode
-from laminar_py.runtime.cluster.backend import Process, cluster, on_node
+from laminar_py.records.codec import decode
+from laminar_py.runtime.cluster.backend import Process, cluster
 from laminar_py.runtime.cluster.calls import Answer, Failure, FailureKind, Kind, Raised, Scalar, as_scalar
 from laminar_py.runtime.cluster.errors import (
     NoAnswerError,
     PartBugError,
-    PartDiedError,
+    PartCrashedError,
     UnwritableError,
     for_memory,
 )
@@ -32,17 +28,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANYWHERE = Place()
-PROC = Path("/proc")
-GROUPS = Path("/sys/fs/cgroup")
-LOOK_S = 20.0  # for a node to say how many kills it counts; a process starts there for it
-ENGINE_KILLED = "ended with code 137"  # a SIGKILL, as shells and `engines.sglang.server` report it
 
 
 class Part:
-    """A process of the run, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)` on any node.
-
-    Other processes of the run call it by the name `known_as` (`backend.NamedPart`).
-    """
+    """A process of the run, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)` on any node."""
 
     def __init__(
         self,
@@ -52,18 +41,15 @@ class Part:
         concurrency: int,
         timeout_s: float,
         place: Place = ANYWHERE,
-        known_as: str = "",
     ) -> None:
         self.name = name
         self.place = place
         self._timeout_s = timeout_s
         self._bug: PartBugError | None = None  # raised by a call of `send`
-        self._process: Process = cluster().start(
-            kind, title=name, concurrency=concurrency, place=place, known_as=known_as
-        )
+        self._process: Process = cluster().start(kind, title=name, concurrency=concurrency, place=place)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Scalar:
-        """Call a method, and return its answer. Raises PartDiedError after `timeout_s`, or if the process died.
+        """Call a method, and return its answer. Raises PartCrashedError after `timeout_s`, or after a crash.
 
         Raises ConfigError if the user has to change a setting, such as a model, a port, or memory that only the
         part could check; UnwritableError if a disk is full; PartBugError for a mistake in this package.
@@ -75,10 +61,10 @@ class Part:
                 answer = await asyncio.wrap_future(asked)
         except TimeoutError:
             self.kill()
-            raise PartDiedError(self.name, f"no answer to {method} in {limit:g} s") from None
+            raise PartCrashedError(self.name, f"no answer to {method} in {limit:g} s") from None
         except NoAnswerError as error:
             self.kill()
-            raise PartDiedError(self.name, str(error), vanished=not error.ended_by_run) from error
+            raise PartCrashedError(self.name, str(error)) from error
         if isinstance(answer, Raised):
             self.kill()
             raise self._error(method, answer.failure)
@@ -94,7 +80,7 @@ class Part:
         return decode(kind, answer)
 
     def send(self, method: str, *arguments: object) -> None:
-        """Call a method without waiting; a death or a bug shows at a later `call`, other errors in the log."""
+        """Call a method without waiting; a crash or a bug shows at a later `call`, other errors in the log."""
 
         def answered(done: "Future[Answer]") -> None:
             if not done.cancelled() and done.exception() is None and isinstance(answer := done.result(), Raised):
@@ -119,8 +105,8 @@ class Part:
             case FailureKind.UNWRITABLE:
                 return UnwritableError(f"{self.name}: {reason}")
             case FailureKind.CRASH:
-                told = f"out of memory in {method}: {reason}" if for_memory(reason) else reason
-                return PartDiedError(self.name, told, vanished=ENGINE_KILLED in reason)
+                message = f"out of memory in {method}: {reason}" if for_memory(reason) else reason
+                return PartCrashedError(self.name, message)
 
     def kill(self) -> None:
         """End the process."""
@@ -147,70 +133,3 @@ async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, o
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-
-
-# ---- deaths for want of memory
-
-
-class Kills(msgspec.Struct, frozen=True):
-    """Number of processes that the kernel has killed for want of memory so far, e.g. `Kills(2, own=True)`."""
-
-    count: int
-    own: bool  # of this process's control group; otherwise of the whole host, also of foreign processes
-
-
-def kernel_kills() -> bytes:
-    """Return the encoded `Kills` of this process's control group, or of the host if the group does not count."""
-    for path, own in [*((path, True) for path in _counters_of_group()), (PROC / "vmstat", False)]:
-        with suppress(OSError):
-            for name, _, count in (line.partition(" ") for line in path.read_text().splitlines()):
-                if name == "oom_kill":
-                    return encode(Kills(int(count), own))
-    return encode(Kills(0, own=False))
-
-
-def _counters_of_group() -> Iterator[Path]:
-    """Yield files that may count the kills of this process's control group; a container sees it as topmost."""
-    with suppress(OSError):
-        for line in (PROC / "self/cgroup").read_text().splitlines():
-            _, kinds, group = line.split(":", 2)
-            if not kinds:
-                yield from (folder / "memory.events" for folder in (GROUPS / group.lstrip("/"), GROUPS))
-            elif kinds == "memory":
-                top = GROUPS / "memory"
-                yield from (folder / "memory.oom_control" for folder in (top / group.lstrip("/"), top))
-
-
-class KernelKills:
-    """Explains deaths of parts by rises in their nodes' counts of kills for want of memory.
-
-    Each kill explains one death on its node, the first that asks, and never that of a part that started later.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[str, int]] = {}  # part -> its node, and the last known count there
-        self._told: set[tuple[str, int]] = set()  # kills that explained a death: node, and its count then
-
-    async def note_count(self, part: Part) -> None:
-        """Note the present count of kills on the node of a part that has started."""
-        if part.place.node is not None:
-            self._found[part.name] = part.place.node, (await part.call_for(Kills, "kernel_kills")).count
-
-    async def explain_death(self, death: PartDiedError, node: str | None) -> PartDiedError:
-        """Return a death with its cause: a process that vanished may have been killed for want of memory."""
-        home, before = self._found.get(death.part, (None, 0))
-        if not death.vanished or home is None or home != node or for_memory(death.reason):
-            return death
-        try:
-            async with asyncio.timeout(LOOK_S):
-                found = decode(Kills, await on_node(node, kernel_kills))
-        except (NoAnswerError, TimeoutError):  # the node is gone or hangs, which explains the death
-            return death
-        self._found[death.part] = node, found.count
-        kills = ((node, count) for count in range(before + 1, found.count + 1))
-        kill = next((kill for kill in kills if kill not in self._told), None)
-        if kill is None:
-            return death
-        self._told.add(kill)
-        cause = "the kernel ended a process" if found.own else "the kernel ended a process of its host, perhaps it"
-        return PartDiedError(death.part, f"out of memory: {cause} ({death.reason})", vanished=True)

@@ -83,7 +83,7 @@ class Needs:
 
     @property
     def server_gpus(self) -> int:
-        """GPUs of all servers of the reward."""
+        """GPUs that all reward servers take."""
         return sum(gpus for _, gpus in self.servers)
 
     @property
@@ -101,7 +101,7 @@ class Needs:
 class Plan:
     """Every part's place; relay 0 is the root.
 
-    None stands for a replica or a server without room (after a death, or in a fleet that grows), a replica that
+    None stands for a replica or a server without room (after a crash, or in a fleet that grows), a replica that
     has left, and a relay that no replica needs.
     """
 
@@ -119,7 +119,7 @@ class Plan:
         return frozenset(node for node in (*places, *self.relays) if node is not None)
 
     def relay_of(self, replica: int, tree: Topology) -> int:
-        """Return the relay that a replica pulls from: that of its host, or on a single host one of the leaves."""
+        """Return the relay that a replica pulls from: its host's relay, or on a single host one of the leaves."""
         if len(set(self.relays)) == 1:
             return tree.node_of_replica(replica)
         place = self.replicas[replica]
@@ -130,9 +130,9 @@ class Plan:
 def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) -> Plan:
     """Place all parts on `nodes`, which include the controller's.
 
-    `keep` is an earlier plan, whose nodes may have died or whose fleet had another size: live parts keep their
+    `keep` is an earlier plan, whose nodes may be gone or whose fleet had another size: live parts keep their
     places. Replicas without room then have no place, nor has a server if another of its pool has one. The
-    learner's ranks live and die together. Raises `ConfigError` if there are too few nodes or GPUs.
+    learner's ranks start and end together. Raises `ConfigError` if there are too few nodes or GPUs.
     """
     alive = {node.id for node in nodes}
     free = Counter({node.id: node.gpus for node in nodes})
@@ -141,19 +141,19 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     reference = keep.reference if keep and keep.reference and keep.reference.node in alive else None
     servers = [place if place and place.node in alive else None for place in keep.servers] if keep else []
     servers = servers or [None for _ in needs.servers]
-    _take(free, [*replicas.values(), *servers, reference])
+    _reserve_gpus(free, [*replicas.values(), *servers, reference])
     learner = keep.learner if keep and all(place.node in alive for place in keep.learner) else None
     if learner is None:
         occupied = {place.node for place in replicas.values()} if not needs.shared_nodes else set()
         learner = _place_learner(needs, [node for node in nodes if node.id not in occupied], free)
-    _take(free, learner)
+    _reserve_gpus(free, learner)
     if needs.reference and reference is None:
         reference = _place_reference(needs, nodes, free, learner)
-        _take(free, [reference])
+        _reserve_gpus(free, [reference])
     for index, place in enumerate(servers):
         if place is None:
             servers[index] = _place_server(needs, index, nodes, free, (*learner, *servers), first=keep is None)
-            _take(free, [servers[index]])
+            _reserve_gpus(free, [servers[index]])
     replicas = _place_replicas(needs, nodes, free, learner, replicas, first=keep is None)
     placed = tuple(replicas.get(index) for index in range(needs.replicas))
     return Plan(
@@ -171,7 +171,7 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     )
 
 
-def _take(free: Counter[str], places: Iterable[Place | None]) -> None:
+def _reserve_gpus(free: Counter[str], places: Iterable[Place | None]) -> None:
     for place in filter(None, places):
         assert place.node is not None, "a plan names a node for every part"
         free[place.node] -= place.gpus
@@ -287,7 +287,7 @@ def _place_replicas(
                 if first:
                     raise
                 continue
-            _take(free, [replicas[index]])
+            _reserve_gpus(free, [replicas[index]])
     return replicas
 
 
@@ -340,7 +340,7 @@ def place_relays(
 ) -> tuple[str | None, ...]:
     """Return the host of each relay: the root's, and each other host of a replica; on a single node `num_relays`.
 
-    `learner` and `hosts` are the hosts of ranks and replicas; `before` are those of the relays in the plan before.
+    `learner` and `hosts` are the hosts of ranks and replicas; `before` has the relays of the plan before.
     A live and needed relay keeps its number and host. None: no replica needs the relay now.
     """
     root, hosts = learner[0], list(dict.fromkeys(hosts))
@@ -359,17 +359,17 @@ def place_relays(
 
 
 class Placement:
-    """Holds the present plan, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a death.
+    """Holds the present plan, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a crash.
 
     GPUs that were free when a node was first used are this run's from then on. Raises `ConfigError` as `make_plan`
     does when it is made.
     """
 
-    def __init__(self, needs: Needs, see: Callable[[], list[Node]]) -> None:
+    def __init__(self, needs: Needs, list_nodes: Callable[[], list[Node]]) -> None:
         self._needs = needs
-        self._see = see
-        self._known = {node.id: node for node in see()}
-        self._ips = {node.id: node.ip for node in self._known.values()}  # also of dead nodes
+        self._list_nodes = list_nodes
+        self._known = {node.id: node for node in list_nodes()}
+        self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that are gone
         self._here = next((node.id for node in self._known.values() if node.here), None)
         self.plan = make_plan(needs, list(self._known.values()))
         self.used = set(self.plan.nodes)  # of all plans so far
@@ -377,23 +377,24 @@ class Placement:
         self._looked = -math.inf  # when nodes were last listed, on the loop's clock
 
     async def refresh(self, *, age_s: float = 0.0) -> None:
-        """Make a new plan if a node in use died or a replica has no place; `RunFailedError` if too little is left.
+        """Make a new plan if a node in use is gone or a replica has no place.
 
-        Callers share one list of nodes, which is at most `age_s` older than the call.
+        Raises `RunFailedError` if too little is left. Callers share one list of nodes, which is at most
+        `age_s` older than the call.
         """
         loop = asyncio.get_running_loop()
         oldest = loop.time() - age_s
         async with self._looking:
             if self._looked <= oldest:
                 began = loop.time()
-                self._plan_anew(await asyncio.to_thread(self._see))
+                self._plan_anew(await asyncio.to_thread(self._list_nodes))
                 self._looked = began
 
     async def scale(self, needs: Needs) -> None:
         """Make a new plan for a fleet of another size; live parts keep their places. Raises `RunFailedError`."""
         async with self._looking:
             self._needs = needs
-            self._plan_anew(await asyncio.to_thread(self._see), scaled=True)
+            self._plan_anew(await asyncio.to_thread(self._list_nodes), scaled=True)
 
     @property
     def needs(self) -> Needs:
@@ -404,9 +405,9 @@ class Placement:
         alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
         self._known = {id: node for id, node in self._known.items() if id in alive}  # new nodes are added below
-        dead = self.plan.nodes - set(alive)
+        gone = self.plan.nodes - set(alive)
         replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self._needs.gone]
-        if not dead and not scaled and None not in (*replicas, *self.plan.servers):
+        if not gone and not scaled and None not in (*replicas, *self.plan.servers):
             return
         # on unused nodes other programs may have taken or freed GPUs
         self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes}
@@ -414,12 +415,18 @@ class Placement:
         try:
             self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
         except ConfigError as error:
-            raise RunFailedError(f"nodes of the cluster died, and what is left is too little: {error}") from None
+            raise RunFailedError(
+                f"nodes of the cluster are gone, and what is left is too little: {error}"
+            ) from None
         self.used |= self.plan.nodes
         if not any(self.plan.replicas):
-            raise RunFailedError("nodes of the cluster died, and no replica has a place; join others and --resume")
+            raise RunFailedError(
+                "nodes of the cluster are gone, and no replica has a place; join others and --resume"
+            )
         if self.plan != before:
-            log.log(logging.WARNING if dead else logging.INFO, "nodes %s died; plan: %s", sorted(dead), self.plan)
+            log.log(
+                logging.WARNING if gone else logging.INFO, "nodes %s are gone; plan: %s", sorted(gone), self.plan
+            )
 
     @property
     def spread(self) -> bool:

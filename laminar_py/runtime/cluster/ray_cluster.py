@@ -1,4 +1,4 @@
-"""A Ray cluster: joined, or started on this machine; its processes host the same objects as forked ones.
+"""A Ray cluster that the run joins; its processes host the same objects as forked ones.
 
 One thread makes all calls that may wait for Ray's processes, since an event loop would stand still with them. Ray
 receives the calls in the order in which they were asked for: the start of a process, calls on it, its end. The
@@ -10,14 +10,10 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import socket
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -40,19 +36,13 @@ from laminar_py.runtime.cluster.calls import (
 )
 from laminar_py.runtime.cluster.errors import NoAnswerError, RunFailedError
 from laminar_py.runtime.cluster.placement import Node, Place
-from laminar_py.runtime.cluster.variables import WORKERS_READ, use_token_of_cluster
+from laminar_py.runtime.cluster.variables import WORKERS_READ
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
-GCS_START_S = 60.0  # for the first of Ray's processes, which may die without a message
-START_S = 180.0  # for Ray on this machine, which other work may delay
 LOW = 10  # priority, as `nice` has it
-LOOK_S = 0.1  # between two checks for its node
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between look-ups of a missing actor
-RAY_LOGS = Path(tempfile.gettempdir()) / "ray/session_latest/logs"
 
 
 class RayCluster:
@@ -61,7 +51,7 @@ class RayCluster:
     def __init__(self) -> None:
         self.here = ray.get_runtime_context().get_node_id()
 
-    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place, known_as: str = "") -> "RayProcess":
+    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place) -> "RayProcess":
         """Start an actor that hosts an object of `kind`. Ray never restarts it, and reserves no CPU for it.
 
         If its place names a node, it runs there or nowhere, and sees its own GPUs only.
@@ -75,7 +65,6 @@ class RayCluster:
                 num_gpus=place.gpus,
                 max_restarts=0,
                 max_concurrency=concurrency,
-                name=known_as or None,
                 scheduling_strategy=strategy,
             )
             return options.remote(path, title, concurrency)
@@ -99,7 +88,7 @@ class RayCluster:
         return sorted(found, key=lambda node: (not node.here, node.ip, node.id))
 
     async def all_placed(self) -> bool:
-        """Return True once every process that this one started has its GPUs, or has died."""
+        """Return True once every process that this one started has its GPUs, or has crashed."""
         return await call_and_wait(_all_placed)
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
@@ -123,7 +112,7 @@ class RayCluster:
         return found
 
     def close(self) -> None:
-        """Leave the cluster; a cluster that this process started ends."""
+        """Leave the cluster."""
         drain_calls()
         ray.shutdown()
 
@@ -136,9 +125,9 @@ class RayProcess:
 
     def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
         """Call a method once Ray accepts the call; the inner future is its answer, or raises `NoAnswerError`."""
-        return call_soon(self._ask, method, *arguments)
+        return call_soon(self._begin_call, method, *arguments)
 
-    def _ask(self, method: str, *arguments: Scalar) -> "Future[Answer]":
+    def _begin_call(self, method: str, *arguments: Scalar) -> "Future[Answer]":
         answer = Future[Answer]()
         try:
             asked = self._actor.result().answer.remote(method, *arguments).future()
@@ -157,40 +146,6 @@ class RayProcess:
             ray.kill(self._actor.result())
 
 
-class NamedActor:
-    """Calls an actor by name, also after its keeper has restarted it.
-
-    E.g. `NamedActor("math-3.1.environment-0")`.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._handle: ray.actor.ActorHandle | None = None
-        self._looking = asyncio.Lock()  # one caller looks it up for all
-
-    async def call_method(self, method: str, *arguments: Scalar) -> Answer:
-        """Return the answer of a method. Raises `NoAnswerError` if the process ends meanwhile."""
-        handle = await self._find()
-        try:
-            return read_answer(await handle.answer.remote(method, *arguments))
-        except RayError as error:
-            if self._handle is handle:
-                self._handle = None
-            raise NoAnswerError(_reason(error)) from error
-
-    async def _find(self) -> "ray.actor.ActorHandle":
-        """Wait for a process with the name, and return it."""
-        pause_s = FIRST_PAUSE_S
-        async with self._looking:
-            while self._handle is None:
-                try:
-                    self._handle = await asyncio.to_thread(ray.get_actor, self._name)
-                except (RayError, ValueError):  # no actor has it yet
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            return self._handle
-
-
 class _Actor:
     """Ray's actor around an object of a class."""
 
@@ -203,64 +158,8 @@ class _Actor:
 
 
 @contextlib.contextmanager
-def local_ray() -> Iterator[RayCluster]:
-    """Start a Ray cluster of one node on loopback with token authentication; end it on exit."""
-    try:
-        with _patient_on_loopback():
-            context = ray.init(
-                address="local",  # whatever RAY_ADDRESS says
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                object_store_memory=128 * 2**20,
-                _node_ip_address=LOOPBACK,
-            )
-    except Exception as error:  # noqa: BLE001 - Ray raises that very class, too
-        reason = " ".join(str(error).split()).split(". ")[0]
-        raise RunFailedError(
-            f"Ray does not start on this machine ({reason}); see {RAY_LOGS}, end what takes its memory or its"
-            " cores, or start it yourself (`ray start --head`) and set cluster.address=auto"
-        ) from None
-    session = Path(context.address_info["session_dir"])
-    try:
-        yield (cluster := RayCluster())
-    finally:
-        cluster.close()
-        shutil.rmtree(session, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _patient_on_loopback() -> Iterator[None]:
-    """Make Ray keep the loopback address, and wait longer for its own processes than 30 s.
-
-    By default Ray replaces the loopback address by one that other hosts reach, and listens on all interfaces. No
-    argument of Ray changes either, so this replaces two of its functions meanwhile.
-    """
-    constants, services = ray._private.ray_constants, ray._private.services
-    clusters, get_node = constants.ENABLE_RAY_CLUSTER, services.get_node
-    deadline = time.monotonic() + START_S
-
-    def wait_for_node(gcs_address: str, node_id: str) -> object:
-        while True:
-            try:
-                return get_node(gcs_address, node_id)
-            except RuntimeError:  # it has not registered yet
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(LOOK_S)
-
-    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{GCS_START_S:.0f}")
-    constants.ENABLE_RAY_CLUSTER, services.get_node = False, wait_for_node
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER, services.get_node = clusters, get_node
-
-
-@contextlib.contextmanager
 def joined_ray(address: str) -> Iterator[RayCluster]:
     """Join a running cluster, and leave it on exit. Raises `ConfigError` if there is none at `address`."""
-    use_token_of_cluster()
     folder = os.getcwd()
 
     def enter() -> None:
@@ -339,7 +238,7 @@ def _pass_on(answer: "Future[Answer]", asked: "Future[bytes]") -> None:
         return  # its caller was cancelled
     error = asked.exception()
     if isinstance(error, RayError):
-        answer.set_exception(NoAnswerError(_reason(error), ended_by_run="ray.kill" in str(error)))
+        answer.set_exception(NoAnswerError(_reason(error)))
     elif error is not None:
         answer.set_exception(error)
     else:

@@ -53,7 +53,7 @@ class Line:
         self._closed = False
 
     def send_order(self, order: Order) -> None:
-        """Send an order at the end of this turn of the event loop, or once the replica is connected.
+        """Send an order at the end of this event loop turn, or once the replica is connected.
 
         An order to a closed line is dropped.
         """
@@ -138,7 +138,7 @@ class Line:
         self._is_there = False
 
     def close(self) -> None:
-        """End all requests without an answer, those that wait and those to come; drop later orders."""
+        """End all waiting and later requests without an answer; drop later orders."""
         self._closed = True
         for asked in self._requests.values():
             if not asked.done():
@@ -170,7 +170,7 @@ class Line:
 
 
 class ReplicaHub:
-    """Serves all lines; awaits `take` with the reports that arrive together.
+    """Serves all lines; awaits `on_reports` with the reports that arrive together.
 
     A line silent for `patience_s` is lost.
     """
@@ -179,11 +179,11 @@ class ReplicaHub:
         self,
         post: PeerServer,
         *,
-        take: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
+        on_reports: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
         patience_s: float,
     ) -> None:
         self._post = post
-        self._take = take
+        self._on_reports = on_reports
         self._patience_s = patience_s
         self._check_s = min(CHECK_S, patience_s / 8)
         self._loop = asyncio.get_running_loop()
@@ -191,7 +191,7 @@ class ReplicaHub:
         self._last_s: dict[Line, float] = {}  # when the last frame of each line arrived, the oldest first
         self._sent_s: dict[Line, float] = {}  # when unacknowledged orders were sent, the oldest first
         self._to_send: dict[Line, None] = {}
-        self._due = False  # `_send_due` runs at the end of this turn of the loop
+        self._due = False  # `_send_due` runs at the end of this event loop turn
         self._checked_s = self._loop.time()
         self._taking = asyncio.Lock()  # held while reports are taken in
 
@@ -219,7 +219,7 @@ class ReplicaHub:
             pass
 
     def send_soon(self, line: Line) -> None:
-        """Send the due frames of a line at the end of this turn of the event loop."""
+        """Send the due frames of a line at the end of this event loop turn."""
         self._to_send[line] = None
         if not self._due:
             self._due = True
@@ -262,7 +262,7 @@ class ReplicaHub:
         async with self._taking:
             for first in range(0, len(came), MOST_REPORTS):
                 some = came[first : first + MOST_REPORTS]
-                await self._take([(line, report) for line, _, report in some])
+                await self._on_reports([(line, report) for line, _, report in some])
                 for line, up, _ in some:
                     line.acknowledge(up)
                 await asyncio.sleep(0)

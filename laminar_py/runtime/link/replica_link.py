@@ -53,7 +53,7 @@ class Commanded(Protocol):
         ...
 
     async def stop(self, *, evaluations: bool) -> None:
-        """Interrupt all training trajectories, and with `evaluations` those of evaluations."""
+        """Interrupt all training trajectories, and with `evaluations` all others too."""
         ...
 
     async def survey(self) -> Survey:

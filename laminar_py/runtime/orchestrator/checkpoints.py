@@ -3,7 +3,7 @@
 Owned by the trainer. States of a checkpoint: the learner copies its state (`begin`) -> its files are written ->
 complete on disk -> on record -> older ones are deleted. There is one at a time. The ledger has a checkpoint only
 when all its files are on disk, and an older one is deleted only when that record is on disk too, also in the run's
-folder. So a death or a power cut at any moment leaves the checkpoint before, and the steps since can be undone
+folder. So a crash or a power cut at any moment leaves the checkpoint before, and the steps since can be undone
 (law 1). Pieces that a kept checkpoint may need are not archived.
 """
 
@@ -20,7 +20,7 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.recovery import checkpoints_on_record, newest_there
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Checkpointed
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.workers.incarnation import Incarnation
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def checkpoint_name(step: int, *, incarnation: int, restarts: int) -> str:
 
 
 def on_record(run: RunFolder) -> list[Checkpointed]:
-    """Return the checkpoints in the ledger, the newest first, also those whose folders are gone."""
+    """Return the checkpoints in the ledger, the newest first, also checkpoints without a folder."""
     with reading(run.live_ledger) as connection:
         return checkpoints_on_record(connection)
 
@@ -90,7 +90,7 @@ class Checkpoints:
 
     @property
     def failure(self) -> BaseException | None:
-        """Error of the newest checkpoint: PartDiedError if the learner died before it was complete."""
+        """Error of the newest checkpoint: PartCrashedError if the learner crashed before it was complete."""
         return self._writing.exception() if self._writing is not None and self._writing.done() else None
 
     async def begin(self, name: str, *, step: int, version: int) -> None:
@@ -104,7 +104,7 @@ class Checkpoints:
         self._writing = asyncio.create_task(work, name=f"checkpoint-{step}")
 
     async def finish(self) -> None:
-        """Wait until the newest checkpoint is on record. Raises PartDiedError if the learner died before."""
+        """Wait until the newest checkpoint is on record. Raises PartCrashedError if the learner crashed before."""
         if self._writing is not None:
             await self._writing
 
@@ -115,16 +115,16 @@ class Checkpoints:
         if self.failure is None:
             await asyncio.Event().wait()  # nothing is written, so nothing can fail
 
-    async def settle(self) -> PartDiedError | None:
-        """Wait, after the learner's death, for its checkpoint; return the death if it was not completed."""
+    async def settle(self) -> PartCrashedError | None:
+        """Wait, after the learner's crash, for its checkpoint; return the crash if it was not completed."""
         try:
             await self.finish()
-        except PartDiedError as error:
+        except PartCrashedError as error:
             return error
         return None
 
     def start_over(self) -> None:
-        """Forget the unfinished checkpoint of a dead learner."""
+        """Forget the unfinished checkpoint of a crashed learner."""
         self._writing = None
 
     async def close(self) -> None:
@@ -149,7 +149,7 @@ class Checkpoints:
         await self._archive(self._kept[0].step)
 
     def _delete_others(self) -> None:
-        """Delete older checkpoints, and folders that a death left half written, unrecorded or half deleted.
+        """Delete older checkpoints, and folders that a crash left half written, unrecorded or half deleted.
 
         A folder is renamed first, so that a reader finds all of it or nothing.
         """

@@ -61,7 +61,7 @@ from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishedTrajectory, Kind, Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.runtime.cluster.backend import all_placed
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.link.hub import Line
 from laminar_py.runtime.link.messages import Abort, CallOff
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
@@ -106,7 +106,7 @@ PROGRESS_S = 15.0  # between lines on the progress of an evaluation
 
 def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuing: Tick, stats: Stats) -> None:
     """Send orders to replicas: aborts, assignments, called-off moves. One turn of the loop of `issuing`."""
-    replicas.heed_plan()
+    replicas.update_places()
     for index, trajectory_ids in scheduler.book.take_aborts().items():
         replicas.send_order(index, Abort(list(trajectory_ids)))
     for index, assignments in scheduler.dispatcher.dispatch().items():
@@ -182,7 +182,7 @@ async def refer(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) ->
 async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
     """Train on batches of ready groups until all steps are done or the run is to end, then save a checkpoint.
 
-    If the learner dies, it restarts from its last checkpoint, and the batch is ready again.
+    If the learner crashes, it restarts from its last checkpoint, and the batch is ready again.
     """
     while not trainer.is_done:
         batch = None
@@ -191,7 +191,7 @@ async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
             if batch is None:
                 break
             outcome = await trainer.learn(batch)
-        except PartDiedError as error:
+        except PartCrashedError as error:
             if batch is not None:
                 await scheduler.consumption.put_back(batch)
             await trainer.go_back(error)
@@ -246,7 +246,7 @@ class Controller:
             relays=relays,
             payload=payload,
             issuing=self._issuing,
-            take=self._reports.hand_over,
+            on_reports=self._reports.hand_over,
         )
         self._scoring = self._make_scoring()
         self._evaluator = self._make_evaluator()
@@ -263,7 +263,7 @@ class Controller:
             scheduler=self._scheduler,
             payload=self._payload,
             deliver=self._scores.hand_over,
-            say=self._view.notice,
+            show_line=self._view.notice,
             end=self._stop.fail,
             trains=self._source is None,
         )
@@ -276,7 +276,7 @@ class Controller:
             issuing=self._issuing,
             hold=self._hold,
             publish=self._evaluated,
-            say=self._view.notice,
+            show_line=self._view.notice,
             trains=self._source is None,
         )
 
@@ -337,7 +337,7 @@ class Controller:
             await self._close(summary)
 
     async def _start_parts(self) -> None:
-        """Spawn all processes, start those that need no learner, and continue interrupted trajectories."""
+        """Spawn all processes, start the parts that need no learner, and continue interrupted trajectories."""
         makes_versions = self._weights if self._learning is None else self._learning.learner
         parts = (self._scoring, self._environments, makes_versions, self._replicas, self._reference)
         for part in (self._payload.stores, *(one for one in parts if one is not None)):
@@ -526,7 +526,7 @@ class Controller:
                 rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens)
                 chores.create_task(placed, name="placed")
                 chores.create_task(rows, name="fleet-rows")
-                chores.create_task(self._learning.fleet.run(say=self._view.notice), name="scale")
+                chores.create_task(self._learning.fleet.run(show_line=self._view.notice), name="scale")
 
     async def _keep_deadlines(self) -> None:
         """Enforce deadlines, which depend on time alone, and show the progress of the run."""

@@ -33,7 +33,7 @@ class Moment:
 
 
 class Evaluator:
-    """Evaluates the sets. `hold` makes the relays keep a version, `publish` gets results, `say` shows lines.
+    """Evaluates the sets. `hold` makes the relays keep a version, `publish` gets results, `show_line` shows lines.
 
     A resumed run continues open passes, and repeats neither results nor past marks of `at_seconds`. A run that
     `trains` skips an evaluation whose version is lost; `laminar eval` fails.
@@ -48,7 +48,7 @@ class Evaluator:
         issuing: Tick,
         hold: Callable[[int], Awaitable[None]],
         publish: Callable[[Evaluated], None],
-        say: Callable[[str], None],
+        show_line: Callable[[str], None],
         trains: bool = True,
     ) -> None:
         config = incarnation.config
@@ -63,7 +63,7 @@ class Evaluator:
         self._issuing = issuing
         self._trains = trains
         self._publish = publish
-        self._say = say
+        self._show_line = show_line
         to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
         self._marks_s = sorted(to_come, reverse=True)
         self._held: list[tuple[Moment, list[str]]] = []  # deferred: moment and sets
@@ -143,7 +143,7 @@ class Evaluator:
             task.result()
 
     async def finish(self, last: Moment) -> None:
-        """After RL, with idle replicas, run the deferred evaluations and that of the last version."""
+        """After RL, with idle replicas, run the deferred evaluations and evaluate the last version."""
         if not self._all:
             return
         await asyncio.gather(*self._running)
@@ -221,7 +221,7 @@ class Evaluator:
         result = await _evaluated(evaluation, name, moment)
         if result is None:
             none = f"none of {len(evaluation.answers)} answers could be scored"
-            self._say(f"{name}: no figures at step {moment.step}: {none}")
+            self._show_line(f"{name}: no figures at step {moment.step}: {none}")
         else:
             self._results.add((result.step, name))
             self._publish(result)

@@ -1,11 +1,12 @@
-"""The size of the fleet of a running run: which replicas join and leave, and where the work of a leaving one goes.
+"""The fleet while a run goes: which replicas join and leave, and where the work of a leaving replica moves.
 
 Owned by the controller. `laminar scale` writes requests into the run's folder (`ledger.scaling`). Each request is
-checked like a config, recorded as `Scaled`, and answered. States of a replica:
+checked like a config, recorded as `Scaled`, and answered. States of a replica, which the scheduler's view and
+`Replicas.left` hold:
 
-    JOINED -> LEAVING  the fleet shrinks, or loses its server: the replica gets no new work
-    LEAVING -> JOINED  the fleet grows again before the replica is empty
-    LEAVING -> LEFT    the replica is empty: its work has ended there, or moved to others
+    member  -> leaving  the fleet shrinks, or loses its server: the replica gets no new work
+    leaving -> member   the fleet grows again before the replica is empty
+    leaving -> left     the replica is empty: its work has ended there, or moved to others; or it never started
 
 A change of size loses no work (law 1): trajectories of a leaving replica move to replicas of the same version with
 room, by the moves of repacking, or end where they run. Other replicas neither stop nor reload.
@@ -26,7 +27,7 @@ from laminar_py.control.dispatcher import Tick
 from laminar_py.control.drops import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import max_groups
-from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, ScaleRequests
+from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, answer_request, read_request, refuse_request
 from laminar_py.records.events import Scaled
 from laminar_py.repack.migration import Migration
 from laminar_py.repack.planner import plan_leaving
@@ -76,35 +77,42 @@ class ElasticFleet:
         self._scoring = scoring
         self._issuing = issuing
         self._config = incarnation.config  # with the present size of the fleet
-        self._requests = ScaleRequests(incarnation.run.path)
-        self._members = list(range(self._config.rollout.replicas))  # numbers of replicas, without leaving ones
-        self._leaving: list[int] = []
-        self._gone: set[int] = set()
+        self._run = incarnation.run.path
+        self._left: set[int] = set()  # replicas whose leave the user and the plan know
         self._servers = dict(enumerate(self._config.rollout.engine.servers))
         self._hosts = dict(enumerate(self._config.rollout.engine.hosts))
         self._planning = asyncio.Lock()
-        self._reported: set[int] = set()  # failing replicas that were reported
         self._repacks = self._config.repacks  # if not, it starts with the second replica
 
-    async def run(self, *, say: Callable[[str], None]) -> None:
-        """Serve requests until cancelled; refuse those that were made before the start."""
-        await asyncio.to_thread(self._requests.clear)
-        await asyncio.to_thread(self._requests.refuse_all, "the run was started again meanwhile; ask once more")
+    async def run(self, *, show_line: Callable[[str], None]) -> None:
+        """Serve requests until cancelled; refuse a request from before the start."""
+        await asyncio.to_thread(refuse_request, self._run, "the run was started again meanwhile; ask once more")
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._end_leaving(tasks, say), name="end-leaving")
+            tasks.create_task(self._end_leaving(tasks, show_line), name="end-leaving")
             while True:
-                for request in await asyncio.to_thread(self._requests.take_requests):
+                if (request := await asyncio.to_thread(read_request, self._run)) is not None:
                     answer = await self._serve(request)
-                    say(answer.line)
-                    await asyncio.to_thread(self._requests.answer, request, answer)
+                    show_line(answer.line)
+                    await asyncio.to_thread(answer_request, self._run, request, answer)
                 if self._config.repacks and not self._repacks:
                     self._repacks = True
                     tasks.create_task(self._repack(), name="repack")
                 await asyncio.sleep(HOUSEKEEPING_S)
 
     async def close(self) -> None:
-        """Refuse all open requests, since the run ends."""
-        await asyncio.to_thread(self._requests.refuse_all, "the run ends; go on with it under --resume")
+        """Refuse an open request, since the run ends."""
+        await asyncio.to_thread(refuse_request, self._run, "the run ends; go on with it under --resume")
+
+    @property
+    def _members(self) -> list[int]:
+        """Numbers of the replicas that stay."""
+        return [index for index, view in self._views.by_index.items() if not view.leaving]
+
+    @property
+    def _leaving(self) -> list[int]:
+        """Numbers of the replicas that leave and still have work, or are about to end."""
+        views = self._views.by_index.items()
+        return [index for index, view in views if view.leaving and index not in self._replicas.left]
 
     async def _repack(self) -> None:
         """Start to repack a fleet that began with one replica."""
@@ -141,8 +149,8 @@ class ElasticFleet:
 
     def _choose(self, config: RunConfig) -> Change:
         """Choose the change to a config's fleet: replicas without a process leave first, then the least busy."""
-        members = [index for index in self._members if not self._replicas.is_ended(index)]
-        may_return = [index for index in self._leaving if not self._replicas.is_ended(index)]
+        members = self._members
+        may_return = [index for index in self._leaving if not self._replicas.is_ending(index)]
         wanted = [_plain(url) for url in config.rollout.engine.servers]
         if wanted:
             known = {index: _plain(url) for index, url in self._servers.items()}
@@ -176,10 +184,9 @@ class ElasticFleet:
         self._servers |= servers
         self._hosts |= {index: hosts[server] for index, server in servers.items()}
         self._config = config
-        self._members = sorted([*change.stay, *change.back, *joining])
-        self._leaving = [index for index in self._leaving if index not in change.back] + change.leave
-        told = tuple(self._servers[index] for index in self._members) if self._servers else ()
-        self._incarnation.ledger.append(Scaled(tuple(self._members), told))
+        members = sorted([*change.stay, *change.back, *joining])
+        urls = tuple(self._servers[index] for index in members) if self._servers else ()
+        self._incarnation.ledger.append(Scaled(tuple(members), urls))
         for index in (*change.back, *joining):
             self._scheduler.join(index)
         for index in change.leave:
@@ -192,48 +199,46 @@ class ElasticFleet:
         await self._incarnation.ledger.copy()
 
     async def _plan(self) -> None:
-        """Make a plan with places for joined replicas and none for those that have left."""
+        """Make a plan with places for joined replicas and without places for replicas that have left."""
         async with self._planning:  # so that the last of two plans has the newest demand
             count = len(self._views.by_index)
             hosts = tuple(self._hosts[index] for index in range(count)) if self._hosts else ()
-            needs = replace(self._placement.needs, replicas=count, gone=frozenset(self._gone), hosts=hosts)
+            needs = replace(
+                self._placement.needs, replicas=count, gone=frozenset(self._replicas.left), hosts=hosts
+            )
             await self._placement.scale(needs)
         self._issuing.wake()
 
     def _describe_change(self, before: int, change: Change) -> str:
         """Return a line on a change, e.g. "replicas 2 -> 6: 4 join; 6 have a place"."""
         places = self._placement.plan.replicas
-        placed = sum(places[index] is not None for index in self._members)
+        members = self._members
+        placed = sum(places[index] is not None for index in members)
         words = [
             f"{count} {verb}" for count, verb in ((change.join, "join"), (len(change.back), "come back")) if count
         ]
         if change.leave:
             words.append(f"{len(change.leave)} leave as soon as what they have has moved or ended")
-        more = "" if placed == len(self._members) else ", the others wait for a node that has room"
+        more = "" if placed == len(members) else ", the others wait for a node that has room"
         done = ", ".join(words) or "nothing changes"
-        return f"replicas {before} -> {len(self._members)}: {done}; {placed} have a place{more}"
+        return f"replicas {before} -> {len(members)}: {done}; {placed} have a place{more}"
 
-    # ---- those that leave
+    # ---- leaving replicas
 
-    async def _end_leaving(self, moving: asyncio.TaskGroup, say: Callable[[str], None]) -> None:
-        """Empty leaving replicas, end the empty ones, and report those that do not start; until cancelled."""
+    async def _end_leaving(self, moving: asyncio.TaskGroup, show_line: Callable[[str], None]) -> None:
+        """Empty leaving replicas, end the empty ones, and report replicas that never started; until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            if left := self._replicas.take_left():
-                self._gone |= set(left)
-                for index, reason in left.items():
-                    if reason != SCALED:
-                        say(f"replica {index} is taken out again: {reason}")
-                self._members = [index for index in self._members if index not in left]
-                self._leaving = [index for index in self._leaving if index not in left]
+            if left := self._replicas.left.keys() - self._left:
+                self._left |= left
+                for index in left:
+                    if (reason := self._replicas.left[index]) != SCALED:
+                        show_line(f"replica {index} is taken out again: {reason}")
                 await self._plan()
-            for index in set(self._replicas.failing) - self._reported:
-                self._reported.add(index)
-                reason = self._replicas.failing[index]
-                say(f"replica {index} does not start ({reason}); it is tried again, see logs/replica-{index}.log")
-            if self._leaving:
+            leaving = [index for index in self._leaving if not self._replicas.is_ending(index)]
+            if leaving:
                 self._issuing.at_once()  # partial responses that only they can continue go to them first
-            for index in [index for index in self._leaving if not self._replicas.is_ended(index)]:
+            for index in leaving:
                 if not self._views.by_index[index].in_flight and not self._scheduler.moves.expected(index):
                     self._replicas.remove(index)
             await self._empty(moving)
@@ -244,7 +249,7 @@ class ElasticFleet:
         by_version: dict[int | None, list[int]] = {}
         for index in self._leaving:
             view = self._views.running(index)  # a replica that starts cannot answer
-            if view is not None and view.in_flight and not self._replicas.is_ended(index):
+            if view is not None and view.in_flight and not self._replicas.is_ending(index):
                 by_version.setdefault(view.version if drains else None, []).append(index)
         rooms = self._rooms(by_version)
         plans = (self._empty_all(version, by_version[version], room, moving) for version, room in rooms.items())

@@ -176,7 +176,7 @@ def lead(
     disk = own_disk(resume.path if resume else config.runs, config.runs_local)
     inputs = check_inputs(config, trains=trains)
     if resume:
-        _take_up(resume, inputs, console, config=config, disk=disk)
+        _take_up(resume, inputs, console, disk=disk)
     with open_cluster(config.cluster.address):
         # a run that cannot be placed leaves no folder
         placement = asyncio.run(place_parts(config, resume=resume is not None))
@@ -194,7 +194,7 @@ def lead(
     return ending
 
 
-def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, config: RunConfig, disk: Path | None) -> None:
+def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, disk: Path | None) -> None:
     """Lock a run to resume, end processes of a killed controller, check the run. Raises ConfigError."""
     run.lock()
     reaped = run.reap()
@@ -202,7 +202,7 @@ def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, config: RunCon
     if run.has_ledger:
         refuse_simulated(run)
         refuse_other_rows(run, inputs.digests)
-        refuse_other_prompts(run, inputs, config)
+        refuse_other_prompts(run, inputs)
         print_fallback(run, console)  # refuse now rather than when all parts are up
     if reaped:
         console.print(f"ended {reaped} processes that a killed run had left")
@@ -232,9 +232,9 @@ def _lead_logged(opened: Opened, make: Callable[[Opened], Leader]) -> Result:
         if unwritten is not None:
             log.critical("the run ends", exc_info=error)
             raise RunFailedError(_needs(run, unwritten)) from None
-        told = next((one for one in errors if isinstance(one, (RunFailedError, ConfigError))), None)
-        if bug is None and told is not None:
-            raise told from None
+        known = next((one for one in errors if isinstance(one, (RunFailedError, ConfigError))), None)
+        if bug is None and known is not None:
+            raise known from None
         log.critical("the run ends", exc_info=error)
         raise RunFailedError(unexpected_message(bug or errors[0], run.logs / CONTROLLER_LOG)) from None
 

@@ -6,11 +6,7 @@ Called by `launch`. The record names prompts by their rows and ids, so each must
 import numpy as np
 from rich.console import Console
 
-from laminar_py.config.loading import load_config
-from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.data.sources import raw_fields
-from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.ledger.recovery import known_prompts, last_start
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.trajectory import Prompt
@@ -45,7 +41,7 @@ def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
         )
 
 
-def refuse_other_prompts(run: RunFolder, inputs: Inputs, config: RunConfig) -> None:
+def refuse_other_prompts(run: RunFolder, inputs: Inputs) -> None:
     """Refuse a tokenizer, a chat template or a task that makes other prompts of the same rows.
 
     Compares at most `MOST` prompts on record with newly made ones. Raises `ConfigError`.
@@ -53,9 +49,11 @@ def refuse_other_prompts(run: RunFolder, inputs: Inputs, config: RunConfig) -> N
     evaluated = {prompt.id: prompt for prompts in inputs.sets.values() for prompt in prompts}
     for known in known_prompts(run.live_ledger, most=MOST):
         now = inputs.stream.find(known.id) or evaluated.get(known.id)
-        if now is not None and not is_same(known, now):
-            change = describe_change(known, now, inputs.tokenizer, config, began=load_config(run.config, []))
-            raise ConfigError(f"{change} than when {run.path} began; bring that back, or start a new run")
+        if now is not None and (change := _change(known, now)) is not None:
+            raise ConfigError(
+                f"run={run.path}: prompt {known.id} has {change} than when the run began; bring back the rows,"
+                " data.chat and model.path with its tokenizer and chat template, or start a new run"
+            )
 
 
 def print_fallback(run: RunFolder, console: Console) -> None:
@@ -72,36 +70,10 @@ def print_fallback(run: RunFolder, console: Console) -> None:
         )
 
 
-def is_same(known: Prompt, now: Prompt) -> bool:
-    """Return True if a prompt has the same text, ids and task as on record."""
-    return (known.text, known.task) == (now.text, now.task) and np.array_equal(known.ids, now.ids)
-
-
-def describe_change(
-    known: Prompt, now: Prompt, tokenizer: Tokenizer, config: RunConfig, *, began: RunConfig
-) -> str:
-    """Name the setting whose change explains why a prompt differs from the record.
-
-    The tokenizer changed if it makes other ids of the text on record; `data.chat` if it differs from the config
-    that the run `began` with; the row if no template wrote the text. Otherwise the template itself changed.
-    """
-    model = f"model.path={config.model.path}"
-    if began.model.path != config.model.path:
-        model += f" (before: {began.model.path})"
+def _change(known: Prompt, now: Prompt) -> str | None:
+    """Return what differs between a prompt and its record; None if text, ids and task are the same."""
     if known.task != now.task:
-        return (
-            f"data.train, or eval.sets: prompt {known.id} has another task, {now.task!r} and not {known.task!r},"
-        )
-    if known.text == now.text or not _makes_ids(tokenizer, known):
-        return f"{model}: its tokenizer makes other ids of prompt {known.id}"
-    if began.data.chat != config.data.chat:
-        return f"data.chat: writes prompt {known.id} otherwise"
-    if not (config.data.chat.texts or "messages" in raw_fields(now.fields_json)):
-        return f"data.train, or eval.sets: the row of prompt {known.id} reads otherwise"
-    return f"{model}: its chat template writes prompt {known.id} otherwise"
-
-
-def _makes_ids(tokenizer: Tokenizer, known: Prompt) -> bool:
-    """Return True if a tokenizer makes the ids on record of the text on record, as a template or plain text."""
-    made = (tokenizer.encode(known.text), tokenizer.encode_prompt(known.text))
-    return any(np.array_equal(ids, known.ids) for ids in made)
+        return f"another task, {now.task!r} and not {known.task!r},"
+    if known.text != now.text:
+        return "another text"
+    return None if np.array_equal(known.ids, now.ids) else "other token ids of the same text"

@@ -42,7 +42,7 @@ AT_A_TIME = 8  # responses, with some 100 kB of ids
 
 
 def max_scored(config: RunConfig, inputs: Inputs) -> int:
-    """Return how many trajectories can wait for a score: live ones, those of evaluations, and a trial."""
+    """Return how many trajectories can wait for a score: live ones, evaluated ones, and a trial."""
     sets = inputs.sets
     answers = sum(config.eval.sets[name].samples * len(prompts) for name, prompts in sets.items())
     evaluations = (2 + config.num_evaluations) * answers + len(inputs.first_of_tasks)
@@ -52,9 +52,9 @@ def max_scored(config: RunConfig, inputs: Inputs) -> int:
 class Scoring:
     """The scoring stage, its processes, and the servers that the run launches for its terms.
 
-    `deliver` returns once scores are taken in. `say` shows lines to the user; `end` ends the run with a reason,
-    since nothing can be scored. `laminar eval` does not train (`trains`). In an outage each scorer tries one
-    response at a time, which is dropped if it fails, and then pauses; the first score ends the pause of all
+    `deliver` returns once scores are taken in. `show_line` shows lines to the user. `end` ends the run with a
+    reason, since nothing can be scored. `laminar eval` does not train (`trains`). In an outage each scorer tries
+    one response at a time, which is dropped if it fails, and then pauses; the first score ends the pause of all
     scorers.
     """
 
@@ -65,7 +65,7 @@ class Scoring:
         scheduler: TrajectoryScheduler,
         payload: PayloadHosts,
         deliver: Callable[[Sequence[Score]], Awaitable[None]],
-        say: Callable[[str], None],
+        show_line: Callable[[str], None],
         end: Callable[[str], None],
         trains: bool = True,
     ) -> None:
@@ -79,7 +79,7 @@ class Scoring:
         self._reward = config.reward
         self._foresight = Foresight(config.reward)
         self._most = max_scored(config, inputs)
-        self._say = say
+        self._show_line = show_line
         self._end = end
         self._deliver_to = deliver
         encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
@@ -228,7 +228,7 @@ class Scoring:
 
     def _warn_user(self, line: str) -> None:
         log.warning("%s", line)
-        self._say(line)
+        self._show_line(line)
 
 
 class Foresight:

@@ -1,4 +1,4 @@
-"""What `laminar eval` evaluates: the settings, the folder and the weights of an evaluation. Called by `launch`.
+"""The settings, the folder and the weights of an evaluation by `laminar eval`. Called by `launch`.
 
 An evaluation is a run of its own, `runs/eval-<name>-<n>`, whose weights never change; the weights of a checkpoint
 are exported into it. It changes neither the run that it evaluates nor another evaluation
@@ -23,7 +23,6 @@ from laminar_py.ledger.evaluations import evaluations_on_record, read_answers
 from laminar_py.ledger.recovery import is_finished
 from laminar_py.ledger.run_folder import RunFolder, runs_of
 from laminar_py.observe.summary import EvaluationFigures, evaluation_figures, write_summary
-from laminar_py.observe.trackers import flat_settings
 from laminar_py.records.evaluations import EvalAnswer, pass_id
 from laminar_py.records.host import write_file
 from laminar_py.records.weights import Published
@@ -134,24 +133,14 @@ def find_open(settings: RunConfig, source: Path) -> RunFolder:
 
     Raises `ConfigError` if there is none.
     """
-    known = [run for run in runs_of(settings) if _is_of(run, source)]
-    if not known:
+    same = [run for run in runs_of(settings) if _is_of(run, source) and _has_settings(run, settings)]
+    unfinished = [run for run in same if not (run.has_ledger and is_finished(run.path))]
+    if not unfinished:
         raise ConfigError(
-            f"source={source}: {settings.runs} has no {settings.name}-<n> of it to go on with; leave --resume out"
-        )
-    same = [run for run in known if _difference(run, settings) is None]
-    if not same:
-        raise ConfigError(
-            f"{_difference(known[0], settings)} in {known[0].path}; give the settings that it has, or leave"
-            " --resume out"
-        )
-    open_ones = [run for run in same if not (run.has_ledger and is_finished(run.path))]
-    if not open_ones:
-        raise ConfigError(
-            f"run={same[0].path}: is finished, with its figures in {same[0].summary.name}; to evaluate once more,"
+            f"source={source}: {settings.runs} has no unfinished {settings.name}-<n> of it with these settings;"
             " leave --resume out"
         )
-    return next((run for run in open_ones if not run.is_led), open_ones[0])
+    return next((run for run in unfinished if not run.is_led), unfinished[0])
 
 
 def _is_of(run: RunFolder, source: Path) -> bool:
@@ -167,16 +156,13 @@ def read_source(run: RunFolder) -> EvalSource | None:
     return None
 
 
-def _difference(run: RunFolder, settings: RunConfig) -> str | None:
-    """Return the first setting that an evaluation had otherwise, with both values; None if all are equal."""
+def _has_settings(run: RunFolder, settings: RunConfig) -> bool:
+    """Return True if an evaluation has these settings; False if its config is of another release."""
     try:
         then = load_config(run.config, [])
-    except ConfigError as error:
-        return f"config={run.config.name}: is of another release ({error})"
-    before = flat_settings(then.model_dump(mode="json"))
-    now = flat_settings(_of_model(settings, then.model.path).model_dump(mode="json"))
-    names = [name for name in now | before if now.get(name) != before.get(name)]
-    return next((f"{name}={now.get(name)}: was {before.get(name)}" for name in names), None)
+    except ConfigError:
+        return False
+    return then == _of_model(settings, then.model.path)
 
 
 # ---- the record of an evaluation

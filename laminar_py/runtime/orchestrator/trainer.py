@@ -1,4 +1,4 @@
-"""The learner's side of a run: batches, steps, checkpoints, and the restart after a death of the learner.
+"""The learner's side of a run: batches, steps, checkpoints, and the restart after a crash of the learner.
 
 Called by the loop `controller.train`. A step and the consumption of its trajectories are one transaction of the
 ledger, and steps after the last checkpoint can be undone (law 1).
@@ -23,7 +23,7 @@ from laminar_py.observe.stats import read_totals
 from laminar_py.records.events import RolledBack
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import FinishedTrajectory
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.runtime.orchestrator.versions import Versions
@@ -61,7 +61,7 @@ class StopRequest:
 
 
 class Trainer:
-    """Makes the steps of a run: batches, checkpoints, and the restart of the learner after its death."""
+    """Makes the steps of a run: batches, checkpoints, and the restart of the learner after its crash."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Trainer:
         while True:
             try:
                 await self._start()
-            except PartDiedError as error:
+            except PartCrashedError as error:
                 await self._replace(await self._kill_and_settle(error))
             else:
                 self._evaluator.version_came(self.moment)
@@ -138,8 +138,8 @@ class Trainer:
     async def next_batch(self) -> StepBatch | None:
         """Wait for the next batch; return None if the run is to end.
 
-        Raises PartDiedError if the learner dies while it completes a version or a checkpoint, and any other error
-        of a checkpoint.
+        Raises PartCrashedError if the learner crashes while it completes a version or a checkpoint, and any other
+        error of a checkpoint.
         """
         if self.is_done:
             return None
@@ -182,7 +182,7 @@ class Trainer:
     async def learn(self, batch: StepBatch) -> StepOutcome | None:
         """Take an optimizer step on a batch; return None if no group of it has signal.
 
-        Raises PartDiedError, or BatchLostError if tokens of the batch are lost and nothing was learned.
+        Raises PartCrashedError, or BatchLostError if tokens of the batch are lost and nothing was learned.
         """
         if not batch.trajectories:
             return None
@@ -268,7 +268,7 @@ class Trainer:
     # ---- checkpoints
 
     async def _save(self) -> None:
-        """Begin a checkpoint of this step. Raises PartDiedError."""
+        """Begin a checkpoint of this step. Raises PartCrashedError."""
         restarts = self._supervisor.total_restarts
         name = checkpoint_name(self.step, incarnation=self._incarnation, restarts=restarts)
         self._saved_step = self.step
@@ -282,21 +282,21 @@ class Trainer:
             await self._save()
             if self.is_done:
                 await self._checkpoints.finish()
-        except PartDiedError as error:
+        except PartCrashedError as error:
             await self.go_back(error)
 
     async def save_last(self) -> None:
-        """Save a checkpoint at the end of the run; if the learner dies meanwhile, keep the one before."""
+        """Save a checkpoint at the end of the run; if the learner crashes meanwhile, keep the one before."""
         try:
             if self._saved_step != self.step:
                 await self._save()
             await self._checkpoints.finish()
-        except PartDiedError as error:
-            death = await self._kill_and_settle(error)
+        except PartCrashedError as error:
+            crash = await self._kill_and_settle(error)
             standing = self._checkpoints.last
             assert standing is not None, "a learner trains only once there is a checkpoint"
             log.warning("the checkpoint of step %d is lost; %s stands", self.step, standing.path)
-            self._supervisor.died(death)
+            self._supervisor.crashed(crash)
 
     # ---- the learner's life
 
@@ -324,12 +324,12 @@ class Trainer:
             await self._checkpoints.finish()
 
     async def _adopt(self) -> None:
-        """Record versions that a dead learner completed but did not report."""
+        """Record versions that a crashed learner completed but did not report."""
         for version in await self._versions.adopt(step=self.step):
             self._scheduler.book.ages.record_version(version)
 
-    async def go_back(self, error: PartDiedError) -> None:
-        """Restart a dead learner from its last checkpoint; trajectories consumed since are ready again."""
+    async def go_back(self, error: PartCrashedError) -> None:
+        """Restart a crashed learner from its last checkpoint; trajectories consumed since are ready again."""
         first = await self._kill_and_settle(error)
         checkpoint = self._checkpoints.last
         assert checkpoint is not None, "a learner trains only once there is a checkpoint"
@@ -344,16 +344,16 @@ class Trainer:
         await self.start()
         self._scheduler.admit()
 
-    async def _kill_and_settle(self, error: PartDiedError) -> PartDiedError:
-        """Kill the learner, and wait for its last checkpoint; return the error that it died of."""
+    async def _kill_and_settle(self, error: PartCrashedError) -> PartCrashedError:
+        """Kill the learner, and wait for its last checkpoint; return the error of its crash."""
         self._learner.kill()
         return await self._checkpoints.settle() or error
 
-    async def _replace(self, death: PartDiedError) -> None:
-        """Count the death of the learner, and end its processes, so that another can start."""
+    async def _replace(self, crash: PartCrashedError) -> None:
+        """Count the crash of the learner, and end its processes, so that another can start."""
         self._versions.start_over()
         self._checkpoints.start_over()
-        await self._learner.replace(death)
+        await self._learner.replace(crash)
 
 
 async def finish_despite_cancel(work: Coroutine[object, object, None]) -> None:

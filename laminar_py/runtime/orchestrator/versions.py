@@ -1,7 +1,7 @@
-"""Weight versions of a run: their numbers, and their way onto the record, also after the death of a learner.
+"""Weight versions of a run: their numbers, and their way onto the record, also after the crash of a learner.
 
 Owned by the controller, which runs it beside the trainer, so that the learner does not wait (law 8). No number is
-given twice, nor one that any part has used. Versions go on record in the order of their numbers, each once it is
+given twice, and no used number is given. The ledger gets versions in the order of their numbers, each once it is
 complete (`tests/orchestrator/test_versions.py`).
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from laminar_py.records.events import VersionPublished
 from laminar_py.records.weights import Published
 from laminar_py.relay.messages import Manifest
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.workers.incarnation import Incarnation
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class _Copied:
 
 
 class Versions:
-    """Numbers and records versions. `completed` waits for one of the learner, `stored` lists those of relays."""
+    """Numbers and records versions. `completed` waits for the learner's version, `stored` lists the relays'."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Versions:
         stored: Callable[[], Awaitable[list[Manifest]]],
     ) -> None:
         self.newest = -1  # that the learner has copied
-        self.lost: PartDiedError | None = None  # death of the learner, until `start_over`
+        self.lost: PartCrashedError | None = None  # crash of the learner, until `start_over`
         self._ledger = incarnation.ledger
         self._completed = completed
         self._stored = stored
@@ -50,7 +50,7 @@ class Versions:
         self._changed = asyncio.Event()  # set, and replaced, when one of these changes
 
     def next_number(self) -> int:
-        """Return the number of the next version; it is never given again, even if the learner dies meanwhile."""
+        """Return the number of the next version; it is never given again, even after a crash of the learner."""
         self._given = max(self._given, self._ledger.newest_version) + 1
         return self._given
 
@@ -61,7 +61,7 @@ class Versions:
         self._notify()
 
     async def run(self) -> None:
-        """Record versions until cancelled. The death of the learner is kept in `lost`; other errors are raised."""
+        """Record versions until cancelled. The crash of the learner is kept in `lost`; other errors are raised."""
         while True:
             await self._until(lambda: bool(self._copied))
             first = self._copied[0]
@@ -70,7 +70,7 @@ class Versions:
                     self._incarnation, await self._completed(first.version), step=first.step, parent=first.parent
                 )
                 self._copied.popleft()
-            except PartDiedError as error:
+            except PartCrashedError as error:
                 log.warning("version %d was left unfinished: %s", first.version, error)
                 self.lost = error
                 self._copied.clear()
@@ -81,7 +81,7 @@ class Versions:
         await self._until(lambda: not self._copied)
 
     async def on_record(self, version: int) -> None:
-        """Wait until a version is on record. Raises PartDiedError if the learner died before."""
+        """Wait until a version is on record. Raises PartCrashedError if the learner crashed before."""
         await self._until(lambda: self._ledger.newest_published >= version or self.lost is not None)
         if self.lost is not None and self._ledger.newest_published < version:
             raise self.lost
@@ -92,15 +92,15 @@ class Versions:
         return self._ledger.newest_published
 
     async def any_lost(self) -> None:
-        """Wait until the learner has died before a version was complete."""
+        """Wait until the learner has crashed before a version was complete."""
         await self._until(lambda: self.lost is not None)
 
     def start_over(self) -> None:
-        """Forget the death: there is a new learner."""
+        """Forget the crash: there is a new learner."""
         self.lost = None
 
     async def adopt(self, *, step: int) -> list[int]:
-        """Record complete versions that a dead learner did not report, which replicas may serve; return them."""
+        """Record and return complete versions that a crashed learner did not report: replicas may serve them."""
         orphans = {orphan.version: orphan for orphan in self._ledger.unpublished()}
         for found in await self._stored():
             orphans[found.version] = Published(found.version, found.digest, found.num_bytes, 0.0)

@@ -28,7 +28,7 @@ FILES_WANTED = 4096
 SHM_WANTED = 1 << 30
 
 Holders = Mapping[str, Collection[str]]
-"""Nodes on which each kind of GPU of a plan is."""
+"""Nodes with GPUs of a plan, by kind of part."""
 CORES_A_GPU = 12  # of a node with GPUs; placement asks only how nodes compare
 
 
@@ -47,7 +47,7 @@ class Fit:
     """How a config fits a cluster."""
 
     nodes: list[Node]  # of the cluster, or pretended
-    memory: list[GpuMemory]  # of each kind of GPU
+    memory: list[GpuMemory]  # by kind of part
     rows: list[tuple[str, str, str]]  # parts, address of their node, GPUs
     warnings: list[str]  # advice for a config that runs
     faults: list[str]  # errors that keep the config from running
@@ -60,15 +60,14 @@ def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
     `gpu_bytes` is by default the size of the smallest GPU that each kind of part is placed on, or 80 GB if no node
     reports one.
     """
-
-    def smallest_gpus(held: Holders) -> dict[str, float]:
-        return {kind: gpu_bytes or told for kind, told in asyncio.run(survey.gpu_bytes(held)).items()}
-
-    def find_faults(placement: Placement) -> list[str]:
-        return asyncio.run(survey.faults(config, placement))
-
     with open_cluster(config.cluster.address):
-        return _fit(config, nodes, smallest_gpus=smallest_gpus, find_faults=find_faults)
+        return _fit(
+            config,
+            nodes,
+            gpu_bytes=gpu_bytes,
+            smallest_gpus=lambda held: asyncio.run(survey.gpu_bytes(held)),
+            find_faults=lambda placement: asyncio.run(survey.faults(config, placement)),
+        )
 
 
 def fit_pretended(config: RunConfig, cluster: "PretendedCluster", *, gpu_bytes: float | None = None) -> Fit:
@@ -76,37 +75,36 @@ def fit_pretended(config: RunConfig, cluster: "PretendedCluster", *, gpu_bytes: 
 
     `gpu_bytes` is by default the size in the catalog.
     """
-
-    def smallest_gpus(held: Holders) -> dict[str, float]:
-        return {kind: gpu_bytes or told for kind, told in cluster.gpu_bytes(held).items()}
-
-    def find_faults(placement: Placement) -> list[str]:
-        return [fault] if (fault := model_fault(config)) is not None else []
-
+    fault = model_fault(config)
     found = _fit(
-        cluster.joined(config), lambda: list(cluster.nodes), smallest_gpus=smallest_gpus, find_faults=find_faults
+        cluster.joined(config),
+        lambda: list(cluster.nodes),
+        gpu_bytes=gpu_bytes,
+        smallest_gpus=cluster.gpu_bytes,
+        find_faults=lambda placement: [] if fault is None else [fault],
     )
     return replace(found, warnings=cluster.warnings(config) + found.warnings)
 
 
 def _fit(
     config: RunConfig,
-    see: Callable[[], list[Node]],
+    list_nodes: Callable[[], list[Node]],
     *,
-    smallest_gpus: Callable[[Holders], dict[str, float]],
+    gpu_bytes: float | None,
+    smallest_gpus: Callable[[Holders], Mapping[str, float]],
     find_faults: Callable[[Placement], list[str]],
 ) -> Fit:
-    """Fit a config to the nodes that `see` lists, with their smallest GPUs and the faults found on them."""
-    needs, seen = Needs.from_config(config), see()
+    """Fit a config to the nodes of `list_nodes`, with their smallest GPUs and the faults found on them."""
+    needs, seen = Needs.from_config(config), list_nodes()
     try:
-        placement, unplaced = Placement(needs, see), None
+        placement, unplaced = Placement(needs, list_nodes), None
         held = survey.gpu_nodes(placement.plan)
     except ConfigError as error:
         placement, unplaced = None, error
         held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}
     memory, found = [], []
-    for kind, told in smallest_gpus(held).items():
-        size = told or GPU_BYTES
+    for kind, smallest in smallest_gpus(held).items():
+        size = gpu_bytes or smallest or GPU_BYTES
         memory += gpu_memory(config, gpu_bytes=size, kinds=[kind])
         found += memory_faults(config, gpu_bytes=size, kinds=[kind])
     if placement is None:

@@ -1,4 +1,4 @@
-"""Catalog of kinds of GPU, with their makers' figures, and the groups of nodes that users write. Pure data.
+"""Catalog of GPUs, with their makers' figures, and the groups of nodes that users write. Pure data.
 
 Used by `laminar doctor --pretend` and by predictions of step times. Figures are published peaks: dense, and higher
 than a model or a network reaches.
@@ -69,7 +69,7 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the kind of GPU of a name, in upper or lower case. Raises `ConfigError` with the known names."""
+    """Return the GPU with a name, in upper or lower case. Raises `ConfigError` with the known names."""
     for gpu in GPUS:
         if gpu.name == name.upper():
             return gpu

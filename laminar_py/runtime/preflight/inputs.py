@@ -59,7 +59,7 @@ class Problems:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digest of the rows of each source or set, by its field of the config."""
+        """Digests of the rows, by the config field of a source or set."""
         return {problems.source.field: problems.digest for problems in self.all}
 
 
@@ -187,7 +187,7 @@ def _of_sets(reward: RewardConfig, problems: Problems) -> RewardConfig:
 
 
 def stop_ids(config: RunConfig) -> tuple[int, ...]:
-    """Return the ids that may end a response: those of the chat template, then those of the model."""
+    """Return the ids that may end a response: first from the chat template, then from the model."""
     tokenizer = load_tokenizer(config.model.path)
     encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment)
     return tokenizer.with_ends(encoder.template_ends()).eos_ids

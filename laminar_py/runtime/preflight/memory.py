@@ -1,7 +1,7 @@
-"""Memory of each kind of GPU of a run, by use: a formula over a config and a model's shape.
+"""Memory of a run's GPUs, by use: a formula over a config and a model's shape.
 
-Called by `laminar doctor`, and before a run. The learner's memory is that of its peak, the largest of three
-moments of a step: the output embedding's backward pass, that of a layer, and the reduction of the embeddings'
+Called by `laminar doctor`, and before a run. The learner's memory is its peak, the largest of three
+moments of a step: the backward pass of the output embedding, of a layer, and the reduction of the embeddings'
 gradients at the end. Sizes of activations follow transformers' layers: bf16, with norms in fp32; a norm that
 `learner.layers` has fused takes less. States of the learner, weights and KV cache of an engine are exact;
 activations and the memory that CUDA and its allocator keep are estimates (`tests/preflight/test_memory.py`).
@@ -45,7 +45,7 @@ class GpuMemory:
 def gpu_memory(
     config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS
 ) -> list[GpuMemory]:
-    """Return a column for each kind of GPU of the run; none if no formula knows the model's shape."""
+    """Return columns for learner and engine, if they have GPUs; none if no formula knows the model's shape."""
     shape = read_shape(config.model.path)
     if shape is None or config.emulation is not None:
         return []
@@ -69,8 +69,8 @@ def smallest_gpu() -> bytes:
     """Return the encoded bytes of this host's smallest GPU, by nvidia-smi; 0 if there is none."""
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=TELL_S, check=True).stdout
-        return encode(min(int(line) for line in told.split()) * 2**20)
+        printed = subprocess.run(asked, capture_output=True, text=True, timeout=TELL_S, check=True).stdout
+        return encode(min(int(line) for line in printed.split()) * 2**20)
     except (OSError, subprocess.SubprocessError, ValueError):
         return encode(0)
 
@@ -127,7 +127,7 @@ def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterato
     yield {
         "embedding and head (bf16)": root,
         "layers (bf16)": 2 * layer + (layer + reduced if trains else 0.0),  # the next one, gradient, reduction
-        "activations": kept + tokens * (again + _of_layer(shape) / 2),  # half: gradients of what it computed
+        "activations": kept + tokens * (again + _of_layer(shape) / 2),  # half: gradients of its results
         "head: logits and gradient": head if trains else 0.0,
     }
     yield {
@@ -228,7 +228,7 @@ def engine_memory(
     gpu_bytes: float,
     width: float = 2.0,
 ) -> Parts:
-    """Return the bytes of each GPU of an engine; a cache of None takes the rest of `static_bytes`."""
+    """Return the bytes on each GPU of an engine; a cache of None takes the rest of `static_bytes`."""
     weights = width * shape.total / gpus
     cache = max(0.0, static_bytes - weights)
     if kv_tokens is not None:

@@ -1,7 +1,7 @@
 """Parameters of a decoder by part, from its `config.json`, without torch. Called by the formulas of memory and of
 times.
 
-For the Llama, Qwen2, Qwen3, Mixtral and GLM-4.5 families, with mixtures, the counts are those of the model that
+For the Llama, Qwen2, Qwen3, Mixtral and GLM-4.5 families, with mixtures, the counts equal the model that
 transformers builds (`tests/preflight/test_memory.py`). For other families with the same projections they are near.
 """
 
@@ -79,7 +79,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def embedding(self) -> int:
-        """Parameters of the input embedding, equal to those of the output embedding."""
+        """Parameters of the input embedding; the output embedding has as many."""
         return self.vocab_size * self.hidden_size
 
     @property

@@ -1,4 +1,4 @@
-"""Checks of the rewards of a run before it starts: each task has one, functions load, servers answer.
+"""Checks of the rewards before a run starts: each task has one, functions load, servers answer.
 
 Functions are loaded in processes of their own, as scorers do, so that no code of a user runs in the controller.
 """

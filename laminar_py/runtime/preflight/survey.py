@@ -74,16 +74,16 @@ async def place_parts(config: RunConfig, *, resume: bool = False) -> Placement:
         for line in await faults(config, placement):
             raise ConfigError(line)
     if gpu_memory(config):
-        for kind, told in (await gpu_bytes(gpu_nodes(placement.plan))).items():
-            for line in memory_faults(config, gpu_bytes=told or GPU_BYTES, kinds=[kind]):
-                if told and not resume:
+        for kind, size in (await gpu_bytes(gpu_nodes(placement.plan))).items():
+            for line in memory_faults(config, gpu_bytes=size or GPU_BYTES, kinds=[kind]):
+                if size and not resume:
                     raise ConfigError(line)
                 log.warning("by an estimate this does not fit: %s", line)
     return placement
 
 
 def gpu_nodes(plan: Plan) -> dict[str, set[str]]:
-    """Return the nodes with GPUs of each kind of part."""
+    """Return the nodes with GPUs for learner and engines."""
     places = {"learner": plan.learner, "engine": plan.replicas}
     return {
         kind: {place.node for place in parts if place is not None and place.gpus and place.node is not None}
@@ -94,8 +94,8 @@ def gpu_nodes(plan: Plan) -> dict[str, set[str]]:
 async def gpu_bytes(holders: Mapping[str, Collection[str]]) -> dict[str, int]:
     """Return the bytes of the smallest GPU among the nodes of each kind; 0 if no node reports one."""
     asked = sorted({node for held in holders.values() for node in held})
-    told = dict(zip(asked, await asyncio.gather(*map(_smallest_gpu, asked)), strict=True))
-    return {kind: min((told[node] for node in held if told[node]), default=0) for kind, held in holders.items()}
+    sizes = dict(zip(asked, await asyncio.gather(*map(_smallest_gpu, asked)), strict=True))
+    return {kind: min((sizes[node] for node in held if sizes[node]), default=0) for kind, held in holders.items()}
 
 
 async def _smallest_gpu(node: str) -> int:

@@ -6,7 +6,6 @@ from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
     from laminar_py.runtime.link.turns import RemoteEnvironments as RemoteEnvironments
-    from laminar_py.runtime.workers.environments import CALLS as CALLS
     from laminar_py.runtime.workers.incarnation import Opened as Opened
     from laminar_py.runtime.workers.incarnation import PartKinds as PartKinds
     from laminar_py.runtime.workers.processes.base import PartActor as PartActor

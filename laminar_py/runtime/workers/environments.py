@@ -1,7 +1,7 @@
 """The processes in which environments run: placed, watched, replaced. Owned by the controller.
 
-Replicas call them directly, by name (`link.turns.RemoteEnvironments`). A process that takes the name of a dead one
-rebuilds its environments from saved turns.
+Replicas ask them over sockets of their own (`link.turns`). A process that replaces a crashed one rebuilds its
+environments from saved turns.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from functools import partial
 from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.environment.host import SavedTurns, environments_path
 from laminar_py.relay.sockets import RelayKeys
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
@@ -21,19 +21,11 @@ START_S = 120.0
 WATCH_S = 5.0  # length of one call that watches a process
 PATIENCE_S = 30.0  # for its answer
 SWEEP_S = 10.0
-CALLS = 1_000_000  # at the same time, most of which wait: they must not delay the keeper's calls
 FIRST_STARTS = 2  # failed first starts after which the run ends
 
 
-def environment_names(incarnation: Incarnation) -> list[str]:
-    """Return the names under which replicas find the processes."""
-    settings, run = incarnation.config.environment, incarnation.run.path.name
-    workers = 0 if settings is None else settings.workers
-    return [f"{run}.{incarnation.number}.environment-{index}" for index in range(workers)]
-
-
-async def count_unless_spent(error: PartDiedError) -> PartDiedError | None:
-    """Return the death to count; None if the process ended itself because it had used up its limits."""
+async def count_unless_spent(error: PartCrashedError) -> PartCrashedError | None:
+    """Return the crash to count; None if the process ended itself because it had used up its limits."""
     return None if error.reason.startswith(ProcessSpentError.__name__) else error
 
 
@@ -43,8 +35,9 @@ class EnvironmentProcesses:
     def __init__(self, incarnation: Incarnation, keys: RelayKeys) -> None:
         self._incarnation = incarnation
         self._keys = keys
-        names = enumerate(environment_names(incarnation))
-        self._keepers = [Keeper(self._spec(index, known_as=name), incarnation) for index, name in names]
+        settings = incarnation.config.environment
+        workers = range(0 if settings is None else settings.workers)
+        self._keepers = [Keeper(self._spec(index), incarnation) for index in workers]
 
     def spawn(self) -> None:
         """Start all processes; `start` loads the environments in them."""
@@ -56,7 +49,7 @@ class EnvironmentProcesses:
         await asyncio.gather(*(keeper.bring_up() for keeper in self._keepers))
 
     async def keep(self) -> None:
-        """Keep all processes alive until cancelled. Raises RunFailedError if one dies too often."""
+        """Keep all processes alive until cancelled. Raises RunFailedError if one crashes too often."""
         async with asyncio.TaskGroup() as tasks:
             for keeper in self._keepers:
                 tasks.create_task(keeper.call_with_restarts(self._watch), name="keep-environments")
@@ -82,17 +75,16 @@ class EnvironmentProcesses:
         while True:
             await parts[0].call("watch", WATCH_S)
 
-    def _spec(self, index: int, *, known_as: str) -> PartSpec:
+    def _spec(self, index: int) -> PartSpec:
         return PartSpec(
             names=[f"environment-{index}"],
             actor="laminar_py.runtime.workers.processes.environment:EnvironmentActor",
-            concurrency=CALLS,
+            concurrency=4,
             timeout_s=PATIENCE_S,
             places=lambda: [self._incarnation.placement.scorer_place(index)],
             start=partial(self._start, index),
             settle=count_unless_spent,
             first_starts=FIRST_STARTS,
-            make=partial(Part, known_as=known_as),
             spares_memory="lower environment.at_once or environment.most_kept, or raise environment.workers",
         )
 

@@ -13,8 +13,8 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.events import AnyEvent, Checkpointed, PartDied, PartStarted
 from laminar_py.records.host import SystemClock
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
-from laminar_py.runtime.cluster.part import KernelKills, MakePart
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
+from laminar_py.runtime.cluster.part import MakePart
 from laminar_py.runtime.cluster.placement import Placement
 from laminar_py.runtime.preflight.inputs import Inputs
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Counts the deaths of parts, records them, and ends the run when a part dies too often.
+    """Counts the crashes of parts, records them, and ends the run when a part crashes too often.
 
     `record` appends an event to the ledger.
     """
@@ -34,24 +34,24 @@ class Supervisor:
 
     @property
     def total_restarts(self) -> int:
-        """Number of restarts of all parts."""
+        """Number of restarts, over all parts."""
         return self.restarts.total()
 
     def started(self, part: str, pid: int) -> None:
         """Record that a part has started in the process `pid`."""
         self._record(PartStarted(part, pid))
 
-    def died(self, error: PartDiedError) -> None:
-        """Record and count the death of a part.
+    def crashed(self, error: PartCrashedError) -> None:
+        """Record and count the crash of a part.
 
-        Raises RunFailedError if it died more than `max_restarts` times.
+        Raises RunFailedError if it crashed more than `max_restarts` times.
         """
         self._record(PartDied(error.part, error.reason))
         self.restarts[error.part] += 1
-        log.warning("%s died (%s), restart %d", error.part, error.reason, self.restarts[error.part])
+        log.warning("%s crashed (%s), restart %d", error.part, error.reason, self.restarts[error.part])
         if self.restarts[error.part] > self._max_restarts:
             raise RunFailedError(
-                f"{error.part} died {self.restarts[error.part]} times, last: {error.reason}; see"
+                f"{error.part} crashed {self.restarts[error.part]} times, last: {error.reason}; see"
                 f" logs/{error.part}.log, or raise supervisor.max_restarts={self._max_restarts}"
             )
 
@@ -91,7 +91,6 @@ class Incarnation:
     ledger: Ledger
     stats: Stats
     supervisor: Supervisor
-    kernel_kills: KernelKills
     kinds: PartKinds = NO_KINDS
     number: int = 1
     checkpoint: Checkpointed | None = None  # from which the learner continues
@@ -117,7 +116,6 @@ def open_incarnation(opened: Opened, *, recovered: Recovered | None) -> Incarnat
         ledger=ledger,
         stats=Stats(clock, replicas=config.rollout.replicas, totals=totals),
         supervisor=Supervisor(record=ledger.append, max_restarts=config.supervisor.max_restarts),
-        kernel_kills=KernelKills(),
         kinds=opened.kinds,
         number=recovered.incarnation if recovered else 1,
         checkpoint=checkpoint,

@@ -2,7 +2,7 @@
 
 Owned by the controller. `ReferenceStage` has the queue before the reference model, its process and its restart:
 the scheduler submits finished trajectories, the loop `refer` takes log-probabilities in, and neither waits for the
-other. A submitted trajectory that is still wanted gets its log-probabilities once, however often the process dies
+other. A submitted trajectory that is still wanted gets its log-probabilities once, also if the process crashes
 (law 6). `WeightFolder` publishes the weights of an evaluation, which has no learner.
 """
 
@@ -21,7 +21,7 @@ from laminar_py.records.trajectory import FinishedTrajectory
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.backend import free_port, on_node
 from laminar_py.runtime.cluster.calls import Scalar
-from laminar_py.runtime.cluster.errors import NoAnswerError, PartDiedError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartCrashedError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
@@ -86,15 +86,15 @@ class LearnerLink:
         self._keeper.spawn()
 
     async def start(self, checkpoint: Path | None) -> LearnerStarted:
-        """Load, warm-start or restore the model on all ranks; return its sizes. Raises PartDiedError."""
+        """Load, warm-start or restore the model on all ranks; return its sizes. Raises PartCrashedError."""
         self._checkpoint = checkpoint
         await self._keeper.begin()
         assert self._started is not None, "a started learner has sizes"
         return self._started
 
-    async def replace(self, death: PartDiedError) -> None:
-        """End all ranks and count the death; the next `start` has others. Raises RunFailedError."""
-        await self._keeper.replace(death)
+    async def replace(self, crash: PartCrashedError) -> None:
+        """End all ranks and count the crash; the next `start` has others. Raises RunFailedError."""
+        await self._keeper.replace(crash)
 
     def kill(self) -> None:
         """End all ranks."""
@@ -122,7 +122,7 @@ class LearnerLink:
             )
             for rank, part in enumerate(parts)
         ]
-        self._started = await self._ask(LearnerStarted, "start", requests)
+        self._started = await self._call_first(LearnerStarted, "start", requests)
 
     async def _rendezvous(self, parts: Sequence[Part]) -> str:
         """Return the ranks' rendezvous: a new file if they are on one node, else a port on rank 0's node."""
@@ -140,13 +140,13 @@ class LearnerLink:
                 port = decode(int, await on_node(home, free_port, ip))
         except (NoAnswerError, TimeoutError) as error:
             reason = str(error) or f"nothing in {PORT_S:g} s"
-            raise PartDiedError(parts[0].name, f"its node {ip} does not answer: {reason}") from error
+            raise PartCrashedError(parts[0].name, f"its node {ip} does not answer: {reason}") from error
         return f"tcp://{ip}:{port}"
 
     async def fetch(self, packed: Packed[FinishedTrajectory]) -> dict[str, str]:
         """Have each rank read the tokens of its next step; return lost trajectories with reasons.
 
-        Raises PartDiedError.
+        Raises PartCrashedError.
         """
         requests = []
         for part, bundles in zip(self._keeper.parts, packed.bundles, strict=True):
@@ -154,34 +154,34 @@ class LearnerLink:
             request = FetchRequest(bundles, self._payload.stores_for(refs, part.place.node))
             requests.append(await asyncio.to_thread(encode, request))  # megabytes: off the loop
         lost: dict[str, str] = {}
-        for answer in await self._together("fetch", requests):
+        for answer in await self._call_all("fetch", requests):
             assert isinstance(answer, bytes), "fetch answers bytes"
             lost |= decode(dict[str, str], answer)
         return lost
 
     async def step(self, terms: StepTerms, *, version: int | None) -> StepOutcome:
-        """Step on the fetched trajectories; publish the weights as `version`, if set. Raises PartDiedError."""
+        """Step on the fetched trajectories; publish the weights as `version`, if set. Raises PartCrashedError."""
         request = encode(StepRequest(terms, version))
-        return await self._ask(StepOutcome, "step", [request] * len(self._keeper.parts))
+        return await self._call_first(StepOutcome, "step", [request] * len(self._keeper.parts))
 
     async def publish(self, version: int) -> None:
-        """Publish the present weights as `version`. Raises PartDiedError."""
-        await self._together("publish", [version] * len(self._keeper.parts))
+        """Publish the present weights as `version`. Raises PartCrashedError."""
+        await self._call_all("publish", [version] * len(self._keeper.parts))
 
     async def completed(self, version: int) -> Published:
-        """Wait until a published version is complete, and return it. Raises PartDiedError."""
-        return await self._ask(Published, "completed", [version])
+        """Wait until a published version is complete, and return it. Raises PartCrashedError."""
+        return await self._call_first(Published, "completed", [version])
 
     async def save(self, path: Path) -> None:
-        """Begin a checkpoint in `path`; return when the state is copied. Raises PartDiedError."""
-        await self._together("save", [str(path)] * len(self._keeper.parts))
+        """Begin a checkpoint in `path`; return when the state is copied. Raises PartCrashedError."""
+        await self._call_all("save", [str(path)] * len(self._keeper.parts))
 
     async def saved(self) -> None:
-        """Wait until the newest checkpoint is complete on disk. Raises PartDiedError."""
-        await self._together("saved", [None] * len(self._keeper.parts))
+        """Wait until the newest checkpoint is complete on disk. Raises PartCrashedError."""
+        await self._call_all("saved", [None] * len(self._keeper.parts))
 
     async def _watch(self, *, starting: bool) -> None:
-        """Call every rank for its progress, beside another call. Raises PartDiedError when a rank hangs."""
+        """Call every rank for its progress, beside another call. Raises PartCrashedError when a rank hangs."""
         while True:
             await asyncio.sleep(PROGRESS_S if starting else WATCH_S)
             for rank, part in enumerate(self._keeper.parts):
@@ -190,13 +190,13 @@ class LearnerLink:
                 if starting and rank == 0:
                     self._show(progress)
 
-    async def _ask(self, kind: type[T], method: str, arguments: Sequence[Scalar]) -> T:
+    async def _call_first(self, kind: type[T], method: str, arguments: Sequence[Scalar]) -> T:
         """Call all ranks, and return the answer of the first."""
-        answer = (await self._together(method, arguments))[0]
+        answer = (await self._call_all(method, arguments))[0]
         assert isinstance(answer, bytes), f"{method} answers bytes"
         return decode(kind, answer)
 
-    async def _together(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
+    async def _call_all(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
         """Call every rank, or only the first if there is one argument; return the answers.
 
         The call has no timeout, since a step may take long; a rank that hangs fails `progress`.
@@ -205,7 +205,7 @@ class LearnerLink:
         assert len(arguments) in (1, len(parts)), f"{len(arguments)} arguments for {len(parts)} ranks"
         try:
             return await watched(self._call_ranks(method, arguments), self._watch(starting=method == "start"))
-        except PartDiedError:
+        except PartCrashedError:
             self.kill()  # the other ranks wait in a collective that never completes
             raise
 
@@ -251,16 +251,16 @@ class ReferenceStage:
     async def start(self) -> None:
         """Load the model. A warm start must be finished by now, since its result may be the reference.
 
-        Raises ConfigError if the model cannot serve, RunFailedError if its process dies too often.
+        Raises ConfigError if the model cannot serve, RunFailedError if its process crashes too often.
         """
         await self._keeper.bring_up()
 
     async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
         """Return log-probabilities of the next queued trajectories that are `wanted`. Raises RunFailedError."""
-        return await self._ask(await self._queue.next_batch(wanted=wanted))
+        return await self._run_pass(await self._queue.next_batch(wanted=wanted))
 
-    async def _ask(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
-        """Run one packed pass, again in a new process if one dies over it."""
+    async def _run_pass(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
+        """Run one packed pass, again in a new process if one crashes during it."""
 
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:
             (part,) = parts
@@ -289,7 +289,7 @@ class ReferenceStage:
         await parts[0].call("start", spec)
 
     async def _watch(self, part: Part) -> None:
-        """Call the process now and then during a pass. Raises PartDiedError when it hangs."""
+        """Call the process now and then during a pass. Raises PartCrashedError when it hangs."""
         while True:
             await asyncio.sleep(WATCH_S)
             await part.call("pid", timeout_s=self._config.supervisor.heartbeat_timeout_s)
@@ -319,7 +319,7 @@ class WeightFolder:
         self._keeper.spawn()
 
     async def publish(self) -> Published:
-        """Publish the model; if the process dies, start another and try again. Raises RunFailedError."""
+        """Publish the model; if the process crashes, start another and try again. Raises RunFailedError."""
 
         async def call(parts: Sequence[Part]) -> Published:
             spec = WeightsSpec(

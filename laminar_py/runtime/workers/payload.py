@@ -1,4 +1,4 @@
-"""Payload of a run: which host has which segment, what is rescued from dead parts, archived and deleted.
+"""Payload of a run: which host has which segment; rescue from crashed parts, archive and deletion.
 
 Owned by the controller, which works with references and reads no token. A part writes segments under the label
 that it was started with, so the name of a segment tells its writer and its host. A segment is deleted only if no
@@ -26,7 +26,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PieceRef
 from laminar_py.records.trajectory import Status
 from laminar_py.runtime.cluster.backend import on_node
-from laminar_py.runtime.cluster.errors import NoAnswerError, PartDiedError, RemoteCallError, UnwritableError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartCrashedError, RemoteCallError, UnwritableError
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.stores import Stores
 
@@ -54,9 +54,6 @@ class PayloadHosts:
         self._nodes: dict[str, str] = {}  # cluster node of each label
         self._present: dict[str, str] = {}  # part -> its newest label
         self._silent: set[str] = set()  # nodes whose last answer was late
-        self._losing: dict[
-            str, asyncio.Task[None]
-        ] = {}  # dead node -> task that drops its segments and has not begun
         self._one_loss = asyncio.Lock()
         self._starts = count()
 
@@ -65,8 +62,8 @@ class PayloadHosts:
     async def new_label(self, part: str, node: str | None) -> str:
         """Return a label for a part that starts on a node, e.g. `replica-3-2-17`: the 17th start of incarnation 2.
 
-        The store of its host is up on return, so others can read its segments. Raises PartDiedError if the host is
-        gone.
+        The store of its host is up on return, so others can read its segments. Raises PartCrashedError if the host
+        is gone.
         """
         if self._placement.spread and node is not None:
             await self.stores.bring_up(node)
@@ -93,14 +90,14 @@ class PayloadHosts:
             self.stores.require(node)
         return {entry.id: why for entry in recovered.live if (why := _missing(entry, there))}
 
-    # ---- after deaths
+    # ---- after crashes
 
     async def salvage(self, label: str, running: Mapping[str, Known]) -> Salvage:
-        """Rescue unreported tokens of these trajectories from a dead part; none if its host does not answer."""
+        """Rescue unreported tokens of these trajectories from a crashed part; none if its host does not answer."""
         return await self._salvage(self._nodes[label], f"{label}.*", running, part=f"salvage-{label}")
 
     async def salvage_all(self, live: Sequence[LiveTrajectory]) -> list[Salvaged]:
-        """Rescue unreported tokens of all trajectories that ran when the last controller died.
+        """Rescue unreported tokens of all trajectories that ran when the last controller crashed.
 
         Returns none if the run went back to a copy of its ledger: its journals may be newer than the copy.
         """
@@ -121,14 +118,14 @@ class PayloadHosts:
         return [one for answer in answers for one in answer.found]
 
     async def salvaged(self, label: str, answer: Salvage) -> None:
-        """Delete the journals of a dead part, once their tokens are on record."""
+        """Delete the journals of a crashed part, once their tokens are on record."""
         self._present.pop(f"salvage-{label}", None)
         if answer.journals:
             await self._ledger.commit()
             await self._discard(self._nodes[label], answer.journals)
 
     async def is_lost(self, label: str) -> bool:
-        """Return True if the host of a dead part is gone as well, and with it the segments of the part.
+        """Return True if the host of a crashed part is gone as well, and with it the segments of the part.
 
         If hosts share the folder, the segments outlive their host, and the controller's host takes them over.
         """
@@ -142,20 +139,9 @@ class PayloadHosts:
         return self._nodes[label] == node
 
     async def lose_host_of(self, label: str, scheduler: TrajectoryScheduler) -> None:
-        """Drop the trajectories whose segments were only on a dead part's host.
-
-        Parts that died with the same host share one search for them.
-        """
-        node = self._nodes[label]
-        losing = self._losing.get(node)
-        if losing is None:
-            losing = asyncio.create_task(self._lose_host(node, scheduler), name=f"lose-{node}")
-            self._losing[node] = losing
-        await asyncio.shield(losing)
-
-    async def _lose_host(self, node: str, scheduler: TrajectoryScheduler) -> None:
-        async with self._one_loss:
-            del self._losing[node]  # later callers may know of more segments
+        """Drop the trajectories whose segments were only on a crashed part's host."""
+        async with self._one_loss:  # parts that crashed with the same host lose it once
+            node = self._nodes[label]
             known = await self._needed(scheduler)
             gone = {segment for segment in known if self._node_of(segment) == node}
             await self._lose(gone, f"host {self._placement.ip(node)} is gone", scheduler)
@@ -296,7 +282,7 @@ class PayloadHosts:
         if found.found and self._placement.spread:
             try:
                 await self.stores.bring_up(node)
-            except PartDiedError:
+            except PartCrashedError:
                 return nothing
         return found
 
@@ -345,7 +331,7 @@ class PayloadHosts:
 
 
 async def take_up(recovered: Recovered, payload: PayloadHosts, scheduler: TrajectoryScheduler) -> None:
-    """Give the scheduler the trajectories that a dead controller left, without those whose segments are gone."""
+    """Give the scheduler the trajectories of a crashed controller; drop trajectories without segments."""
     gone = await payload.find_segments(recovered)
     await scheduler.restore(recovered, salvaged=await payload.salvage_all(recovered.live))
     await scheduler.lost_tokens.drop_trajectories(gone)

@@ -1,17 +1,18 @@
 """The processes of the relay tree: placed, started root first, restarted on their ports. Owned by the controller.
 
-A relay that died restarts on its old port, and waits for the port while its hung predecessor is being ended. If
+A relay that crashed restarts on its old port, and waits for the port while its hung predecessor is being ended. If
 the port stays taken, the relay gets another port. Nodes below learn the new address with their next ping, replicas
 by an order, and the publisher by a note that the root leaves in their store.
 
 If all parts are on one node, the tree has `relay.nodes` processes there. On several nodes, the root is beside the
-learner, and every host with replicas has a relay. After the death of a host, the plan may place its relay, or the
+learner, and every host with replicas has a relay. After the loss of a host, the plan may place its relay, or the
 root, on another host; all others learn its address in the same way.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,9 @@ from laminar_py.relay.messages import (
 from laminar_py.relay.sockets import RelayKeys
 from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.tree import Broadcast, Shape, Topology, choose_tree, grow_tree
+from laminar_py.relay.tree import Broadcast, Links, Shape, Topology, choose_tree, grow_tree
 from laminar_py.runtime.cluster.backend import on_node
-from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartDiedError, RemoteCallError
-from laminar_py.runtime.cluster.links import find_links
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartCrashedError, RemoteCallError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.preflight.inputs import version_bytes
@@ -48,7 +48,8 @@ from laminar_py.runtime.workers.specs import RelaySpec
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
-PORT_SHARE = 0.5  # of the timeout of a start, to wait for the old port
+CHUNK_OVERHEAD_S = 200e-6  # of a chunk on a link, as measured on hosts of one rack
+PORT_SHARE = 0.5  # of the start timeout, to wait for the old port
 
 
 class Relays:
@@ -79,7 +80,7 @@ class Relays:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk of a version; chosen once, since all nodes must use the same size."""
+        """Bytes of a chunk; chosen once, since all nodes must use the same size."""
         assert self._chunk_bytes, "the size of chunks is known after `start`"
         return self._chunk_bytes
 
@@ -107,12 +108,12 @@ class Relays:
     async def attach(self, replica: int, place: Place) -> str:
         """Wait for the relay of a replica at this place, and return its endpoint.
 
-        Raises PartDiedError if the plan has moved the replica, since its node is gone.
+        Raises PartCrashedError if the plan has moved the replica, since its node is gone.
         """
         while True:
             planned = self._placement.plan.replicas[replica]
             if planned is None or planned.node != place.node:
-                raise PartDiedError(f"replica-{replica}", "its node is gone")
+                raise PartCrashedError(f"replica-{replica}", "its node is gone")
             node = self._placement.plan.relay_of(replica, self.tree)
             if self._is_up(node):
                 self._attached[replica] = node, self._hosts[node]
@@ -123,11 +124,11 @@ class Relays:
     def endpoint_for(self, replica: int) -> str:
         """Return the present endpoint of the relay that a replica is attached to.
 
-        Raises PartDiedError if the relay moved to another host, whose memory the replica cannot read.
+        Raises PartCrashedError if the relay moved to another host, whose memory the replica cannot read.
         """
         node, host = self._attached[replica]
         if self._hosts[node] != host:
-            raise PartDiedError(f"replica-{replica}", "its relay has gone to another host")
+            raise PartCrashedError(f"replica-{replica}", "its relay has gone to another host")
         return self._endpoints[node]
 
     async def root_up(self) -> str:
@@ -164,7 +165,7 @@ class Relays:
         listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
         try:
             await watched(subscriber.pull(version), follow())
-        except VersionLostError as error:  # the learner died before it was complete; the evaluation is skipped
+        except VersionLostError as error:  # the learner crashed before it was complete; the evaluation is skipped
             log.warning("version %d is not kept for its evaluation: %s", version, error)
         finally:
             await subscriber.close()
@@ -177,12 +178,12 @@ class Relays:
     async def _settle(self) -> None:
         """Choose the shape of the tree and the size of chunks.
 
-        A resumed run keeps at least the size of chunks of its stored versions.
+        A resumed run keeps at least the chunk size of its stored versions.
         """
         relay, hosts, zones = self._config.relay, self._placement.plan.relays, self._zones
         known = [host for host in hosts if host is not None]
         assert len(known) == len(hosts), "a first plan has no gaps"
-        links = await find_links(relay, known, zones, self._placement, self.keys)
+        links = Links(min(relay.link_gbit_per_s * 1e9 / 8, relay.max_bytes_per_s or math.inf), CHUNK_OVERHEAD_S)
         broadcast = Broadcast(version_bytes(self._config))
         choice = choose_tree(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
         cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]
@@ -204,7 +205,7 @@ class Relays:
                 if error.is_bug:
                     raise PartBugError(f"relay-{node}: {error}") from error
                 reason = str(error)
-            except NoAnswerError:  # the host is dead, and its versions with it
+            except NoAnswerError:  # the host is gone, and its versions with it
                 return []
             log.warning("relay-%d: %s from node %s; its versions are ignored", node, reason, host)
             return []
@@ -235,12 +236,12 @@ class Relays:
         return self._keepers[node]
 
     async def _bring_up(self, node: int) -> None:
-        """Start a node, again if it dies meanwhile, as long as the plan has a host for it."""
+        """Start a node, again if it crashes meanwhile, as long as the plan has a host for it."""
         keeper = self._keeper(node)
         while self._placement.plan.relays[node] is not None and not keeper.is_up:
             try:
                 await keeper.begin()
-            except PartDiedError as error:
+            except PartCrashedError as error:
                 await keeper.replace(error)
 
     def _places(self, node: int) -> list[Place | None]:
@@ -257,14 +258,14 @@ class Relays:
     async def _watch(self, node: int, parts: Sequence[Part]) -> None:
         """Ping a node, with its parents, and record its events.
 
-        Raises PartDiedError if the plan moves the node.
+        Raises PartCrashedError if the plan moves the node.
         """
         self._notify()
         while True:
             for event in await parts[0].call_for(list[RelayEvent], "ping", self._parents[node]):
                 self._record(on_record(event, self._names))
             if self._placement.plan.relays[node] not in (None, self._hosts[node]):
-                raise PartDiedError(f"relay-{node}", "it is needed on another host")
+                raise PartCrashedError(f"relay-{node}", "it is needed on another host")
             await asyncio.sleep(PING_S)
 
     async def _start_node(self, node: int, parts: Sequence[Part]) -> None:
@@ -338,7 +339,7 @@ def on_record(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:
 
 
 def stored_manifests(store: str) -> bytes:
-    """Return the encoded list of manifests of all complete versions in a store of this host."""
+    """Return the encoded manifests of the complete versions in a store on this host."""
     folder = Path(store)
     versions = complete_versions(folder) if folder.is_dir() else []
     found = []

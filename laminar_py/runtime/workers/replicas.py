@@ -1,9 +1,9 @@
 """The replicas' processes: their start, their lines to the controller, and their restart with the work they had.
 
 Owned by the controller: its loop `issue` sends orders through here, and its loop `generate` gets the reports. The
-trajectories of a dead replica continue on others (law 1). A replica whose weights differ from another's under the
-same version counts as dead (law 3). Replicas join and leave while others run, each under a number that is never
-used again. A replica that joins and never starts does not end the run.
+trajectories of a crashed replica continue on others (law 1). A replica whose weights differ from another's under
+the same version counts as crashed (law 3). Replicas join and leave while others run; a number is never used again.
+A replica that joins and does not start leaves again, and does not end the run.
 """
 
 import asyncio
@@ -26,12 +26,11 @@ from laminar_py.relay.sockets import PeerServer
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.outbox import GATHER_S
 from laminar_py.runtime.cluster.backend import LOOPBACK
-from laminar_py.runtime.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place, Plan
 from laminar_py.runtime.link.hub import Line, ReplicaHub
 from laminar_py.runtime.link.messages import Follow, GiveUp, Order, Stop, Submit
-from laminar_py.runtime.workers.environments import environment_names
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.runtime.workers.payload import PayloadHosts
@@ -44,92 +43,11 @@ START_S = 120.0  # for a replica to start, without the time of its engine
 SPEED_S = 600.0  # to measure the speed of an engine, which waits for the first weights
 ANSWER_S = 2.0  # least time for an answer: a busy controller takes reports in with delay
 SCALED = "scaled"  # reason for leaving, in `ReplicaLeft`
-FIRST_STARTS = 2  # failed first starts after which the run ends
-FORGIVES_S = 3600.0  # a later death for want of memory counts as a first one
+FIRST_STARTS = 2  # failed first starts after which the run ends, or a joined replica leaves
+FORGIVES_S = 3600.0  # a later crash for want of memory counts as a first one
 REPORTS_PER_S, QUIET_PER_S = 2000.0, 200.0  # of all replicas together, within the limits below
 MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
 CHECKSUMS_KEPT = 64
-
-
-class ReplicaLines:
-    """Keeps a line to each replica from its start to its end; awaits `take` with reports that arrive together."""
-
-    def __init__(
-        self,
-        incarnation: Incarnation,
-        relays: Relays,
-        *,
-        take: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
-    ) -> None:
-        config, placement = incarnation.config, incarnation.placement
-        here = placement.here.node if config.cluster.address is not None else None
-        self.hub = ReplicaHub(
-            PeerServer(relays.keys, LOOPBACK if here is None else placement.ip(here)),
-            take=take,
-            patience_s=config.supervisor.heartbeat_timeout_s,
-        )
-        self._placement = placement
-        self._patience_s = config.supervisor.heartbeat_timeout_s
-        self._relays = relays
-        self._lines: dict[int, Line] = {}
-        self._relay_sent: dict[int, str] = {}  # endpoint of the relay that each replica was last sent
-        self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and its replica
-
-    @property
-    def pace(self) -> ReportPace:
-        """How often a replica that starts now reports."""
-        return pace_of(len(self._placement.plan.replicas), self._patience_s)
-
-    async def open(self, index: int, label: str, relay: str) -> None:
-        """Open a line to a replica that is about to start under a label, with this relay."""
-        await self.close(index)  # the line of a failed start
-        self._lines[index] = self.hub.open(label, index)
-        self._relay_sent[index] = relay
-
-    async def close(self, index: int) -> None:
-        """Close the line to a replica, if there is one."""
-        line = self._lines.pop(index, None)
-        if line is not None:
-            await self.hub.close(line)
-
-    async def until_lost(self, index: int) -> None:
-        """Wait until the line of a started replica is lost, and raise PartDiedError."""
-        line = self._lines[index]
-        self.hub.mark_started(line)
-        raise PartDiedError(f"replica-{index}", await line.lost)
-
-    def send_order(self, index: int, order: Order) -> None:
-        """Send an order to a replica that runs or starts; for any other replica the order has no meaning."""
-        line = self._lines.get(index)
-        if line is not None:
-            line.send_order(order)
-
-    def line_of(self, index: int) -> Line | None:
-        """Return the line to a replica that runs or starts."""
-        return self._lines.get(index)
-
-    def keep_attached(self, line: Line) -> None:
-        """Send a replica the new address of its relay. A replica whose relay moved to another host is lost."""
-        try:
-            relay = self._relays.endpoint_for(line.replica)
-        except PartDiedError as error:
-            line.lose(error.reason)
-            return
-        if relay != self._relay_sent[line.replica]:
-            self._relay_sent[line.replica] = relay
-            line.send_order(Follow(relay))
-
-    def compare(self, line: Line, loads: Sequence[WeightLoad]) -> None:
-        """Lose a replica whose checksum of a version differs from the first one in the same layout."""
-        for load in loads:
-            if load.checksum is None:
-                continue
-            layout = load.checksum.count("-") + 1
-            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, line.replica))
-            if agreed != load.checksum:
-                line.lose(f"its weights of version {load.version} differ from those of replica-{first}")
-        for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
-            del self._checksums[key]
 
 
 def pace_of(replicas: int, patience_s: float) -> ReportPace:
@@ -152,7 +70,7 @@ class _LeftError(Exception):
 class Replicas:
     """Keeps the processes of all replicas alive, sends orders to them, and passes their reports on.
 
-    `issuing` wakes the loop that sends assignments; `take` is awaited with the reports that arrive together.
+    `issuing` wakes the loop that sends assignments; `on_reports` is awaited with the reports that arrive together.
     """
 
     def __init__(
@@ -163,7 +81,7 @@ class Replicas:
         relays: Relays,
         payload: PayloadHosts,
         issuing: Tick,
-        take: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
+        on_reports: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
     ) -> None:
         self._payload = payload
         self._labels: dict[int, str] = {}  # label of the segments that each replica writes
@@ -175,14 +93,16 @@ class Replicas:
         self._restarting: set[int] = set()  # replicas that were killed on purpose
         self._plan: Plan | None = None  # the plan that the scheduler knows
         self._issuing = issuing
-        self._take = take
-        self._opened: ReplicaLines | None = None
+        self._on_reports = on_reports
+        self._running_hub: ReplicaHub | None = None
+        self._lines: dict[int, Line] = {}  # to each replica from its start to its end
+        self._relay_sent: dict[int, str] = {}  # endpoint of the relay that each replica was last sent
+        self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum, its replica
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
         self._servers = dict(enumerate(self._config.rollout.engine.servers))  # by replica: its URL
         self._unproven: set[int] = set()  # replicas that have joined and were never up
-        self._ended: set[int] = set()  # replicas that have left, or are about to and have no work
-        self._left: dict[int, str] = {}  # replica -> reason for leaving, until `take_left`
-        self._failing: dict[int, str] = {}  # replica that joined -> why its first start failed
+        self._ending: set[int] = set()  # replicas that leave and get no other process
+        self.left: dict[int, str] = {}  # replica that has left -> reason
         self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep them
 
     def spawn(self) -> None:
@@ -192,44 +112,74 @@ class Replicas:
 
     async def keep(self) -> None:
         """Keep every replica alive until cancelled. Raises RunFailedError, ConfigError."""
-        self._opened = lines = ReplicaLines(self._incarnation, self._relays, take=self._take)
+        placement = self._incarnation.placement
+        here = placement.here.node if self._config.cluster.address is not None else None
+        hub = self._running_hub = ReplicaHub(
+            PeerServer(self._relays.keys, LOOPBACK if here is None else placement.ip(here)),
+            on_reports=self._on_reports,
+            patience_s=self._config.supervisor.heartbeat_timeout_s,
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 for index in range(len(self._keepers)):
                     tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
-                tasks.create_task(lines.hub.run(), name="link")
+                tasks.create_task(hub.run(), name="link")
         finally:
-            lines.hub.end()
+            hub.end()
 
     # ---- what the loops of the controller call
 
     def send_order(self, index: int, order: Order) -> None:
-        """Send an order to a replica that runs or starts."""
-        self._lines.send_order(index, order)
+        """Send an order to a replica that runs or starts; for any other replica the order has no meaning."""
+        line = self._lines.get(index)
+        if line is not None:
+            line.send_order(order)
 
     def assign(self, index: int, assignments: Sequence[Assignment]) -> None:
         """Send assignments to a replica, with the stores of tokens that are on other hosts."""
-        for located in self._located(index, assignments):
-            self._lines.send_order(index, Submit([located]))
+        for located in self._with_stores(index, assignments):
+            self.send_order(index, Submit([located]))
 
     def is_killed(self, index: int) -> bool:
         """Return True if a replica was killed on purpose: others continue its work from its segments."""
         return index in self._restarting
 
     def check_weights(self, line: Line, report: ReplicaReport) -> None:
-        """Lose a replica whose weights differ from another's, and send it the present address of its relay."""
-        self._lines.compare(line, report.loads)
-        self._lines.keep_attached(line)
+        """Lose a replica whose weights differ from another's, and send it the present address of its relay.
 
-    def heed_plan(self) -> None:
+        A replica whose relay moved to another host is lost, too.
+        """
+        self._compare_weights(line, report.loads)
+        try:
+            relay = self._relays.endpoint_for(line.replica)
+        except PartCrashedError as error:
+            line.lose(error.reason)
+            return
+        if relay != self._relay_sent[line.replica]:
+            self._relay_sent[line.replica] = relay
+            line.send_order(Follow(relay))
+
+    def _compare_weights(self, line: Line, loads: Sequence[WeightLoad]) -> None:
+        """Lose a replica whose checksum of a version differs from the first one in the same layout."""
+        for load in loads:
+            if load.checksum is None:
+                continue
+            layout = load.checksum.count("-") + 1
+            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, line.replica))
+            if agreed != load.checksum:
+                line.lose(f"its weights of version {load.version} differ from those of replica-{first}")
+        for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
+            del self._checksums[key]
+
+    def update_places(self) -> None:
         """Tell the scheduler which replicas have a place in the present plan."""
         plan = self._incarnation.placement.plan
         if plan is not self._plan:
             self._plan = plan
             self._scheduler.views.planned(place is not None for place in plan.replicas)
 
-    def _located(self, index: int, assignments: Sequence[Assignment]) -> list[Assignment]:
+    def _with_stores(self, index: int, assignments: Sequence[Assignment]) -> list[Assignment]:
         """Return assignments with the stores of tokens that are on other hosts."""
         node = self._keepers[index].parts[0].place.node
         refs = [[one.at for one in assignment.tokens] for assignment in assignments]
@@ -253,29 +203,19 @@ class Replicas:
             self._tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
 
     def remove(self, index: int) -> None:
-        """End a leaving replica that has no work left, without counting a death."""
+        """End a leaving replica that has no work left, without counting a crash."""
         assert self._scheduler.views.by_index[index].leaving, f"replica {index} was not to leave"
-        self._ended.add(index)
+        self._ending.add(index)
         if self._keepers[index].parts:
             self._end(index)
 
-    def is_ended(self, index: int) -> bool:
-        """Return True if a replica has left for good."""
-        return index in self._ended
+    def is_ending(self, index: int) -> bool:
+        """Return True if a replica has left, or its process is about to end."""
+        return index in self._ending or index in self.left
 
     def has_process(self, index: int) -> bool:
         """Return True if a replica has a process."""
         return bool(self._keepers[index].parts)
-
-    def take_left(self) -> dict[int, str]:
-        """Return the replicas that have left since the last call, each with a reason."""
-        left, self._left = self._left, {}
-        return left
-
-    @property
-    def failing(self) -> Mapping[int, str]:
-        """Replicas that have joined and do not start, each with the reason of its first failure."""
-        return self._failing
 
     async def _keep(self, index: int) -> None:
         """Keep a replica alive until it has left. Raises RunFailedError or ConfigError if it ever was up."""
@@ -292,10 +232,9 @@ class Replicas:
             self._keepers[index].kill()
             await self._take_over(index)
             reason = str(error)
-        self._ended.add(index)
         self._stats.left(index)
         self._incarnation.ledger.append(ReplicaLeft(index, reason))
-        self._left[index] = reason
+        self.left[index] = reason
         self._issuing.at_once()  # its trajectories wait for others
 
     # ---- repacking
@@ -311,17 +250,17 @@ class Replicas:
 
     async def survey(self, replica: int) -> Survey | None:
         """See `migration.ReplicaFleet.survey`."""
-        line = self._lines.line_of(replica)
+        line = self._lines.get(replica)
         return None if line is None else await line.request_survey(within_s=self._answer_s)
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
         """See `migration.ReplicaFleet.expect`."""
-        line = self._lines.line_of(replica)
+        line = self._lines.get(replica)
         return line is not None and await line.expect(version, trajectory_ids, within_s=self._answer_s)
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
-        self._lines.send_order(replica, GiveUp(list(trajectory_ids)))
+        self.send_order(replica, GiveUp(list(trajectory_ids)))
 
     @property
     def _answer_s(self) -> float:
@@ -329,13 +268,13 @@ class Replicas:
         return max(ANSWER_S, self._config.repack.interval_s)
 
     async def _speed_of(self, replica: int) -> EngineSpeed | None:
-        """Return the speed of a replica's engine; None if the replica is not up or dies meanwhile."""
+        """Return the speed of a replica's engine; None if the replica is not up or crashes meanwhile."""
         keeper = self._keepers[replica]
         if not keeper.is_up:
             return None
         try:
             return await keeper.parts[0].call_for(EngineSpeed, "speed", timeout_s=SPEED_S)
-        except PartDiedError:
+        except PartCrashedError:
             return None
 
     # ---- their life
@@ -349,7 +288,7 @@ class Replicas:
         views = self._scheduler.views
         for index, keeper in enumerate(self._keepers):
             if keeper.is_up:
-                self._lines.send_order(index, Stop(evaluations))
+                self.send_order(index, Stop(evaluations))
             elif keeper.parts:
                 self._end(index)
         while views.in_flight:
@@ -364,7 +303,7 @@ class Replicas:
                 self._end(index)
 
     def _end(self, index: int) -> None:
-        """Kill a process on purpose, which does not count as a death."""
+        """Kill a process on purpose, which does not count as a crash."""
         self._restarting.add(index)
         self._keepers[index].kill()
 
@@ -385,28 +324,23 @@ class Replicas:
         )
 
     def _place(self, index: int) -> Place | None:
-        if index in self._ended:
+        if index in self._ending:
             raise _LeftError
         planned = self._incarnation.placement.plan.replicas
         return planned[index] if index < len(planned) else None  # no plan has it yet
 
-    async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
-        """Hand the work of a dead replica to others; return the death if it counts against the run.
+    async def _settle(self, index: int, error: PartCrashedError) -> PartCrashedError | None:
+        """Hand the work of a crashed replica to others; return the crash if it counts against the run.
 
-        These deaths do not count: one on purpose, a full disk, and a failed first start of a replica that joined,
-        which is tried again ever more rarely. A leaving replica has left with its death: raises `_LeftError`.
+        A crash on purpose or over a full disk does not count. A leaving replica has left: raises `_LeftError`.
         """
-        await self._lines.close(index)
-        if index in self._unproven and index not in self._restarting:
-            self._scheduler.views.doubt(index)
+        await self._close_line(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for its trajectories
         on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving
         self._restarting.discard(index)
-        tolerated = leaves or index in self._unproven or StoreFullError.__name__ in error.reason
+        tolerated = leaves or StoreFullError.__name__ in error.reason
         if tolerated and not on_purpose:
-            if index in self._unproven:
-                self._failing.setdefault(index, error.reason)
             log.error("%s", error)
             self._incarnation.ledger.append(PartDied(error.part, error.reason))
         if leaves:
@@ -414,10 +348,10 @@ class Replicas:
         return None if on_purpose or tolerated else error
 
     async def _take_over(self, index: int) -> None:
-        """Queue the trajectories of a dead replica for others, with all tokens in its segments and journals."""
+        """Queue the trajectories of a crashed replica for others, with all tokens in its segments and journals."""
         label, reports = self._labels.pop(index, None), self._scheduler.reports
         self._scheduler.views.retire(index)  # it gets no work while its journals are read
-        if label is None:  # it died before it started
+        if label is None:  # it crashed before it started
             await reports.on_replica_lost(index, reason=REPLICA_DIED)
         elif await self._payload.is_lost(label):
             await reports.on_replica_lost(index, reason=HOST_LOST)
@@ -435,8 +369,9 @@ class Replicas:
         self._stats.joined(index)
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.new_label(f"replica-{index}", parts[0].place.node)
-        await self._lines.open(index, label, relay)
-        self.heed_plan()
+        await self._close_line(index)  # of a failed start
+        self._lines[index], self._relay_sent[index] = self._hub.open(label, index), relay
+        self.update_places()
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
@@ -445,24 +380,37 @@ class Replicas:
             index=index,
             model_dir=str(self._config.model.path),
             relay=relay,
-            hub=self._lines.hub.endpoint,
-            pace=self._lines.pace,
+            hub=self._hub.endpoint,
+            pace=pace_of(
+                len(self._incarnation.placement.plan.replicas), self._config.supervisor.heartbeat_timeout_s
+            ),
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
-            assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
+            assignments=self._with_stores(index, self._scheduler.dispatcher.for_starting(index)),
             secret=self._config.rollout.engine.secret(),
             server=self._servers.get(index, ""),
-            environments=environment_names(self._incarnation),
         )
         limit = START_S + self._config.rollout.engine.start_limit_s
         await parts[0].call("start", spec, timeout_s=limit)
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
-        """Wait until a replica ends or its line is lost. Raises PartDiedError."""
+        """Wait until a replica ends or its line is lost. Raises PartCrashedError."""
         self._unproven.discard(index)
-        await watched(parts[0].call("ended", timeout_s=math.inf), self._lines.until_lost(index))
+        await watched(parts[0].call("ended", timeout_s=math.inf), self._until_lost(index))
+
+    async def _until_lost(self, index: int) -> None:
+        """Wait until the line of a started replica is lost, and raise PartCrashedError."""
+        line = self._lines[index]
+        self._hub.mark_started(line)
+        raise PartCrashedError(f"replica-{index}", await line.lost)
+
+    async def _close_line(self, index: int) -> None:
+        """Close the line to a replica, if there is one."""
+        line = self._lines.pop(index, None)
+        if line is not None:
+            await self._hub.close(line)
 
     @property
-    def _lines(self) -> ReplicaLines:
-        assert self._opened is not None, "there are lines from `keep` on"
-        return self._opened
+    def _hub(self) -> ReplicaHub:
+        assert self._running_hub is not None, "there is a hub from `keep` on"
+        return self._running_hub

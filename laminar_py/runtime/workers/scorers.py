@@ -1,7 +1,7 @@
 """Processes of the scoring stage, and of servers that the run launches for its terms. Owned by the controller.
 
-A scorer that died or hangs is replaced, and its responses are scored again (law 6). Scorers learn of each server
-that starts and of each that dies, so a call goes to a live server, or waits for one
+A scorer that crashed or hangs is replaced, and its responses are scored again (law 6). Scorers learn of each start
+and each crash of a server, so a call goes to a live server, or waits for one
 (`tests/workers/test_scorers.py`).
 """
 
@@ -16,8 +16,8 @@ from laminar_py.config.reward import server_name
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.scoring import PoolAddresses, Score, ScorerHandle, ServerAddress, Unfinished, Unscored
-from laminar_py.reward.stage import ScorerDiedError
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.reward.stage import ScorerCrashedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
@@ -43,13 +43,13 @@ class RemoteScorer:
         self.at_once = at_once
 
     async def submit_responses(self, responses: Sequence[Unscored]) -> None:
-        """Send responses to the scorer. Raises `ScorerDiedError` if the process is gone."""
+        """Send responses to the scorer. Raises `ScorerCrashedError` if the process is gone."""
         located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
         try:
             for some in _by_size(located):
                 await self._part.call("submit_responses", some)
-        except PartDiedError as error:
-            raise ScorerDiedError(str(error)) from error
+        except PartCrashedError as error:
+            raise ScorerCrashedError(str(error)) from error
 
     def look_ahead(self, responses: Sequence[Unfinished]) -> None:
         """Send the beginnings of responses, without an answer."""
@@ -60,13 +60,13 @@ class RemoteScorer:
         return self._payload.stores_for((one.at for one in tokens), self._part.place.node)
 
     async def next_scores(self) -> list[Score]:
-        """Wait for scores, and return them. Raises `ScorerDiedError` if the process is gone or hangs."""
+        """Wait for scores, and return them. Raises `ScorerCrashedError` if the process is gone or hangs."""
         scores: list[Score] = []
         while not scores:
             try:
                 scores = await self._part.call_for(list[Score], "next_scores", TAKE_S)
-            except PartDiedError as error:
-                raise ScorerDiedError(str(error)) from error
+            except PartCrashedError as error:
+                raise ScorerCrashedError(str(error)) from error
         return scores
 
 
@@ -106,8 +106,8 @@ class Scorers:
         return [task.result() for task in started]
 
     async def restart(self, index: int) -> ScorerHandle:
-        """Replace process `index`, which counts as a death, and return the new scorer."""
-        await self._keepers[index].replace(PartDiedError(f"scorer-{index}", "died or hung"))
+        """Replace process `index`, which counts as a crash, and return the new scorer."""
+        await self._keepers[index].replace(PartCrashedError(f"scorer-{index}", "crashed or hung"))
         return await self._scorer(index)
 
     def publish_addresses(self, addresses: PoolAddresses) -> None:
@@ -121,7 +121,7 @@ class Scorers:
         """Have scorers end their processes and sandboxes; the next sandbox on a machine removes leftovers."""
 
         async def stop(part: Part) -> None:
-            with suppress(PartDiedError):
+            with suppress(PartCrashedError):
                 await part.call("stop", timeout_s=STOP_S)
 
         await asyncio.gather(*(stop(part) for keeper in self._keepers if keeper.is_up for part in keeper.parts))
@@ -176,13 +176,13 @@ class RewardServers:
             keeper.spawn()
 
     async def keep(self) -> None:
-        """Keep all servers alive until cancelled. Raises RunFailedError if one never starts, or dies too often."""
+        """Keep all servers alive until cancelled. Raises RunFailedError after too many crashes."""
         async with asyncio.TaskGroup() as tasks:
             for keeper in self._keepers:
                 tasks.create_task(keeper.call_with_restarts(self._watch), name="keep-server")
 
     async def _watch(self, parts: Sequence[Part]) -> None:
-        """Watch a server until it dies. Raises PartDiedError."""
+        """Watch a server until it crashes. Raises PartCrashedError."""
         (part,) = parts
         while True:
             await part.call("watch", SERVER_WATCH_S)
@@ -215,7 +215,7 @@ class RewardServers:
         self._up[pool, index] = await part.call_for(ServerAddress, "start", spec, timeout_s=limit_s)
         self._publish_all()
 
-    async def _settle(self, pool: str, index: int, error: PartDiedError) -> PartDiedError:
+    async def _settle(self, pool: str, index: int, error: PartCrashedError) -> PartCrashedError:
         if self._up.pop((pool, index), None) is not None:
             self._publish_all()
         return error

@@ -43,7 +43,7 @@ class StoreSpec(PartStart, frozen=True, kw_only=True):
 
     name: str
     host: str
-    key: str  # of all stores of the run, 64 hex digits
+    key: str  # shared by all stores, 64 hex digits
 
 
 class ReportPace(msgspec.Struct, frozen=True):
@@ -66,11 +66,10 @@ class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     assignments: list[Assignment] = []
     secret: str | None = None  # of its engine
     server: str = ""  # URL that it attaches to; empty if it starts its engine
-    environments: list[str] = []  # names of the processes that answer turns
 
 
 class LearnerSpec(PayloadStart, frozen=True, kw_only=True):
-    """Start of a rank of the learner; `checkpoint` is the folder to continue from."""
+    """Start of a learner rank; `checkpoint` is the folder to continue from."""
 
     rank: int
     rendezvous: str  # file or tcp://ip:port
@@ -125,7 +124,7 @@ class ScorerSpec(PayloadStart, frozen=True, kw_only=True):
 
 
 class EnvironmentSpec(PartStart, frozen=True, kw_only=True):
-    """Start of a process of environments; with `messages` the chat template writes answers."""
+    """Start of an environment process; with `messages` the chat template writes answers."""
 
     index: int
     messages: bool

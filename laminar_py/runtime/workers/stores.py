@@ -1,20 +1,21 @@
 """Stores of a run's hosts, which give pieces of segments to readers on other hosts: placed, and kept alive.
 
 Owned by the controller. If a run spans several hosts, each host on which replicas, scorers or the reference write
-segments has a store, and so has each host with segments of an earlier incarnation (`require`). A store stays as
-long as its host lives, since the segments stay. Readers know a store by its name; the store leaves its address
-under that name in the run's folder when it starts. A host has at most one store (`tests/workers/test_stores.py`).
+segments has a store, and so has each host with segments of an earlier incarnation (`require`). A task for each
+store starts and restarts it as long as the host lives, since the segments stay. Readers know a store by its name;
+the store leaves its address under that name in the run's folder when it starts. A host has at most one store
+(`tests/workers/test_stores.py`).
 """
 
 import asyncio
+import contextlib
 import logging
 import shutil
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
 from laminar_py.ledger.segments.wire import ADDRESSES
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -38,10 +39,9 @@ class Stores:
         self._key = key
         self._timeout_s = incarnation.config.supervisor.heartbeat_timeout_s
         self._keepers: dict[str, Keeper] = {}  # by node, of live hosts
-        self._names: dict[str, str] = {}  # by node, also of dead hosts
-        self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep stores alive, after `start`
-        self._begins = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by node: one caller starts the store
-        self._changed = asyncio.Event()  # set, and replaced, when a store comes up or a host is gone
+        self._names: dict[str, str] = {}  # by node, also of hosts that are gone
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by node: keeps the store alive until the host is gone
+        self._changed = asyncio.Event()  # set, and replaced, when a store comes up or a task ends
 
     def name_of(self, node: str) -> str:
         """Return the name of a host's store, by which readers find it; "" if it has none."""
@@ -50,49 +50,48 @@ class Stores:
     async def bring_up(self, node: str) -> str:
         """Start a host's store if there is none, and return its name once it is up.
 
-        Raises PartDiedError if the host is gone, or is the only one of the run; RunFailedError as `start`.
+        Raises PartCrashedError if the host is gone, or is the only one of the run; RunFailedError if the store
+        crashes too often.
         """
         self.require(node)
         while (keeper := self._keepers.get(node)) is not None:
             if keeper.is_up:
                 return self._names[node]
-            if self._tasks is None:
-                await self._bring_up(node)
-            else:
-                await self._changed.wait()
-        raise PartDiedError(self._names.get(node, "store"), f"host {self._placement.ip(node)} has none")
+            if self._tasks[node].done():
+                self._tasks[node].result()
+            await self._changed.wait()
+        raise PartCrashedError(self._names.get(node, "store"), f"host {self._placement.ip(node)} has none")
 
     def require(self, node: str) -> None:
         """Keep a store on a host from now on, unless the host is gone, or the only one of the run."""
         if node not in self._keepers and self._placement.spread and self._placement.is_alive(node):
             name = self._names.setdefault(node, f"store-{len(self._names)}")
             self._keepers[node] = Keeper(self._spec(name, node), self._incarnation)
-            if self._tasks is not None:
-                self._tasks.create_task(self._keep(node), name=f"keep-{name}")
+            self._tasks[node] = asyncio.create_task(self._keep(node), name=f"keep-{name}")
+            self._tasks[node].add_done_callback(lambda _: self._notify())
 
     def spawn(self) -> None:
-        """Start the processes on all hosts of the plan; `start` starts the stores in them."""
+        """Start the stores on all hosts of the plan."""
         shutil.rmtree(self._incarnation.run.path / ADDRESSES, ignore_errors=True)  # of stores that have ended
         self._follow()
-        for keeper in self._keepers.values():
-            keeper.spawn()
 
     async def start(self) -> None:
-        """Start all stores, again if they die meanwhile. Raises RunFailedError if one dies too often."""
-        self._follow()
-        async with asyncio.TaskGroup() as tasks:
-            for node in list(self._keepers):
-                tasks.create_task(self._bring_up(node), name=f"start-{self._names[node]}")
+        """Wait until all stores are up. Raises RunFailedError if one crashes too often."""
+        for node in list(self._keepers):
+            with contextlib.suppress(PartCrashedError):  # the host is gone
+                await self.bring_up(node)
 
     async def keep(self) -> None:
-        """Keep all stores alive until cancelled, and start stores on hosts that the plan adds."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            for node in list(self._keepers):
-                tasks.create_task(self._keep(node), name=f"keep-{self._names[node]}")
+        """Start stores on hosts that the plan adds, until cancelled. Raises RunFailedError as `start`."""
+        try:
             while True:
                 self._follow()
+                for task in [task for task in self._tasks.values() if task.done()]:
+                    task.result()
                 await asyncio.sleep(PING_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
 
     def _follow(self) -> None:
         """Require a store on each host on which the plan has parts that write segments."""
@@ -122,32 +121,16 @@ class Stores:
         )
         await parts[0].call("start", spec)
 
-    async def _bring_up(self, node: str) -> None:
-        """Start a host's store, again if it dies meanwhile; forget it if its host is gone."""
-        keeper = self._keepers[node]
-        async with self._begins[node]:
-            while not keeper.is_up and self._placement.is_alive(node):
-                try:
-                    await keeper.begin()
-                except PartDiedError as error:
-                    await keeper.replace(error)
-            if not keeper.is_up:
-                self._keepers.pop(node, None)
-        self._notify()
-
     async def _keep(self, node: str) -> None:
         """Keep a host's store alive until the host is gone."""
         keeper = self._keepers[node]
         while self._placement.is_alive(node):
             try:
-                async with self._begins[node]:
-                    parts = await keeper.begin()
-                await self._watch(parts)
-            except PartDiedError as error:
+                await self._watch(await keeper.begin())
+            except PartCrashedError as error:
                 await keeper.replace(error)
         log.warning("%s: host %s is gone", self._names[node], self._placement.ip(node))
-        self._keepers.pop(node, None)
-        self._notify()
+        del self._keepers[node]
 
     async def _watch(self, parts: Sequence[Part]) -> None:
         self._notify()

@@ -1,8 +1,7 @@
 """Trackers of a run, each in a process of its own, and the messages to them. Owned by the controller.
 
 No part of a run waits for a tracker (law 8), and no tracker can end a run. Messages wait in a bounded queue; a
-slow or dead tracker loses messages, which are counted. A tracker's process that dies starts again and continues
-the tracker's run.
+slow or crashed tracker loses messages, which are counted. A new process continues the tracker's run.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ from laminar_py.observe.trackers import (
 )
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow
-from laminar_py.runtime.cluster.errors import PartDiedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
@@ -105,16 +104,16 @@ class TrackerLink:
             log.warning("tracker %s: %d messages did not arrive", self._opening.kind, self.undelivered)
 
     async def _deliver(self, parts: Sequence[Part]) -> None:
-        """Deliver messages up to `Ending`. Raises PartDiedError; the message that was being delivered is lost."""
+        """Deliver messages up to `Ending`. Raises PartCrashedError; the message on its way is lost."""
         message: Message | None = None
         while not isinstance(message, Ending):
             message = await self._queue.get()
             await parts[0].call("deliver", message, timeout_s=math.inf)
             self._delivered += 1
 
-    async def _settle(self, error: PartDiedError) -> None:
-        """Log a death, which does not count against the run; raise it once the run is over, for no restart."""
-        self._warn(f"its process died ({error.reason}), see logs/{error.part}.log")
+    async def _settle(self, error: PartCrashedError) -> None:
+        """Log a crash, which does not count against the run; raise it once the run is over, for no restart."""
+        self._warn(f"its process crashed ({error.reason}), see logs/{error.part}.log")
         if self._closing.is_set():
             raise error
 

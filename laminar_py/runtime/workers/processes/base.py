@@ -1,4 +1,4 @@
-"""Base of the processes of a run, and their first acts. Called by the actors beside this module.
+"""Base of the actors beside this module, and the first acts of their processes.
 
 An actor is the object that a process hosts. Its methods take and return typed records or scalars, which
 `cluster.calls.Shell` decodes and encodes by their annotations. A part that failed raises its own error at the next
@@ -22,15 +22,14 @@ from laminar_py.ledger.segments.fetch import StoreClient
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.wire import ADDRESSES
 from laminar_py.ledger.segments.writer import SegmentWriter
-from laminar_py.runtime.cluster.part import kernel_kills
 from laminar_py.runtime.workers.specs import PartStart, PayloadStart
 from laminar_py.sandbox.inside import kernel
 
 
 class PartActor:
-    """Base of all actors. The kernel kills the process when its parent dies: a Ray node, or the fork server.
+    """Base of all actors. The kernel kills the process when its parent ends: a Ray node, or the fork server.
 
-    A process that computes, hangs or is stopped would notice the death of its parent late or never.
+    A process that computes, hangs or is stopped would notice the end of its parent late or never.
     """
 
     def __init__(self) -> None:
@@ -40,13 +39,9 @@ class PartActor:
         """Return the id of the process."""
         return os.getpid()
 
-    def kernel_kills(self) -> bytes:
-        """Return what `cluster.part.kernel_kills` counts on this host."""
-        return kernel_kills()
-
 
 def _end_with_parent() -> None:
-    """Ask for the death signal on a thread that lives as long as the process: the request ends with it."""
+    """Ask for the kernel's signal on a thread that lives as long as the process: the request ends with it."""
     kernel.end_with_parent()
     threading.Event().wait()
 

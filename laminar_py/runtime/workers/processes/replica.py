@@ -112,9 +112,9 @@ class ReplicaActor(PartActor):
 
 def _environments(config: RunConfig, spec: ReplicaSpec, wire: SocketFactory) -> Environments | None:
     """Return the environments of this replica: in processes of their own, or an emulation in this process."""
-    if not spec.environments:
+    if config.environment is None:
         return environments_of(config)
-    return RemoteEnvironments(spec.environments, wire, spec.label)
+    return RemoteEnvironments(Path(spec.run_dir), config.environment.workers, wire, spec.label)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class ScorerActor(PartActor):
             launched=self._launched,
             payload=ScoredPayload(open_reader(spec), open_writer(spec)),
         )
-        await self._scorer.__aenter__()  # until `stop`; what it holds ends with the process too
+        await self._scorer.__aenter__()  # until `stop`; its resources end with the process too
         return self._scorer.at_once
 
     async def reach(self, addresses: PoolAddresses) -> None:
