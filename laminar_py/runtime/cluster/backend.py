@@ -49,12 +49,8 @@ class Cluster(Protocol):
         """
         ...
 
-    def nodes(self, *, taken: bool) -> list[Node]:
-        """Return the nodes, the controller's first, with their free GPUs, or with all GPUs if `taken`."""
-        ...
-
-    async def all_placed(self) -> bool:
-        """Return True once every process has its GPUs, or has died."""
+    def nodes(self) -> list[Node]:
+        """Return the nodes with their free GPUs, the controller's node first."""
         ...
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
@@ -104,14 +100,9 @@ def cluster() -> Cluster:
     return _opened[-1]
 
 
-def nodes(*, taken: bool = False) -> list[Node]:
-    """Return the live nodes, this process's first, with their free GPUs, or with all GPUs if `taken`."""
-    return cluster().nodes(taken=taken)
-
-
-async def all_placed() -> bool:
-    """Return True once every process that this one started has its GPUs, or has died."""
-    return await cluster().all_placed()
+def nodes() -> list[Node]:
+    """Return the live nodes with their free GPUs, this process's node first."""
+    return cluster().nodes()
 
 
 async def on_node(
