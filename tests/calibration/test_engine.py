@@ -41,7 +41,7 @@ def measured(times, tmp_path, **changes):
             reserve_tokens=times.reserve_tokens,
             gpus=times.gpus,
             repeats=1,
-            tell=lambda line: None,
+            log=lambda line: None,
         )
 
     return virtually(lead())

@@ -8,15 +8,14 @@ from statistics import mean
 import pytest
 from typer.testing import CliRunner
 
+from laminar_lab.plan.inputs import lengths_by_task, read_subject
 from laminar_lab.plan.judge import judge, shrunk_fleet
 from laminar_lab.plan.placements import learner_bytes, placements
 from laminar_lab.plan.planner import MOST, TIED, make_plan
 from laminar_lab.plan.request import Lengths
-from laminar_lab.plan.run_lengths import lengths_by_task
-from laminar_lab.plan.stages import estimate, profile_of, publish_s
-from laminar_lab.plan.subject import read_subject
-from laminar_lab.plan.times import learner_times
+from laminar_lab.plan.stages import estimate
 from laminar_lab.plan.writing import write_config
+from laminar_lab.step_time import learner_times
 from laminar_py.cli.main import app
 from laminar_py.config.loading import load_config, read_profile, read_tree
 from laminar_py.config.rollout import Schedule
@@ -170,9 +169,9 @@ def test_a_simulation_agrees_with_the_formula_where_a_batch_ahead_hides_half_the
     )
     found = estimate(request, wide)
     assert found.tokens_per_s == pytest.approx(judge(request, wide).tokens_per_s, rel=0.1)
-    assert 0 < found.times.weights_s < publish_s(request)
+    assert 0 < found.times.weights_s < request.publish_s
     sync = replace(wide, schedule=Schedule.SYNC)
-    assert estimate(request, sync).times.weights_s > publish_s(request)
+    assert estimate(request, sync).times.weights_s > request.publish_s
 
 
 @pytest.mark.slow
@@ -234,9 +233,7 @@ def test_measured_times_take_the_place_of_the_rules():
     wanted = make_request(measured=slow)
     places = placements(wanted)
     assert {one.tensor_parallel for one in places} == {profile.engine.gpus}
-    (rates, learner) = profile_of(wanted, places[0])
-    assert rates.times == slow.engine
-    assert learner == slow.learner
+    assert wanted.profile(places[0].tensor_parallel) == slow
     fast = make_request(measured=profile)
     assert estimate(wanted, places[0]).times.generation_s > 2 * estimate(fast, places[0]).times.generation_s
 

@@ -53,7 +53,7 @@ async def seconds(cores, *, engines, learner_s=0.0):
             changed=shared.share_out,
         )
         await engine.start()
-        shared.add(engine)
+        shared.add_engine(engine)
         await engine.load_weights(None, 0)
         bounds = EngineBounds(
             vocab=64, slots=1, max_len=512, kv_capacity=512, sampling=SamplingParams(max_new_tokens=1)
