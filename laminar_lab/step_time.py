@@ -40,7 +40,7 @@ MOST_CACHED = 4_000_000  # tokens; no engine keeps an index of more
 # Rates measured with this project's own runs
 RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread, see docs/scale.md
 REPACK_SHARE = 0.5  # of the draining loss, which repacking recovers: the simulator's figure for a 7B, rounded
-CHUNK_OVERHEAD_S = 2e-4  # of each hop of a version, as `laminar relay plan` assumes
+CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, as `laminar relay plan` assumes
 # Assumptions
 HOST_BYTES_PER_S = 30e9  # from the host's memory to a GPU over PCIe 5
 LEARNER_MFU = 0.4  # RL systems show 0.1 to 0.45 end to end
@@ -115,7 +115,7 @@ def token_cost(times: LearnerTimes, lengths: Floats) -> float:
 
 
 def learner_step_s(times: LearnerTimes, *, tokens: float, cost: float, microbatches: float, ranks: int) -> float:
-    """Return the seconds of a step of equal microbatches. Each runs on one rank, and the ranks take them in
+    """Return the seconds of a step with equal microbatches. Each runs on one rank, and the ranks take them in
     rounds.
 
     `laminar_py.learner.packing.emulated_step_s` computes the same for microbatches that are known one by one.

@@ -61,7 +61,7 @@ async def measure_engine(
     """
     log("engine: loads")
     load_s = await _load_s(engine, clock, weights, repeats=repeats)
-    requests, shapes = TimedRequests(engine, bounds, clock), shapes_of(bounds)
+    requests, shapes = TimedRequests(engine, bounds, clock), choose_shapes(bounds)
     found: dict[BatchShape, list[float]] = {shape: [] for shape in shapes}
     for turn in range(repeats + 1):
         first = turn % len(shapes)
@@ -83,7 +83,7 @@ async def measure_engine(
     return MeasuredEngine(times, steps)
 
 
-def shapes_of(bounds: EngineBounds) -> list[BatchShape]:
+def choose_shapes(bounds: EngineBounds) -> list[BatchShape]:
     """Choose batches of several sizes and context lengths that fit. Raises `ConfigError`."""
     counts = sorted({1, *(max(1, round(share * bounds.slots)) for share in SHARES)})
     longest = min(LONG_PROMPT, bounds.max_len - LONG - 1)

@@ -72,13 +72,13 @@ def measure_learner(
     The last version stays in the folder `store`.
     """
     log("learner: loads")
-    with _opened(config) as learner, _publisher(store, learner) as publisher:
+    with _open_learner(config) as learner, _publisher(store, learner) as publisher:
         model = learner.model.config
         num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         share = attention_share(
             hidden_size=model.hidden_size, num_layers=model.num_hidden_layers, num_parameters=num_parameters
         )
-        chosen = steps_of(max_len=config.rollout.max_len, max_tokens=config.packer.max_tokens)
+        chosen = choose_steps(max_len=config.rollout.max_len, max_tokens=config.packer.max_tokens)
         found: dict[str, list[float]] = {one.name: [] for one in chosen}
         version = 0
         for turn in range(repeats + 1):
@@ -101,7 +101,7 @@ def measure_learner(
     return MeasuredLearner(times, steps, store / folder_name(version))
 
 
-def steps_of(*, max_len: int, max_tokens: int) -> list[StepLengths]:
+def choose_steps(*, max_len: int, max_tokens: int) -> list[StepLengths]:
     """Choose steps of one, two and four microbatches, of short and of log-normal lengths."""
     short, rng = max(2, max_len // SHORTER), np.random.default_rng(0)
     made = []
@@ -167,7 +167,7 @@ def make_trajectory(index: int, length: int, *, vocab: int = 512, prompt: np.nda
 
 
 @contextmanager
-def _opened(config: RunConfig) -> Iterator[Learner]:
+def _open_learner(config: RunConfig) -> Iterator[Learner]:
     """Open the learner of a run without the other parts of the run."""
     if not config.learner.offload:
         torch.set_num_threads(1)  # as in a run

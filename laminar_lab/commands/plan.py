@@ -87,7 +87,7 @@ def _make(request: "PlanRequest") -> "RankedPlan":
     from laminar_lab.plan.judge import judge_in_parallel
     from laminar_lab.plan.planner import make_plan
 
-    return make_plan(request, look=judge_in_parallel(request))
+    return make_plan(request, judge_all=judge_in_parallel(request))
 
 
 def _lengths(

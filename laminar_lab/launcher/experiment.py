@@ -23,10 +23,10 @@ from laminar_py.ledger import RunFolder, newest_run, runs_of
 HELP_AT = "docs/launch.md"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 OWN_KEYS = {"name": "name", "seed": "seeds", "runs": "the folder of the file"}  # setting -> where it comes from
-MOST_SEEDS = 1000  # so that a seed by mistake in place of a number of seeds is refused
+MOST_SEEDS = 1000  # a larger `seeds` is a seed by mistake, e.g. 20260101
 MOST_NAME = 200  # characters; files are named after runs, with an ending, and a file name has at most 255
 UNTELLING = ("name", "kind")  # last words of keys that mean nothing without their section
-ONLY_VARIANT = "base"  # name of the variant of an experiment without `grid` and `variants`
+ONLY_VARIANT = "base"  # its name, if an experiment has neither `grid` nor `variants`
 
 Settings = dict[str, Any]
 """Values by the keys of settings, e.g. `{"learner.lr": 1e-3}`."""

@@ -29,7 +29,7 @@ from laminar_py.runtime.preflight import TELL_S, check_inputs, check_shared_memo
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LOOK_S = 1.0  # between two looks at a lock
 STOPPING_S = 300.0  # that a run of a killed launcher may take for its last checkpoint
-LINE_EVERY_S = 60.0  # between two lines of progress of a run
+LINE_EVERY_S = 60.0  # between two progress lines for a running run
 MOST_CRASHES = 4  # in a row without a new step, after which a run has failed
 BACK_OFF_S, GROWTH = 2.0, 8  # pause after the first crash, and its growth: a node may be away for minutes
 STARTED = b"--- started by laminar launch\n"  # separates the logs of a run's processes

@@ -1,4 +1,4 @@
-"""Progress of each run of an experiment, read from its folder and its log; nothing else stores the state of a run.
+"""How far each run is, read from its folder and its log; nothing else stores the state of a run.
 
 The loop reads progress before and after each process of a run; `--dry-run`, `--report` and the page read it too.
 """

@@ -93,7 +93,7 @@ class TaskLengths:
     count: int
     p50: float
     p99: float
-    prompt_share: float  # of the variance of the lengths' logarithm, between prompts
+    prompt_share: float  # variance of log lengths between prompts, over their whole variance
 
 
 def lengths_by_task(run: Path) -> list[TaskLengths]:
@@ -125,7 +125,7 @@ def lengths_of_run(measured: TaskLengths, *, cap: int, prompt: int) -> Lengths:
 
 
 def prompt_share(lengths: npt.NDArray[np.number], groups: npt.NDArray[np.integer]) -> float:
-    """Return the share of the variance of log lengths [N] between their groups [N].
+    """Return the variance of log lengths [N] between their groups [N], over their whole variance.
 
     This is the intraclass correlation of a one-way layout; 0 if fewer than two groups have several responses.
     """

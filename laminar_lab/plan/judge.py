@@ -59,7 +59,7 @@ def judge(request: PlanRequest, placement: FleetPlacement, *, times: int = 1, se
 def judge_in_parallel(request: PlanRequest) -> Callable[[Sequence[FleetPlacement], int], list[Judgement]]:
     """Return a function that judges placements with a seed, each in a process of its own."""
 
-    def look(placements: Sequence[FleetPlacement], seed: int) -> list[Judgement]:
+    def judge_all(placements: Sequence[FleetPlacement], seed: int) -> list[Judgement]:
         workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(placements))
         if workers < 2:
             return [judge(request, one, seed=seed) for one in placements]
@@ -67,10 +67,10 @@ def judge_in_parallel(request: PlanRequest) -> Callable[[Sequence[FleetPlacement
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
             return list(pool.map(partial(judge, request, seed=seed), placements))
 
-    return look
+    return judge_all
 
 
-def mean_of(judged: Sequence[Judgement]) -> Judgement:
+def mean_judgement(judged: Sequence[Judgement]) -> Judgement:
     """Return the mean speed of several judgements of one placement, with the figures of the first."""
     return replace(
         judged[0],

@@ -76,10 +76,10 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
         )
     if measured is not None:
         within = [measured.engine.gpus]
-    fitting = [degree for degree in within if _cache(request, degree) >= lengths.most]
+    fitting = [degree for degree in within if _kv_tokens(request, degree) >= lengths.most]
     if not fitting:
         most = within[-1]
-        room = max(0, _cache(request, most))
+        room = max(0, _kv_tokens(request, most))
         raise ConfigError(
             f"gpu={fleet.gpu.name}: {most} of a node leave {request.model} room for {room:,} tokens of KV cache"
             f" and the longest trajectory has {lengths.most:,}; take GPUs with more memory, or lower cap"
@@ -105,7 +105,7 @@ def _least_recompute(request: PlanRequest, ranks: int) -> Recompute | None:
     return next(fits, None)
 
 
-def _cache(request: PlanRequest, degree: int) -> int:
+def _kv_tokens(request: PlanRequest, degree: int) -> int:
     return kv_tokens(request.shape, request.fleet.gpu, tensor_parallel=degree, static_share=STATIC_SHARE)
 
 
@@ -136,7 +136,7 @@ def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -
     learner_gpus = request.fleet.gpus - replicas * degree  # GPUs without a replica train, too
     recompute = _least_recompute(request, learner_gpus)
     assert recompute is not None, "fewer GPUs hold the learner already"
-    cache, lengths = _cache(request, degree), request.lengths
+    cache, lengths = _kv_tokens(request, degree), request.lengths
     running = max(most_running(cache, lengths), request.group_size)  # one replica generates a whole group
     share = request.trajectories_per_step / replicas  # of a step
     for schedule in Schedule:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import log2
 from statistics import median
 
-from laminar_lab.plan.judge import Judgement, judge, mean_of
+from laminar_lab.plan.judge import Judgement, judge, mean_judgement
 from laminar_lab.plan.placements import DEPTHS, STATIC_SHARE, FleetPlacement, learner_bytes, placements
 from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import PlacementEstimate, estimate
@@ -76,24 +76,24 @@ class RankedPlan:
         )
 
 
-Look = Callable[[Sequence[FleetPlacement], int], list[Judgement]]  # simulates placements with a seed
+JudgeAll = Callable[[Sequence[FleetPlacement], int], list[Judgement]]  # simulates placements with a seed
 Estimates = dict[FleetPlacement, PlacementEstimate]
 Judged = dict[FleetPlacement, Judgement]
 Kind = tuple[Schedule, int]
 Kinds = dict[FleetPlacement, Kind]
 
 
-def make_plan(request: PlanRequest, *, look: Look | None = None) -> RankedPlan:
-    """Rank the placements of a request; `look` simulates them. Raises `ConfigError` if none fits."""
-    look = look or (lambda some, seed: [judge(request, one, seed=seed) for one in some])
+def make_plan(request: PlanRequest, *, judge_all: JudgeAll | None = None) -> RankedPlan:
+    """Rank the placements of a request; `judge_all` simulates them. Raises `ConfigError` if none fits."""
+    judge_all = judge_all or (lambda some, seed: [judge(request, one, seed=seed) for one in some])
     estimates = {one: estimate(request, one) for one in placements(request)}
-    kinds = {one: _kind(request, one) for one in estimates}
+    kinds = {one: _kind_of(request, one) for one in estimates}
     found: Judged = {}
-    some = _worth_a_look(estimates, kinds)
+    some = _first_round(estimates, kinds)
     while some:
-        found.update(zip(some, look(some, 0), strict=True))
-        some = _likeliest(estimates, kinds, found)[: MOST - len(found)]
-    found |= _tied(found, look)
+        found.update(zip(some, judge_all(some, 0), strict=True))
+        some = _next_round(estimates, kinds, found)[: MOST - len(found)]
+    found |= _judge_ties(found, judge_all)
     ranked = [Ranked(placement=one, estimate=estimates[one], judgement=found[one]) for one in found]
     ranked.sort(key=lambda one: -one.tokens_per_s)
     return RankedPlan(
@@ -104,7 +104,7 @@ def make_plan(request: PlanRequest, *, look: Look | None = None) -> RankedPlan:
     )
 
 
-def _kind(request: PlanRequest, one: FleetPlacement) -> Kind:
+def _kind_of(request: PlanRequest, one: FleetPlacement) -> Kind:
     """Return the schedule, and under `async` the nearest depth of admission."""
     if one.schedule is not Schedule.ASYNC:
         return one.schedule, 0
@@ -112,23 +112,23 @@ def _kind(request: PlanRequest, one: FleetPlacement) -> Kind:
     return one.schedule, min(DEPTHS, key=lambda depth: abs(log2(shares / depth)))
 
 
-def _worth_a_look(estimates: Estimates, kinds: Kinds) -> list[FleetPlacement]:
+def _first_round(estimates: Estimates, kinds: Kinds) -> list[FleetPlacement]:
     """Return the best placements by formula, and the best of every kind."""
     order = sorted(estimates, key=lambda one: -estimates[one].tokens_per_s)
     firsts = {kinds[one]: one for one in reversed(order)}
     return list(dict.fromkeys([*order[:FIRST], *firsts.values()]))
 
 
-def _likeliest(estimates: Estimates, kinds: Kinds, found: Judged) -> list[FleetPlacement]:
+def _next_round(estimates: Estimates, kinds: Kinds, found: Judged) -> list[FleetPlacement]:
     """Return the placements to simulate next, by corrected formulas."""
-    rates = _corrected(estimates, kinds, found)
+    rates = _corrected_rates(estimates, kinds, found)
     fresh = sorted((one for one in estimates if one not in found), key=lambda one: -rates[one])
     near = _neighbours(max(found, key=lambda one: found[one].tokens_per_s), estimates)
     beside = [one for one in fresh if one in near][:BESIDE]
     return [*beside, *[one for one in fresh if one not in beside][:OTHERS]]
 
 
-def _corrected(estimates: Estimates, kinds: Kinds, found: Judged) -> dict[FleetPlacement, float]:
+def _corrected_rates(estimates: Estimates, kinds: Kinds, found: Judged) -> dict[FleetPlacement, float]:
     """Return tokens/s by formula, times the median of simulated over computed tokens/s of the same kind."""
     shares: dict[Kind, list[float]] = {}
     for one, judged in found.items():
@@ -136,15 +136,15 @@ def _corrected(estimates: Estimates, kinds: Kinds, found: Judged) -> dict[FleetP
     return {one: by.tokens_per_s * median(shares[kinds[one]]) for one, by in estimates.items()}
 
 
-def _tied(found: Judged, look: Look) -> Judged:
+def _judge_ties(found: Judged, judge_all: JudgeAll) -> Judged:
     """Judge the placements close to the best with more seeds; return nothing if the best is alone."""
     order = sorted(found, key=lambda one: -found[one].tokens_per_s)
     least = (1.0 - TIED) * found[order[0]].tokens_per_s
     tied = [one for one in order[:MOST_TIED] if found[one].tokens_per_s >= least]
     if len(tied) == 1:
         return {}
-    again = [[found[one] for one in tied], *(look(tied, seed) for seed in SEEDS)]
-    return {one: mean_of(judged) for one, judged in zip(tied, zip(*again, strict=True), strict=True)}
+    again = [[found[one] for one in tied], *(judge_all(tied, seed) for seed in SEEDS)]
+    return {one: mean_judgement(judged) for one, judged in zip(tied, zip(*again, strict=True), strict=True)}
 
 
 def _neighbours(best: FleetPlacement, estimates: Estimates) -> set[FleetPlacement]:

@@ -30,7 +30,7 @@ class Lengths:
     sigma: float  # of the logarithm
     cap: int
     prompt: int  # tokens of each prompt
-    prompt_share: float = 0.0  # of the variance of the logarithm, between prompts
+    prompt_share: float = 0.0  # variance of log lengths between prompts, over their whole variance
 
     def __post_init__(self) -> None:
         if self.median > self.cap:

@@ -1,4 +1,4 @@
-"""Closed formulas of a placement: the seconds of each stage of a step, and the step that they make. Pure.
+"""Closed formulas for a placement: the seconds of each stage, and of the whole step. Pure.
 
 The formulas choose which placements the planner simulates, and `--explain` prints them. Source: the goodput
 equation (`laminar_py.observe.compose`), with the times of `laminar_lab.step_time`.
@@ -109,14 +109,14 @@ def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstima
     """Estimate the stage times of a placement."""
     profile = request.profile(placement.tensor_parallel)
     rates = ReplicaRates(profile.engine, request.lengths)
-    learner_s, trained = _train(request, placement, profile.learner)
+    learner_s, trained = _train_step(request, placement, profile.learner)
     freshness_s: float = 0.0
     aged: tuple[Formula, ...] = ()
     if placement.schedule is Schedule.ASYNC:
-        cycle = _cycle(request, placement, rates)
+        cycle = _drain_cycle(request, placement, rates)
         generation_s, generated = _generate_async(request, placement, rates, cycle)
-        weights_s, moved = _load_in_turn(request, placement, rates, cycle)
-        freshness_s, aged = _stay_fresh(request, cycle, handed_on_s=learner_s + _on_the_way_s(request, rates))
+        weights_s, moved = _load_between_batches(request, placement, rates, cycle)
+        freshness_s, aged = _freshness(request, cycle, handed_on_s=learner_s + _on_the_way_s(request, rates))
     else:
         generation_s, generated = _generate_batch(request, placement, rates)
         weights_s, moved = _wait_for_weights(
@@ -157,7 +157,7 @@ class ReplicaCycle(NamedTuple):
     seconds: float  # until the last response ends
 
 
-def _cycle(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> ReplicaCycle:
+def _drain_cycle(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> ReplicaCycle:
     admitted = float(placement.batch_per_replica)
     if request.max_staleness is not None:  # the scheduler keeps no more responses live
         live = request.trajectories_per_step * (request.max_staleness + 1) / placement.replicas
@@ -225,7 +225,7 @@ def _decode_formula(rates: ReplicaRates, running: float) -> Formula:
     )
 
 
-def _train(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes) -> _Stage:
+def _train_step(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes) -> _Stage:
     lengths, ranks = request.lengths.quantiles + request.lengths.prompt, placement.learner_gpus
     cost = token_cost(times, lengths)
     tokens = request.trajectories_per_step * float(lengths.mean())
@@ -241,7 +241,7 @@ def _train(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes)
     )
 
 
-def _load_in_turn(
+def _load_between_batches(
     request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates, cycle: ReplicaCycle
 ) -> _Stage:
     """Each replica loads by itself, between the batches of two versions."""
@@ -274,7 +274,7 @@ def _on_the_way_s(request: PlanRequest, rates: ReplicaRates) -> float:
     return request.publish_s + rates.times.load_s
 
 
-def _stay_fresh(request: PlanRequest, cycle: ReplicaCycle, *, handed_on_s: float) -> _Stage:
+def _freshness(request: PlanRequest, cycle: ReplicaCycle, *, handed_on_s: float) -> _Stage:
     """Return the shortest step in which a replica's last response is not older than the bound."""
     bound = request.max_staleness
     if bound is None:

@@ -34,11 +34,11 @@ class BarrierLearner(SimulatedLearner):
 
     async def _commit(self, batch: StepBatch, metrics: StepMetrics | None) -> None:
         # a batch is live until its commit, and no new batch starts before
-        await self._generated(self.step + 2)
+        await self._wait_generated(self.step + 2)
         await asyncio.sleep(self._sync_s)
         await super()._commit(batch, metrics)
 
-    async def _generated(self, batches: int) -> None:
+    async def _wait_generated(self, batches: int) -> None:
         """Wait until the run has completed so many batches."""
         book, wanted = self._scheduler.book, batches * self._config.rollout.prompts_per_step
         await self._scheduler.consumption.buffer.wait_until(
@@ -135,7 +135,7 @@ def simulate_baseline(
             f"updates={updates}: does not divide rollout.prompts_per_step={config.rollout.prompts_per_step};"
             " choose a divisor"
         )
-    changed = _settings(config, baseline, sync_s=sync_s, max_staleness=max_staleness)
+    changed = _baseline_config(config, baseline, sync_s=sync_s, max_staleness=max_staleness)
     # under `partial` replicas wait during the load; under the others the load is part of `sync_s`
     load_s = sync_s if baseline is Baseline.PARTIAL else 0.0
     engine = profile.engine.model_copy(update={"load_s": load_s})
@@ -143,11 +143,13 @@ def simulate_baseline(
         changed,
         show=show,
         profile=profile.model_copy(update={"engine": engine}),
-        learner=_learner(baseline, sync_s=sync_s, updates=updates),
+        learner=_make_learner(baseline, sync_s=sync_s, updates=updates),
     )
 
 
-def _settings(config: RunConfig, baseline: Baseline, *, sync_s: float, max_staleness: int | None) -> RunConfig:
+def _baseline_config(
+    config: RunConfig, baseline: Baseline, *, sync_s: float, max_staleness: int | None
+) -> RunConfig:
     """Return the config with the schedule of a baseline, on the same fleet and data."""
     assert config.emulation is not None, "a baseline has emulated engines"
     is_partial = baseline is Baseline.PARTIAL
@@ -165,7 +167,7 @@ def _settings(config: RunConfig, baseline: Baseline, *, sync_s: float, max_stale
     )
 
 
-def _learner(baseline: Baseline, *, sync_s: float, updates: int) -> LearnerMaker:
+def _make_learner(baseline: Baseline, *, sync_s: float, updates: int) -> LearnerMaker:
     match baseline:
         case Baseline.SYNC:
             return SimulatedLearner

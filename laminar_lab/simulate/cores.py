@@ -15,7 +15,7 @@ FIRST, NICED = 1024.0, 110.0  # Linux's weights of niceness 0 and 10
 ROUNDING_S = 1e-9
 
 
-def shares(weights: Sequence[float], cores: float) -> list[float]:
+def divide_cores(weights: Sequence[float], cores: float) -> list[float]:
     """Return the cores of each busy process, at most one; heavier processes get their share first."""
     given, left, total = [0.0] * len(weights), cores, sum(weights)
     for index in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
@@ -74,7 +74,7 @@ class SharedCores:
         if self._cores is None:
             await asyncio.sleep(seconds)
             return
-        self._account()  # before the new work changes the shares
+        self._subtract_done_work()  # before the new work changes the shares
         work = CpuWork(seconds)
         self._works.append(work)
         self.share_out()
@@ -83,7 +83,7 @@ class SharedCores:
                 async with asyncio.timeout(work.left_s / self._share):
                     await self._shared.wait()
             except TimeoutError:
-                self._account()
+                self._subtract_done_work()
         self._works.remove(work)
         self.share_out()
 
@@ -91,16 +91,16 @@ class SharedCores:
         """Divide the cores among all busy processes again."""
         if self._cores is None:
             return
-        self._account()
+        self._subtract_done_work()
         busy = [engine for engine in self._engines if engine.busy]
-        given = shares([FIRST] * len(self._works) + [NICED] * len(busy), self._cores)
+        given = divide_cores([FIRST] * len(self._works) + [NICED] * len(busy), self._cores)
         self._share = given[0] if self._works else 1.0
         for engine, share in zip(busy, given[len(self._works) :], strict=True):
             engine.pace(share)
         self._shared.set()
         self._shared = asyncio.Event()
 
-    def _account(self) -> None:
+    def _subtract_done_work(self) -> None:
         """Subtract the work done at the present shares."""
         now = self._loop.time()
         for work in self._works:

@@ -155,9 +155,9 @@ class SimulatedFleet:
         self._stats = stats
         self._clock = clock
         self._cores = cores
-        self._tick = Tick(self._hand_out, every_s=DISPATCH_S)
+        self._tick = Tick(self._send_orders, every_s=DISPATCH_S)
         self._lives: list[ReplicaLife] = []
-        self._ended_tokens, self._ended_s = 0, 0.0  # of engines of dead replicas
+        self._ended_tokens, self._ended_s = 0, 0.0  # of dead replicas' engines
         self.samples: list[FleetSample] = []
         self.num_reports = 0  # that the scheduler has received
         self.failures: list[tuple[float, int]] = []  # seconds of RL, and the replica
@@ -175,8 +175,8 @@ class SimulatedFleet:
             self._tasks = tasks
             for index in range(self._config.rollout.replicas):
                 late_s = self._emulation.start_spread_s * index / self._config.rollout.replicas
-                self._lives.append(await self._open(index, late_s=late_s))
-                tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
+                self._lives.append(await self._start_replica(index, late_s=late_s))
+                tasks.create_task(self._keep_replica(index), name=f"keep-replica-{index}")
             tasks.create_task(self._reports.run(), name="reports")
             tasks.create_task(self._orders.run(), name="orders")
             tasks.create_task(self._tick.run(), name="dispatch")
@@ -195,7 +195,7 @@ class SimulatedFleet:
     async def stop(self) -> None:
         """Interrupt all replicas, and wait until they have reported all of their tokens."""
         for life in self._lives:
-            self._order(life, partial(self._begin, partial(life.replica.stop, evaluations=True)))
+            self._send_order(life, partial(self._start_task, partial(life.replica.stop, evaluations=True)))
         while self._scheduler.views.in_flight:
             self._stats.next_report.clear()
             await self._stats.next_report.wait()
@@ -233,7 +233,7 @@ class SimulatedFleet:
 
     async def survey(self, replica: int) -> Survey | None:
         """See `migration.ReplicaFleet.survey`."""
-        return await self._ask(replica, _survey)
+        return await self._call_replica(replica, _survey)
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
         """See `migration.ReplicaFleet.expect`."""
@@ -241,16 +241,16 @@ class SimulatedFleet:
         async def promise(life: ReplicaLife) -> bool:
             return life.replica.expect(version, trajectory_ids)
 
-        return bool(await self._ask(replica, promise))
+        return bool(await self._call_replica(replica, promise))
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
         life = self._lives[replica]
-        self._order(life, partial(self._begin, partial(life.replica.give_up, list(trajectory_ids))))
+        self._send_order(life, partial(self._start_task, partial(life.replica.give_up, list(trajectory_ids))))
 
     # ---- start and crash
 
-    async def _open(self, index: int, *, late_s: float) -> ReplicaLife:
+    async def _start_replica(self, index: int, *, late_s: float) -> ReplicaLife:
         rollout, store = self._config.rollout, CountedTokens(self._responses)
         engine = EmulatedEngine(
             self._times,
@@ -284,7 +284,7 @@ class SimulatedFleet:
         )
         return ReplicaLife(replica, engine, store)
 
-    async def _keep(self, index: int) -> None:
+    async def _keep_replica(self, index: int) -> None:
         """Run a replica, and start a new one after each crash."""
         draw = random.Random(f"{self._config.seed}/failures/{index}")
         down_s = self._config.simulation.restart_s - self._times.load_s / self._emulation.compression
@@ -298,16 +298,16 @@ class SimulatedFleet:
             self._ended_s += life.engine.busy_s
             serving.cancel()
             await asyncio.wait([serving])
-            await self._take_over(index, life)
+            await self._recover_trajectories(index, life)
             await asyncio.sleep(max(0.0, down_s))
-            self._lives[index] = await self._open(index, late_s=0.0)
+            self._lives[index] = await self._start_replica(index, late_s=0.0)
 
     async def _serve(self, life: ReplicaLife) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(life.replica.run(), name="run")
             while True:
                 report = await life.replica.next_report(math.inf)
-                self._reports.send(partial(self._take_in, life, report))
+                self._reports.send(partial(self._receive_report, life, report))
 
     async def _until_failure(self, life: ReplicaLife, draw: random.Random) -> None:
         """Wait until the replica crashes; write its journal at the last regular time before the crash."""
@@ -321,7 +321,7 @@ class SimulatedFleet:
         life.replica.journal_partials()
         await asyncio.sleep(lives_s - noted_s)
 
-    async def _take_over(self, index: int, life: ReplicaLife) -> None:
+    async def _recover_trajectories(self, index: int, life: ReplicaLife) -> None:
         """Return the trajectories of a dead replica to the scheduler, as far as its journal has them."""
         reports = self._scheduler.reports
         await life.engine.close()
@@ -337,7 +337,7 @@ class SimulatedFleet:
 
     # ---- reports and orders
 
-    async def _take_in(self, life: ReplicaLife, report: ReplicaReport) -> None:
+    async def _receive_report(self, life: ReplicaLife, report: ReplicaReport) -> None:
         if not life.lives:
             return
         self.num_reports += 1
@@ -351,22 +351,22 @@ class SimulatedFleet:
         else:
             self._tick.wake()
 
-    def _hand_out(self) -> None:
+    def _send_orders(self) -> None:
         scheduler = self._scheduler
         for index, names in scheduler.book.take_aborts().items():
             life = self._lives[index]
-            self._order(life, partial(self._begin, partial(life.replica.abort, list(names))))
+            self._send_order(life, partial(self._start_task, partial(life.replica.abort, list(names))))
         for index, assignments in scheduler.dispatcher.dispatch().items():
             life = self._lives[index]
-            self._order(life, partial(life.replica.start_assignments, assignments))
+            self._send_order(life, partial(life.replica.start_assignments, assignments))
         for index, names in scheduler.moves.take_called_off().items():
             life = self._lives[index]
-            self._order(life, partial(life.replica.call_off, list(names)))
+            self._send_order(life, partial(life.replica.call_off, list(names)))
         self._stats.generating(scheduler.views.in_flight > 0)
         if scheduler.dispatcher.has_more:
             self._tick.wake()
 
-    def _order(self, life: ReplicaLife, obey: Callable[[], object]) -> None:
+    def _send_order(self, life: ReplicaLife, obey: Callable[[], object]) -> None:
         """Call `obey` when the order has reached the replica, unless the replica is dead by then."""
 
         async def arrive() -> None:
@@ -375,10 +375,10 @@ class SimulatedFleet:
 
         self._orders.send(arrive)
 
-    def _begin(self, obey: Callable[[], Coroutine[object, object, None]]) -> None:
+    def _start_task(self, obey: Callable[[], Coroutine[object, object, None]]) -> None:
         self._tasks.create_task(obey(), name="order")
 
-    async def _ask(self, replica: int, answer: Callable[[ReplicaLife], Awaitable[T]]) -> T | None:
+    async def _call_replica(self, replica: int, answer: Callable[[ReplicaLife], Awaitable[T]]) -> T | None:
         """Return a replica's answer, after all earlier messages in both directions; None from a dead replica."""
         life, answered = self._lives[replica], asyncio.get_running_loop().create_future()
 

@@ -58,7 +58,7 @@ class SimulatedRewards:
                 self._stats.scored(one.score.value or 0.0, (), one.length)
             self.num_open -= 1
             self._free += 1
-            self._begin()
+            self._start_scoring()
             self._wake()  # the last score of a batch can free room for new trajectories
 
     def close(self) -> None:
@@ -86,9 +86,9 @@ class SimulatedRewards:
         )
         self.num_open += 1
         self._waiting.append(_Scoring(score, trajectory.length))
-        self._begin()
+        self._start_scoring()
 
-    def _begin(self) -> None:
+    def _start_scoring(self) -> None:
         """Give waiting responses to free scorers, first come first served."""
         while self._waiting and self._free:
             one = self._waiting.popleft()

@@ -192,7 +192,7 @@ class _Simulation:
             weights=weights,
             stats=stats,
             cores=cores,
-            show=self._stepped,
+            show=self._on_step,
         )
         self._learner = learner(config, profile.learner, parts)
         self._migration = self._make_migration(clock)
@@ -213,7 +213,7 @@ class _Simulation:
             control_settings(self._config, stop_ids=(END,)),
             prompt_at=lambda index: Prompt(id="p", index=index, text="", ids=ids),
             recorder=self._recorder,
-            stages=Stages(submit_score=self._finished),
+            stages=Stages(submit_score=self._on_response),
             credit=Credit(group_advantages(algorithm.advantage), overlong_cost(cap, algorithm.overlong_tokens)),
             clock=clock,
         )
@@ -246,7 +246,7 @@ class _Simulation:
                 self._fleet.begin_rl()
                 await self._learner.run(self._config.max_rl_seconds)
                 done = self._outcome()  # before the record's last events
-                await self._end()
+                await self._stop_fleet()
                 for task in background:
                     task.cancel()
         finally:
@@ -264,7 +264,7 @@ class _Simulation:
             failed_s=tuple(at_s for at_s, _ in self._fleet.failures),
         )
 
-    async def _end(self) -> None:
+    async def _stop_fleet(self) -> None:
         """Stop the fleet; with a record, record the tokens of running trajectories."""
         self._stats.rl_phase(False)
         self._scheduler.pause()
@@ -275,7 +275,7 @@ class _Simulation:
 
     # ---- between the parts
 
-    def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
+    def _on_response(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Receive an ended response, and start to score it."""
         self._migration.finished(trajectory)
         self._cores.spend(self._config.simulation.trajectory_cpu_s)
@@ -295,7 +295,7 @@ class _Simulation:
                 waits=self._stats.learner_idle_s is None or self._rewards.num_open > 0 or self._fleet.is_short,
             )
 
-    def _stepped(self, row: StepRow) -> None:
+    def _on_step(self, row: StepRow) -> None:
         self._rows.append(row)
         self._traffic.append(ControlTraffic(self._rewards.num_events, self._fleet.num_reports))
         self._fleet.sample()

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_lab.bench.workplace import write_model
-from laminar_lab.calibration.learner import steps_of
+from laminar_lab.calibration.learner import choose_steps
 from laminar_lab.calibration.profile import Calibration, calibrate, write_profile
 from laminar_lab.step_time import TimedShape, fit
 from laminar_py.cli import app
@@ -54,7 +54,7 @@ def test_a_fit_that_is_bad_is_warned_of():
 
 
 def test_steps_keep_to_their_tokens_and_to_the_longest_sequence():
-    for one in steps_of(max_len=448, max_tokens=4096):
+    for one in choose_steps(max_len=448, max_tokens=4096):
         tokens = int(one.name.split()[0])
         assert 0.5 * tokens < sum(one.lengths) <= tokens
         assert max(one.lengths) <= 448

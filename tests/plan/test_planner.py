@@ -65,13 +65,13 @@ def test_a_model_that_fits_no_placement_is_told_what_is_missing(wanted, line):
 def test_the_first_choice_has_most_tokens_of_all_that_were_simulated():
     request, seen = make_request(nodes=1, **SMALL), {}
 
-    def look(some, seed):
+    def judge_all(some, seed):
         found = [judge(request, one, seed=seed) for one in some]
         for one, judged in zip(some, found, strict=True):
             seen.setdefault(one, []).append(judged.tokens_per_s)
         return found
 
-    plan = make_plan(request, look=look)
+    plan = make_plan(request, judge_all=judge_all)
     assert plan.best.tokens_per_s == max(mean(speeds) for speeds in seen.values())
     assert {one.placement.schedule for one in plan.ranked} == set(Schedule)
     assert len(seen) <= MOST
@@ -88,14 +88,14 @@ def test_a_schedule_whose_formula_is_too_low_is_found_where_simulations_say_so()
         (one for one in every if one.schedule is Schedule.ONE_STEP and one.tensor_parallel == 2), key=every.get
     )
 
-    def look(some, seed):
+    def judge_all(some, seed):
         times = [5.0 if one.schedule is Schedule.ONE_STEP else 1.0 for one in some]
         return [
             replace(figures, tokens_per_s=every[one] * factor * (1.5 if one == hidden else 1.0))
             for one, factor in zip(some, times, strict=True)
         ]
 
-    assert make_plan(request, look=look).best.placement == hidden
+    assert make_plan(request, judge_all=judge_all).best.placement == hidden
 
 
 @pytest.mark.slow
@@ -108,10 +108,10 @@ def test_a_depth_of_admission_whose_formula_is_too_low_is_found_where_simulation
         shares = one.batch_per_replica * one.replicas / request.trajectories_per_step
         return 1.5 if one.schedule is Schedule.ASYNC and shares > 1.5 else 0.7
 
-    def look(some, seed):
+    def judge_all(some, seed):
         return [replace(figures, tokens_per_s=every[one] * factor(one)) for one in some]
 
-    best = make_plan(request, look=look).best
+    best = make_plan(request, judge_all=judge_all).best
     assert best.tokens_per_s == max(every[one] * factor(one) for one in every)
 
 
@@ -120,12 +120,12 @@ def test_no_more_are_simulated_than_is_said_however_small_a_replicas_share_of_a_
     request = make_request(nodes=nodes, prompts_per_step=prompts)
     figures, seen = judge(make_request(nodes=1, **SMALL), placements(make_request(nodes=1, **SMALL))[0]), set()
 
-    def look(some, seed):
+    def judge_all(some, seed):
         seen.update(some)
         every = [estimate(request, one).tokens_per_s for one in some]
         return [replace(figures, tokens_per_s=rate, replicas=10**6) for rate in every]
 
-    make_plan(request, look=look)
+    make_plan(request, judge_all=judge_all)
     assert len(seen) <= MOST
 
 

@@ -69,13 +69,13 @@ def draw_case(number: int) -> PlanRequest:
 def _regret(request: PlanRequest) -> float:
     """Share of the best placement's tokens/s that the planner's choice lacks; 0 where it is the best."""
     everything = placements(request)
-    look = judge_in_parallel(request)
-    judged = dict(zip(everything, look(everything, 0), strict=True))
+    judge_all = judge_in_parallel(request)
+    judged = dict(zip(everything, judge_all(everything, 0), strict=True))
 
     def known(some: Sequence[FleetPlacement], seed: int) -> list[Judgement]:
-        return look(some, seed) if seed else [judged[one] for one in some]
+        return judge_all(some, seed) if seed else [judged[one] for one in some]
 
-    choice = make_plan(request, look=known).best.placement
+    choice = make_plan(request, judge_all=known).best.placement
     order = sorted(everything, key=lambda one: -judged[one].tokens_per_s)
     again = {one: _again(request, one) for one in {choice, *order[:FINALISTS]}}
     return max(0.0, 1.0 - again[choice] / max(again.values()))
