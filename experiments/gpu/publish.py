@@ -34,7 +34,7 @@ from laminar_lab.bench.relay.steps import (
 from laminar_lab.bench.relay.tree import Tree, copy_s, raw
 from laminar_lab.bench.report import Ratio, Row, Side, in_turn, show, tell
 from laminar_lab.bench.workplace import SHARED_MEMORY, count_parameters, workplace
-from laminar_lab.calibration.trajectories import make_trajectory
+from laminar_lab.calibration.learner import make_trajectory
 from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner

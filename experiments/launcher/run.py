@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from laminar_lab.launcher.experiment import read_experiment
-from laminar_lab.launcher.standing import RunState, read_standings
+from laminar_lab.launcher.progress import RunState, read_all_progress
 from laminar_py.ledger.audit.verify import verify
 
 HERE = Path(__file__).parent
@@ -43,9 +43,9 @@ def kill_in_a_run(file: Path, *, after: int) -> None:
     launcher = subprocess.Popen([*LAUNCH, str(file)], stdout=sys.stderr)
     experiment = read_experiment(file)
     while True:
-        standings = read_standings(experiment)
-        ended = sum(one.state is RunState.FINISHED for one in standings)
-        if ended >= after and any(0 < one.step < one.run.config.steps for one in standings):
+        progress = read_all_progress(experiment)
+        ended = sum(one.state is RunState.FINISHED for one in progress)
+        if ended >= after and any(0 < one.step < one.run.config.steps for one in progress):
             break
         assert launcher.poll() is None, "the launcher has ended by itself"
         time.sleep(LOOK_S)
@@ -56,13 +56,13 @@ def kill_in_a_run(file: Path, *, after: int) -> None:
 def judge(file: Path, *, code: int, elapsed_s: float) -> dict[str, object]:
     """Figures of the whole."""
     experiment = read_experiment(file)
-    standings = read_standings(experiment)
+    progress = read_all_progress(experiment)
     folders = {run.name: list(run.config.runs.glob(f"{run.name}-[0-9]*/summary.json")) for run in experiment.runs}
-    once = [one for one in standings if one.state is RunState.FINISHED and len(folders[one.run.name]) == 1]
+    once = [one for one in progress if one.state is RunState.FINISHED and len(folders[one.run.name]) == 1]
     return {
-        "runs": len(standings),
+        "runs": len(progress),
         "ended_once": len(once),
-        "steps": sum(one.step for one in standings),
+        "steps": sum(one.step for one in progress),
         "violations": sum(len(verify(one.run.folder.path)) for one in once if one.run.folder is not None),
         "exit_code": code,
         "launchers_killed": len(KILLED_AT),

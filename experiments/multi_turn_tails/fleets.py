@@ -6,7 +6,7 @@ Used by `experiments/multi_turn_tails/run.py`; `README.md` has the source of eac
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
+from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
 from laminar_py.config.loading import load_config, read_profile

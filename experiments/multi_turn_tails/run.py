@@ -16,7 +16,7 @@ from fleets import ASYNC, CONFIG, FLEETS, TAIL, TURNS, Cell, Fleet, measure, tur
 
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import KeptResults
-from laminar_lab.simulate.baselines.schedules import Baseline
+from laminar_lab.simulate.baselines import Baseline
 from laminar_lab.simulate.figures import SimulatedFigures
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
+from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_lab.simulate.figures import WARM_SHARE, SimulatedRun
 from laminar_lab.simulate.run import simulate
 from laminar_py.config.emulation import EmulationProfile

@@ -1,7 +1,7 @@
-"""Times of a learner, measured on steps of trajectories that nobody generated. Called by `laminar calibrate`.
+"""Measurement of a learner on steps of made-up trajectories. Called by `laminar calibrate`.
 
-Steps of a few and of many microbatches, of short and of mixed sequences, take turns; each ends with the copy of
-the weights that a publication makes, and the last leaves a version for an engine to load.
+Steps of few and many microbatches, of short and mixed sequences, take turns. Each step ends with the copy of
+weights for a publication. The last version stays for the engine to load.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,21 +14,23 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from laminar_lab.calibration.fit import LinearFit, TimedShape, fit
-from laminar_lab.calibration.trajectories import make_trajectory
+from laminar_lab.step_time import LinearFit, TimedShape, fit
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.cluster import Device
 from laminar_py.config.emulation import LearnerTimes
 from laminar_py.engines import served_dtype
 from laminar_py.learner import Learner, join_group, leave_group
 from laminar_py.learner.packing import attention_share, pack, sequence_cost
+from laminar_py.records import FinishReason, Trajectory
 from laminar_py.records.host import Clock
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import Kind
 from laminar_py.relay import Publisher, folder_name
 
 MICROBATCHES = (1, 2, 4)  # of a step
-SHORTER = 8  # times that a short sequence is shorter than `rollout.max_len`
-SIGMA = 0.99  # of the lengths of mixed sequences, whose median is a short one
-LEAST_S = 1e-12  # that a token is said to take at least
+SHORTER = 8  # `rollout.max_len` over the length of a short sequence
+SIGMA = 0.99  # of log-normal mixed lengths, whose median is a short sequence
+LEAST_S = 1e-12  # lower bound of a token's time, since the fit can be 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class StepLengths:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLearner:
-    """Times of a learner, the fit of its steps, and a folder of weights as it publishes them."""
+    """Times of a learner, the fit of its steps, and the folder of its last published version."""
 
     times: LearnerTimes
     steps: LinearFit
@@ -49,7 +51,7 @@ class MeasuredLearner:
 
 
 def check(config: RunConfig) -> None:
-    """Refuse a learner whose steps are not measured."""
+    """Raise `ConfigError` for a learner that cannot be measured."""
     if config.learner.world_size > 1:
         raise ConfigError(
             f"learner.world_size={config.learner.world_size}: one device is measured; set learner.world_size=1,"
@@ -58,22 +60,25 @@ def check(config: RunConfig) -> None:
     if config.algorithm.packed_columns:
         raise ConfigError(
             f"algorithm.name={config.algorithm.name}: trains on {config.algorithm.packed_columns[0].name},"
-            " which no made-up trajectory has; set algorithm.name=grpo to measure"
+            " which made-up trajectories lack; set algorithm.name=grpo to measure"
         )
 
 
 def measure_learner(
-    config: RunConfig, clock: Clock, *, store: Path, repeats: int, tell: Callable[[str], None]
+    config: RunConfig, clock: Clock, *, store: Path, repeats: int, log: Callable[[str], None]
 ) -> MeasuredLearner:
-    """Medians of `repeats` rounds, after one that does not count; the last version stays in `store`."""
-    tell("learner: loads")
-    with _opened(config) as learner, _publisher(store, learner) as publisher:
+    """Measure a learner: medians of `repeats` rounds after a round for warming up.
+
+    The last version stays in the folder `store`.
+    """
+    log("learner: loads")
+    with _open_learner(config) as learner, _publisher(store, learner) as publisher:
         model = learner.model.config
         num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         share = attention_share(
             hidden_size=model.hidden_size, num_layers=model.num_hidden_layers, num_parameters=num_parameters
         )
-        chosen = steps_of(max_len=config.rollout.max_len, max_tokens=config.packer.max_tokens)
+        chosen = choose_steps(max_len=config.rollout.max_len, max_tokens=config.packer.max_tokens)
         found: dict[str, list[float]] = {one.name: [] for one in chosen}
         version = 0
         for turn in range(repeats + 1):
@@ -82,7 +87,7 @@ def measure_learner(
                 version += 1
                 step_s = _step_s(config, learner, publisher, one, clock, version=version, share=share)
                 found[one.name].append(step_s)
-            tell(f"learner: steps, round {turn} of {repeats}" if turn else "learner: warm")
+            log(f"learner: steps, round {turn} of {repeats}" if turn else "learner: warm")
         publisher.completed(version)
     steps = fit([_timed(one, median(found[one.name][1:]), share=share) for one in chosen])
     optimizer_s, token_s = steps.coefficients
@@ -96,8 +101,8 @@ def measure_learner(
     return MeasuredLearner(times, steps, store / folder_name(version))
 
 
-def steps_of(*, max_len: int, max_tokens: int) -> list[StepLengths]:
-    """Steps of one, two and four microbatches of short, or of log-normal lengths."""
+def choose_steps(*, max_len: int, max_tokens: int) -> list[StepLengths]:
+    """Choose steps of one, two and four microbatches, of short and of log-normal lengths."""
     short, rng = max(2, max_len // SHORTER), np.random.default_rng(0)
     made = []
     for count in MICROBATCHES:
@@ -119,7 +124,7 @@ def _step_s(
     version: int,
     share: float,
 ) -> float:
-    """Seconds of a step and of the copy of its weights."""
+    """Measure a step and the copy of its weights for publication."""
     vocab = learner.model.config.vocab_size
     packed = pack(
         [make_trajectory(index, length, vocab=vocab) for index, length in enumerate(one.lengths)],
@@ -139,9 +144,31 @@ def _timed(one: StepLengths, step_s: float, *, share: float) -> TimedShape:
     return TimedShape(one.name, (1, cost), step_s)
 
 
+def make_trajectory(index: int, length: int, *, vocab: int = 512, prompt: np.ndarray | None = None) -> Trajectory:
+    """Make a finished trajectory of random tokens; the prompt is an eighth of its tokens, or `prompt`."""
+    generator = np.random.default_rng(index)
+    first = generator.integers(1, vocab, max(1, length // 8)).astype(np.int32) if prompt is None else prompt
+    count = length - len(first)
+    return Trajectory(
+        id=f"t{index}.0",
+        prompt_id=f"p{index}",
+        group_id=f"t{index}",
+        sample_index=0,
+        kind=Kind.TRAIN,
+        prompt_ids=first,
+        response_ids=generator.integers(1, vocab, count).astype(np.int32),
+        logprobs=np.zeros(count, np.float32),
+        loss_mask=np.ones(count, np.bool_),
+        spans=(Span(0, 0, count),),
+        finish_reason=FinishReason.STOP,
+        reward=1.0,
+        advantage=float(generator.normal()),
+    )
+
+
 @contextmanager
-def _opened(config: RunConfig) -> Iterator[Learner]:
-    """The learner of a run, alone; its state is nobody's."""
+def _open_learner(config: RunConfig) -> Iterator[Learner]:
+    """Open the learner of a run without the other parts of the run."""
     if not config.learner.offload:
         torch.set_num_threads(1)  # as in a run
     with TemporaryDirectory(prefix="laminar-calibrate-") as folder:

@@ -1,8 +1,8 @@
-"""A profile of the machine at hand: a run's engine and learner, measured, as YAML with a comment that says how.
+"""A profile of this machine: a run's measured engine and learner as YAML, with a comment on the measurement.
 
-Called by `laminar calibrate`. What computes on a core of this process is measured in CPU seconds, which other work
-on the machine changes least, and all else in seconds. Invariant: what is written is what `emulation.profile`
-reads.
+Called by `laminar calibrate`. Parts that compute in this process on CPU are measured in CPU seconds, which other
+load changes least, and other parts in seconds. `emulation.profile` reads the file
+(`tests/calibration/test_profile.py::test_a_profile_that_is_written_is_the_one_that_is_read`).
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from typing import Protocol, runtime_checkable
 import yaml
 
 from laminar_lab.calibration.engine import MeasuredEngine, measure_engine
-from laminar_lab.calibration.fit import LinearFit
 from laminar_lab.calibration.learner import MeasuredLearner, check, measure_learner
+from laminar_lab.step_time import RESERVE_TOKENS, LinearFit
 from laminar_py.config import ConfigError, EmulationProfile, RunConfig
 from laminar_py.config.cluster import Device
 from laminar_py.config.engine import BACKENDS, EngineLaunch
@@ -30,31 +30,30 @@ from laminar_py.records.host import SystemClock
 from laminar_py.rollout import EngineBounds
 
 EMBEDDED = "local"  # the engine that computes in this process
-EMBEDDED_RESERVE = 16  # tokens that it keeps free for the growth of a request
-RESERVE = 600  # of other engines, an assumption
-POOR = 0.2  # mean error of a fit that should not be trusted
+EMBEDDED_RESERVE = 16  # tokens that the embedded engine keeps free for the growth of a request
+POOR = 0.2  # mean error from which a fit gets a warning
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """An engine that has connections to let go of; what it runs on ends with this process, as a replica's does."""
+    """An engine with connections to close. Its server process ends with this process, as in a replica."""
 
     async def close(self) -> None:
-        """Let go of them."""
+        """Close the connections."""
         ...
 
 
 class CpuClock:
-    """CPU time of this process and all its threads, see `records.host.Clock`."""
+    """Clock of the CPU time of this process and its threads, see `records.host.Clock`."""
 
     def now(self) -> float:
-        """CPU seconds; only differences mean anything."""
+        """Return CPU seconds; only differences mean anything."""
         return time.process_time()
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, and how well it fits what was measured."""
+    """A profile and the fits behind it."""
 
     profile: EmulationProfile
     engine: LinearFit
@@ -62,22 +61,22 @@ class Calibration:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each fit that is bad."""
+        """A line for each poor fit."""
         fits = {"engine": self.engine, "learner": self.learner}
         return [
-            f"{name}: the fit is off by {fit.mean_error:.0%} on average; measure again with more --repeats, on a"
-            " machine that does nothing else"
+            f"{name}: the fit is off by {fit.mean_error:.0%} on average; measure again with more --repeats, on an"
+            " otherwise idle machine"
             for name, fit in fits.items()
             if fit.mean_error > POOR
         ]
 
 
-def calibrate(config: RunConfig, *, repeats: int, tell: Callable[[str], None]) -> Calibration:
+def calibrate(config: RunConfig, *, repeats: int, log: Callable[[str], None]) -> Calibration:
     """Measure the learner, then an engine with its weights. Raises `ConfigError`, `EngineLostError`."""
     if config.emulation is not None:
         raise ConfigError(
-            f"emulation.profile={config.emulation.profile}: emulated engines have their times from there; leave"
-            " the section emulation out, or name a config without it"
+            f"emulation.profile={config.emulation.profile}: emulated engines have their times from the profile;"
+            " leave the section emulation out, or name a config without it"
         )
     check(config)
     check_model_folder(config.model)
@@ -85,13 +84,13 @@ def calibrate(config: RunConfig, *, repeats: int, tell: Callable[[str], None]) -
     shm = config.relay.shm
     with TemporaryDirectory(prefix="laminar-calibrate-", dir=shm if shm.is_dir() else None) as folder:
         clock = CpuClock() if config.learner_device is Device.CPU else SystemClock()
-        learner = measure_learner(config, clock, store=Path(folder), repeats=repeats, tell=tell)
-        engine = asyncio.run(_measure_engine(config, learner, repeats=repeats, tell=tell))
+        learner = measure_learner(config, clock, store=Path(folder), repeats=repeats, log=log)
+        engine = asyncio.run(_measure_engine(config, learner, repeats=repeats, log=log))
     return Calibration(EmulationProfile(engine=engine.times, learner=learner.times), engine.steps, learner.steps)
 
 
 async def _measure_engine(
-    config: RunConfig, learner: MeasuredLearner, *, repeats: int, tell: Callable[[str], None]
+    config: RunConfig, learner: MeasuredLearner, *, repeats: int, log: Callable[[str], None]
 ) -> MeasuredEngine:
     rollout, section = config.rollout, config.rollout.engine
     is_embedded = section.kind == EMBEDDED
@@ -103,7 +102,7 @@ async def _measure_engine(
             secret=section.secret(),
             server=next(iter(section.servers), ""),
         )
-        tell("engine: starts")
+        log("engine: starts")
         engine = await BACKENDS.get(section.kind).open(config, launch)
         bounds = EngineBounds(
             vocab=read_sizes(config.model.path).vocab_size,
@@ -117,18 +116,18 @@ async def _measure_engine(
             bounds,
             CpuClock() if is_embedded else SystemClock(),
             weights=learner.weights,
-            reserve_tokens=EMBEDDED_RESERVE if is_embedded else RESERVE,
+            reserve_tokens=EMBEDDED_RESERVE if is_embedded else RESERVE_TOKENS,
             gpus=max(1, section.gpus),
             repeats=repeats,
-            tell=tell,
+            log=log,
         )
         if isinstance(engine, Closable):
             await engine.close()
         return found
 
 
-def write(found: Calibration, path: Path, *, measured: str) -> None:
-    """Write the profile; `measured` says of what and where, e.g. "configs/quickstart.yaml on a CPU"."""
+def write_profile(found: Calibration, path: Path, *, measured: str) -> None:
+    """Write the profile; `measured` names config and machine, e.g. "configs/quickstart.yaml on a CPU"."""
     fits = {"Decode steps": found.engine, "Learner steps": found.learner}
     lines = [
         f"Measured by `laminar calibrate` on {datetime.now(UTC):%Y-%m-%d} (`emulation.profile`): {measured}",
@@ -147,7 +146,7 @@ def write(found: Calibration, path: Path, *, measured: str) -> None:
 
 
 def _rounded(tree: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Measured times to four digits; more are noise."""
+    """Round measured times to four digits; more digits are noise."""
     return {
         name: {key: value if isinstance(value, int) else float(f"{value:.4g}") for key, value in section.items()}
         for name, section in tree.items()

@@ -1,4 +1,4 @@
-"""`laminar calibrate`: what a run's engine and learner take on this machine, as a profile for the simulator."""
+"""`laminar calibrate`: measure a run's engine and learner on this machine, and write a profile for simulations."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,30 +23,30 @@ def calibrate(
     """Measure the engine and the learner of a run on this machine, each alone, and write a profile of them that
     `laminar simulate` and emulated runs read.
 
-    Takes a minute for a small model. The machine should do nothing else meanwhile.
+    Takes a minute for a small model. The machine should be idle otherwise.
     """
     from laminar_lab.bench.report import machine
     from laminar_lab.calibration.profile import calibrate as measure
-    from laminar_lab.calibration.profile import write
+    from laminar_lab.calibration.profile import write_profile
     from laminar_py.config import ConfigError, load_config
     from laminar_py.records import EngineLostError
     from laminar_py.runtime.cluster import RunFailedError
     from laminar_py.runtime.preflight import prepare
 
     if not out.parent.is_dir() or out.is_dir():
-        raise ConfigError(f"--out {out}: cannot be written; name a file in a folder that is there")
+        raise ConfigError(f"--out {out}: cannot be written; name a file in an existing folder")
     settings = load_config(config, overrides or [])
     prepare(settings)
     try:
-        found = measure(settings, repeats=repeats, tell=lambda line: print_line(line, style="dim"))
+        found = measure(settings, repeats=repeats, log=lambda line: print_line(line, style="dim"))
     except EngineLostError as error:
         raise RunFailedError(f"the engine is lost: {error}") from None
     command = " ".join([str(config), *(overrides or [])])
-    write(found, out, measured=f"{command}, median of {repeats}, {machine()}")
+    write_profile(found, out, measured=f"{command}, median of {repeats}, {machine()}")
     console.print(_errors(found))
     for warning in found.warnings:
         print_line(warning, style="yellow")
-    print_line(f"{out} has the profile, which a config with the section emulation names: emulation.profile={out}")
+    print_line(f"{out} has the profile; a config with the section emulation uses it with emulation.profile={out}")
 
 
 def _errors(found: "Calibration") -> Table:

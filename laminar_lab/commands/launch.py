@@ -1,4 +1,4 @@
-"""`laminar launch`: all runs of an experiment, from its file to a page that compares them."""
+"""`laminar launch`: run all runs of an experiment, and draw the page that compares them."""
 
 import asyncio
 import fcntl
@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from laminar_py.cli import console, print_line
 from laminar_py.config import ConfigError
 
 if TYPE_CHECKING:
     from laminar_lab.launcher.experiment import Experiment
+    from laminar_lab.launcher.loop import Slot
 
-WIDE = 160  # columns of a table that no terminal limits
+WIDE = 160  # columns of a table outside a terminal
 app = typer.Typer()
 
 
@@ -24,112 +27,107 @@ app = typer.Typer()
 def launch(
     file: Annotated[Path, typer.Argument(help="YAML file of the experiment, or the folder of experiment.yaml")],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would run, where, and how long; only data.prepare is run")
+        bool, typer.Option("--dry-run", help="Check everything, make the data and list the runs, but run nothing")
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Write report.html of the runs so far, and run nothing")
+        bool, typer.Option("--report", help="Draw report.html of the runs so far, and run nothing")
     ] = False,
 ) -> None:
     """Run all runs of an experiment, as many at a time as there are GPUs for, and compare them.
 
-    Run folders, logs and report.html are written beside FILE. After a stop or a crash the same command goes on.
+    Run folders, logs and report.html are written beside FILE. After a stop or a crash the same command continues.
     """
-    from laminar_lab.launcher.experiment import check_existing_runs, describe_unknown_folders, read_experiment
+    from laminar_lab.launcher.experiment import check_existing_runs, read_experiment
 
     experiment = read_experiment(file / "experiment.yaml" if file.is_dir() else file)
     if report:
-        _draw(experiment)
+        _report(experiment)
         return
     check_existing_runs(experiment)
-    if strangers := describe_unknown_folders(experiment):
-        print_line(strangers)
     if dry_run:
-        _plan(experiment)
+        _print_plan(experiment)
         return
     with _only_launcher(experiment):
-        whole = _work(experiment)
-        finished, every = _draw(experiment)
-    if not whole:
-        print_line(f"stopped; go on with: laminar launch {file}")
+        complete = run_all(experiment)
+        finished = _report(experiment)
+    if not complete:
+        print_line(f"stopped; continue with: laminar launch {file}")
         raise typer.Exit(130)
-    if finished < every:
+    if finished < len(experiment.runs):
         raise typer.Exit(1)
 
 
-def _work(experiment: "Experiment") -> bool:
-    """Run what has not finished; False if a signal stopped it."""
-    from laminar_lab.launcher.board import Board
-    from laminar_lab.launcher.plan import check_runs, make_slots
-    from laminar_lab.launcher.queue import Queue, python, wait_for_other_processes
-    from laminar_lab.launcher.standing import in_turn, read_standings
+def run_all(experiment: "Experiment") -> bool:
+    """Run all unfinished runs; return False if a signal stopped them."""
+    from laminar_lab.launcher.loop import (
+        Launcher,
+        check_variants,
+        make_slots,
+        module_command,
+        wait_for_earlier_runs,
+    )
+    from laminar_lab.launcher.progress import unfinished_runs
 
-    if not in_turn(read_standings(experiment)):
+    if not unfinished_runs(experiment):
         return True
-    if any(run.config.relay.base_port for run in experiment.runs):  # begun runs have ports that are checked
-        asyncio.run(wait_for_other_processes(experiment, Board(experiment, console).note))
+    wait_for_earlier_runs(experiment, print_line)
     slots = make_slots(experiment)
-    _print_busy_gpus(experiment)
-    check_runs(experiment, at_once=len(slots))
-    board = Board(experiment, console, slots=len(slots))
-    queue = Queue(experiment, slots, train=[*python("laminar_py.cli"), "train"], board=board)
-    return asyncio.run(queue.work())
+    check_variants(experiment, slots=len(slots))
+    train = [*module_command("laminar_py.cli"), "train"]
+    return asyncio.run(Launcher(experiment, slots, train=train, log=print_line).run_all())
 
 
-def _plan(experiment: "Experiment") -> None:
-    from laminar_lab.launcher.plan import check_runs, make_slots, plan_rows
-    from laminar_lab.launcher.standing import read_standings
+def _print_plan(experiment: "Experiment") -> None:
+    """Check everything, and print every variant and run."""
+    from laminar_lab.launcher.loop import check_variants, make_slots
+    from laminar_lab.launcher.progress import progress_table, read_all_progress
+    from laminar_py.config.loading import to_overrides
 
     slots = make_slots(experiment)
-    _print_busy_gpus(experiment)
-    if _is_led(experiment.lock):  # its runs have the ports and the memory that a check asks for
-        told = "another launcher is at it: nothing was checked here, and no data prepared"
-    else:
-        scripts = ", ".join(map(str, check_runs(experiment, at_once=len(slots))))
-        prepared = f"data was prepared by {scripts}" if scripts else "no data was prepared, since no script is set"
-        told = f"checked: model, data, reward and engine of every variant with runs ahead; {prepared}"
-    for row in plan_rows(experiment, read_standings(experiment), slots):
-        console.print(row, soft_wrap=True)
-    print_line(told)
+    scripts = check_variants(experiment, slots=len(slots))
+    settings, config = experiment.settings, experiment.runs[0].config
+    print_line(
+        f"{settings.name}: {len(experiment.runs)} runs of {len(experiment.variants)} variants,"
+        f" {_describe_slots(slots, config.cluster.address)}; in {config.runs}"
+    )
+    common = to_overrides(settings.set)
+    if common:
+        print_line(f"every run: {settings.base} with {' '.join(common)}")
+    variants = Table("variant", "settings", box=None, padding=(0, 2, 0, 0))
+    for run in {run.variant: run for run in experiment.runs}.values():
+        own = " ".join(override for override in run.overrides if override not in common)
+        variants.add_row(Text(run.variant), Text(own or "-"))
+    console.print(variants)
+    console.print(progress_table(experiment, read_all_progress(experiment)))
+    prepared = (
+        f"data was prepared by {', '.join(scripts)}" if scripts else "no data was prepared: no script is set"
+    )
+    print_line(f"checked: model, data, reward and engine of every variant with unfinished runs; {prepared}")
 
 
-def _print_busy_gpus(experiment: "Experiment") -> None:
-    from laminar_lab.launcher.plan import busy_gpus
-
-    if busy := busy_gpus(experiment):
-        print_line(
-            f"GPU {','.join(busy)}: no run gets it, others use its memory; CUDA_VISIBLE_DEVICES decides if set"
-        )
+def _describe_slots(slots: "list[Slot]", address: str | None) -> str:
+    where = "on this machine" if address is None else f"on the Ray cluster {address}"
+    gpus = " and ".join(str(slot) for slot in slots if slot.gpus)
+    return f"{len(slots)} at a time {where}{f' ({gpus})' if gpus else ''}"
 
 
-def _draw(experiment: "Experiment") -> tuple[int, int]:
-    """Table and page of what is there; the number of finished runs, and of all."""
-    from laminar_lab.launcher.board import standing_table
+def _report(experiment: "Experiment") -> int:
+    """Print the table of all runs and draw the page; return the number of finished runs."""
     from laminar_lab.launcher.page import write_page
-    from laminar_lab.launcher.standing import RunState, read_standings
+    from laminar_lab.launcher.progress import RunState, progress_table, read_all_progress
 
-    standings = read_standings(experiment)
+    progress = read_all_progress(experiment)
     wide = console if console.is_terminal else Console(width=WIDE, highlight=False)
-    wide.print(standing_table(standings, experiment, width=wide.width))
-    finished = sum(one.state is RunState.FINISHED for one in standings)
-    print_line(f"{finished} of {len(standings)} runs have finished; compared in {write_page(experiment)}")
-    return finished, len(standings)
-
-
-def _is_led(file: Path) -> bool:
-    """True while a launcher holds the lock in this file."""
-    if not file.is_file():
-        return False
-    with file.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    wide.print(progress_table(experiment, progress))
+    finished = sum(one.state is RunState.FINISHED for one in progress)
+    page = write_page(experiment, progress)
+    print_line(f"{finished} of {len(progress)} runs have finished; compared in {page}")
+    return finished
 
 
 @contextmanager
 def _only_launcher(experiment: "Experiment") -> Iterator[None]:
-    """Hold the runs against a second launcher. Raises `ConfigError` where one has them."""
+    """Lock the runs against a second launcher. Raises `ConfigError` if a launcher has the lock."""
     folder = experiment.lock.parent
     try:
         folder.mkdir(exist_ok=True)

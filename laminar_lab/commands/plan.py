@@ -1,4 +1,4 @@
-"""`laminar plan`: which placement a model wants on a fleet that is not rented yet, and what it would do there."""
+"""`laminar plan`: rank the placements of a model on a fleet, before the fleet is rented."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,25 +11,22 @@ from laminar_py.cli import console, print_line
 from laminar_py.config import ConfigError
 
 if TYPE_CHECKING:
+    from laminar_lab.plan.inputs import Subject
     from laminar_lab.plan.planner import Ranked, RankedPlan
     from laminar_lab.plan.request import Lengths, PlanRequest
-    from laminar_lab.plan.subject import Subject
     from laminar_py.config import EmulationProfile
 
 SHOWN = 8  # placements
-P50, TAIL = 1500.0, 10.0  # tokens, and p99 over it, where nobody tells
-MFU = 0.4  # systems show 0.1 to 0.45
+P50, TAIL = 1500.0, 10.0  # default tokens, and p99 over p50
 GBIT = 1e9 / 8  # bytes
 app = typer.Typer()
 
 
 @app.command(epilog="Example: laminar plan 7B --gpus 8x8xH100 --price 2.5 --write 7b.yaml")
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="A model's folder, its config.json, a size such as 7B, or a config")
-    ],
+    model: Annotated[str, typer.Argument(help="Model folder, config.json, size such as 7B, or config of a run")],
     gpus: Annotated[str, typer.Option(help="Nodes x GPUs of each x kind, e.g. 8x8xH100")],
-    run: Annotated[Path | None, typer.Option(help="Run whose ledger tells the lengths of responses")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run with typical response lengths")] = None,
     p50: Annotated[float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500")] = None,
     p99: Annotated[float | None, typer.Option(min=1, help="Their 99th percentile; default: 10 x p50")] = None,
     cap: Annotated[int | None, typer.Option(min=1, help="Longest response; default: config's, or 16384")] = None,
@@ -39,7 +36,9 @@ def plan(
     max_staleness: Annotated[int | None, typer.Option(min=0, help="Steps; default: the config's, or 4")] = None,
     reward_s: Annotated[float, typer.Option(min=0, help="Median seconds from a response to its score")] = 0.05,
     mfu: Annotated[float | None, typer.Option(min=0.01, max=1, help="Of the learner; default: 0.4")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Times that `laminar calibrate` measured")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile of `laminar calibrate`, in place of computed times")
+    ] = None,
     network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
     write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
@@ -47,14 +46,14 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Show each formula with its numbers")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
 ) -> None:
-    """Rank the ways to use a fleet of GPUs: schedule, GPUs of the learner, tensor parallelism, replicas.
+    """Rank the placements of a run on a fleet: schedule, learner GPUs, tensor parallelism, replicas.
 
-    Formulas choose the likeliest placements; a simulation of each with the run's own policies, on fewer replicas,
-    judges them. Times are scaling rules over data sheets (docs/scale.md says how good they are), or a profile.
+    Formulas choose placements, simulations rank them. Times come from data sheets (docs/scale.md) or a profile.
     """
+    from laminar_lab.plan.inputs import read_fleet, read_subject
     from laminar_lab.plan.request import PlanRequest
-    from laminar_lab.plan.subject import read_fleet, read_subject
     from laminar_lab.plan.writing import refuse_existing
+    from laminar_lab.step_time import LEARNER_MFU
 
     refuse_existing(write)
     subject = read_subject(model)
@@ -67,7 +66,7 @@ def plan(
         group_size=group_size or subject.group_size,
         max_staleness=subject.max_staleness if max_staleness is None else max_staleness,
         reward_s=reward_s,
-        mfu=mfu or MFU,
+        mfu=mfu or LEARNER_MFU,
         price=price,
         measured=_measured(profile, mfu),
         learner=subject.learner,
@@ -85,24 +84,24 @@ def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | No
 
 
 def _make(request: "PlanRequest") -> "RankedPlan":
+    from laminar_lab.plan.judge import judge_in_parallel
     from laminar_lab.plan.planner import make_plan
-    from laminar_lab.plan.pool import judged_side_by_side
 
-    return make_plan(request, look=judged_side_by_side(request))
+    return make_plan(request, judge_all=judge_in_parallel(request))
 
 
 def _lengths(
     run: Path | None, given: tuple[float | None, float | None], *, cap: int, prompt: int, quiet: bool
 ) -> "Lengths":
-    """Lengths as given, or as the ledger of a run has them."""
+    """Return the given lengths, or the lengths in a run's ledger."""
+    from laminar_lab.plan.inputs import lengths_by_task, lengths_of_run
     from laminar_lab.plan.request import Lengths
-    from laminar_lab.plan.run_lengths import lengths_by_task, lengths_of
 
     p50, p99 = given
     if run is None:
         return Lengths.of_percentiles(p50 or P50, p99 or TAIL * (p50 or P50), cap=cap, prompt=prompt)
     if p50 is not None or p99 is not None:
-        raise ConfigError(f"--run={run}: tells the lengths; leave out --p50 and --p99")
+        raise ConfigError(f"--run={run}: the run decides the lengths; leave out --p50 and --p99")
     tasks = lengths_by_task(run)
     if not quiet:
         table = Table("task", "responses", "p50", "p99", "between prompts", title=f"response tokens of {run.name}")
@@ -110,21 +109,20 @@ def _lengths(
             between = f"{one.prompt_share:.0%} of the variance"
             table.add_row(one.task, f"{one.count:,}", f"{one.p50:,.0f}", f"{one.p99:,.0f}", between)
         console.print(table)
-    return lengths_of(tasks[0], cap=cap, prompt=prompt)
+    return lengths_of_run(tasks[0], cap=cap, prompt=prompt)
 
 
 def _print(plan: "RankedPlan", *, as_json: bool, explain: bool) -> None:
-    from laminar_lab.plan.page import plain_plan
-    from laminar_lab.plan.words import tell
+    from laminar_lab.plan.page import describe_plan, make_page
 
     if as_json:
-        print(msgspec.json.encode(plain_plan(plan)).decode())
+        print(msgspec.json.encode(make_page(plan)).decode())
         return
     console.print(_ranking(plan))
     console.print(_memory(plan))
     if explain:
         console.print(_formulas(plan.best))
-    for line in tell(plan):
+    for line in describe_plan(plan):
         print_line(line)
 
 
@@ -173,7 +171,7 @@ def _ranking(plan: "RankedPlan") -> Table:
 
 
 def _memory(plan: "RankedPlan") -> Table:
-    """GB at the peak by part of the first choice, a column for each kind of GPU."""
+    """Make the table of peak GB by part for a learner GPU and an engine GPU of the first choice."""
     learner, engine = plan.learner_memory(plan.best), plan.engine_memory(plan.best)
     table = Table("GB of a GPU, by formula", "learner", "engine")
     for name in (*learner, *engine):

@@ -1,4 +1,4 @@
-"""`laminar simulate`: what a run would do on GPUs that are not here, by its own policies on a virtual clock."""
+"""`laminar simulate`: simulate a run on other GPUs, with the production policies on a virtual clock."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from laminar_lab.simulate.figures import SimulatedFigures
     from laminar_py.records import StepRow
 
-TOLD_S = 5.0  # between lines
+LINE_EVERY_S = 5.0
 app = typer.Typer()
 
 
@@ -27,35 +27,34 @@ def simulate(
         bool, typer.Option("--record", help="Keep a run folder, for laminar report, audit and dashboard")
     ] = False,
 ) -> None:
-    """Lead a run on a virtual clock: its own scheduling, repacking, staleness and packing, among engines and a
-    learner that take the time of the GPUs in the profile.
+    """Simulate a run on a virtual clock: production scheduling, repacking and packing, with engines and a learner
+    that take the times of the profile.
 
-    Figures are in seconds of the GPUs, of all steps but the first quarter. The same config trains emulated engines
-    in real time with `laminar train`. With --record everything is in runs/simulated-<name>-<n>/, as if it had been
-    trained, and says that it was not.
+    Figures are in emulated seconds, over all steps except the first quarter. `laminar train` runs the same config
+    on emulated engines in real time. --record writes runs/simulated-<name>-<n>/, which is marked as simulated.
     """
     from laminar_lab.simulate.record import new_simulated_run
     from laminar_lab.simulate.run import check
-    from laminar_lab.simulate.run import simulate as lead
+    from laminar_lab.simulate.run import simulate as simulate_run
     from laminar_py.config import load_config, read_profile
 
     settings = load_config(config, overrides or [])
     check(settings)
-    assert settings.emulation is not None, "`check` has looked"
-    profile = read_profile(settings.emulation.profile)  # before there is a folder
+    assert settings.emulation is not None, "`check` refuses a config without it"
+    profile = read_profile(settings.emulation.profile)  # a mistake there leaves no run folder
     run = new_simulated_run(settings) if record else None
-    began = told = time.monotonic()
+    began = printed = time.monotonic()
 
     def show(row: "StepRow") -> None:
-        nonlocal told
-        if not as_json and (time.monotonic() - told > TOLD_S or row.step == settings.steps):
-            told = time.monotonic()
+        nonlocal printed
+        if not as_json and (time.monotonic() - printed > LINE_EVERY_S or row.step == settings.steps):
+            printed = time.monotonic()
             print_line(
                 f"step {row.step}/{settings.steps}  staleness {row.staleness_mean:.1f} max {row.staleness_max}"
-                f"  learner waiting {row.learner_waiting_share:.0%}  {told - began:.0f} s"
+                f"  learner waiting {row.learner_waiting_share:.0%}  {printed - began:.0f} s"
             )
 
-    figures = lead(settings, run=run, show=show, profile=profile).figures
+    figures = simulate_run(settings, run=run, show=show, profile=profile).figures
     if as_json:
         print(msgspec.json.encode(figures).decode())
         return

@@ -1,8 +1,7 @@
-"""An experiment: its file, its variants, every run of it, and the check against run folders that exist.
+"""The file of an experiment, its variants and its runs, and the comparison with existing run folders.
 
-The command line calls it. No two runs share a name, `laminar train` accepts the config of every run, and an
-existing run folder has that very config. A run starts from a file with all of its settings, so that later changes
-of the base have no effect on it.
+`laminar launch` calls this module before it starts a run. A run starts from a file with all of its settings, so a
+later change of the base has no effect on the run.
 """
 
 import itertools
@@ -23,18 +22,21 @@ from laminar_py.ledger import RunFolder, newest_run, runs_of
 
 HELP_AT = "docs/launch.md"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-OWN_KEYS = {"name": "name", "seed": "seeds", "runs": "the folder of the file"}  # of a run: what decides it here
-MOST_SEEDS = 1000  # by their number
-MOST_NAME = 200  # characters: with a number and an end to it a name of a run is that of files, which have 255
-UNTELLING = ("name", "kind")  # ends of keys whose sections say what is meant
-ALONE = "base"  # name of the only variant of an experiment that lists none
+OWN_KEYS = {"name": "name", "seed": "seeds", "runs": "the folder of the file"}  # setting -> where it comes from
+MOST_SEEDS = 1000  # a larger `seeds` is a seed by mistake, e.g. 20260101
+MOST_NAME = 200  # characters; files are named after runs, with an ending, and a file name has at most 255
+UNTELLING = ("name", "kind")  # last words of keys that mean nothing without their section
+ONLY_VARIANT = "base"  # its name, if an experiment has neither `grid` nor `variants`
 
 Settings = dict[str, Any]
-"""Values of settings of a run by their keys, e.g. `{"learner.lr": 1e-3}`."""
+"""Values by the keys of settings, e.g. `{"learner.lr": 1e-3}`."""
 
 
 def list_seeds(given: Any) -> Any:
-    """Seeds that are given by their number. Raises `ConfigError` for none, and for what must be a seed itself."""
+    """Return the list of seeds for a number of seeds; return a list unchanged.
+
+    Raises `ConfigError` for a number that cannot be a number of seeds.
+    """
     if not isinstance(given, int):
         return given
     if isinstance(given, bool) or not 0 < given <= MOST_SEEDS:
@@ -43,12 +45,12 @@ def list_seeds(given: Any) -> Any:
 
 
 class VariantSettings(Section):
-    """A variant by its name, e.g. `{name: slow, set: {learner.lr: 1e-4}}`."""
+    """A named variant, e.g. `{name: slow, set: {learner.lr: 1e-4}}`."""
 
     name: str = Field(pattern=NAME)
-    """Part of the names of its runs."""
+    """Part of the run names."""
     set: Settings = {}  # noqa: RUF012 - pydantic copies it
-    """Settings of its runs, over those of `set` and `base`."""
+    """Settings of this variant, over the settings of `set` and `base`."""
 
 
 class ExperimentSettings(Section):
@@ -59,17 +61,17 @@ class ExperimentSettings(Section):
     base: Path
     """Config of a run; like all paths, relative to the working directory."""
     set: Settings = {}  # noqa: RUF012
-    """Settings of all runs, over those of `base`."""
+    """Settings of all runs, over the settings of `base`."""
     grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}  # noqa: RUF012
     """Values to try by setting, e.g. `{learner.lr: [1e-3, 3e-3]}`; every combination is a variant."""
     variants: tuple[VariantSettings, ...] = ()
     """Variants with names of their own, instead of a grid."""
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(list_seeds)] = [0]  # noqa: RUF012
-    """Seeds of each variant: how many, from 0, or which."""
+    """Seeds of each variant: their number, counted from 0, or a list."""
     compare: str | None = None
-    """Evaluation set by which the report compares first; default: the first in `eval.sets`."""
+    """Evaluation set that the page shows first; default: the first in `eval.sets`."""
     parallel: Count | None = None
-    """Runs side by side; default: as many as there are GPUs for, or 1 where runs need none."""
+    """Runs side by side; default: as many as the host has GPUs for, or 1 if runs need no GPU."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -93,17 +95,17 @@ class PlannedRun:
     name: str
     variant: str
     seed: int
-    overrides: tuple[str, ...]  # beside name, seed and runs
+    overrides: tuple[str, ...]  # without name, seed and runs
     config: RunConfig
 
     @property
     def log(self) -> Path:
-        """File of all that its processes print."""
+        """File with the output of the run's processes."""
         return self.config.runs / f"{self.name}.log"
 
     @property
     def folder(self) -> RunFolder | None:
-        """Folder of the run; None before its first start."""
+        """Newest folder of the run; None before the first start."""
         try:
             return newest_run(self.config)
         except ConfigError:
@@ -111,22 +113,22 @@ class PlannedRun:
 
     @property
     def file(self) -> Path:
-        """File of all its settings, from which it starts."""
+        """File with all settings of the run; the run starts from this file."""
         return self.config.runs / f"{self.name}.yaml"
 
-    def write(self) -> None:
-        """Write that file."""
+    def write_config(self) -> None:
+        """Write all settings of the run to `file`."""
         self.file.write_text(dump_config(self.config))
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of `laminar train` that start it."""
+        """Arguments of `laminar train` that start the run."""
         return [str(self.file), *to_overrides(_own(self.name, self.seed, self.config.runs))]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs of a file, in the order in which they start: the first seed of each variant before second ones."""
+    """The runs of a file in starting order: the first seed of every variant comes before second seeds."""
 
     file: Path
     settings: ExperimentSettings
@@ -134,22 +136,22 @@ class Experiment:
 
     @property
     def folder(self) -> Path:
-        """Folder of the file, with the report and all runs in it."""
+        """Folder of the file, the page and all runs."""
         return self.file.parent
 
     @property
     def report(self) -> Path:
-        """Page of the experiment; others in its folder have pages of their own."""
+        """File of the page; a second experiment file in the same folder has its own page."""
         return self.folder / ("report.html" if self.file.stem == "experiment" else f"{self.file.stem}.html")
 
     @property
     def lock(self) -> Path:
-        """File that the launcher of the experiment has locked."""
+        """File that a launcher of this experiment locks."""
         return self.folder / "runs" / f"{self.settings.name}.lock"
 
     @property
     def compared(self) -> str:
-        """Evaluation set by which variants are compared; "evaluation" where there is none."""
+        """Evaluation set that compares variants; "evaluation" if the config has no set."""
         return self.settings.compare or next(iter(self.runs[0].config.eval.sets), "evaluation")
 
     @cached_property
@@ -159,7 +161,7 @@ class Experiment:
 
     @cached_property
     def changes(self) -> list[tuple[str, list[object]]]:
-        """Settings in which variants differ, with the value [variants] of each."""
+        """Settings in which variants differ, each with its values [variants]."""
         first = {run.variant: flatten(run.config) for run in reversed(self.runs)}
         configs = [first[variant] for variant in self.variants]
         keys = sorted({key for config in configs for key in config} - set(OWN_KEYS))
@@ -168,7 +170,7 @@ class Experiment:
 
 
 def read_experiment(file: Path) -> Experiment:
-    """The experiment of a YAML file. Raises `ConfigError` for whatever is wrong in it, or in any of its runs."""
+    """Read the YAML file of an experiment. Raises `ConfigError` for a mistake in the file or in a run's config."""
     settings = load_settings(ExperimentSettings, file, [], help_at=HELP_AT)
     runs = file.parent / "runs"
     base = f"base={settings.base}"
@@ -192,7 +194,7 @@ def _own(name: str, seed: int, runs: Path) -> Settings:
 
 
 def _name(settings: ExperimentSettings, variant: str, seed: int) -> str:
-    """Name of a run. Raises `ConfigError` for one that is too long."""
+    """Return the name of a run. Raises `ConfigError` if the name is too long."""
     name = f"{settings.name}-{variant}-s{seed}"
     if len(name) > MOST_NAME:
         field = "grid" if settings.grid else "variants" if settings.variants else "name"
@@ -212,7 +214,7 @@ def _load(base: Path, what: str, overrides: list[str]) -> RunConfig:
 
 
 def _check_sections(settings: ExperimentSettings) -> None:
-    """Refuse a value that would silently drop what the base says besides in a section. Raises `ConfigError`."""
+    """Raise `ConfigError` for a section given as a value, which would silently drop other settings of the base."""
     base = read_tree(settings.base, [])
     given = [("set", settings.set), *((variant.name, variant.set) for variant in settings.variants)]
     given += [("grid", {key: value}) for key, values in settings.grid.items() for value in values]
@@ -223,20 +225,20 @@ def _check_sections(settings: ExperimentSettings) -> None:
         lost = sorted({*said} - {*value})
         if lost:
             raise ConfigError(
-                f"{where}.{key}={value}: would drop {key}.{lost[0]}, which {settings.base} says; name each setting"
+                f"{where}.{key}={value}: would drop {key}.{lost[0]}, which {settings.base} sets; name each setting"
                 f" by its whole key, as {key}.{next(iter(value), lost[0])}"
             )
 
 
 def _value_at_key(tree: object, key: str) -> object:
-    """Value under a dotted key in plain data, or None."""
+    """Return the value at a dotted key in plain data, or None."""
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree
 
 
 def _is_section(key: str) -> bool:
-    """True if a dotted key names a section of a run's config. Tables with free names are values."""
+    """Return whether a dotted key names a section of a run's config. Tables with free names are values."""
     kind: Any = RunConfig
     for name in key.split("."):
         field = kind.model_fields.get(name) if kind else None
@@ -255,12 +257,12 @@ def _check_set(settings: ExperimentSettings, config: RunConfig) -> None:
 
 
 def _variants(settings: ExperimentSettings) -> list[tuple[str, Settings]]:
-    """Name and settings of each variant. Raises `ConfigError` if two share a name."""
+    """Return the name and settings of each variant. Raises `ConfigError` if two variants share a name."""
     if settings.grid:
         rows = itertools.product(*([(key, value) for value in values] for key, values in settings.grid.items()))
         found = [(_grid_name(dict(row)), dict(row)) for row in rows]
     else:
-        found = [(variant.name, variant.set) for variant in settings.variants] or [(ALONE, {})]
+        found = [(variant.name, variant.set) for variant in settings.variants] or [(ONLY_VARIANT, {})]
     name, count = Counter(name for name, _ in found).most_common(1)[0]
     if count > 1:
         field = "grid" if settings.grid else "variants"
@@ -269,7 +271,7 @@ def _variants(settings: ExperimentSettings) -> list[tuple[str, Settings]]:
 
 
 def _grid_name(values: Settings) -> str:
-    """Name of a combination, e.g. `lr-0.001_algorithm-dapo`; a key that ends as another does is told in full."""
+    """Return the name of a grid point, e.g. `lr-0.001_algorithm-dapo`; keys with equal last words stay whole."""
     ends = {key: _end(key) for key in values}
     counts, parts = Counter(ends.values()), []
     for key, value in values.items():
@@ -279,60 +281,42 @@ def _grid_name(values: Settings) -> str:
 
 
 def _end(key: str) -> str:
-    """Last word of a key that says something: "lr" of `learner.lr`, "algorithm" of `algorithm.name`."""
+    """Return the telling part of a key: "lr" of `learner.lr`, "algorithm" of `algorithm.name`."""
     *sections, end = key.split(".")
     return sections[-1] if sections and end in UNTELLING else end
 
 
-MOST_TOLD = 3  # names in a line
-
-
 def check_existing_runs(experiment: Experiment) -> None:
-    """Raise `ConfigError` for a run that was made with other settings than the file says, or twice."""
+    """Raise `ConfigError` for a run with two folders, or with a folder of other settings than the file has."""
     for run in experiment.runs:
         try:
-            _check(run, [made for made in runs_of(run.config) if made.has_ledger])
+            begun = [folder for folder in runs_of(run.config) if folder.has_ledger]
         except OSError as error:
             raise ConfigError(
-                f"{run.config.runs}: what {run.name} left cannot be read ({error}); let its owner launch"
+                f"{run.config.runs}: the folder of {run.name} cannot be read ({error}); let its owner launch"
             ) from None
+        if len(begun) > 1:
+            raise ConfigError(
+                f"{run.name}: {begun[0].path} and {begun[1].path.name} are both runs of it; move one of them"
+                " elsewhere"
+            )
+        for folder in begun:
+            if difference := find_difference(run, folder):
+                raise ConfigError(
+                    f"{difference}; set that to continue the run, or give the experiment another name"
+                )
 
 
-def _check(run: PlannedRun, begun: list[RunFolder]) -> None:
-    if len(begun) > 1:
-        raise ConfigError(
-            f"{run.name}: {begun[0].path} and {begun[1].path.name} are both runs of it; move one of them elsewhere"
-        )
-    for made in begun:
-        if why := find_difference(run, made):
-            raise ConfigError(f"{why}; set that to go on with it, or give the experiment another name")
+def find_difference(run: PlannedRun, folder: RunFolder) -> str:
+    """Describe the first setting in which a run's folder differs from the file; "" without a difference.
 
-
-def find_difference(run: PlannedRun, made: RunFolder) -> str:
-    """First setting of a run's folder that is another than the file says; "" without any. Raises `ConfigError`."""
+    Raises `ConfigError` if the config in the folder cannot be read.
+    """
     try:
-        before = flatten(load_config(made.config, []))
+        before = flatten(load_config(folder.config, []))
     except ConfigError as error:
-        raise ConfigError(f"{made.config}: {error}") from None
+        raise ConfigError(f"{folder.config}: {error}") from None
     now = flatten(run.config)
     differing = (key for key in sorted({*before, *now} - set(OWN_KEYS)) if before.get(key) != now.get(key))
     key = next(differing, None)
-    return "" if key is None else f"{key}={now.get(key)}: {made.path} was made with {before.get(key)}"
-
-
-def describe_unknown_folders(experiment: Experiment) -> str:
-    """Line on folders that were runs of this experiment and that its file no longer names; "" without any."""
-    runs, name = experiment.runs[0].config.runs, re.escape(experiment.settings.name)
-    claimed = {made.path for run in experiment.runs for made in runs_of(run.config)}
-    found = sorted(path.name for path in runs.glob("*-s*-*") if path not in claimed and _is_run(path, name))
-    if not found:
-        return ""
-    more = f" and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else ""
-    return (
-        f"{runs}: no run of {experiment.file} has the folder {', '.join(found[:MOST_TOLD])}{more}; variants are"
-        " named after their grid, so another key of it begins all of them anew"
-    )
-
-
-def _is_run(path: Path, name: str) -> bool:
-    return re.fullmatch(rf"{name}-.+-s\d+-\d+", path.name) is not None and RunFolder(path).config.is_file()
+    return "" if key is None else f"{key}={now.get(key)}: {folder.path} was made with {before.get(key)}"

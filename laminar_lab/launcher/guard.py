@@ -1,7 +1,7 @@
-"""A process that ends with the one that started it: `python -m laminar_lab.launcher.guard PARENT COMMAND...`.
+"""Stops a run when its launcher is killed: `python -m laminar_lab.launcher.guard PARENT COMMAND...`.
 
-The launcher starts each run through it. When the launcher dies, the kernel sends SIGTERM to the run, which then
-stops with a checkpoint, so no run outlives its launcher.
+The launcher starts each run through this module. When the launcher is killed, the kernel sends SIGTERM to the run,
+and the run stops with a checkpoint.
 """
 
 import os
@@ -12,7 +12,7 @@ from laminar_py.sandbox import end_with_parent
 
 
 def main() -> None:
-    """Replace this process by the command."""
+    """Replace this process by the command, after asking the kernel for SIGTERM when `PARENT` ends."""
     parent, *command = sys.argv[1:]
     end_with_parent(signal.SIGTERM, parent=int(parent))
     os.execv(command[0], command)

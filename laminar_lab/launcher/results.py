@@ -1,17 +1,15 @@
-"""Figures of an experiment's runs for its page: curves by variant, and the costs of each run."""
+"""Figures of an experiment for its page: curves by variant, and the costs of each run."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from laminar_lab.launcher.experiment import Experiment, find_difference
-from laminar_lab.launcher.standing import RunState, Standing
+from laminar_lab.launcher.experiment import Experiment, PlannedRun, find_difference
+from laminar_lab.launcher.progress import RunProgress, RunState
 from laminar_py.config import ConfigError
 from laminar_py.observe import (
     Costs,
@@ -22,15 +20,17 @@ from laminar_py.observe import (
     device_seconds,
     measure_quality,
     read_costs,
+    read_curves,
     read_snapshot,
     read_steps,
 )
 from laminar_py.records import StepRow
 
-MOST_POINTS = 400
+MOST_POINTS = 400  # of a curve
+HOUR_S = 3600.0
 
 Line = tuple[Sequence[float], Sequence[float]]
-"""Places, ascending, and values of one seed."""
+"""Ascending places and the values of one seed there."""
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,16 +44,16 @@ class Band(msgspec.Struct, frozen=True, kw_only=True):
     mean: list[float]  # [P]
     low: list[float]  # [P]
     high: list[float]  # [P]
-    seeds: int  # each of which is in every point
+    seeds: int  # in every point
 
 
 def make_band(name: str, lines: Sequence[Line]) -> Band:
-    """Curve over seeds, each taken linearly between its own points, at every place that some seed has a point.
+    """Combine the lines of seeds at every place that some seed has, with linear interpolation.
 
-    From where the last of them begins to where the first ends: a mean over fewer would jump.
+    The band covers the places that all seeds reach, since a mean over fewer seeds would jump.
     """
     known = [line for line in map(finite, lines) if line[0]]
-    assert all(a <= b for x, _ in known for a, b in pairwise(x)), f"{name}: places in no order"
+    assert all(a <= b for x, _ in known for a, b in pairwise(x)), f"{name}: places are not in order"
     if not known:
         return Band(name=name, x=[], mean=[], low=[], high=[], seeds=0)
     first, last = max(x[0] for x, _ in known), min(x[-1] for x, _ in known)
@@ -73,57 +73,32 @@ def make_band(name: str, lines: Sequence[Line]) -> Band:
 
 
 def finite(line: Line) -> Line:
-    """Points of a line whose values are numbers."""
+    """Return the points of a line that are finite numbers."""
     kept = [(x, y) for x, y in zip(*line, strict=True) if np.isfinite(x) and np.isfinite(y)]
     return [x for x, _ in kept], [y for _, y in kept]
 
 
 def value_at(line: Line, place: float) -> float | None:
-    """Value of a line at a place, between its points; None where it does not reach so far."""
+    """Interpolate a line at a place; None beyond the line's ends."""
     x, y = finite(line)
     return float(np.interp(place, x, y)) if x and x[0] <= place <= x[-1] else None
 
 
-HOUR_S = 3600.0
-
-
 def trained_per_s(row: StepRow) -> float:
-    """Trained tokens over the seconds of the RL phase so far."""
+    """Return trained tokens per second of the RL phase so far."""
     return row.trained_tokens / row.rl_s if row.rl_s else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """Figures of a run that was begun."""
+    """Figures of a begun run, as `read_result` reads them."""
 
-    standing: Standing
-    compared: str  # evaluation set
-
-    @cached_property
-    def steps(self) -> tuple[StepRow, ...]:
-        """Rows of its steps."""
-        return read_steps(self._path)
-
-    @cached_property
-    def costs(self) -> Costs:
-        """Seconds of its RL phase so far."""
-        return read_costs(self._path)
-
-    @property
-    def _path(self) -> Path:
-        folder = self.standing.run.folder
-        assert folder is not None, f"{self.standing.run.name} was not begun"
-        return folder.path
-
-    @cached_property
-    def evaluations(self) -> dict[str, list[Point]]:
-        """Evaluations by set."""
-        return self.standing.evaluations
-
-    @property
-    def points(self) -> list[Point]:
-        """Evaluations of the set by which runs are compared."""
-        return self.evaluations.get(self.compared, [])
+    run: PlannedRun
+    state: RunState
+    steps: tuple[StepRow, ...]
+    evaluations: dict[str, list[Point]]  # by set
+    costs: Costs  # of the RL phase so far
+    lengths: tuple[float, float, float] | None  # p50, p95 and p99 of response tokens; None before a response
 
     @property
     def last(self) -> StepRow | None:
@@ -131,138 +106,123 @@ class RunResult:
         return self.steps[-1] if self.steps else None
 
     @property
-    def device_hours(self) -> float:
-        """Devices of the run times the hours of its RL phase."""
-        return device_seconds(self.standing.run.config, self.costs.sizes, self.costs.rl_s) / HOUR_S
+    def is_finished(self) -> bool:
+        """Whether the run has done all of its steps."""
+        return self.state is RunState.FINISHED
 
     @property
-    def is_finished(self) -> bool:
-        """True once it has done all of its steps."""
-        return self.standing.state is RunState.FINISHED
+    def device_hours(self) -> float:
+        """Hours of the RL phase times the run's devices."""
+        return device_seconds(self.run.config, self.costs.sizes, self.costs.rl_s) / HOUR_S
 
     @property
     def core_hours(self) -> float | None:
-        """CPU time that its own processes took in the RL phase; None on a cluster, of which no row has all."""
-        return None if self.standing.run.config.cluster.address else self.costs.core_s / HOUR_S
-
-    @cached_property
-    def tails(self) -> tuple[float, float, float] | None:
-        """p50, p95 and p99 of its responses in tokens; None where none is on record."""
-        summary = self.standing.summary
-        if summary is not None and summary.finished:
-            lengths = summary.response_length
-            return (lengths.p50, lengths.p95, lengths.p99)
-        folder = self.standing.run.folder
-        if folder is None or not folder.has_ledger:
-            return None
-        found = RunReport(read_snapshot(folder.path)).tails.overall.get(Measure.LENGTH)
-        return None if found is None else (found.p50, found.p95, found.p99)
-
-    @cached_property
-    def left_out(self) -> str:
-        """Why no figure counts it: other settings, or files that cannot be read; "" for one that counts."""
-        run = self.standing.run
-        if self.standing.unreadable:
-            return self.standing.unreadable
-        try:
-            assert run.folder is not None, f"{run.name} was not begun"
-            if why := find_difference(run, run.folder):
-                return why
-            assert self.steps is not None, (self.costs, self.tails)  # which reads them
-        except (ConfigError, OSError) as error:
-            return str(error)
-        return ""
+        """CPU hours of the run's processes in the RL phase; None on a cluster, where rows lack other nodes."""
+        return None if self.run.config.cluster.address else self.costs.core_s / HOUR_S
 
     @property
     def reward(self) -> Line:
-        """Reward over steps, each the mean of the last `REWARD_STEPS`."""
-        found = measure_quality(self.standing.run.config, self.steps, []).reward
+        """Reward by step; each value is a mean over the last `REWARD_STEPS` steps."""
+        found = measure_quality(self.run.config, self.steps, []).reward
         return [float(point.step) for point in found], [point.value for point in found]
 
     def over_steps(self, value: Callable[[StepRow], float]) -> Line:
-        """A figure of each step's row."""
+        """Return a figure of the step rows, by step."""
         return [float(row.step) for row in self.steps], [value(row) for row in self.steps]
 
-    def evaluated(self, *, name: str, place: Callable[[Point], float]) -> Line:
-        """Results on a set, over steps or costs."""
+    def evaluated(self, name: str, place: Callable[[Point], float]) -> Line:
+        """Return the results on an evaluation set, by steps or by costs."""
         points = self.evaluations.get(name, [])
         return [place(point) for point in points], [point.value for point in points]
 
 
-@dataclass(frozen=True)
+def read_result(progress: RunProgress) -> RunResult:
+    """Read the figures of a begun run.
+
+    Raises `ConfigError` or `OSError` for unreadable files, and for a run that was made with other settings.
+    """
+    run, folder = progress.run, progress.run.folder
+    assert folder is not None, f"{run.name} was not begun"
+    evaluations = read_curves(folder.path) if folder.has_ledger else {}
+    if difference := find_difference(run, folder):
+        raise ConfigError(difference)
+    in_summary = None if progress.summary is None else progress.summary.response_length
+    reads_ledger = in_summary is None and folder.has_ledger
+    in_ledger = RunReport(read_snapshot(folder.path)).tails.overall.get(Measure.LENGTH) if reads_ledger else None
+    lengths = in_summary or in_ledger
+    return RunResult(
+        run=run,
+        state=progress.state,
+        steps=read_steps(folder.path),
+        evaluations=evaluations,
+        costs=read_costs(folder.path),
+        lengths=None if lengths is None else (lengths.p50, lengths.p95, lengths.p99),
+    )
+
+
 class Results:
-    """Figures of all runs that were begun, by variant, e.g. `Results(experiment, standings)`."""
+    """Figures of all begun runs by variant; `left_out` has the other begun runs by name, with the reason."""
 
-    experiment: Experiment
-    standings: Sequence[Standing]
-
-    @cached_property
-    def by_variant(self) -> dict[str, list[RunResult]]:
-        """Begun runs of each variant that count, in the order of the file."""
-        found: dict[str, list[RunResult]] = defaultdict(list, {name: [] for name in self.experiment.variants})
-        for one in self._begun:
-            if not one.left_out:
-                found[one.standing.run.variant].append(one)
-        return dict(found)
-
-    @property
-    def left_out(self) -> list[RunResult]:
-        """Begun runs that no figure counts."""
-        return [one for one in self._begun if one.left_out]
-
-    @cached_property
-    def _begun(self) -> list[RunResult]:
-        begun = (one for one in self.standings if one.run.folder is not None)
-        return [RunResult(one, self.experiment.compared) for one in begun]
-
-    @property
-    def all(self) -> list[RunResult]:
-        """Begun runs that count."""
-        return [one for runs in self.by_variant.values() for one in runs]
+    def __init__(self, experiment: Experiment, progress: Sequence[RunProgress]) -> None:
+        self.experiment = experiment
+        self.by_variant: dict[str, list[RunResult]] = {name: [] for name in experiment.variants}
+        self.left_out: dict[str, str] = {}
+        for one in progress:
+            if one.run.folder is not None:
+                try:
+                    self.by_variant[one.run.variant].append(read_result(one))
+                except (ConfigError, OSError) as error:
+                    self.left_out[one.run.name] = str(error)
+        self.all = [one for runs in self.by_variant.values() for one in runs]
 
     @cached_property
     def sets(self) -> list[str]:
-        """Sets with results, that by which runs are compared first."""
+        """Evaluation sets with results; the set that compares variants comes first."""
         names = dict.fromkeys(name for one in self.all for name in one.evaluations)
         return sorted(names, key=lambda name: name != self.experiment.compared)
 
     @property
     def device(self) -> str:
-        """Kind of device that a run takes: "GPU", "emulated GPU" or "process"."""
+        """Kind of the runs' devices: "GPU", "emulated GPU" or "process"."""
         return count_devices(self.experiment.runs[0].config)[1]
 
     @cached_property
     def equal_hours(self) -> float | None:
-        """Device-hours that every finished run has taken; None before there is one."""
-        ends = [one.points[-1].device_hours for one in self.all if one.points and one.is_finished]
+        """Device-hours that every finished run has taken; None before a run has finished."""
+        finished = [one.evaluations.get(self.experiment.compared, []) for one in self.all if one.is_finished]
+        ends = [points[-1].device_hours for points in finished if points]
         return min(ends) if ends and min(ends) > 0 else None
 
     def at_equal_hours(self, variant: str) -> list[float]:
-        """Results of the finished runs of a variant when they had taken as many device-hours as all others."""
-        place = self.equal_hours
+        """Return the results of a variant's finished runs at `equal_hours`."""
+        if self.equal_hours is None:
+            return []
         lines = [
-            one.evaluated(name=one.compared, place=lambda point: point.device_hours)
+            one.evaluated(self.experiment.compared, lambda point: point.device_hours)
             for one in self.by_variant[variant]
             if one.is_finished
         ]
-        found = [value_at(line, place) for line in lines] if place is not None else []
+        found = [value_at(line, self.equal_hours) for line in lines]
         return [value for value in found if value is not None]
 
-    def word(self, name: str) -> str:
-        """Word for results on a set: "accuracy" where every reward was 0 or 1, else "mean reward"."""
+    def ends(self, variant: str) -> list[float]:
+        """Return the last results of a variant's finished runs on the compared set."""
+        finished = [one for one in self.by_variant[variant] if one.is_finished]
+        points = [one.evaluations.get(self.experiment.compared, []) for one in finished]
+        return [found[-1].value for found in points if found]
+
+    def name_of_results(self, name: str) -> str:
+        """Name the results on a set: "accuracy" if every reward is 0 or 1, else "mean reward"."""
         points = [point for one in self.all for point in one.evaluations.get(name, [])]
-        return (
-            "accuracy"
-            if all(point.figures is not None and point.figures.is_accuracy for point in points)
-            else "mean reward"
-        )
+        binary = all(point.figures is not None and point.figures.is_accuracy for point in points)
+        return "accuracy" if binary else "mean reward"
 
     def counted(self, variant: str) -> list[RunResult]:
-        """Runs of a variant that its figures are of: finished ones, or while there are none, those begun."""
+        """Return the runs that a variant's figures count: finished runs, or begun runs before one has finished."""
         runs = self.by_variant[variant]
         return [one for one in runs if one.is_finished] or runs
 
     def bands(self, line: Callable[[RunResult], Line]) -> list[Band]:
-        """Curve of each variant that has points, over the runs that count."""
+        """Make a curve for each variant that has points, over its counted runs."""
         made = [make_band(name, [line(one) for one in self.counted(name)]) for name in self.by_variant]
         return [band for band in made if band.x]

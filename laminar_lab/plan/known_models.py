@@ -1,4 +1,4 @@
-"""Shapes of public models, for whoever names a size in place of a folder. Data, from their `config.json`."""
+"""Shapes of public models by name, from their `config.json`, for plans of a model that is not downloaded."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from laminar_py.config import ConfigError
 from laminar_py.runtime.preflight import ModelShape, read_shape
 
-NEAR = 0.15  # share by which a size that is named may differ from that of the model that stands for it
+NEAR = 0.15  # share by which a size such as "7B" may differ from the parameters of the model it stands for
 
 
 def _dense(
@@ -60,10 +60,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)[bB]")
 
 
 def model_named(model: str) -> tuple[str, ModelShape]:
-    """Name and shape of a model: its folder, its `config.json`, a name of `KNOWN_MODELS`, or a size such as `7B`.
+    """Return name and shape of a model: a folder, a `config.json`, a name of `KNOWN_MODELS`, or a size such as
+    `7B`.
 
-    A folder that is not there may have such a name; a size stands for the known dense model that is nearest.
-    Raises `ConfigError`.
+    The last part of a missing folder can be a known name. A size stands for the nearest known dense model. Raises
+    `ConfigError`.
     """
     path = Path(model)
     if path.exists():

@@ -1,4 +1,4 @@
-"""`plan.html`: one file without network with the trade-offs of a plan. Owns what the page shows."""
+"""A plan as text, as JSON, and as `plan.html`, one file that needs no network. Called by `laminar plan`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,13 +8,12 @@ from pathlib import Path
 import msgspec
 
 from laminar_lab.plan.placements import placements
-from laminar_lab.plan.planner import Ranked, RankedPlan
+from laminar_lab.plan.planner import TIED, Ranked, RankedPlan
 from laminar_lab.plan.request import PlanRequest
-from laminar_lab.plan.stages import Formula, estimate
-from laminar_lab.plan.words import tell
+from laminar_lab.plan.stages import PlacementEstimate, estimate
 from laminar_py.config import ConfigError
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe import render
+from laminar_py.observe import Wall, render
 from laminar_py.runtime.preflight import Parts
 
 BOUNDS = (1, 2, 4, 8, 16)  # on staleness
@@ -22,7 +21,7 @@ FEWER_AND_MORE = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the nodes
 
 
 class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement that was simulated, with the figures of the whole fleet."""
+    """A simulated placement, with figures of the whole fleet."""
 
     schedule: str
     learner_gpus: int
@@ -74,34 +73,30 @@ class PlanPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_page(plan: RankedPlan, path: Path) -> None:
-    """Write the page. Raises `ConfigError` where it cannot be written."""
-    html = render(msgspec.json.encode(plain_plan(plan)), files("laminar_lab.plan") / "web")
+    """Write the page. Raises `ConfigError` if the file cannot be written."""
+    html = render(msgspec.json.encode(make_page(plan)), files("laminar_lab.plan") / "web")
     try:
         path.write_text(html, "utf-8")
     except OSError as error:
         raise ConfigError(f"--html={path}: cannot be written ({error.strerror}); name another file") from None
 
 
-def plain_plan(plan: RankedPlan) -> PlanPage:
-    """A plan as its page has it."""
+def make_page(plan: RankedPlan) -> PlanPage:
+    """Make the contents of the page and of `--json`."""
     request = plan.request
     fleet = request.fleet
     return PlanPage(
         model=request.model,
         fleet=f"{fleet.nodes} x {fleet.per_node} {fleet.gpu.name}",
         price=request.price,
-        words=list(tell(plan)),
+        words=list(describe_plan(plan)),
         rows=[_row(plan, one) for one in plan.ranked],
-        formulas=[_line(formula) for formula in plan.best.estimate.formulas],
+        formulas=[(one.name, one.text, one.result) for one in plan.best.estimate.formulas],
         by_bound=list(_by_bound(request)),
         by_gpus=list(_by_gpus(request)),
         considered=plan.considered,
         shrink_error=plan.shrink_error,
     )
-
-
-def _line(formula: Formula) -> tuple[str, str, str]:
-    return formula.name, formula.text, formula.result
 
 
 def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
@@ -134,7 +129,7 @@ def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
 
 
 def _by_bound(request: PlanRequest) -> Iterator[TradeOff]:
-    """The best by formula under each schedule that bounds staleness by itself, and each bound."""
+    """Yield the best by formula under `sync`, `one_step`, and `async` with each bound."""
     for schedule, label in ((Schedule.SYNC, "sync"), (Schedule.ONE_STEP, "one step")):
         yield _best(request, label, only=schedule)
     for bound in BOUNDS:
@@ -143,12 +138,12 @@ def _by_bound(request: PlanRequest) -> Iterator[TradeOff]:
 
 
 def _by_gpus(request: PlanRequest) -> Iterator[TradeOff]:
-    """The best by formula on fewer and more nodes, where anything fits."""
+    """Yield the best by formula on fewer and more nodes, if a placement fits."""
     for nodes in sorted({max(1, round(times * request.fleet.nodes)) for times in FEWER_AND_MORE}):
         other = replace(request, fleet=replace(request.fleet, nodes=nodes))
         try:
             yield _best(other, f"{other.fleet.gpus} GPUs", only=None)
-        except ConfigError:  # too few to hold the model
+        except ConfigError:  # too few GPUs for the model
             continue
 
 
@@ -161,3 +156,63 @@ def _best(request: PlanRequest, label: str, *, only: Schedule | None) -> TradeOf
         gpus=request.fleet.gpus,
         hours=1000 * best.step_s / 3600,
     )
+
+
+# ---- sentences
+
+
+def describe_plan(plan: RankedPlan) -> Iterator[str]:
+    """Describe the first choice, why the second is slower, and the error of the figures."""
+    best = plan.best
+    walls = f"{best.estimate.binds.value} binds, then {best.estimate.binds_next.value}"
+    yield f"first: {_name(best)}; by formula {walls}"
+    place = best.placement
+    admits = f" admits {place.batch_per_replica} trajectories under a version and"
+    yield (
+        f"each replica{admits if place.schedule is Schedule.ASYNC else ''} decodes at most {place.max_batch} at a"
+        f" time; a microbatch has {place.pack_tokens:,} tokens, recompute {place.recompute}"
+    )
+    if len(plan.ranked) > 1:
+        yield _second(best, plan.ranked[1])
+    error = best.estimate.tokens_per_s / best.tokens_per_s - 1
+    shrunk = "all its replicas"
+    if plan.shrink_error is not None:
+        shrunk = f"{best.judgement.replicas} of its replicas, and on twice as many it has {plan.shrink_error:+.0%}"
+    yield (
+        f"{plan.considered} placements fit; the likeliest were simulated, the first on {shrunk}; its formulas say"
+        f" {abs(error):.0%} {'more' if error > 0 else 'less'} than the simulator"
+    )
+
+
+def _second(first: Ranked, second: Ranked) -> str:
+    share = 1.0 - second.tokens_per_s / first.tokens_per_s
+    begun = f"second: {_name(second)}; {share:.0%} less"
+    if share < TIED:
+        return f"{begun}, which is within what simulations of this size tell apart"
+    before, now = first.estimate, second.estimate
+    if now.schedule is not before.schedule:
+        steps = (
+            f"under {now.schedule} a step takes {now.step_s:.1f} s, under {before.schedule} {before.step_s:.1f}"
+        )
+        return f"{begun}: by formula {steps}"
+    then, later = _seconds(before), _seconds(now)
+    wall = max(later, key=lambda one: later[one] - then[one])
+    if later[wall] <= then[wall]:
+        return f"{begun}, which the simulator tells and no formula"
+    return f"{begun}: {wall.value} takes {later[wall]:.1f} s of a step, and {then[wall]:.1f} s in the first"
+
+
+def _seconds(estimate: PlacementEstimate) -> dict[Wall, float]:
+    times = estimate.times
+    return {
+        Wall.GENERATION: times.generation_s,
+        Wall.LEARNER: times.learner_s,
+        Wall.WEIGHTS: times.weights_s,
+        Wall.FRESHNESS: estimate.freshness_s,
+    }
+
+
+def _name(ranked: Ranked) -> str:
+    place = ranked.placement
+    trained = f"{place.schedule}, {place.learner_gpus} GPUs train"
+    return f"{trained}, {place.replicas} replicas of {place.tensor_parallel} generate"

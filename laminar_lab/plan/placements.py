@@ -1,6 +1,6 @@
-"""Placements of a run on a fleet: every one that its GPUs' memory holds. Pure.
+"""Every placement of a run on a fleet that fits the memory of its GPUs. Pure.
 
-Called by `plan.planner`. A placement says which GPUs train, which generate, and how much each takes on at a time.
+The planner ranks the placements. A placement says how many GPUs train, how many generate, and their batch sizes.
 """
 
 import math
@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
-from laminar_lab.plan.times import kv_tokens
+from laminar_lab.step_time import kv_tokens
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import Schedule
 from laminar_py.runtime.preflight import SPARE_SHARE, Parts, learner_memory
 
-STATIC_SHARE = 0.85  # of an engine's GPU, for weights and KV cache
-MOST_RUNNING = 256  # sequences of an engine, for which CUDA graphs are usual
-RESERVE_SHARE = 0.95  # of a KV cache that running sequences fill on average before some are retracted
-LEARNER_SIZES = 16  # numbers of learner GPUs that are tried
-DEPTHS = (1, 2, 4)  # shares of a step that a draining replica admits under one version
+STATIC_SHARE = 0.85  # of an engine's GPU memory, for weights and KV cache
+MOST_RUNNING = 256  # sequences of an engine, the usual limit of CUDA graphs
+RESERVE_SHARE = 0.95  # of a KV cache; with more in use an engine retracts sequences
+LEARNER_SIZES = 16  # numbers of learner GPUs to try
+DEPTHS = (1, 2, 4)  # a draining replica admits so many times its share of a step under one version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlacement:
-    """Use of a fleet, e.g. 8 of 24 H100s train a 7B and 16 generate:
+    """A use of a fleet, e.g. 8 of 24 H100s train a 7B and 16 generate:
 
     `FleetPlacement(schedule=Schedule.ASYNC, learner_gpus=8, tensor_parallel=1, replicas=16, max_batch=128,
     batch_per_replica=256, kv_tokens=920_000, pack_tokens=18432, recompute=Recompute.ALL)`.
@@ -33,8 +33,8 @@ class FleetPlacement:
     learner_gpus: int  # FSDP ranks
     tensor_parallel: int  # GPUs of a replica
     replicas: int
-    max_batch: int  # sequences that a replica decodes at a time
-    batch_per_replica: int  # that it admits under one version
+    max_batch: int  # sequences that a replica decodes at the same time
+    batch_per_replica: int  # trajectories that a replica admits under one version
     kv_tokens: int  # of a replica
     pack_tokens: int  # of a microbatch
     recompute: Recompute
@@ -46,7 +46,7 @@ class FleetPlacement:
 
 
 def placements(request: PlanRequest) -> list[FleetPlacement]:
-    """Every placement that fits. Where none does a `ConfigError` says what is missing."""
+    """Return every placement that fits. Raises `ConfigError` if none fits."""
     degrees = tensor_parallel_degrees(request)
     least = _least_learner(request)
     every = (
@@ -55,7 +55,7 @@ def placements(request: PlanRequest) -> list[FleetPlacement]:
         for degree in degrees
         for placement in _under_all_schedules(request, size, degree)
     )
-    found = list(dict.fromkeys(every))  # sizes that leave the same replicas are one
+    found = list(dict.fromkeys(every))  # several learner sizes can leave the same number of replicas
     if not found:
         needs, has = least + min(degrees), request.fleet.gpus
         raise ConfigError(
@@ -66,7 +66,7 @@ def placements(request: PlanRequest) -> list[FleetPlacement]:
 
 
 def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
-    """Numbers of GPUs of a replica that hold the model and its longest trajectory. Raises `ConfigError`."""
+    """Return the replica sizes that hold the model and the longest trajectory. Raises `ConfigError`."""
     fleet, shape, lengths, measured = request.fleet, request.shape, request.lengths, request.measured
     within = [degree for degree in shape.divisions if degree <= fleet.per_node and fleet.per_node % degree == 0]
     if measured is not None and measured.engine.gpus not in within:
@@ -76,10 +76,10 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
         )
     if measured is not None:
         within = [measured.engine.gpus]
-    fitting = [degree for degree in within if _cache(request, degree) >= lengths.most]
+    fitting = [degree for degree in within if _kv_tokens(request, degree) >= lengths.most]
     if not fitting:
         most = within[-1]
-        room = max(0, _cache(request, most))
+        room = max(0, _kv_tokens(request, most))
         raise ConfigError(
             f"gpu={fleet.gpu.name}: {most} of a node leave {request.model} room for {room:,} tokens of KV cache"
             f" and the longest trajectory has {lengths.most:,}; take GPUs with more memory, or lower cap"
@@ -88,7 +88,7 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
 
 
 def learner_bytes(request: PlanRequest, placement: FleetPlacement) -> Parts:
-    """Bytes of one of the learner's GPUs at its peak, by part."""
+    """Return the peak bytes of a learner GPU by part."""
     return _learner_bytes(request, placement.learner_gpus, placement.recompute)
 
 
@@ -99,18 +99,18 @@ def _learner_bytes(request: PlanRequest, ranks: int, recompute: Recompute) -> Pa
 
 
 def _least_recompute(request: PlanRequest, ranks: int) -> Recompute | None:
-    """The least that so many ranks compute again to fit their memory; None where they do not fit it."""
+    """Return the least recomputation with which the model fits the ranks; None if it does not fit."""
     room = request.fleet.gpu.memory_bytes
     fits = (one for one in Recompute if sum(_learner_bytes(request, ranks, one).values()) <= room)
     return next(fits, None)
 
 
-def _cache(request: PlanRequest, degree: int) -> int:
+def _kv_tokens(request: PlanRequest, degree: int) -> int:
     return kv_tokens(request.shape, request.fleet.gpu, tensor_parallel=degree, static_share=STATIC_SHARE)
 
 
 def _least_learner(request: PlanRequest) -> int:
-    """Fewest GPUs that hold the learner. Raises `ConfigError`."""
+    """Return the fewest GPUs that hold the learner. Raises `ConfigError` if the fleet is too small."""
     fleet = request.fleet
     for ranks in range(1, fleet.gpus + 1):
         if _least_recompute(request, ranks) is not None:
@@ -124,7 +124,7 @@ def _least_learner(request: PlanRequest) -> int:
 
 
 def _learner_sizes(least: int, fleet: GpuFleet) -> list[int]:
-    """Numbers of learner GPUs from the fewest on, evenly."""
+    """Return evenly spaced numbers of learner GPUs, from the fewest on."""
     every = max(1, (fleet.gpus - least) // LEARNER_SIZES)
     return list(range(least, fleet.gpus, every))
 
@@ -133,14 +133,16 @@ def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -
     replicas = _replicas(request.fleet, learner_gpus, degree)
     if not replicas:
         return
-    learner_gpus = request.fleet.gpus - replicas * degree  # what no replica takes trains, too
+    learner_gpus = request.fleet.gpus - replicas * degree  # GPUs without a replica train, too
     recompute = _least_recompute(request, learner_gpus)
-    assert recompute is not None, "fewer GPUs hold it already"
-    cache, lengths = _cache(request, degree), request.lengths
-    running = max(most_running(cache, lengths), request.group_size)  # a group goes to one replica
+    assert recompute is not None, "fewer GPUs hold the learner already"
+    cache, lengths = _kv_tokens(request, degree), request.lengths
+    running = max(most_running(cache, lengths), request.group_size)  # one replica generates a whole group
     share = request.trajectories_per_step / replicas  # of a step
     for schedule in Schedule:
-        depths = DEPTHS if schedule is Schedule.ASYNC else (2,)  # of which a batch takes one, however it is spread
+        depths = (
+            DEPTHS if schedule is Schedule.ASYNC else (2,)
+        )  # a batch is one share of a step; the depth changes nothing
         for admitted in sorted({max(math.ceil(depth * share), request.group_size) for depth in depths}):
             yield FleetPlacement(
                 schedule=schedule,
@@ -156,13 +158,13 @@ def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -
 
 
 def most_running(cache: int, lengths: Lengths) -> int:
-    """Sequences whose mean contexts fill a KV cache, a multiple of 8 where that leaves any."""
+    """Return how many sequences of mean context fill a KV cache, as a multiple of 8 from 8 on."""
     number = min(MOST_RUNNING, int(RESERVE_SHARE * cache / lengths.mean_context))
     return number // 8 * 8 or max(1, number)
 
 
 def _replicas(fleet: GpuFleet, learner_gpus: int, degree: int) -> int:
-    """Replicas, each within a node, beside a learner that takes whole nodes first."""
+    """Return the number of replicas, each within a node, beside a learner that takes whole nodes first."""
     full, rest = divmod(learner_gpus, fleet.per_node)
     free = [fleet.per_node] * (fleet.nodes - full)
     if rest:

@@ -1,4 +1,4 @@
-"""Request of a plan: a model, a fleet of GPUs, lengths, the work of a step, and what it may cost. Pure."""
+"""The request of a plan: a model, a fleet of GPUs, response lengths, the work of a step and a price. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from laminar_lab.step_time import LEARNER_MFU, engine_times, learner_times, publish_s, version_bytes
 from laminar_py.config import ConfigError, EmulationProfile
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.runtime.preflight import Gpu, ModelShape
@@ -20,28 +21,28 @@ Tokens = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Lengths of responses, log-normal and cut, e.g. p99 10 times p50:
+    """Response lengths, log-normal and cut at `cap`, e.g. with p99 10 times p50:
 
     `Lengths(median=1500, sigma=0.99, cap=16384, prompt=400)`.
     """
 
     median: float  # tokens
-    sigma: float  # of their logarithm
+    sigma: float  # of the logarithm
     cap: int
     prompt: int  # tokens of each prompt
-    prompt_share: float = 0.0  # of the variance of the logarithm, which is between prompts
+    prompt_share: float = 0.0  # variance of log lengths between prompts, over their whole variance
 
     def __post_init__(self) -> None:
         if self.median > self.cap:
             raise ConfigError(
-                f"p50={self.median:.0f}: lies beyond cap={self.cap}, where responses are cut; raise cap"
+                f"p50={self.median:.0f}: lies beyond cap={self.cap}, at which responses are cut; raise cap"
             )
 
     @classmethod
     def of_percentiles(
         cls, p50: float, p99: float, *, cap: int, prompt: int, prompt_share: float = 0.0
     ) -> "Lengths":
-        """Lengths with these percentiles before they are cut. Raises `ConfigError`."""
+        """Make lengths with these percentiles before the cut. Raises `ConfigError`."""
         if p99 < p50:
             raise ConfigError(f"p99={p99:g}: is below p50={p50:g}; give both in tokens")
         sigma = math.log(p99 / p50) / P99
@@ -49,7 +50,7 @@ class Lengths:
 
     @cached_property
     def quantiles(self) -> Tokens:
-        """Lengths at so many evenly spaced quantiles, ascending, [QUANTILES] tokens."""
+        """Ascending lengths at evenly spaced quantiles, [QUANTILES] tokens."""
         shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
         normal = NormalDist()
         drawn = np.array([normal.inv_cdf(share) for share in shares])
@@ -57,21 +58,21 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Tokens of a response."""
+        """Mean tokens of a response."""
         return float(self.quantiles.mean())
 
     @property
     def mean_context(self) -> float:
-        """Tokens that a running sequence has in its cache, over time: long ones run longer."""
+        """Mean cached tokens of a running sequence; a long sequence counts more, since it runs longer."""
         return self.prompt + float((self.quantiles**2).mean()) / (2 * self.mean)
 
     @property
     def most(self) -> int:
-        """Tokens of the longest prompt and response."""
+        """Tokens of a prompt and the longest response."""
         return self.prompt + self.cap
 
     def longest_of(self, number: int) -> float:
-        """Mean of the longest of so many responses, from their distribution as it is cut."""
+        """Return the expected length of the longest of `number` responses, after the cut."""
         shares = np.arange(1, QUANTILES + 1) / QUANTILES
         weights = np.diff(shares**number, prepend=0.0)
         return float((self.quantiles * weights).sum())
@@ -79,12 +80,12 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFleet:
-    """GPUs that may be used, e.g. 3 nodes of 8: `GpuFleet(gpu=gpu_named("H100"), nodes=3, per_node=8)`."""
+    """Available GPUs, e.g. 3 nodes of 8: `GpuFleet(gpu=gpu_named("H100"), nodes=3, per_node=8)`."""
 
     gpu: Gpu
     nodes: int
     per_node: int
-    network_bytes_per_s: float = 50e9  # of a node, to others: 400 Gbit/s
+    network_bytes_per_s: float = 50e9  # from a node to others: 400 Gbit/s
 
     @property
     def gpus(self) -> int:
@@ -94,20 +95,20 @@ class GpuFleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """Everything that decides which placement is best."""
+    """The inputs of a plan; the plan depends on nothing else."""
 
-    model: str  # as it was named
+    model: str  # as the user named it
     shape: ModelShape
     fleet: GpuFleet
     lengths: Lengths
     prompts_per_step: int
     group_size: int
-    learner: LearnerConfig  # but for its ranks and what they compute again
+    learner: LearnerConfig  # a plan sets its `world_size` and `recompute`
     max_staleness: int | None = 4  # learner steps
     reward_s: float = 0.05  # median from a response's end to its score
-    mfu: float = 0.4  # of the learner
+    mfu: float = LEARNER_MFU
     price: float | None = None  # of a GPU-hour
-    measured: EmulationProfile | None = None  # takes the place of the scaling rules
+    measured: EmulationProfile | None = None  # replaces the rates of `step_time`
 
     def __post_init__(self) -> None:
         if self.measured is None:
@@ -122,5 +123,22 @@ class PlanRequest:
 
     @property
     def trajectories_per_step(self) -> int:
-        """Responses that a learner step trains on."""
+        """Responses of a learner step."""
         return self.prompts_per_step * self.group_size
+
+    @property
+    def publish_s(self) -> float:
+        """Seconds from a learner step until every node has the new version."""
+        fleet = self.fleet
+        return publish_s(
+            version_bytes(self.shape.total), nodes=fleet.nodes, network_bytes_per_s=fleet.network_bytes_per_s
+        )
+
+    def profile(self, tensor_parallel: int) -> EmulationProfile:
+        """Return the measured times, or the computed times of such a replica and of a learner GPU."""
+        if self.measured is not None:
+            return self.measured
+        return EmulationProfile(
+            engine=engine_times(self.shape, self.fleet.gpu, tensor_parallel=tensor_parallel),
+            learner=learner_times(self.shape, self.fleet.gpu, mfu=self.mfu),
+        )

@@ -1,28 +1,29 @@
-"""Closed formulas of a placement: what each stage of a step takes, and what the step takes of that. Pure.
+"""Closed formulas for a placement: the seconds of each stage, and of the whole step. Pure.
 
-They choose which placements are worth a simulation, and are what `--explain` prints. Source: the goodput equation
-(`analytics.triage.goodput`), with a decode step of `a + b sequences + c KV tokens`.
+The formulas choose which placements the planner simulates, and `--explain` prints them. Source: the goodput
+equation (`laminar_py.observe.compose`), with the times of `laminar_lab.step_time`.
 """
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from laminar_lab.plan.placements import FleetPlacement
 from laminar_lab.plan.request import Lengths, PlanRequest
-from laminar_lab.plan.times import engine_times, learner_times, weights_bytes
+from laminar_lab.step_time import (
+    REPACK_SHARE,
+    decode_step_s,
+    learner_step_s,
+    token_cost,
+    version_bytes,
+)
 from laminar_py.config.emulation import EngineTimes, LearnerTimes
 from laminar_py.config.rollout import Schedule
-from laminar_py.learner.packing import attention_share
 from laminar_py.observe import StageTimes, StepStage, Wall, compose
 
-REPACK_SHARE = 0.5  # of what draining costs, that repacking gives back: the simulator's figure for a 7B, rounded
-RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread: measured, see docs/scale.md
 GRID = 400  # points of an integral over lengths
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Formula:
     """A line of the explanation, e.g. of a learner step."""
 
     name: str
-    text: str  # with the numbers in it
+    text: str  # with numbers in place of names
     result: str
 
 
@@ -41,7 +42,7 @@ class PlacementEstimate:
     schedule: Schedule
     times: StageTimes
     freshness_s: float  # shortest step in which no response grows older than the bound on staleness
-    tokens_per_s: float  # response tokens that are trained on
+    tokens_per_s: float  # trained response tokens
     formulas: tuple[Formula, ...]
 
     @property
@@ -51,19 +52,17 @@ class PlacementEstimate:
 
     @property
     def binds(self) -> Wall:
-        """Wall that, with twice as much of what makes it, shortens the step most."""
+        """The wall whose resource, if doubled, shortens the step most."""
         return min(_WALLS, key=lambda wall: self._relieved(wall).step_s)
 
     @property
     def binds_next(self) -> Wall:
-        """Wall that binds once the first is gone."""
-        relieved = self._relieved(self.binds, 1e9)
-        return min(
-            (wall for wall in _WALLS if wall is not self.binds), key=lambda wall: relieved._relieved(wall).step_s
-        )
+        """The wall that binds after the first wall is gone."""
+        relieved, others = self._relieved(self.binds, 1e9), [wall for wall in _WALLS if wall is not self.binds]
+        return min(others, key=lambda wall: relieved._relieved(wall).step_s)
 
     def _relieved(self, wall: Wall, times: float = 2.0) -> "PlacementEstimate":
-        """Estimate with so many times as much of what makes a wall."""
+        """Return the estimate with `times` as much of a wall's resource."""
         if wall is Wall.FRESHNESS:
             return replace(self, freshness_s=self.freshness_s / times)
         return replace(self, times=self.times.faster(StepStage(wall.value), times))
@@ -71,67 +70,58 @@ class PlacementEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRates:
-    """Rates of a replica with `running` sequences at a time."""
+    """Speed of one replica on responses of these lengths."""
 
     times: EngineTimes
     lengths: Lengths
 
-    def step_s(self, running: Floats | float, context: Floats | float) -> Floats | float:
-        """Seconds of a decode step; `context` is the mean of the sequences' tokens."""
-        times = self.times
-        return times.step_s + running * (times.sequence_s + times.kv_token_s * context)
-
     def full_tokens_per_s(self, running: float) -> float:
-        """Response tokens a second of a replica that always has so many sequences, prefill taken off."""
+        """Return the response tokens per second of a replica that always decodes `running` sequences.
+
+        Prefill is taken off.
+        """
         lengths = self.lengths
-        decode_s = lengths.mean * self.step_s(running, lengths.mean_context) / running
+        decode_s = lengths.mean * decode_step_s(self.times, running, lengths.mean_context) / running
         return float(lengths.mean / (decode_s + lengths.prompt / self.times.prefill_tokens_per_s))
 
     def batch_s(self, running: float, until: float) -> float:
-        """Seconds in which so many responses that begin together end, the longest with `until` tokens."""
+        """Return the seconds of `running` responses that start together; the longest has `until` tokens."""
         generated = np.linspace(0.0, until, GRID)
         left = 1.0 - np.searchsorted(self.lengths.quantiles, generated, side="left") / len(self.lengths.quantiles)
-        steps = self.step_s(running * left, self.lengths.prompt + generated)
+        steps = decode_step_s(self.times, running * left, self.lengths.prompt + generated)
         prefill_s = running * self.lengths.prompt / self.times.prefill_tokens_per_s
         return float(np.trapezoid(steps, generated)) + prefill_s
 
     def tail_s(self, running: float) -> float:
-        """Seconds from the last admission to the last end, of sequences of which each was somewhere on its way."""
+        """Return the seconds from the last admission to the last end; responses are at random places by then."""
         quantiles = self.lengths.quantiles
         remaining = np.linspace(0.0, quantiles[-1], GRID)
         sums = np.append(np.cumsum(quantiles[::-1])[::-1], 0.0)  # of all quantiles from each on
         first = np.searchsorted(quantiles, remaining)
         beyond = (sums[first] - remaining * (len(quantiles) - first)) / len(quantiles)  # E[(X - r)+]
         left = running * beyond / self.lengths.mean
-        shown = left >= 0.5  # later nobody is left
-        steps = self.step_s(left[shown], self.lengths.mean_context + remaining[shown])
-        return float(np.trapezoid(steps, remaining[shown]))
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaCycle:
-    """Time of a draining replica under one version, e.g. `ReplicaCycle(683.0, 256.0, 271.0)`."""
-
-    admitted: float  # responses
-    running: float  # that it decodes at a time
-    seconds: float  # until the last of them ends
+        busy = left >= 0.5  # below half a sequence the replica is empty
+        steps = decode_step_s(self.times, left[busy], self.lengths.mean_context + remaining[busy])
+        return float(np.trapezoid(steps, remaining[busy]))
 
 
 def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstimate:
-    """Stage times of a placement."""
-    rates, learner = profile_of(request, placement)
-    learner_s, trained = _train(request, placement, learner)
+    """Estimate the stage times of a placement."""
+    profile = request.profile(placement.tensor_parallel)
+    rates = ReplicaRates(profile.engine, request.lengths)
+    learner_s, trained = _train_step(request, placement, profile.learner)
     freshness_s: float = 0.0
     aged: tuple[Formula, ...] = ()
     if placement.schedule is Schedule.ASYNC:
-        cycle = _cycle(request, placement, rates)
+        cycle = _drain_cycle(request, placement, rates)
         generation_s, generated = _generate_async(request, placement, rates, cycle)
-        weights_s, moved = _take_weights(request, placement, rates, cycle)
-        freshness_s, aged = _stay_fresh(request, cycle, handed_on_s=learner_s + _on_the_way_s(request, rates))
+        weights_s, moved = _load_between_batches(request, placement, rates, cycle)
+        freshness_s, aged = _freshness(request, cycle, handed_on_s=learner_s + _on_the_way_s(request, rates))
     else:
         generation_s, generated = _generate_batch(request, placement, rates)
-        exposed = _sync_weights if placement.schedule is Schedule.SYNC else _one_step_weights
-        weights_s, moved = exposed(request, rates, StageTimes(generation_s=generation_s, learner_s=learner_s))
+        weights_s, moved = _wait_for_weights(
+            request, placement.schedule, rates, generation_s=generation_s, learner_s=learner_s
+        )
     times = StageTimes(generation_s=generation_s, learner_s=learner_s, weights_s=weights_s)
     step_s = max(compose(placement.schedule, times), freshness_s)
     tokens = request.trajectories_per_step * request.lengths.mean
@@ -150,33 +140,26 @@ def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstima
     )
 
 
-def profile_of(request: PlanRequest, placement: FleetPlacement) -> tuple[ReplicaRates, LearnerTimes]:
-    """Times of the placement's replicas and of its learner's GPUs: measured ones, or those of the rules."""
-    shape, gpu, measured = request.shape, request.fleet.gpu, request.measured
-    if measured is not None:
-        return ReplicaRates(measured.engine, request.lengths), measured.learner
-    times = engine_times(shape, gpu, tensor_parallel=placement.tensor_parallel)
-    return ReplicaRates(times, request.lengths), learner_times(shape, gpu, mfu=request.mfu)
-
-
-def publish_s(request: PlanRequest) -> float:
-    """Seconds of a version's way to every node, in a pipeline of chunks, whatever their number."""
-    link = min(request.fleet.network_bytes_per_s, RELAY_BYTES_PER_S)
-    return weights_bytes(request.shape) / link if request.fleet.nodes > 1 else 0.0
-
-
 _COMPOSED = {
     Schedule.SYNC: "generation + learner + weights",
     Schedule.ONE_STEP: "max(generation, learner) + weights",
     Schedule.ASYNC: "max(generation + weights, learner)",
 }
 _WALLS = (Wall.GENERATION, Wall.LEARNER, Wall.WEIGHTS, Wall.FRESHNESS)
-_Stage = tuple[float, tuple[Formula, ...]]
+_Stage = tuple[float, tuple[Formula, ...]]  # seconds, and their explanation
 
 
-def _cycle(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> ReplicaCycle:
+class ReplicaCycle(NamedTuple):
+    """Work of a draining replica under one version, e.g. `ReplicaCycle(683.0, 256.0, 271.0)`."""
+
+    admitted: float  # responses
+    running: float  # responses decoded at a time
+    seconds: float  # until the last response ends
+
+
+def _drain_cycle(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> ReplicaCycle:
     admitted = float(placement.batch_per_replica)
-    if request.max_staleness is not None:  # more are never live
+    if request.max_staleness is not None:  # the scheduler keeps no more responses live
         live = request.trajectories_per_step * (request.max_staleness + 1) / placement.replicas
         admitted = max(1.0, min(admitted, live))
     running = min(admitted, placement.max_batch)
@@ -191,7 +174,7 @@ def _cycle(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates)
 def _generate_async(
     request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates, cycle: ReplicaCycle
 ) -> _Stage:
-    """Replicas drain what they admitted, one by one, and repacking takes over a part of each tail."""
+    """Replicas drain one by one, and repacking recovers a part of each tail."""
     lengths, per_step = request.lengths, request.trajectories_per_step
     rate = rates.full_tokens_per_s(cycle.running)
     drained = min(1.0, cycle.admitted * lengths.mean / cycle.seconds / rate)
@@ -214,7 +197,7 @@ def _generate_async(
 
 
 def _generate_batch(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:
-    """Replicas begin a step's shares together, and the longest response is waited for."""
+    """Replicas start a step's shares together, and all wait for the longest response."""
     lengths = request.lengths
     each = request.trajectories_per_step / placement.replicas
     running = min(each, placement.max_batch)
@@ -238,22 +221,16 @@ def _decode_formula(rates: ReplicaRates, running: float) -> Formula:
         name="decode step",
         text=f"{times.step_s * 1e3:.2f} ms + {running:.0f} x {times.sequence_s * 1e6:.1f} us + {running:.0f} x"
         f" {context:,.0f} tokens x {times.kv_token_s * 1e9:.1f} ns",
-        result=f"{rates.step_s(running, context) * 1e3:.1f} ms",
+        result=f"{decode_step_s(times, running, context) * 1e3:.1f} ms",
     )
 
 
-def _train(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes) -> _Stage:
-    """Microbatches, each whole on one rank; the ranks go through them in rounds."""
-    lengths, ranks = request.lengths, placement.learner_gpus
-    share = attention_share(
-        hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
-    )
-    whole = lengths.quantiles + lengths.prompt
-    cost = 1.0 + share * float((whole**2).mean()) / float(whole.mean())  # of a token, over one of a short sequence
-    tokens = request.trajectories_per_step * float(whole.mean())
+def _train_step(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes) -> _Stage:
+    lengths, ranks = request.lengths.quantiles + request.lengths.prompt, placement.learner_gpus
+    cost = token_cost(times, lengths)
+    tokens = request.trajectories_per_step * float(lengths.mean())
     batches = max(1.0, tokens / placement.pack_tokens)
-    rounds = math.ceil(batches / ranks)
-    seconds = times.optimizer_s + rounds * tokens / batches * cost / times.train_tokens_per_s
+    seconds = learner_step_s(times, tokens=tokens, cost=cost, microbatches=batches, ranks=ranks)
     return seconds, (
         Formula(
             name="learner",
@@ -264,45 +241,41 @@ def _train(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes)
     )
 
 
-def _take_weights(
+def _load_between_batches(
     request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates, cycle: ReplicaCycle
 ) -> _Stage:
-    """Replicas load, each by itself, between what they admit under two versions."""
+    """Each replica loads by itself, between the batches of two versions."""
     load_s, loads = rates.times.load_s, request.trajectories_per_step / (placement.replicas * cycle.admitted)
     text = f"{load_s:.2f} s a load x {loads:.2f} loads of a replica in a step"
     return load_s * loads, (Formula(name="weights", text=text, result=f"{load_s * loads:.2f} s"),)
 
 
-def _sync_weights(request: PlanRequest, rates: ReplicaRates, beside: StageTimes) -> _Stage:
-    """Everybody waits until all replicas have new weights."""
-    seconds = _on_the_way_s(request, rates)
-    return seconds, (Formula(name="weights", text=_way(request, rates), result=f"{seconds:.2f} s"),)
+def _wait_for_weights(
+    request: PlanRequest, schedule: Schedule, rates: ReplicaRates, *, generation_s: float, learner_s: float
+) -> _Stage:
+    """Under `sync` all replicas wait for the weights.
 
-
-def _one_step_weights(request: PlanRequest, rates: ReplicaRates, beside: StageTimes) -> _Stage:
-    """Seconds that a batch ahead does not hide: within two steps learner, weights, generation follow each other.
-
-    A batch begins when the one before it is taken, with the weights of the step before that, once they are there.
+    Under `one_step` a batch starts when the learner takes the batch before it, with the weights of the step before
+    that. So learner, weights and generation follow one another within two steps, and part of the way is hidden.
     """
-    load_s, way_s = rates.times.load_s, publish_s(request)
-    generation_s, learner_s = beside.generation_s, beside.learner_s
-    two_s = learner_s + way_s + load_s + generation_s
-    seconds = max(generation_s + load_s, learner_s, two_s / 2) - max(generation_s, learner_s)
-    text = f"{_way(request, rates)}, as far as the longer of generation and learner does not hide it"
+    load_s, seconds = rates.times.load_s, _on_the_way_s(request, rates)
+    text = (
+        f"{version_bytes(request.shape.total) / 1e9:.0f} GB to all nodes {request.publish_s:.2f} s"
+        f" + load {load_s:.2f} s"
+    )
+    if schedule is Schedule.ONE_STEP:
+        two_s = learner_s + request.publish_s + load_s + generation_s
+        seconds = max(generation_s + load_s, learner_s, two_s / 2) - max(generation_s, learner_s)
+        text = f"{text}, as far as the longer of generation and learner does not hide it"
     return seconds, (Formula(name="weights", text=text, result=f"{seconds:.2f} s"),)
 
 
-def _way(request: PlanRequest, rates: ReplicaRates) -> str:
-    gigabytes = weights_bytes(request.shape) / 1e9
-    return f"{gigabytes:.0f} GB to all nodes {publish_s(request):.2f} s + load {rates.times.load_s:.2f} s"
-
-
 def _on_the_way_s(request: PlanRequest, rates: ReplicaRates) -> float:
-    return publish_s(request) + rates.times.load_s
+    return request.publish_s + rates.times.load_s
 
 
-def _stay_fresh(request: PlanRequest, cycle: ReplicaCycle, *, handed_on_s: float) -> _Stage:
-    """Shortest step in which the last response that a replica admits is not older than the bound."""
+def _freshness(request: PlanRequest, cycle: ReplicaCycle, *, handed_on_s: float) -> _Stage:
+    """Return the shortest step in which a replica's last response is not older than the bound."""
     bound = request.max_staleness
     if bound is None:
         return 0.0, ()

@@ -1,7 +1,7 @@
 """A placement as the config of a run. Called by `laminar plan --write`.
 
-A config that was given keeps all that has nothing to do with placement; without one, problems and reward are those
-of public math problems, to be replaced.
+A named config keeps its settings beside the placement. Without a config, data and reward are a public math set,
+which the user replaces.
 """
 
 from pathlib import Path
@@ -28,13 +28,13 @@ _BEGINNING: Tree = {
 
 
 def refuse_existing(path: Path | None) -> None:
-    """Raise `ConfigError` where a file is there already."""
+    """Raise `ConfigError` if a file exists."""
     if path is not None and path.exists():
         raise ConfigError(f"--write={path}: is there already; name another file, or delete it")
 
 
 def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, base: Tree | None = None) -> None:
-    """Write the config of a placement. Raises `ConfigError` where `path` is there, or `base` does not fit."""
+    """Write the config of a placement. Raises `ConfigError` if `path` exists, or `base` does not fit."""
     tree = _merged(base or {"name": path.stem, **_BEGINNING}, placement_settings(plan, ranked, model=model))
     parse_config(tree)
     fleet = plan.request.fleet
@@ -50,7 +50,7 @@ def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, b
 
 
 def placement_settings(plan: RankedPlan, ranked: Ranked, *, model: Path) -> Tree:
-    """Settings that make a placement, as a tree."""
+    """Return the settings of a placement as a tree."""
     request, place = plan.request, ranked.placement
     bounded = place.schedule is Schedule.ASYNC
     return {
@@ -81,7 +81,7 @@ def placement_settings(plan: RankedPlan, ranked: Ranked, *, model: Path) -> Tree
 
 
 def _merged(below: Tree, above: Tree) -> Tree:
-    """Settings of both, with those above where both have one; a section is merged, not replaced."""
+    """Merge two trees; `above` wins. Sections are merged, not replaced."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)

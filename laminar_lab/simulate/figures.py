@@ -1,4 +1,4 @@
-"""Figures of a simulated run, in seconds of the GPUs: of its steps after a first part, while the fleet fills."""
+"""Figures of a simulated run, in emulated seconds, over the steps after the fleet has filled."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,82 +9,81 @@ import numpy as np
 from laminar_py.config import RunConfig
 from laminar_py.records import StepRow
 
-WARM_SHARE = 0.25  # of the steps
+WARM_SHARE = 0.25  # of the steps, at the start, which no figure counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSample:
-    """State of all replicas at a moment of the run."""
+    """State of the fleet at one moment of a run."""
 
     at_s: float  # of RL
     generated_tokens: int
     kv_use: float  # mean share of the KV caches
-    engine_s: float  # of the GPUs, of prefills and steps so far, of all engines
-    away: int = 0  # trajectories whose environment works on a turn
-    slots_held: int = 0  # of engines, by those
+    engine_s: float  # emulated compute time of all engines so far
+    away: int = 0  # trajectories that wait for their environment
+    slots_held: int = 0  # engine slots of waiting trajectories
 
 
 class EndedResponse(msgspec.Struct, frozen=True, gc=False):
-    """End of a training response, of which a simulation keeps a million."""
+    """The end of a training response."""
 
     at_s: float  # of RL
-    latency_s: float  # since it was issued
-    age: int  # versions that the learner had published by then, after the oldest in it
+    latency_s: float  # from issue to end
+    age: int  # versions that the learner had published after the oldest version of the response
 
 
 @dataclass(frozen=True, slots=True)
 class ControlTraffic:
     """Work of the control plane from the start to the end of a step."""
 
-    events: int  # on record, were there one
-    reports: int  # of replicas
+    events: int  # of a record
+    reports: int  # from replicas
 
 
 class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a run once its fleet is full."""
+    """Figures of a run after its fleet has filled, in emulated seconds."""
 
-    steps: int  # that count
+    steps: int  # that the figures count
     step_s: float  # from one step to the next
     trained_tokens_per_s: float  # response tokens
     generated_tokens_per_s: float
-    kv_use: float  # mean share of the replicas' KV caches over time
-    engine_s_per_token: float  # of the GPUs that one replica has
+    kv_use: float  # share of the replicas' KV caches, mean over time
+    engine_s_per_token: float  # compute time of one replica
     learner_waiting_share: float
     staleness_mean: float
     staleness_max: int
     versions_alive_max: int
     latency_p50_s: float  # from a response's issue to its end
     latency_p95_s: float
-    trajectories_per_s: float  # that ended
+    trajectories_per_s: float  # ended
     events_per_s: float
     reports_per_s: float
     failures: int  # of replicas
-    away: float  # trajectories whose environment works on a turn, mean over time
-    slots_held_waiting: int  # of engines by those, at most
+    away: float  # trajectories that wait for their environment, mean over time
+    slots_held_waiting: int  # most engine slots of waiting trajectories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """Outcome of a simulated run, in seconds of its clock, of which `emulation.compression` are one."""
+    """Outcome of a simulated run, in virtual seconds; one has `emulation.compression` emulated seconds."""
 
     config: RunConfig
     rows: Sequence[StepRow]
     samples: Sequence[FleetSample]
     ended: Sequence[EndedResponse]
     traffic: Sequence[ControlTraffic]  # [steps]
+    failed_s: Sequence[float]  # crashes of replicas, in seconds of RL
 
     @property
     def latencies_s(self) -> list[float]:
-        """Seconds of the GPUs from issue to end of each response that ended in the steps that count."""
+        """Emulated seconds from issue to end of each response in the counted steps."""
         first_s, last_s, fast = self.rows[self._warm - 1].rl_s, self.rows[-1].rl_s, self._compression
         return [fast * one.latency_s for one in self.ended if first_s <= one.at_s <= last_s]
 
-    failed_s: Sequence[float]  # when replicas failed, in seconds of RL
-
     @property
     def figures(self) -> SimulatedFigures:
-        """Figures of all steps after the first quarter, of which there is one at least."""
-        assert len(self.rows) > 1, "figures are of the time between two steps"
+        """Figures of all steps after the first quarter; a run has two steps at least."""
+        assert len(self.rows) > 1, "figures need two steps"
         first, counted = self.rows[self._warm - 1], self.rows[self._warm :]
         before, after = self.traffic[self._warm - 1], self.traffic[-1]
         last, fast = counted[-1], self._compression
@@ -118,23 +117,23 @@ class SimulatedRun:
 
     @property
     def _compression(self) -> float:
-        assert self.config.emulation is not None, "what was simulated has engines that are emulated"
+        assert self.config.emulation is not None, "a simulated run has emulated engines"
         return self.config.emulation.compression
 
 
 def _rate(samples: Sequence[FleetSample]) -> float:
-    """Tokens a second of the run's clock from the first sample to the last; each step has one."""
+    """Return tokens per virtual second from the first sample to the last."""
     first, last = samples[0], samples[-1]
     return (last.generated_tokens - first.generated_tokens) / (last.at_s - first.at_s)
 
 
 def _engine_s_per_token(samples: Sequence[FleetSample]) -> float:
-    """Seconds that engines compute for a token, from the first sample to the last."""
+    """Return compute seconds per token, from the first sample to the last."""
     first, last = samples[0], samples[-1]
     return (last.engine_s - first.engine_s) / (last.generated_tokens - first.generated_tokens)
 
 
 def _mean(samples: Sequence[FleetSample], value: Callable[[FleetSample], float]) -> float:
-    """Mean over time: samples come in even steps and at the end of each step of the learner besides."""
+    """Return the mean over time; samples are not evenly spaced, since each learner step adds a sample."""
     at_s, values = np.array([(sample.at_s, value(sample)) for sample in samples]).T
     return float(np.trapezoid(values, at_s) / (at_s[-1] - at_s[0]))

@@ -1,50 +1,132 @@
-"""The replicas of a simulation, and what goes between them and the scheduler.
+"""The replicas of a simulation, and the messages between replicas and scheduler.
 
-Each is a `rollout.replica.Replica` on an emulated engine, in this process and on its virtual clock; what it says
-and hears takes the time of the link (`simulate.link`), surveys and promises too. A replica passes these states:
+Each replica is a `rollout.Replica` on an emulated engine, in this process and on its virtual clock. Reports,
+orders, surveys and their answers take the time of the link (`OneWay`). States of a replica:
 
-    LIVES -> DEAD   it fails: the scheduler hears of its loss as in any run, with what its journal has
-    DEAD  -> LIVES  `simulation.restart_s` later another is in its place, with what nobody else can go on with
+    LIVES -> DEAD   the replica crashes: the scheduler learns of the loss as in a run, with the journal's tokens
+    DEAD  -> LIVES  `simulation.restart_s` later a new replica has the same index
 
-Invariant: of one that has died nothing is heard any more, and nothing comes there.
+A dead replica sends and receives no message.
 """
 
 import asyncio
 import math
 import random
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.figures import FleetSample
-from laminar_lab.simulate.link import OneWay
-from laminar_lab.simulate.parts import CountedTokens
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_py.config import RunConfig
 from laminar_py.config.emulation import EngineTimes
 from laminar_py.control import DISPATCH_S, REPLICA_DIED, Tick, TrajectoryScheduler
 from laminar_py.engines.emulated import EmulatedEngine, Responses, environments_of
+from laminar_py.ledger.segments import Known, Payload, Salvaged, continuations, salvaged
 from laminar_py.observe import Stats
+from laminar_py.records import GenerateRequest
 from laminar_py.records.events import PartDied, PartStarted
 from laminar_py.records.host import Clock
-from laminar_py.records.replica import ReplicaReport, Survey
+from laminar_py.records.pieces import COUNTED, Piece, TokensRef
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.repack import EngineSpeed
 from laminar_py.rollout import Replica
 
 T = TypeVar("T")
-SAMPLE_S = 5.0  # emulated, between looks at all engines
-VOCAB, END = 256, 1  # tokens that nobody reads, and the one that ends a response
+SAMPLE_S = 5.0  # emulated, between two samples of the fleet
+VOCAB, END = 256, 1  # size of the vocabulary, and the token that ends a response
 NEVER_S = 1e12
 FAILED = "failed in the simulation"
-NO_PROCESS = 0  # in the place of a process id
+NO_PROCESS = 0  # in place of a process id
+
+
+class CountedTokens:
+    """A store that counts tokens; `responses` can make their ids again. See `rollout.storing.ResponseStore`."""
+
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
+        self._journal: dict[str, list[Piece]] = {}
+
+    def keep(self, piece: Piece) -> TokensRef:
+        """Return a reference to a number of tokens without their ids."""
+        return TokensRef(piece.start, piece.end, COUNTED)
+
+    def journal(self, pieces: Sequence[Piece]) -> None:
+        """Keep the tokens of running trajectories for `salvage`."""
+        for piece in pieces:
+            self._journal.setdefault(piece.trajectory_id, []).append(piece)
+
+    def forget(self, trajectory_id: str) -> None:
+        """Drop the journal of a trajectory that the replica has reported whole."""
+        self._journal.pop(trajectory_id, None)
+
+    def salvage(self, running: Mapping[str, Known]) -> list[Salvaged]:
+        """Return the journal's unreported tokens of running trajectories, after a crash."""
+        pieces = (piece for noted in self._journal.values() for piece in noted)
+        return [salvaged(piece, COUNTED) for piece in continuations(pieces, running)]
+
+    async def read(self, assignment: Assignment) -> Payload:
+        """Return the tokens from which an assignment continues."""
+        request = GenerateRequest(
+            rid=assignment.trajectory_id,
+            group_id=assignment.group_id,
+            prompt_ids=assignment.prompt_ids,
+            prefix_ids=np.empty(0, np.int32),
+            sampling=assignment.sampling,
+        )
+        ids, spans = self._responses.made(request, assignment.length)
+        return Payload(ids=ids, logprobs=np.zeros(len(ids), np.float32), spans=spans)
+
+    async def keep_synced(self) -> None:
+        """Wait until cancelled: nothing is on disk."""
+        await asyncio.Event().wait()
+
+
+class OneWay:
+    """One direction of the link between controller and replicas; messages arrive in the order of sending.
+
+    The queue has the messages of `takes_s` seconds at most.
+    """
+
+    def __init__(self, takes_s: float) -> None:
+        self._takes_s = takes_s
+        self._loop = asyncio.get_running_loop()
+        self._sent: deque[tuple[float, Callable[[], Awaitable[None]]]] = deque()
+        self._any = asyncio.Event()
+
+    def send(self, arrive: Callable[[], Awaitable[None]]) -> None:
+        """Call `arrive` after `takes_s`."""
+        self._sent.append((self._loop.time() + self._takes_s, arrive))
+        self._any.set()
+
+    async def run(self) -> None:
+        """Deliver messages until cancelled."""
+        while True:
+            await self._any.wait()
+            self._any.clear()
+            while self._sent:
+                due_s, arrive = self._sent.popleft()
+                if due_s > self._loop.time():
+                    due = self._loop.create_future()
+                    self._loop.call_at(due_s, _end_wait, due)
+                    await due
+                await arrive()
+
+
+def _end_wait(wait: asyncio.Future[None]) -> None:
+    """End a wait, unless the waiting task was cancelled."""
+    if not wait.done():
+        wait.set_result(None)
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaLife:
-    """A replica from its start to its failure."""
+    """A replica from its start to its crash."""
 
     replica: Replica
     engine: EmulatedEngine
@@ -53,7 +135,7 @@ class ReplicaLife:
 
 
 class SimulatedFleet:
-    """Replicas on a virtual clock; `run` leads them, `repack.migration` asks them."""
+    """Replicas on a virtual clock; `repack.Migration` asks them as the `ReplicaFleet` of a run."""
 
     def __init__(
         self,
@@ -73,28 +155,28 @@ class SimulatedFleet:
         self._stats = stats
         self._clock = clock
         self._cores = cores
-        self._tick = Tick(self._hand_out, every_s=DISPATCH_S)
+        self._tick = Tick(self._send_orders, every_s=DISPATCH_S)
         self._lives: list[ReplicaLife] = []
-        self._ended_tokens, self._ended_s = 0, 0.0  # of engines that have died
+        self._ended_tokens, self._ended_s = 0, 0.0  # of dead replicas' engines
         self.samples: list[FleetSample] = []
-        self.num_reports = 0  # that came in
-        self.failures: list[tuple[float, int]] = []  # seconds of RL, and which replica
+        self.num_reports = 0  # that the scheduler has received
+        self.failures: list[tuple[float, int]] = []  # seconds of RL, and the replica
         self._responses = Responses.from_config(
             config.emulation, VOCAB, max_len=config.rollout.max_len, seed=config.seed
         )
-        self._environments = environments_of(config)  # outlive replicas
+        self._environments = environments_of(config)  # they keep their state when a replica crashes
         self._reports = OneWay(config.simulation.hop_s)
         self._orders = OneWay(config.simulation.order_s)
         self._opened, self._rl = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Run all replicas until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             for index in range(self._config.rollout.replicas):
                 late_s = self._emulation.start_spread_s * index / self._config.rollout.replicas
-                self._lives.append(await self._open(index, late_s=late_s))
-                tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
+                self._lives.append(await self._start_replica(index, late_s=late_s))
+                tasks.create_task(self._keep_replica(index), name=f"keep-replica-{index}")
             tasks.create_task(self._reports.run(), name="reports")
             tasks.create_task(self._orders.run(), name="orders")
             tasks.create_task(self._tick.run(), name="dispatch")
@@ -102,24 +184,24 @@ class SimulatedFleet:
             self._opened.set()
 
     def wake(self) -> None:
-        """Have what the scheduler has for replicas handed out soon."""
+        """Send the scheduler's orders to replicas soon."""
         self._tick.wake()
 
     def begin_rl(self) -> None:
-        """Hand out training; from here on replicas fail."""
+        """Start to send training trajectories; replicas crash only from now on."""
         self._rl.set()
         self._tick.wake()
 
     async def stop(self) -> None:
-        """Interrupt all, and wait until nothing runs any more and what there is has been told."""
+        """Interrupt all replicas, and wait until they have reported all of their tokens."""
         for life in self._lives:
-            self._order(life, partial(self._begin, partial(life.replica.stop, evaluations=True)))
+            self._send_order(life, partial(self._start_task, partial(life.replica.stop, evaluations=True)))
         while self._scheduler.views.in_flight:
             self._stats.next_report.clear()
             await self._stats.next_report.wait()
 
     async def speed(self) -> EngineSpeed:
-        """Speed of the engines, measured on the first one before it has anything to do."""
+        """Measure the speed of the first replica's idle engine."""
         await self._opened.wait()
         rollout = self._config.rollout
         sampling = rollout.sampling.params(stop_ids=(END,))
@@ -130,7 +212,7 @@ class SimulatedFleet:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of all engines, as of the last `sample`."""
+        """Tokens of all engines, as of the last sample."""
         return self._ended_tokens + sum(life.engine.num_tokens for life in self._lives if life.lives)
 
     @property
@@ -139,19 +221,19 @@ class SimulatedFleet:
 
     @property
     def is_short(self) -> bool:
-        """True while a replica is to come back."""
+        """Whether a dead replica will come back."""
         return any(not life.lives for life in self._lives)
 
     @property
     def restarts(self) -> dict[str, int]:
-        """Failures by replica."""
+        """Crashes by replica."""
         return dict(sorted(Counter(f"replica-{index}" for _, index in self.failures).items()))
 
     # ---- `migration.ReplicaFleet`
 
     async def survey(self, replica: int) -> Survey | None:
         """See `migration.ReplicaFleet.survey`."""
-        return await self._ask(replica, _survey)
+        return await self._call_replica(replica, _survey)
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
         """See `migration.ReplicaFleet.expect`."""
@@ -159,16 +241,16 @@ class SimulatedFleet:
         async def promise(life: ReplicaLife) -> bool:
             return life.replica.expect(version, trajectory_ids)
 
-        return bool(await self._ask(replica, promise))
+        return bool(await self._call_replica(replica, promise))
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
         life = self._lives[replica]
-        self._order(life, partial(self._begin, partial(life.replica.give_up, list(trajectory_ids))))
+        self._send_order(life, partial(self._start_task, partial(life.replica.give_up, list(trajectory_ids))))
 
-    # ---- their life
+    # ---- start and crash
 
-    async def _open(self, index: int, *, late_s: float) -> ReplicaLife:
+    async def _start_replica(self, index: int, *, late_s: float) -> ReplicaLife:
         rollout, store = self._config.rollout, CountedTokens(self._responses)
         engine = EmulatedEngine(
             self._times,
@@ -184,13 +266,13 @@ class SimulatedFleet:
             changed=self._cores.share_out,
         )
         await engine.start()
-        self._cores.add(engine)
+        self._cores.add_engine(engine)
         self._stats.joined(index)
         self._scheduler.book.record(PartStarted(f"replica-{index}", NO_PROCESS))
         replica = Replica(
             index,
             engine=engine,
-            weights=self._weights.of(index),
+            weights=self._weights.weights_for(index),
             store=store,
             clock=self._clock,
             on_new_weights=rollout.on_new_weights,
@@ -202,60 +284,60 @@ class SimulatedFleet:
         )
         return ReplicaLife(replica, engine, store)
 
-    async def _keep(self, index: int) -> None:
-        """Have a replica, and after each failure another in its place."""
+    async def _keep_replica(self, index: int) -> None:
+        """Run a replica, and start a new one after each crash."""
         draw = random.Random(f"{self._config.seed}/failures/{index}")
         down_s = self._config.simulation.restart_s - self._times.load_s / self._emulation.compression
         while True:
             life = self._lives[index]
             serving = self._tasks.create_task(self._serve(life), name=f"replica-{index}")
             await self._until_failure(life, draw)
-            life.engine.status()  # all that it has generated counts
+            life.engine.status()  # counts the tokens up to this moment
             life.lives = False
             self._ended_tokens += life.engine.num_tokens
             self._ended_s += life.engine.busy_s
             serving.cancel()
             await asyncio.wait([serving])
-            await self._take_over(index, life)
+            await self._recover_trajectories(index, life)
             await asyncio.sleep(max(0.0, down_s))
-            self._lives[index] = await self._open(index, late_s=0.0)
+            self._lives[index] = await self._start_replica(index, late_s=0.0)
 
     async def _serve(self, life: ReplicaLife) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(life.replica.run(), name="run")
             while True:
                 report = await life.replica.next_report(math.inf)
-                self._reports.send(partial(self._take_in, life, report))
+                self._reports.send(partial(self._receive_report, life, report))
 
     async def _until_failure(self, life: ReplicaLife, draw: random.Random) -> None:
-        """Until it fails, with a journal that was written at the last of its times before that."""
+        """Wait until the replica crashes; write its journal at the last regular time before the crash."""
         mtbf_s, interval_s = self._config.simulation.replica_mtbf_s, self._config.rollout.partial_interval_s
         await self._rl.wait()
         lives_s = NEVER_S if mtbf_s is None else draw.expovariate(1.0 / mtbf_s)
         noted_s = math.floor(lives_s / interval_s) * interval_s
         await asyncio.sleep(noted_s)
         life.engine.deliver()
-        await asyncio.sleep(0)  # what the engine has just delivered is taken first
+        await asyncio.sleep(0)  # lets the replica take the tokens that the engine has just delivered
         life.replica.journal_partials()
         await asyncio.sleep(lives_s - noted_s)
 
-    async def _take_over(self, index: int, life: ReplicaLife) -> None:
-        """Have what a dead replica had wait for others, from where its journal ends."""
+    async def _recover_trajectories(self, index: int, life: ReplicaLife) -> None:
+        """Return the trajectories of a dead replica to the scheduler, as far as its journal has them."""
         reports = self._scheduler.reports
         await life.engine.close()
-        self._cores.remove(life.engine)
-        self._weights.forget(index)
+        self._cores.remove_engine(life.engine)
+        self._weights.forget_replica(index)
         self.failures.append((self._stats.rl_s, index))
         self._scheduler.views.retire(index)
         found = life.store.salvage(reports.running_on(index))
         await reports.on_replica_lost(index, found, reason=REPLICA_DIED)
         self._scheduler.book.record(PartDied(f"replica-{index}", FAILED))
-        self._stats.next_report.set()  # `stop` may wait for what it had
+        self._stats.next_report.set()  # `stop` may wait for the trajectories of the dead replica
         self._tick.at_once()
 
     # ---- reports and orders
 
-    async def _take_in(self, life: ReplicaLife, report: ReplicaReport) -> None:
+    async def _receive_report(self, life: ReplicaLife, report: ReplicaReport) -> None:
         if not life.lives:
             return
         self.num_reports += 1
@@ -269,23 +351,23 @@ class SimulatedFleet:
         else:
             self._tick.wake()
 
-    def _hand_out(self) -> None:
+    def _send_orders(self) -> None:
         scheduler = self._scheduler
         for index, names in scheduler.book.take_aborts().items():
             life = self._lives[index]
-            self._order(life, partial(self._begin, partial(life.replica.abort, list(names))))
+            self._send_order(life, partial(self._start_task, partial(life.replica.abort, list(names))))
         for index, assignments in scheduler.dispatcher.dispatch().items():
             life = self._lives[index]
-            self._order(life, partial(life.replica.start_assignments, assignments))
+            self._send_order(life, partial(life.replica.start_assignments, assignments))
         for index, names in scheduler.moves.take_called_off().items():
             life = self._lives[index]
-            self._order(life, partial(life.replica.call_off, list(names)))
+            self._send_order(life, partial(life.replica.call_off, list(names)))
         self._stats.generating(scheduler.views.in_flight > 0)
         if scheduler.dispatcher.has_more:
             self._tick.wake()
 
-    def _order(self, life: ReplicaLife, obey: Callable[[], object]) -> None:
-        """Have a replica obey once the order has come there."""
+    def _send_order(self, life: ReplicaLife, obey: Callable[[], object]) -> None:
+        """Call `obey` when the order has reached the replica, unless the replica is dead by then."""
 
         async def arrive() -> None:
             if life.lives:
@@ -293,23 +375,23 @@ class SimulatedFleet:
 
         self._orders.send(arrive)
 
-    def _begin(self, obey: Callable[[], Coroutine[object, object, None]]) -> None:
+    def _start_task(self, obey: Callable[[], Coroutine[object, object, None]]) -> None:
         self._tasks.create_task(obey(), name="order")
 
-    async def _ask(self, replica: int, answer: Callable[[ReplicaLife], Awaitable[T]]) -> T | None:
-        """Answer of a replica, after all that it was told and said before; None of a dead one."""
-        life, heard = self._lives[replica], asyncio.get_running_loop().create_future()
+    async def _call_replica(self, replica: int, answer: Callable[[ReplicaLife], Awaitable[T]]) -> T | None:
+        """Return a replica's answer, after all earlier messages in both directions; None from a dead replica."""
+        life, answered = self._lives[replica], asyncio.get_running_loop().create_future()
 
         async def arrive() -> None:
-            told = await answer(life) if life.lives else None
-            self._reports.send(partial(hear, told))
+            value = await answer(life) if life.lives else None
+            self._reports.send(partial(receive, value))
 
-        async def hear(told: T | None) -> None:
-            if not heard.done():  # done: who asked has been cancelled
-                heard.set_result(told if life.lives else None)
+        async def receive(value: T | None) -> None:
+            if not answered.done():  # done: the asking task was cancelled
+                answered.set_result(value if life.lives else None)
 
         self._orders.send(arrive)
-        found: T | None = await heard
+        found: T | None = await answered
         return found
 
     # ---- samples
@@ -320,7 +402,7 @@ class SimulatedFleet:
             self.sample()
 
     def sample(self) -> None:
-        """Note what the engines are at now; those of dead replicas hold nothing."""
+        """Record the state of the fleet; dead replicas hold nothing."""
         living = [life for life in self._lives if life.lives]
         states = [life.engine.status() for life in living]
         away = [(life.engine, life.replica.away) for life in living if self._environments is not None]
@@ -337,4 +419,4 @@ class SimulatedFleet:
 
 
 async def _survey(life: ReplicaLife) -> Survey:
-    return await life.replica.survey(life.engine.lengths)  # nothing is delivered after the first token
+    return await life.replica.survey(life.engine.lengths)  # the engine delivers no token during the survey

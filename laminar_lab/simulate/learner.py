@@ -1,6 +1,6 @@
-"""The learner of a simulation: batch, a step that takes its time, commit, publish.
+"""The learner of a simulation: wait for a batch, take the time of a step, commit, publish.
 
-Owned by `simulate.run`. Batches come from the production scheduler and are packed as in any run.
+Made by `simulate.run`. The production scheduler makes the batches, and the production packer packs them.
 """
 
 import asyncio
@@ -8,23 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from laminar_lab.simulate.cores import SharedCores
-from laminar_lab.simulate.parts import HeardRecorder
-from laminar_lab.simulate.weights import ModelledWeights, version_bytes, weights_digest
+from laminar_lab.simulate.record import INCARNATION, HeardRecorder
+from laminar_lab.simulate.weights import ModelledWeights, weights_digest
+from laminar_lab.step_time import attention_share_of, version_bytes
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.emulation import LearnerTimes
 from laminar_py.control import RefillWatch, StepBatch, TrajectoryScheduler, pack_step, step_events
-from laminar_py.learner.packing import attention_share, emulated_step_s
+from laminar_py.learner.packing import emulated_step_s
 from laminar_py.observe import Stats
 from laminar_py.records import StepRow
 from laminar_py.records.events import VersionPublished
 from laminar_py.records.metrics import StepMetrics, Work
 
-INCARNATION = 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerParts:
-    """Parts of a simulation that its learner works with; `show` has each step's row."""
+    """Parts of a simulation that the learner uses; `show` receives each step's row."""
 
     scheduler: TrajectoryScheduler
     recorder: HeardRecorder
@@ -35,7 +34,7 @@ class LearnerParts:
 
 
 class SimulatedLearner:
-    """Takes `config.steps` steps; `version` is the newest that it published, of which `weights` hear later."""
+    """A learner that takes `config.steps` steps; `version` is the newest published version."""
 
     def __init__(self, config: RunConfig, times: LearnerTimes, parts: LearnerParts) -> None:
         assert config.emulation is not None, "a simulation has an emulated learner"
@@ -46,23 +45,21 @@ class SimulatedLearner:
         self._stats = parts.stats
         self._cores = parts.cores
         self._show = parts.show
-        self._attention_share = attention_share(
-            hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
-        )
+        self._attention_share = attention_share_of(times)
         self._groups_at_once = config.rollout.prompts_per_step
         self.step, self.version = 0, -1
         self._refill = RefillWatch(
             max_refill=config.rollout.max_refill,
             record=self._recorder.append,
-            end=self._give_up,
+            end=self._raise_fault,
             remedy=f"set simulation.solved={config.simulation.solved:g} nearer to one half",
         )
 
-    def publish(self) -> None:
-        """Have the weights as they are on their way to all hosts; the learner goes on."""
+    def publish_version(self) -> None:
+        """Publish the present weights; they travel to the hosts while the learner continues."""
         parent, self.version = self.version, self.version + 1
         self._scheduler.published(self.version)
-        self._weights.publish(self.version, after_s=self._config.simulation.publish_s)
+        self._weights.publish_version(self.version, after_s=self._config.simulation.publish_s)
         self._recorder.append(
             VersionPublished(
                 version=self.version,
@@ -76,7 +73,7 @@ class SimulatedLearner:
         )
 
     async def run(self, limit_s: float | None) -> None:
-        """Until all steps are done, or so much time of RL has passed. Raises `ConfigError`."""
+        """Take all steps, or the steps of `limit_s` seconds of RL. Raises `ConfigError`."""
         consumption = self._scheduler.consumption
         while self.step < self._config.steps:
             batch = await self._next_batch(limit_s)
@@ -88,11 +85,11 @@ class SimulatedLearner:
                 await self._commit(batch, metrics)
 
     async def _next_batch(self, limit_s: float | None) -> StepBatch | None:
-        """The next batch; None once time is up."""
+        """Wait for the next batch; return None at the time limit."""
         left_s = None if limit_s is None else max(0.0, limit_s - self._stats.rl_s)
         groups = self._groups_at_once
         if left_s == 0.0:
-            return None  # a batch that is there already would be taken without a wait
+            return None  # a timeout of 0 would still take a complete batch
         try:
             async with asyncio.timeout(left_s):
                 return await self._scheduler.next_batch(groups=groups, version=self.version)
@@ -117,16 +114,16 @@ class SimulatedLearner:
             for event in step_events(row, batch, incarnation=INCARNATION, skipped=0):
                 self._recorder.append(event)
             if publishes:
-                self.publish()
+                self.publish_version()
         scheduler.consumption.checkpointed(self.step)
         self._show(row)
 
-    def _give_up(self, fault: str) -> None:
+    def _raise_fault(self, fault: str) -> None:
         raise ConfigError(fault)
 
     @property
     def _is_due(self) -> bool:
-        """True where the step in hand publishes."""
+        """Whether the present step publishes."""
         unpublished = 1 + self._scheduler.book.ages.age_of(self.version)  # steps, with this one
         return unpublished >= self._config.learner.publish_every or self.step + 1 == self._config.steps
 

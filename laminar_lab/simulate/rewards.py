@@ -1,6 +1,6 @@
-"""Rewards of a simulation: a score for each response, after a time that is drawn, by as many scorers as there are.
+"""Rewards of a simulation: scorers give each response a random score after a random time.
 
-Owned by `simulate.run`. Scores are drawn in the order in which responses end.
+Made by `simulate.run`. Scores are drawn in the order in which responses end.
 """
 
 import asyncio
@@ -20,37 +20,37 @@ from laminar_py.records.trajectory import FinishedTrajectory
 
 
 class _Scoring(NamedTuple):
-    """Score of a response of so many tokens, once a scorer has worked on it."""
+    """The coming score of a response with `length` tokens."""
 
     score: Score
     length: int
 
 
 class SimulatedRewards:
-    """Scores responses while it runs; `see` hears every event of the run."""
+    """Scores of responses. `on_event` receives every event of the run, and measures latencies."""
 
     def __init__(self, config: RunConfig, stats: Stats) -> None:
         self.ended: list[EndedResponse] = []
         self.num_events = 0
-        self.num_open = 0  # responses that wait for a score
+        self.num_open = 0  # responses without a score yet
         self._closed = False
         self._settings, self._stats = config.simulation, stats
         self._random = random.Random(config.seed)
         self._loop = asyncio.get_running_loop()
         self._issued: dict[str, float] = {}  # when, on the loop's clock
         scorers = config.simulation.scorers
-        # with no limit as many as there ever are responses; on record a worker of the config has its share of them
+        # without a limit, a scorer for each live response; the record divides the scorers among reward workers
         self._scorers_per_worker = (config.capacity if scorers is None else scorers) / config.reward.workers
         self._free = math.inf if scorers is None else scorers
-        self._waiting: deque[_Scoring] = deque()  # this and the next hold what is live, `config.capacity` at most
+        self._waiting: deque[_Scoring] = deque()  # at most `config.capacity`, as the next
         self._scored: asyncio.Queue[_Scoring] = asyncio.Queue()
 
-    def open(self, scheduler: TrajectoryScheduler, *, wake: Callable[[], None]) -> None:
-        """Give scores to a scheduler from here on; `wake` has more handed out, as in a run."""
+    def connect(self, scheduler: TrajectoryScheduler, *, wake: Callable[[], None]) -> None:
+        """Pass scores to a scheduler from now on; `wake` makes the fleet ask for more work."""
         self._scheduler, self._wake = scheduler, wake
 
     async def run(self) -> None:
-        """Hand scores over as they are due, until cancelled."""
+        """Pass scores on when they are due, until cancelled."""
         while True:
             one = await self._scored.get()
             if not self._closed:
@@ -58,24 +58,24 @@ class SimulatedRewards:
                 self._stats.scored(one.score.value or 0.0, (), one.length)
             self.num_open -= 1
             self._free += 1
-            self._begin()
-            self._wake()  # with the last score of a batch another may be issued
+            self._start_scoring()
+            self._wake()  # the last score of a batch can free room for new trajectories
 
     def close(self) -> None:
-        """Score nothing more."""
+        """Drop all further scores."""
         self._closed = True
 
-    def see(self, event: AnyEvent) -> None:
-        """Know when each training trajectory was issued, until it has ended."""
+    def on_event(self, event: AnyEvent) -> None:
+        """Count events, and note when each live training trajectory was issued."""
         self.num_events += 1
-        if type(event) is Issued:  # no kind of event has others below it
+        if type(event) is Issued:  # `type` is fast, and event classes have no subclasses
             self._issued[event.trajectory_id] = self._loop.time()
         elif type(event) is Dropped:
             self._issued.pop(event.trajectory_id, None)
 
-    def submit(self, trajectory: FinishedTrajectory, *, version: int) -> None:
-        """Score a response after a while; `version` is the learner's newest."""
-        if trajectory.id in self._issued:  # else it was dropped, and goes on for the record alone
+    def score_response(self, trajectory: FinishedTrajectory, *, version: int) -> None:
+        """Start to score a response; `version` is the learner's newest."""
+        if trajectory.id in self._issued:  # else the scheduler has dropped it
             latency_s = self._loop.time() - self._issued.pop(trajectory.id)
             age = version - trajectory.oldest_version
             self.ended.append(EndedResponse(self._stats.rl_s, latency_s, age))
@@ -86,13 +86,13 @@ class SimulatedRewards:
         )
         self.num_open += 1
         self._waiting.append(_Scoring(score, trajectory.length))
-        self._begin()
+        self._start_scoring()
 
-    def _begin(self) -> None:
-        """Have free scorers work on what waits, first come first served."""
+    def _start_scoring(self) -> None:
+        """Give waiting responses to free scorers, first come first served."""
         while self._waiting and self._free:
             one = self._waiting.popleft()
-            if not self._scheduler.is_live(one.score.trajectory_id):  # a deadline has dropped it meanwhile
+            if not self._scheduler.is_live(one.score.trajectory_id):  # a deadline has dropped it
                 self.num_open -= 1
                 continue
             self._free -= 1

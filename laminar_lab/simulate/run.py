@@ -1,7 +1,7 @@
-"""A run on a virtual clock: scheduler, packing and repacking of any run, among modelled engines and learner.
+"""A run on a virtual clock: the production scheduler, packing and repacking with modelled engines and learner.
 
-Called by `laminar simulate`. Nothing is generated or trained; time is what the profile says. Invariant: what comes
-out depends on the config alone.
+Called by `laminar simulate`, the planner and benchmarks. The profile has the times of engines and learner. The
+outcome depends on the config alone (`tests/simulate/test_run.py`).
 """
 
 import asyncio
@@ -15,12 +15,11 @@ from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.figures import ControlTraffic, SimulatedRun
 from laminar_lab.simulate.fleet import END, SimulatedFleet
 from laminar_lab.simulate.learner import LearnerParts, SimulatedLearner
-from laminar_lab.simulate.parts import HeardRecorder
-from laminar_lab.simulate.record import SimulatedRecord
+from laminar_lab.simulate.record import HeardRecorder, SimulatedRecord
 from laminar_lab.simulate.rewards import SimulatedRewards
-from laminar_lab.simulate.stalls import StallWatch
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
-from laminar_lab.simulate.weights import ModelledWeights, host_arrivals_s
+from laminar_lab.simulate.weights import ModelledWeights
+from laminar_lab.step_time import host_arrivals_s
 from laminar_py.config import ConfigError, EmulationProfile, RunConfig, read_profile
 from laminar_py.config.emulation import EmulationConfig, LearnerTimes
 from laminar_py.control import HOUSEKEEPING_S, Credit, Stages, TrajectoryScheduler, control_settings, packing
@@ -32,7 +31,8 @@ from laminar_py.records.trajectory import FinishedTrajectory
 from laminar_py.repack import Migration, MigrationSettings
 
 MIN_STEPS = 2
-
+STALLED_S = 1e5  # emulated, without progress of any response, after which a simulation ends
+VAIN_BATCHES, VAIN_GROUPS = 100, 2000  # of ended responses without a step, after which a simulation ends
 
 LearnerMaker: TypeAlias = Callable[[RunConfig, LearnerTimes, LearnerParts], SimulatedLearner]
 
@@ -45,21 +45,22 @@ def simulate(
     profile: EmulationProfile | None = None,
     learner: LearnerMaker = SimulatedLearner,
 ) -> SimulatedRun:
-    """Lead a run from its first step to its last; `show` has each, and `run` a record. Raises `ConfigError`.
+    """Simulate a run from its first step to its last. Raises `ConfigError`.
 
-    `profile` takes the place of the one that the config names, `learner` that of the production learner.
+    `run` gets a record, and `show` receives each step's row. `profile` replaces the config's profile, and
+    `learner` replaces the learner of the production schedule.
     """
     check(config)
     assert config.emulation is not None, "`check` has looked"
     times = profile or read_profile(config.emulation.profile)
 
-    async def lead() -> SimulatedRun:
-        return await _Simulation(config, times, run=run, learner=learner, show=show).lead()
+    async def run_to_end() -> SimulatedRun:
+        return await _Simulation(config, times, run=run, learner=learner, show=show).run_to_end()
 
     collects = gc.isenabled()
-    gc.disable()  # next to nothing is freed by it, and what lives would be looked at ever again
+    gc.disable()  # a simulation makes hardly any cycle, and the collector would visit a million records again
     try:
-        done = virtually(lead(), limit_s=None)
+        done = virtually(run_to_end(), limit_s=None)
     except ExceptionGroup as group:
         faults, others = group.split(ConfigError)
         if faults is None or others is not None:
@@ -82,7 +83,7 @@ def simulate(
 
 
 def check(config: RunConfig) -> None:
-    """Refuse what is not simulated."""
+    """Raise `ConfigError` for a config that cannot be simulated."""
     if config.emulation is None:
         raise ConfigError(
             "emulation=null: nothing says how fast GPUs and model are; add the section, with a profile such as"
@@ -101,7 +102,7 @@ def check(config: RunConfig) -> None:
 
 
 def _check_lengths(config: RunConfig, emulation: EmulationConfig) -> None:
-    """Refuse lengths that nearly all responses would be cut to fit."""
+    """Raise `ConfigError` for lengths at which most responses would be cut."""
     most = emulation.most_sampled(config.rollout.sampling.max_new_tokens)
     prompt, cap, max_len = (
         config.simulation.prompt_tokens,
@@ -116,13 +117,48 @@ def _check_lengths(config: RunConfig, emulation: EmulationConfig) -> None:
     if emulation.median_tokens > most:
         raise ConfigError(
             f"emulation.median_tokens={emulation.median_tokens}: above the {most} tokens that the model has of"
-            f" rollout.sampling.max_new_tokens={cap}, so that most responses would be cut; lower it, or raise the"
+            f" rollout.sampling.max_new_tokens={cap}, which would cut most responses; lower it, or raise the"
             " cap"
         )
 
 
+class StallWatch:
+    """Ends a simulation that makes no further step."""
+
+    def __init__(self, config: RunConfig) -> None:
+        assert config.emulation is not None, "a simulation has emulated engines"
+        rollout = config.rollout
+        self._stalled_s = STALLED_S / config.emulation.compression
+        groups = (VAIN_BATCHES + rollout.max_refill) * rollout.prompts_per_step + VAIN_GROUPS
+        self._most_ended = groups * rollout.group_size
+        self._batch = f"rollout.prompts_per_step={rollout.prompts_per_step}"
+        self._step = self._ended = 0  # responses that had ended by the last step
+        self._moved, self._moved_s = (-1, -1), 0.0  # the last progress, and when it was seen
+
+    def check_progress(self, now_s: float, *, step: int, ended: int, moved: tuple[int, int], waits: bool) -> None:
+        """Compare the run with the last call. Raises `ConfigError` for a run without progress.
+
+        `moved` grows with every event and token; `waits` means that something is sure to come, e.g. a score.
+        """
+        if step > self._step:
+            self._step, self._ended = step, ended
+        if waits or moved != self._moved:
+            self._moved, self._moved_s = moved, now_s
+        if now_s - self._moved_s > self._stalled_s:
+            raise ConfigError(
+                f"{self._batch}: step {step + 1} is not full, and no response has made progress for"
+                f" {STALLED_S:g} emulated s; lower it, or raise buffer.capacity, rollout.batch_per_replica or"
+                " rollout.replicas"
+            )
+        if ended - self._ended > self._most_ended:
+            raise ConfigError(
+                f"{self._batch}: {ended - self._ended:,} responses have ended since step {step}, and the next one"
+                " is not full, since groups are dropped; raise rollout.group_deadline_s, or what else drops them"
+            )
+
+
 class _Simulation:
-    """Parts of one run, made on the loop that they run on."""
+    """The parts of one run, made on the loop on which they run."""
 
     def __init__(
         self,
@@ -142,7 +178,7 @@ class _Simulation:
         self._record = None if run is None else SimulatedRecord(config, run, clock=clock, stats=stats)
         self._rewards = SimulatedRewards(config, self._stats)
         self._recorder = HeardRecorder(
-            None if self._record is None else self._record.ledger, see=self._rewards.see
+            None if self._record is None else self._record.ledger, hear=self._rewards.on_event
         )
         self._scheduler = scheduler = self._make_scheduler(clock)
         self._weights = weights = _weights(config, profile)
@@ -156,7 +192,7 @@ class _Simulation:
             weights=weights,
             stats=stats,
             cores=cores,
-            show=self._stepped,
+            show=self._on_step,
         )
         self._learner = learner(config, profile.learner, parts)
         self._migration = self._make_migration(clock)
@@ -177,21 +213,21 @@ class _Simulation:
             control_settings(self._config, stop_ids=(END,)),
             prompt_at=lambda index: Prompt(id="p", index=index, text="", ids=ids),
             recorder=self._recorder,
-            stages=Stages(submit_score=self._finished),
+            stages=Stages(submit_score=self._on_response),
             credit=Credit(group_advantages(algorithm.advantage), overlong_cost(cap, algorithm.overlong_tokens)),
             clock=clock,
         )
         scheduler.consumption.pack(packing(self._config))
         return scheduler
 
-    async def lead(self) -> SimulatedRun:
-        """Until the last step is done, or time is up."""
+    async def run_to_end(self) -> SimulatedRun:
+        """Run until the last step or the time limit; return the outcome."""
         record = self._record
         if record is not None:
             await record.begin()
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._rewards.open(self._scheduler, wake=self._fleet.wake)
+                self._rewards.connect(self._scheduler, wake=self._fleet.wake)
                 background = [
                     tasks.create_task(self._rewards.run(), name="rewards"),
                     tasks.create_task(self._fleet.run(), name="fleet"),
@@ -199,9 +235,9 @@ class _Simulation:
                     tasks.create_task(self._cores.run(), name="cores"),
                 ]
                 if record is not None:
-                    rows = record.watch(generated_tokens=lambda: self._scheduler.book.generated_tokens)
+                    rows = record.watch_fleet(generated_tokens=lambda: self._scheduler.book.generated_tokens)
                     background.append(tasks.create_task(rows, name="rows"))
-                self._learner.publish()
+                self._learner.publish_version()
                 if self._config.repacks:
                     speed = await self._fleet.speed()
                     background.append(tasks.create_task(self._migration.run(speed), name="repack"))
@@ -209,8 +245,8 @@ class _Simulation:
                 self._scheduler.admit()
                 self._fleet.begin_rl()
                 await self._learner.run(self._config.max_rl_seconds)
-                done = self._outcome()  # a record goes on for a moment
-                await self._end()
+                done = self._outcome()  # before the record's last events
+                await self._stop_fleet()
                 for task in background:
                     task.cancel()
         finally:
@@ -228,8 +264,8 @@ class _Simulation:
             failed_s=tuple(at_s for at_s, _ in self._fleet.failures),
         )
 
-    async def _end(self) -> None:
-        """Interrupt what still runs, and put on record what it has, where there is a record."""
+    async def _stop_fleet(self) -> None:
+        """Stop the fleet; with a record, record the tokens of running trajectories."""
         self._stats.rl_phase(False)
         self._scheduler.pause()
         self._rewards.close()
@@ -239,11 +275,11 @@ class _Simulation:
 
     # ---- between the parts
 
-    def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
-        """A response has ended, and is to be scored."""
+    def _on_response(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
+        """Receive an ended response, and start to score it."""
         self._migration.finished(trajectory)
         self._cores.spend(self._config.simulation.trajectory_cpu_s)
-        self._rewards.submit(trajectory, version=self._learner.version)
+        self._rewards.score_response(trajectory, version=self._learner.version)
 
     async def _keep_house(self) -> None:
         stalls = StallWatch(self._config)
@@ -251,7 +287,7 @@ class _Simulation:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.enforce_deadlines()
             self._fleet.wake()
-            stalls.look(
+            stalls.check_progress(
                 self._loop.time(),
                 step=self._learner.step,
                 ended=len(self._rewards.ended),
@@ -259,18 +295,18 @@ class _Simulation:
                 waits=self._stats.learner_idle_s is None or self._rewards.num_open > 0 or self._fleet.is_short,
             )
 
-    def _stepped(self, row: StepRow) -> None:
+    def _on_step(self, row: StepRow) -> None:
         self._rows.append(row)
         self._traffic.append(ControlTraffic(self._rewards.num_events, self._fleet.num_reports))
         self._fleet.sample()
         self._fleet.wake()
         if self._record is not None:
-            self._record.step(row)
+            self._record.append_step(row)
         self._show(row)
 
 
 def _weights(config: RunConfig, profile: EmulationProfile) -> ModelledWeights:
-    """Weights that travel by the tree of the config, in seconds of the run."""
+    """Make the weights, which travel by the relay tree of the config, in virtual seconds."""
     assert config.emulation is not None, "`check` has looked"
     arrivals_s = host_arrivals_s(config, num_parameters=profile.learner.num_parameters)
     return ModelledWeights(

@@ -1,14 +1,15 @@
-"""An event loop whose time passes at once: with nothing to do it skips to its next timer.
+"""An event loop on virtual time: with no ready callback, the clock jumps to the next timer.
 
-Work for threads is done on the spot, since no time passes while it lasts. Invariant: timers fire in the order of
-their times, those of one moment in the order in which they were set, whatever other timers there are.
+The simulator and many tests run the production code on this loop. Timers fire in the order of their times, and
+timers of one moment in the order in which they were set (`tests/simulate/test_virtual_loop.py`). Work for threads
+runs at once, and takes no time.
 """
 
 import asyncio
 import math
 import selectors
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextvars import Context
 from heapq import heapify, heappop, heappush
@@ -18,101 +19,42 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 DAY_S = 86_400.0
 TICK_S = 2.0**-28  # times are whole ticks, whose sums and differences are exact; asyncio looks 1 ns ahead
-LOOK_EVERY = 256  # rounds between looks at sockets, of which a simulation has none
-MOST_CANCELLED = 100  # timers, besides half of all, that stay after they were cancelled
+LOOK_EVERY = 256  # rounds between looks at sockets; a simulation has no sockets
+MOST_CANCELLED = 100  # cancelled timers, besides half of all timers, that stay on the heap
 
 
 class LoopClock:
-    """Time of the event loop that runs where it is made, see `records.host.Clock`."""
+    """The clock of the running event loop, see `records.host.Clock`."""
 
     now: Callable[[], float]
-    """Seconds of the loop's own clock; only differences mean anything."""
+    """Seconds of the loop's clock; only differences mean anything."""
 
     def __init__(self) -> None:
         self.now = asyncio.get_running_loop().time
 
 
-class _Call(asyncio.Handle):
-    """asyncio's own handle, made in one go: it asks for no debug mode, of which a simulation has none."""
-
-    __slots__ = ()
-    _context: Context | None  # asyncio's own, as the next four
-    _loop: "VirtualLoop"
-    _callback: Callable[..., object]
-    _repr: str | None
-    _source_traceback: None
-
-    def __init__(
-        self,
-        callback: Callable[..., object],
-        args: Sequence[Any],
-        loop: "VirtualLoop",
-        context: Context | None,
-    ) -> None:
-        self._callback, self._args, self._loop, self._context = callback, args, loop, context
-        self._cancelled, self._repr, self._source_traceback = False, None, None
-
-
-class _Timer(asyncio.TimerHandle):
-    """asyncio's own timer, made in one go too; the loop hears of its cancellation before it has fired alone."""
-
-    __slots__ = ()
-    _context: Context | None  # asyncio's own, as the next six
-    _loop: "VirtualLoop"
-    _callback: Callable[..., object]
-    _repr: str | None
-    _source_traceback: None
-    _when: float
-    _scheduled: bool  # it has not fired
-
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: Sequence[Any],
-        loop: "VirtualLoop",
-        context: Context | None,
-    ) -> None:
-        self._when, self._callback, self._args, self._loop, self._context = when, callback, args, loop, context
-        self._cancelled, self._repr, self._source_traceback, self._scheduled = False, None, None, True
-
-    def cancel(self) -> None:
-        """Have it not fire, if it has not."""
-        if not self._cancelled:
-            self._cancelled, self._callback, self._args = True, _nothing, ()
-            if self._scheduled:
-                self._loop.forget_one()
-
-
-def _nothing() -> None:
-    """In the place of what was cancelled, of which nothing is to live on."""
-
-
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop on virtual time, which `skip` and idling move on.
+    """Event loop on virtual time; `skip` and idling advance the clock."""
 
-    All of a simulation runs in one context, for nothing there has variables of its own.
-    """
-
-    _ready: deque["_Call | _Timer"]  # asyncio's own, as the next two: what the next round runs
+    _ready: deque[asyncio.Handle]  # asyncio's own, as the next two: callbacks of the next round
     _stopping: bool
     _selector: selectors.BaseSelector
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._timers: list[tuple[float, int, _Timer]] = []  # heap: time, place among all
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # heap: time, serial number
         self._num_timers = self._num_cancelled = 0
         super().__init__()
 
     def time(self) -> float:
-        """Virtual seconds since it was made."""
+        """Return virtual seconds since the loop was made."""
         return self._now_s
 
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Have that run in the next round."""
-        handle = _Call(callback, args, self, context)
+        """Run a callback in the next round."""
+        handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
@@ -121,51 +63,47 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         """Set a timer, at the next tick."""
         at_s = _next_tick(when)
-        timer = _Timer(at_s, callback, args, self, context)
+        timer = asyncio.TimerHandle(at_s, callback, args, self, context)
+        timer._scheduled = True  # type: ignore[attr-defined]  # asyncio's own: it has not fired
         self._num_timers += 1
         heappush(self._timers, (at_s, self._num_timers, timer))
         return timer
 
     def skip(self, seconds: float) -> None:
-        """Let so much time pass in which nothing runs."""
+        """Advance the clock by so much, while nothing runs."""
         self._now_s += _next_tick(seconds)
 
-    def run_in_executor(  # type: ignore[override]  # the answer is there already
+    def run_in_executor(  # type: ignore[override]  # the result is there already
         self, executor: Executor | None, function: Callable[..., Any], *arguments: Any
     ) -> asyncio.Future[Any]:
-        """A future that has the answer, or the error."""
+        """Call a function at once; return a future with its result or its error."""
         done = self.create_future()
         try:
             done.set_result(function(*arguments))
-        except Exception as error:  # noqa: BLE001 - whatever it raises is the future's
+        except Exception as error:  # noqa: BLE001 - the future raises it
             done.set_exception(error)
         return done
 
     def _run_once(self) -> None:
-        """In the place of asyncio's: rounds of what is ready, to which time passes where nothing is."""
+        """Run rounds of ready callbacks in place of asyncio's round; advance the clock when none is ready."""
         ready, timers = self._ready, self._timers
         for _ in range(LOOK_EVERY):
             if not ready and not self._stopping:
                 self._idle()
             while timers and timers[0][0] <= self._now_s:
                 timer = heappop(timers)[2]
-                timer._scheduled = False
+                timer._scheduled = False  # type: ignore[attr-defined]
                 ready.append(timer)
             for _ in range(len(ready)):
                 handle = ready.popleft()
                 if not handle._cancelled:
-                    try:
-                        handle._callback(*handle._args)
-                    except (SystemExit, KeyboardInterrupt):
-                        raise
-                    except BaseException as error:  # noqa: BLE001 - as asyncio's handles do
-                        self.call_exception_handler({"message": f"{handle} failed", "exception": error})
+                    handle._run()
             if self._stopping:
                 return
         self._look(0)
 
     def _idle(self) -> None:
-        """Have it be the time of the next timer; with none to come, wait for a socket."""
+        """Advance the clock to the next timer; without a timer, wait for a socket."""
         while self._timers and self._timers[0][2].cancelled():
             heappop(self._timers)
         if self._timers:
@@ -174,16 +112,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._look(None)
 
     def _look(self, timeout_s: float | None) -> None:
-        """Have what came on sockets be ready."""
+        """Make callbacks of sockets ready."""
         self._process_events(self._selector.select(timeout_s))  # type: ignore[attr-defined]  # asyncio's own
 
-    def forget_one(self) -> None:
-        """Count a timer that was cancelled; once these may be more than others, let go of them."""
-        self._num_cancelled += 1
-        if self._num_cancelled > MOST_CANCELLED + len(self._timers) // 2:
-            self._timers[:] = [timer for timer in self._timers if not timer[2].cancelled()]
-            heapify(self._timers)
-            self._num_cancelled = 0
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Count a cancelled timer, and drop cancelled timers when they may be the majority. asyncio calls it."""
+        if handle._scheduled:  # type: ignore[attr-defined]
+            self._num_cancelled += 1
+            if self._num_cancelled > MOST_CANCELLED + len(self._timers) // 2:
+                self._timers[:] = [timer for timer in self._timers if not timer[2].cancelled()]
+                heapify(self._timers)
+                self._num_cancelled = 0
 
 
 def _next_tick(seconds: float) -> float:
@@ -191,9 +130,9 @@ def _next_tick(seconds: float) -> float:
 
 
 def virtually(coroutine: Coroutine[Any, Any, T], *, limit_s: float | None = DAY_S) -> T:
-    """The result of a coroutine, led to its end in virtual time, of which it has so much. Raises TimeoutError."""
+    """Run a coroutine to its end in virtual time and return its result. Raises `TimeoutError` after `limit_s`."""
 
-    found: list[T] = []  # not the task's result, of which the runner makes a string as it ends
+    found: list[T] = []  # as the task's result, the runner would convert it to a string at the end
 
     async def limited() -> None:
         async with asyncio.timeout(limit_s):

@@ -48,7 +48,6 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.source = path / "source.json"  # of an evaluation: the evaluated weights; written once they are there
-        self.placed = path / "placed"  # written when all processes have their GPUs
         self._processes = path / "processes.json"
         self._lock: TextIO | None = None
         self._lock_file = path / "lock"

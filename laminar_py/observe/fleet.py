@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -86,15 +86,6 @@ class OwnCpu:
                 used_s += seen[key] - self._seen.get(key, 0.0)
         elapsed_s, self._since, self._seen = max(now - self._since, 1e-9), now, seen
         return used_s / (elapsed_s * num_cores)
-
-
-async def note_placed(path: Path, *, all_placed: Callable[[], Awaitable[bool]]) -> None:
-    """Write a file once every process has its GPUs; `laminar launch` then starts the next run beside this one."""
-    placed = False
-    while not placed:
-        await asyncio.sleep(EVERY_S)
-        placed = await all_placed()
-    await asyncio.to_thread(path.write_text, f"{time.time()}\n")
 
 
 async def watch_fleet(

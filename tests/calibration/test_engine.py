@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_lab.calibration.engine import measure_engine, shapes_of
+from laminar_lab.calibration.engine import choose_shapes, measure_engine
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.section import ConfigError
@@ -41,7 +41,7 @@ def measured(times, tmp_path, **changes):
             reserve_tokens=times.reserve_tokens,
             gpus=times.gpus,
             repeats=1,
-            tell=lambda line: None,
+            log=lambda line: None,
         )
 
     return virtually(lead())
@@ -64,8 +64,8 @@ def test_what_an_emulated_engine_was_given_is_what_is_found(sequence_s, tmp_path
 
 def test_batches_keep_what_the_cache_holds_and_a_length_at_which_nothing_fits_is_refused():
     small = bounds(kv_capacity=4096)
-    shapes = shapes_of(small)
+    shapes = choose_shapes(small)
     assert len({shape.sequences for shape in shapes}) == 4
     assert all(shape.sequences * (shape.prompt + 80) <= 4096 for shape in shapes)
     with pytest.raises(ConfigError, match=r"rollout\.max_len=64: leaves no room"):
-        shapes_of(bounds(max_len=64))
+        choose_shapes(bounds(max_len=64))

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_lab.bench.workplace import write_model
-from laminar_lab.calibration.fit import TimedShape, fit
-from laminar_lab.calibration.learner import steps_of
-from laminar_lab.calibration.profile import Calibration, calibrate, write
+from laminar_lab.calibration.learner import choose_steps
+from laminar_lab.calibration.profile import Calibration, calibrate, write_profile
+from laminar_lab.step_time import TimedShape, fit
 from laminar_py.cli import app
 from laminar_py.config.loading import load_config, parse_config, read_profile
 from laminar_py.config.section import ConfigError
@@ -41,7 +41,7 @@ def config_of(folder, **changes):
 
 def test_a_profile_that_is_written_is_the_one_that_is_read(tmp_path):
     profile = read_profile(PROFILE)
-    write(Calibration(profile, GOOD, BAD), tmp_path / "out.yaml", measured="a test")
+    write_profile(Calibration(profile, GOOD, BAD), tmp_path / "out.yaml", measured="a test")
     assert read_profile(tmp_path / "out.yaml") == profile
     comment = [line for line in (tmp_path / "out.yaml").read_text().splitlines() if line.startswith("#")]
     assert "a test" in comment[0]
@@ -54,7 +54,7 @@ def test_a_fit_that_is_bad_is_warned_of():
 
 
 def test_steps_keep_to_their_tokens_and_to_the_longest_sequence():
-    for one in steps_of(max_len=448, max_tokens=4096):
+    for one in choose_steps(max_len=448, max_tokens=4096):
         tokens = int(one.name.split()[0])
         assert 0.5 * tokens < sum(one.lengths) <= tokens
         assert max(one.lengths) <= 448
@@ -85,13 +85,15 @@ def test_the_command_measures_a_model_and_writes_what_a_simulation_reads(model, 
 )
 def test_what_is_not_measured_is_one_line(model, changes, line):
     with pytest.raises(ConfigError, match=line):
-        calibrate(config_of(model, **changes), repeats=1, tell=lambda line: None)
+        calibrate(config_of(model, **changes), repeats=1, log=lambda line: None)
 
 
 def test_a_config_of_an_emulation_has_nothing_to_measure():
     emulated = load_config(Path("configs/emulation/repack.yaml"), [])
-    with pytest.raises(ConfigError, match=r"emulation\.profile=.*: emulated engines have their times from there"):
-        calibrate(emulated, repeats=1, tell=lambda line: None)
+    with pytest.raises(
+        ConfigError, match=r"emulation\.profile=.*: emulated engines have their times from the profile"
+    ):
+        calibrate(emulated, repeats=1, log=lambda line: None)
 
 
 def test_a_profile_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path):

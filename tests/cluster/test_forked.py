@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from laminar_py.runtime.cluster.backend import all_placed, nodes, open_cluster
+from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.errors import PartBugError, PartCrashedError
 from laminar_py.runtime.cluster.forked import SHARED
 from laminar_py.runtime.cluster.part import Part
@@ -62,15 +62,12 @@ async def test_a_part_waits_until_the_gpus_of_a_dead_one_are_free(monkeypatch):
         assert await first.call("gpus") == "4,5"
         assert await second.call("gpus") == "7"
         assert nodes()[0].gpus == 0
-        assert nodes(taken=True)[0].gpus == 3
         third = seeing(2)
         asked = asyncio.create_task(third.call("gpus"))
         await asyncio.sleep(0.3)
         assert not asked.done()
-        assert not await all_placed()
         first.kill()
         assert await asked == "4,5"
-        assert await all_placed()
 
 
 async def test_a_part_that_waits_for_gpus_can_be_ended(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from laminar_py.runtime.cluster import ray_cluster
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.ray_cluster import call_and_wait, call_soon
+from laminar_py.runtime.cluster.ray_cluster import call_soon
 from tests.cluster.test_part import PATIENCE_S, Faulty
 from tests.runs.fake_cluster import FakeCluster, joined
 
@@ -26,15 +26,6 @@ async def test_a_part_is_not_blamed_for_what_ray_takes(cluster):
     call_soon(busy.wait, PATIENCE_S)
     asyncio.get_running_loop().call_later(6.0, busy.set)
     assert await part.call("answer") == 1
-
-
-async def test_ray_that_takes_no_calls_ends_the_run_with_one_line(cluster, monkeypatch):
-    monkeypatch.setattr(ray_cluster, "PATIENCE_S", 0.1)
-    busy = threading.Event()
-    call_soon(busy.wait, PATIENCE_S)
-    with pytest.raises(RunFailedError, match=r"Ray has taken no call in 0\.1 s; see its logs, and --resume"):
-        await call_and_wait(print)
-    busy.set()
 
 
 async def test_nobody_waits_for_ray_and_it_hears_all_in_order(cluster):

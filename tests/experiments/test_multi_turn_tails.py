@@ -6,7 +6,7 @@ import pytest
 
 from experiments.multi_turn_tails import fleets
 from experiments.multi_turn_tails.fleets import ASYNC, FLEETS, STEPS, config_of, turns_settings
-from laminar_lab.simulate.baselines.schedules import Baseline
+from laminar_lab.simulate.baselines import Baseline
 from laminar_lab.simulate.figures import SimulatedFigures
 
 sys.modules.setdefault("fleets", fleets)  # as the scripts find it, beside themselves

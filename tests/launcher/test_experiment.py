@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_lab.launcher.experiment import (
-    ExperimentSettings,
-    check_existing_runs,
-    describe_unknown_folders,
-    read_experiment,
-)
+from laminar_lab.launcher.experiment import ExperimentSettings, check_existing_runs, read_experiment
 from laminar_py.config.loading import load_settings, to_overrides
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import open_writer
@@ -134,17 +129,6 @@ def test_a_run_that_was_made_twice_is_refused(tmp_path):
     first, second = begin(experiment.runs[0]), begin(experiment.runs[0])
     with pytest.raises(ConfigError, match=rf"^e-base-s0: {second} and {first.name} are both runs of it; move one"):
         check_existing_runs(experiment)
-
-
-def test_folders_that_the_file_no_longer_names_are_told(tmp_path):
-    for run in make_experiment(tmp_path, grid={"learner.lr": [1e-3, 2e-3]}, seeds=2).runs:
-        begin(run)
-    (tmp_path / "runs/another-lr-0.001-s0-1").mkdir()
-    same = make_experiment(tmp_path, grid={"learner.lr": [1e-3, 2e-3]}, seeds=2)
-    assert describe_unknown_folders(same) == ""
-    wider = make_experiment(tmp_path, grid={"learner.lr": [1e-3], "steps": [60]}, seeds=2)
-    told = "e-lr-0.001-s0-1, e-lr-0.001-s1-1, e-lr-0.002-s0-1 and 1 more; variants"
-    assert told in describe_unknown_folders(wider)
 
 
 def test_an_experiment_is_the_same_by_whichever_path_it_is_named(tmp_path, monkeypatch):

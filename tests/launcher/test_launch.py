@@ -1,23 +1,28 @@
 """`laminar launch` as users have it: real runs, a launcher that is killed, and the page in a real browser."""
 
-import contextlib
-import fcntl
+import io
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 
 import msgspec
 import psutil
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from laminar_lab.launcher.experiment import read_experiment
-from laminar_lab.launcher.page import make_page, write_page
-from laminar_lab.launcher.standing import RunState, read_standings
+from laminar_lab.launcher.page import format_duration, make_page, write_page
+from laminar_lab.launcher.progress import (
+    RunProgress,
+    RunState,
+    describe_progress,
+    progress_table,
+    read_all_progress,
+)
 from laminar_py.cli import app
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.run_folder import new_run
@@ -31,22 +36,13 @@ from tests.launcher.experiments import (
     start_launcher,
     write_experiment,
 )
-from tests.launcher.test_queue import write_summary
+from tests.launcher.test_loop import write_summary
 from tests.runs.runs import PATIENCE_S, REPO, forget_versions
 
 STEPS = 3
 VARIANTS = [{"name": "low", "set": {"learner.lr": 1e-4}}, {"name": "high"}]
 DRAWN = """JSON.stringify([...document.querySelectorAll('#charts .panel')].map((panel) => [
   panel.querySelector('h2').textContent, panel.querySelectorAll('.scatterlayer path.js-line').length]))"""
-
-
-@contextlib.contextmanager
-def open_launcher_lock(folder):
-    """The lock of a launcher of the experiment there."""
-    (folder / "runs").mkdir()
-    with (folder / "runs/e.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def wait_until(process, look):
@@ -87,7 +83,7 @@ def launched(tmp_path_factory):
 @pytest.mark.slow
 def test_every_run_ends_exactly_once_though_the_launcher_was_killed(launched):
     experiment, runs, _ = launched
-    assert [one.state for one in read_standings(experiment)] == [RunState.FINISHED] * 4
+    assert [one.state for one in read_all_progress(experiment)] == [RunState.FINISHED] * 4
     folders = sorted(path.parent.name for path in experiment.folder.glob("runs/*/summary.json"))
     assert folders == sorted(f"{run.name}-1" for run in experiment.runs)
     for run in experiment.runs:
@@ -113,36 +109,45 @@ def test_the_same_command_finds_nothing_left_to_run(launched):
     assert len(list(experiment.folder.glob("runs/*-1"))) == 4
 
 
-@pytest.mark.slow
-def test_a_plan_says_how_long_by_runs_that_were_done(launched, monkeypatch):
-    monkeypatch.chdir(REPO)
-    experiment, _, _ = launched
-    told = CliRunner().invoke(app, ["launch", str(experiment.folder), "--dry-run"]).stdout
-    assert "4 runs of 2 variants, 2 at a time on this machine, without GPUs" in told
-    assert "RL left in all: 0 s (by runs that have done steps)" in told
-    assert "learner.lr=0.0001" in told
-    assert "no data was prepared" in told, "all have finished"
-
-
-def test_a_plan_says_where_runs_would_go_and_what_it_prepared(tmp_path, monkeypatch):
+def test_a_dry_run_lists_gpus_variants_and_runs_and_makes_the_data(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     gpus = {"cluster.learner_device": "cuda", "max_rl_seconds": 60.0}
-    file = write_experiment(tmp_path, set=gpus, seeds=3)
+    file = write_experiment(tmp_path, set=gpus, variants=VARIANTS, seeds=2)
     told = CliRunner().invoke(app, ["launch", str(file), "--dry-run"]).stdout
-    places = [line.rstrip().split("  ")[-1].strip() for line in told.splitlines() if line.startswith("e-base-s")]
-    assert places == ["slot 0, GPU 4", "slot 1, GPU 5", "slot 0, GPU 4"]
+    assert "4 runs of 2 variants, 2 at a time on this machine (GPU 4 and GPU 5)" in told
+    assert "learner.lr=0.0001" in told
+    assert [line.split()[:2] for line in told.splitlines() if "low-s" in line] == [
+        ["low-s0", "waiting"],
+        ["low-s1", "waiting"],
+    ]
     assert "data was prepared by experiments/quickstart/prepare.py" in told
     assert not (tmp_path / "runs").exists()
 
 
-def test_beside_a_running_launcher_there_is_a_plan(tmp_path, monkeypatch):
-    monkeypatch.chdir(REPO)
-    file = write_experiment(tmp_path, set={"relay.base_port": 4000})
-    with open_launcher_lock(tmp_path), socket.create_server(("127.0.0.1", 4000)):  # which the run beside has
-        done = CliRunner().invoke(app, ["launch", str(file), "--dry-run"])
-    assert done.exit_code == 0
-    assert "another launcher is at it: nothing was checked here, and no data prepared" in done.stdout
+def test_the_table_and_the_lines_show_text_of_runs_as_text(tmp_path):
+    experiment = make_experiment(tmp_path, set={"steps": 10}, seeds=2)
+    row = make_step_row(5, 10.0, trained_tokens=5000)
+    one = RunProgress(run=experiment.runs[0], state=RunState.RUNNING, row=row, stepped_s=time.time() - 720)
+    failed = RunProgress(run=experiment.runs[1], state=RunState.FAILED, reason="[red]no[/red]\x1b[2J")
+    out = io.StringIO()
+    Console(file=out, width=120).print(progress_table(experiment, [one, failed]))
+    assert [line.split()[:3] for line in out.getvalue().splitlines()[1:]] == [
+        ["base-s0", "running", "5/10"],
+        ["base-s1", "failed", "0/10"],
+    ]
+    assert "500" in out.getvalue(), "tokens a second"
+    assert "[red]no[/red]\\x1b[2J" in out.getvalue()
+    line = describe_progress(one, "heldout")
+    assert line.startswith("running; step 5/10; reward ")
+    assert line.endswith("; no step for 12 min")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(50, "50 s"), (61, "1 min 1 s"), (600, "10 min"), (3600 * 3 + 20 * 60, "3 h 20 min")]
+)
+def test_a_duration_is_in_units_that_suit(seconds, text):
+    assert format_duration(seconds) == text
 
 
 @slow_in_browser
@@ -173,7 +178,7 @@ async def test_what_a_run_said_is_text_on_the_page_whatever_it_is(tmp_path):
     run.log.parent.mkdir()
     run.log.write_text(f"laminar: {words}\n")
     async with browsing(tmp_path / "profile") as tab:
-        await look_at(tab, write_page(experiment))
+        await look_at(tab, write_page(experiment, read_all_progress(experiment)))
         shown = words.replace("\x1b", "\\x1b")
         assert shown in await tab.look("document.getElementById('first').textContent")
         assert await tab.look("document.querySelectorAll('img').length") == 0
@@ -205,7 +210,7 @@ def test_a_run_that_cannot_be_read_is_a_row_of_the_page(tmp_path, monkeypatch):
     other.metrics.write_text('{"step": "one"}\n')
     done = CliRunner().invoke(app, ["launch", str(tmp_path), "--report"])
     assert done.exit_code == 0, done.output
-    page = make_page(experiment, read_standings(experiment))
+    page = make_page(experiment, read_all_progress(experiment))
     (sheet,) = [one for one in page.first if one.title == "Runs that no figure counts"]
     assert [row[0] for row in sheet.rows] == ["e-base-s0", "e-base-s1"]
     assert "not a ledger" in sheet.rows[0][1] or "cannot be read" in sheet.rows[0][1]
@@ -220,7 +225,7 @@ def test_figures_are_of_finished_seeds_alone_once_there_is_one_and_say_of_how_ma
         new_run(run.config).metrics.write_bytes(msgspec.json.encode(row) + b"\n")
 
     def drawn():
-        page = make_page(experiment, read_standings(experiment))
+        page = make_page(experiment, read_all_progress(experiment))
         return page.counted, [row[4] for row in page.first[-1].rows]
 
     assert drawn() == (["2 of 3 seeds, not finished"], [tell_mean([0.5, 0.9])])
@@ -237,7 +242,7 @@ def test_a_page_never_mixes_runs_of_other_settings(tmp_path, monkeypatch):
     new_run(changed.runs[1].config)
     done = CliRunner().invoke(app, ["launch", str(tmp_path), "--report"])
     assert done.exit_code == 0, done.output
-    page = make_page(changed, read_standings(changed))
+    page = make_page(changed, read_all_progress(changed))
     (sheet,) = [one for one in page.first if one.title == "Runs that no figure counts"]
     assert sheet.rows == [["e-base-s0", f"learner.lr=0.002: {tmp_path}/runs/e-base-s0-1 was made with 0.001"]]
     assert [row[-1] for row in page.last[-1].rows] == ["not counted", "unfinished"]
@@ -258,8 +263,8 @@ def test_ctrl_c_stops_runs_with_a_checkpoint_and_the_same_command_goes_on(tmp_pa
         for run in tmp_path.glob("runs/*-1"):
             forget_versions(run)
     told = (tmp_path / "launch.out").read_text()
-    assert f"stopped; go on with: laminar launch {file}" in told
-    assert read_standings(read_experiment(file))[0].state is RunState.UNFINISHED
+    assert f"stopped; continue with: laminar launch {file}" in told
+    assert read_all_progress(read_experiment(file))[0].state is RunState.UNFINISHED
     assert list(tmp_path.glob("runs/*/checkpoints/*"))
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from laminar_lab.plan.page import plain_plan, write_page
+from laminar_lab.plan.page import make_page, write_page
 from laminar_lab.plan.planner import make_plan
 from tests.analytics.browser import browsing, slow_in_browser
 from tests.plan.builders import make_request
@@ -37,7 +37,7 @@ async def test_the_page_draws_every_trade_off_and_asks_no_network(plan, tmp_path
 
 @pytest.mark.slow
 def test_a_wider_bound_and_more_gpus_never_give_less_by_formula(plan):
-    page = plain_plan(plan)
+    page = make_page(plan)
     for trade_offs in (page.by_bound[2:], page.by_gpus):
         rates = [one.tokens_per_s for one in trade_offs]
         assert rates == sorted(rates)

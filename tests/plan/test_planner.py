@@ -8,15 +8,14 @@ from statistics import mean
 import pytest
 from typer.testing import CliRunner
 
+from laminar_lab.plan.inputs import lengths_by_task, read_subject
 from laminar_lab.plan.judge import judge, shrunk_fleet
 from laminar_lab.plan.placements import learner_bytes, placements
 from laminar_lab.plan.planner import MOST, TIED, make_plan
 from laminar_lab.plan.request import Lengths
-from laminar_lab.plan.run_lengths import lengths_by_task
-from laminar_lab.plan.stages import estimate, profile_of, publish_s
-from laminar_lab.plan.subject import read_subject
-from laminar_lab.plan.times import learner_times
+from laminar_lab.plan.stages import estimate
 from laminar_lab.plan.writing import write_config
+from laminar_lab.step_time import learner_times
 from laminar_py.cli.main import app
 from laminar_py.config.loading import load_config, read_profile, read_tree
 from laminar_py.config.rollout import Schedule
@@ -66,13 +65,13 @@ def test_a_model_that_fits_no_placement_is_told_what_is_missing(wanted, line):
 def test_the_first_choice_has_most_tokens_of_all_that_were_simulated():
     request, seen = make_request(nodes=1, **SMALL), {}
 
-    def look(some, seed):
+    def judge_all(some, seed):
         found = [judge(request, one, seed=seed) for one in some]
         for one, judged in zip(some, found, strict=True):
             seen.setdefault(one, []).append(judged.tokens_per_s)
         return found
 
-    plan = make_plan(request, look=look)
+    plan = make_plan(request, judge_all=judge_all)
     assert plan.best.tokens_per_s == max(mean(speeds) for speeds in seen.values())
     assert {one.placement.schedule for one in plan.ranked} == set(Schedule)
     assert len(seen) <= MOST
@@ -89,14 +88,14 @@ def test_a_schedule_whose_formula_is_too_low_is_found_where_simulations_say_so()
         (one for one in every if one.schedule is Schedule.ONE_STEP and one.tensor_parallel == 2), key=every.get
     )
 
-    def look(some, seed):
+    def judge_all(some, seed):
         times = [5.0 if one.schedule is Schedule.ONE_STEP else 1.0 for one in some]
         return [
             replace(figures, tokens_per_s=every[one] * factor * (1.5 if one == hidden else 1.0))
             for one, factor in zip(some, times, strict=True)
         ]
 
-    assert make_plan(request, look=look).best.placement == hidden
+    assert make_plan(request, judge_all=judge_all).best.placement == hidden
 
 
 @pytest.mark.slow
@@ -109,10 +108,10 @@ def test_a_depth_of_admission_whose_formula_is_too_low_is_found_where_simulation
         shares = one.batch_per_replica * one.replicas / request.trajectories_per_step
         return 1.5 if one.schedule is Schedule.ASYNC and shares > 1.5 else 0.7
 
-    def look(some, seed):
+    def judge_all(some, seed):
         return [replace(figures, tokens_per_s=every[one] * factor(one)) for one in some]
 
-    best = make_plan(request, look=look).best
+    best = make_plan(request, judge_all=judge_all).best
     assert best.tokens_per_s == max(every[one] * factor(one) for one in every)
 
 
@@ -121,12 +120,12 @@ def test_no_more_are_simulated_than_is_said_however_small_a_replicas_share_of_a_
     request = make_request(nodes=nodes, prompts_per_step=prompts)
     figures, seen = judge(make_request(nodes=1, **SMALL), placements(make_request(nodes=1, **SMALL))[0]), set()
 
-    def look(some, seed):
+    def judge_all(some, seed):
         seen.update(some)
         every = [estimate(request, one).tokens_per_s for one in some]
         return [replace(figures, tokens_per_s=rate, replicas=10**6) for rate in every]
 
-    make_plan(request, look=look)
+    make_plan(request, judge_all=judge_all)
     assert len(seen) <= MOST
 
 
@@ -170,9 +169,9 @@ def test_a_simulation_agrees_with_the_formula_where_a_batch_ahead_hides_half_the
     )
     found = estimate(request, wide)
     assert found.tokens_per_s == pytest.approx(judge(request, wide).tokens_per_s, rel=0.1)
-    assert 0 < found.times.weights_s < publish_s(request)
+    assert 0 < found.times.weights_s < request.publish_s
     sync = replace(wide, schedule=Schedule.SYNC)
-    assert estimate(request, sync).times.weights_s > publish_s(request)
+    assert estimate(request, sync).times.weights_s > request.publish_s
 
 
 @pytest.mark.slow
@@ -234,9 +233,7 @@ def test_measured_times_take_the_place_of_the_rules():
     wanted = make_request(measured=slow)
     places = placements(wanted)
     assert {one.tensor_parallel for one in places} == {profile.engine.gpus}
-    (rates, learner) = profile_of(wanted, places[0])
-    assert rates.times == slow.engine
-    assert learner == slow.learner
+    assert wanted.profile(places[0].tensor_parallel) == slow
     fast = make_request(measured=profile)
     assert estimate(wanted, places[0]).times.generation_s > 2 * estimate(fast, places[0]).times.generation_s
 

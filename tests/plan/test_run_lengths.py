@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from laminar_lab.plan.inputs import TaskLengths, lengths_of_run, prompt_share
 from laminar_lab.plan.judge import shrunk_fleet
 from laminar_lab.plan.placements import placements
-from laminar_lab.plan.run_lengths import TaskLengths, lengths_of, prompt_share
 from tests.plan.builders import make_request
 
 GROUPS = 6_000
@@ -29,7 +29,7 @@ def test_responses_of_one_prompt_each_say_nothing_of_prompts():
 
 def test_what_a_run_tells_of_lengths_is_what_the_simulator_is_given():
     measured = TaskLengths(task="all", count=4000, p50=800.0, p99=7200.0, prompt_share=0.6)
-    lengths = lengths_of(measured, cap=16_384, prompt=300)
+    lengths = lengths_of_run(measured, cap=16_384, prompt=300)
     request = make_request(lengths=lengths, prompts_per_step=8, group_size=8)
     config, _ = shrunk_fleet(request, placements(request)[0], replicas=4, seed=0)
     emulation = config.emulation

@@ -66,7 +66,7 @@ async def serving(*names, policy=OnNewWeights.DRAIN):
     )
     await engine.start()
     relay, store = ModelledRelay(keep_versions=2), Kept()
-    relay.arrive(0)
+    relay.receive_version(0)
     replica = Replica(
         0,
         engine=engine,
@@ -126,7 +126,7 @@ def test_whoever_gives_a_trajectory_up_has_its_last_words():
 def test_new_weights_interrupt_a_stream_and_it_goes_on():
     async def lead():
         async with serving("a", policy=OnNewWeights.RESUME) as (replica, _, _, relay, _):
-            relay.arrive(1)
+            relay.receive_version(1)
             ended = await ends(replica, 1)
             assert ended["a"].finish_reason is FinishReason.STOP
             assert [span.version for span in ended["a"].spans] == [1]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
+from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_py.config.loading import load_config, read_profile
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import Consumption

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_lab.simulate.cores import SharedCores, shares
+from laminar_lab.simulate.cores import SharedCores, divide_cores
 from laminar_lab.simulate.run import simulate
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_py.config.emulation import EngineTimes
@@ -23,7 +23,7 @@ STEPS = 100  # a second of an engine that has a core
 
 @given(st.lists(st.sampled_from([1024.0, 110.0]), min_size=1, max_size=9), st.integers(1, 8))
 def test_all_cores_are_used_and_none_twice(weights, cores):
-    found = shares(weights, cores)
+    found = divide_cores(weights, cores)
     assert sum(found) == pytest.approx(min(cores, len(weights)))
     assert all(0 < share <= 1 for share in found)
     by_weight = [share for _, share in sorted(zip(weights, found, strict=True))]
@@ -31,7 +31,7 @@ def test_all_cores_are_used_and_none_twice(weights, cores):
 
 
 def test_a_learner_has_nearly_a_core_and_engines_share_the_other():
-    learner, first, second = shares([1024.0, 110.0, 110.0], 2)
+    learner, first, second = divide_cores([1024.0, 110.0, 110.0], 2)
     assert learner == 1.0
     assert first == second == 0.5
 
@@ -53,7 +53,7 @@ async def seconds(cores, *, engines, learner_s=0.0):
             changed=shared.share_out,
         )
         await engine.start()
-        shared.add(engine)
+        shared.add_engine(engine)
         await engine.load_weights(None, 0)
         bounds = EngineBounds(
             vocab=64, slots=1, max_len=512, kv_capacity=512, sampling=SamplingParams(max_new_tokens=1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from laminar_lab.simulate.parts import CountedTokens
+from laminar_lab.simulate.fleet import CountedTokens
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.segments.salvage import Known

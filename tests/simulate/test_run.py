@@ -1,11 +1,15 @@
 """Runs on a virtual clock: they repeat, keep what every run keeps, and their policies show what they are for."""
 
+import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from laminar_lab.simulate import run as simulate_run
-from laminar_lab.simulate.run import simulate
+from laminar_lab.simulate.fleet import OneWay
+from laminar_lab.simulate.run import STALLED_S, StallWatch, simulate
+from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.loading import read_profile
 from laminar_py.config.section import ConfigError
@@ -157,3 +161,59 @@ def test_what_engines_compute_for_a_token_is_what_their_profile_says():
     config = small("repack.planner=none")
     profile = read_profile(config.emulation.profile).model_copy(update={"engine": times})
     assert simulate(config, profile=profile).figures.engine_s_per_token == pytest.approx(1e-3, rel=1e-3)
+
+
+# ---- the link
+
+
+def test_what_is_sent_arrives_in_its_order_so_much_later():
+    arrived = []
+
+    async def arrive(name):
+        arrived.append((name, asyncio.get_running_loop().time()))
+
+    async def lead():
+        way = OneWay(0.5)
+        carrying = asyncio.create_task(way.run())
+        for name in "abc":
+            way.send(partial(arrive, name))
+        await asyncio.sleep(0.25)
+        way.send(partial(arrive, "d"))
+        await asyncio.sleep(1.0)
+        carrying.cancel()
+
+    virtually(lead())
+    assert arrived == [("a", 0.5), ("b", 0.5), ("c", 0.5), ("d", 0.75)]
+
+
+# ---- no progress
+
+LIMIT_S = STALLED_S / 20  # by the clock of the run
+
+
+def look(watch, now_s, *, step=0, ended=0, moved=0, waits=False):
+    watch.check_progress(now_s, step=step, ended=ended, moved=(moved, 0), waits=waits)
+
+
+def test_a_run_in_which_nothing_moves_is_ended():
+    watch = StallWatch(small())
+    look(watch, 0.0)
+    look(watch, LIMIT_S - 1)
+    with pytest.raises(ConfigError, match="no response has made progress for 100000 emulated s; lower it"):
+        look(watch, LIMIT_S + 1)
+
+
+def test_a_run_that_moves_or_waits_for_what_is_sure_to_come_goes_on():
+    watch = StallWatch(small())
+    for place in range(10):
+        look(watch, place * 0.9 * LIMIT_S, moved=place)
+    for place in range(10, 20):
+        look(watch, place * 0.9 * LIMIT_S, moved=9, waits=True)
+
+
+def test_a_run_whose_responses_all_end_in_vain_is_ended_and_steps_count_anew():
+    watch, batch = StallWatch(small()), 48 * 8
+    for step in range(5):
+        look(watch, step, step=step, ended=step * 100 * batch, moved=step)
+    with pytest.raises(ConfigError, match="since step 4, and the next one is not full, since groups are dropped"):
+        look(watch, 5, step=4, ended=1000 * batch, moved=5)

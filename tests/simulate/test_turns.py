@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_lab.simulate.baselines.schedules import Baseline, simulate_baseline
+from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_lab.simulate.run import simulate
 from laminar_py.config.loading import read_profile
 from laminar_py.config.section import ConfigError
@@ -22,13 +22,13 @@ def finished(monkeypatch):
     """Trajectories of a simulation that have ended, by their names."""
     from laminar_lab.simulate.rewards import SimulatedRewards
 
-    seen, submit = {}, SimulatedRewards.submit
+    seen, submit = {}, SimulatedRewards.score_response
 
     def keep(self, trajectory, **how):
         seen[trajectory.id] = trajectory
         submit(self, trajectory, **how)
 
-    monkeypatch.setattr(SimulatedRewards, "submit", keep)
+    monkeypatch.setattr(SimulatedRewards, "score_response", keep)
     return seen
 
 

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from laminar_lab.simulate.virtual_loop import virtually
-from laminar_lab.simulate.weights import ModelledWeights, host_arrivals_s
+from laminar_lab.simulate.weights import ModelledWeights
+from laminar_lab.step_time import host_arrivals_s
 from laminar_py.records.weights import VersionLostError
 from tests.simulate.small import run, small
 
@@ -38,12 +39,12 @@ def test_each_replica_hears_of_a_version_when_its_host_has_it():
     heard = []
 
     async def wait(weights, replica):
-        await weights.of(replica).wait_newer(-1)
+        await weights.weights_for(replica).wait_newer(-1)
         heard.append((replica, round(asyncio.get_running_loop().time(), 6)))
 
     async def lead():
         weights = ModelledWeights([0.5, 0.25], replicas_per_host=2, keep_versions=2)
-        weights.publish(0, after_s=1.0)
+        weights.publish_version(0, after_s=1.0)
         await asyncio.gather(*(wait(weights, replica) for replica in range(4)))
         return weights.root.newest
 
@@ -54,17 +55,17 @@ def test_each_replica_hears_of_a_version_when_its_host_has_it():
 def test_a_version_is_kept_while_it_is_new_or_a_replica_of_the_host_holds_it():
     async def lead():
         weights = ModelledWeights([0.0, 0.0], replicas_per_host=1, keep_versions=2)
-        weights.publish(0, after_s=0.0)
-        assert (await weights.of(0).pull()).version == 0
+        weights.publish_version(0, after_s=0.0)
+        assert (await weights.weights_for(0).pull()).version == 0
         for version in (1, 2):
-            weights.publish(version, after_s=0.0)
+            weights.publish_version(version, after_s=0.0)
         await asyncio.sleep(1.0)
-        assert (await weights.of(0).pull(0)).version == 0
+        assert (await weights.weights_for(0).pull(0)).version == 0
         with pytest.raises(VersionLostError):
-            await weights.of(1).pull(0)
-        weights.forget(0)
+            await weights.weights_for(1).pull(0)
+        weights.forget_replica(0)
         with pytest.raises(VersionLostError):
-            await weights.of(0).pull(0)
+            await weights.weights_for(0).pull(0)
 
     virtually(lead())
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar_lab.calibration.trajectories import make_trajectory
+from laminar_lab.calibration.learner import make_trajectory
 from laminar_py.config import AlgorithmConfig
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.config.data import ModelConfig

@@ -15,7 +15,7 @@ import torch
 
 from laminar_lab.bench.engine.sglang import connected, cpu_server, find_python
 from laminar_lab.bench.report import Tell
-from laminar_lab.calibration.trajectories import make_trajectory
+from laminar_lab.calibration.learner import make_trajectory
 from laminar_py.config import ConfigError
 from laminar_py.engines import read_sizes
 from laminar_py.engines.local import LocalEngine

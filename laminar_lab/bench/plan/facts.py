@@ -17,7 +17,7 @@ import psutil
 
 from laminar_lab.bench.report import Row, spread
 from laminar_lab.bench.runs import FinishedRun
-from laminar_lab.plan.run_lengths import prompt_share
+from laminar_lab.plan.inputs import prompt_share
 from laminar_lab.simulate.figures import WARM_SHARE
 from laminar_py.config.emulation import SHORTEST, LearnerTimes
 from laminar_py.learner import emulated_step_s

@@ -65,7 +65,7 @@ def rows(*, runs: int = 3, tell: Tell) -> list[Row]:
         folder = Path(name)
         for turn in range(runs):
             config = load_config(CONFIG, list(BASE))
-            alone = calibrate(config, repeats=CALIBRATIONS, tell=lambda line: None).profile
+            alone = calibrate(config, repeats=CALIBRATIONS, log=lambda line: None).profile
             first = turn % len(SETTINGS)
             for number, one in enumerate(SETTINGS[first:] + SETTINGS[:first]):
                 if number % RUNS_OF_A_BASE == 0:

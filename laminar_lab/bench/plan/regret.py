@@ -12,11 +12,10 @@ from statistics import mean
 import numpy as np
 
 from laminar_lab.bench.report import Row, Tell
-from laminar_lab.plan.judge import Judgement, judge
+from laminar_lab.plan.judge import Judgement, judge, judge_in_parallel
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.placements import FleetPlacement, placements
 from laminar_lab.plan.planner import make_plan
-from laminar_lab.plan.pool import judged_side_by_side
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig
@@ -70,13 +69,13 @@ def draw_case(number: int) -> PlanRequest:
 def _regret(request: PlanRequest) -> float:
     """Share of the best placement's tokens/s that the planner's choice lacks; 0 where it is the best."""
     everything = placements(request)
-    look = judged_side_by_side(request)
-    judged = dict(zip(everything, look(everything, 0), strict=True))
+    judge_all = judge_in_parallel(request)
+    judged = dict(zip(everything, judge_all(everything, 0), strict=True))
 
     def known(some: Sequence[FleetPlacement], seed: int) -> list[Judgement]:
-        return look(some, seed) if seed else [judged[one] for one in some]
+        return judge_all(some, seed) if seed else [judged[one] for one in some]
 
-    choice = make_plan(request, look=known).best.placement
+    choice = make_plan(request, judge_all=known).best.placement
     order = sorted(everything, key=lambda one: -judged[one].tokens_per_s)
     again = {one: _again(request, one) for one in {choice, *order[:FINALISTS]}}
     return max(0.0, 1.0 - again[choice] / max(again.values()))

@@ -39,12 +39,8 @@ class Cluster(Protocol):
         """Start a process that hosts an object of `kind`, and return it; `ps` and `top` show its `title`."""
         ...
 
-    def nodes(self, *, taken: bool) -> list[Node]:
-        """Return the nodes, the controller's first, with their free GPUs, or with all GPUs if `taken`."""
-        ...
-
-    async def all_placed(self) -> bool:
-        """Return True once every process has its GPUs, or has crashed."""
+    def nodes(self) -> list[Node]:
+        """Return the nodes with their free GPUs, the controller's node first."""
         ...
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
@@ -82,14 +78,9 @@ def cluster() -> Cluster:
     return _opened[-1]
 
 
-def nodes(*, taken: bool = False) -> list[Node]:
-    """Return the live nodes, this process's first, with their free GPUs, or with all GPUs if `taken`."""
-    return cluster().nodes(taken=taken)
-
-
-async def all_placed() -> bool:
-    """Return True once every process that this one started has its GPUs, or has crashed."""
-    return await cluster().all_placed()
+def nodes() -> list[Node]:
+    """Return the live nodes with their free GPUs, this process's node first."""
+    return cluster().nodes()
 
 
 async def on_node(

@@ -83,14 +83,11 @@ class ForkedCluster:
         process.ended.add_done_callback(lambda _: self._processes.discard(process))
         return process
 
-    def nodes(self, *, taken: bool) -> list[Node]:
-        """Return this host, with its free GPUs, or with all GPUs if `taken`."""
-        gpus = self._gpus.all if taken else self._gpus.free
-        return [Node(id=HERE, ip=LOOPBACK, gpus=len(gpus), cpus=len(os.sched_getaffinity(0)), here=True)]
-
-    async def all_placed(self) -> bool:
-        """Return True if no process waits for GPUs."""
-        return self._gpus.num_waiting == 0
+    def nodes(self) -> list[Node]:
+        """Return this host with its free GPUs."""
+        return [
+            Node(id=HERE, ip=LOOPBACK, gpus=len(self._gpus.free), cpus=len(os.sched_getaffinity(0)), here=True)
+        ]
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
         """Run a function in a process of low priority, which ends with the call; return its answer."""
@@ -164,21 +161,15 @@ class GpuPool:
     """The GPUs of this host, each of one process at a time. Changed on one event loop alone."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.all = tuple(names)
         self.free = tuple(names)
-        self.num_waiting = 0
         self._changed = asyncio.Event()  # set, and replaced, when GPUs come back or a process is killed
 
     async def take_gpus(self, number: int, *, unless: Callable[[], bool]) -> tuple[str, ...]:
         """Wait for free GPUs and take them. Raises `NoAnswerError` if `unless` becomes true first."""
-        self.num_waiting += 1
-        try:
-            while len(self.free) < number:
-                if unless():
-                    raise NoAnswerError("the run ended it before it had its GPUs")
-                await self._changed.wait()
-        finally:
-            self.num_waiting -= 1
+        while len(self.free) < number:
+            if unless():
+                raise NoAnswerError("the run ended it before it had its GPUs")
+            await self._changed.wait()
         taken, self.free = self.free[:number], self.free[number:]
         return taken
 

@@ -71,14 +71,14 @@ class RayCluster:
 
         return RayProcess(call_soon(start))
 
-    def nodes(self, *, taken: bool) -> list[Node]:
-        """Return the live nodes, the controller's first, with their free GPUs, or with all GPUs if `taken`."""
+    def nodes(self) -> list[Node]:
+        """Return the live nodes with their free GPUs, the controller's node first."""
         free = ray._private.state.available_resources_per_node()  # public calls give only the sum over all nodes
         found = [
             Node(
                 id=node["NodeID"],
                 ip=node["NodeManagerAddress"],
-                gpus=int((node["Resources"] if taken else free.get(node["NodeID"], {})).get("GPU", 0)),
+                gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
                 cpus=int(node["Resources"].get("CPU", 0)),
                 here=node["NodeID"] == self.here,
             )
@@ -86,10 +86,6 @@ class RayCluster:
             if node["Alive"]
         ]
         return sorted(found, key=lambda node: (not node.here, node.ip, node.id))
-
-    async def all_placed(self) -> bool:
-        """Return True once every process that this one started has its GPUs, or has crashed."""
-        return await call_and_wait(_all_placed)
 
     async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
         """Run a function in a process on a node, and return its answer; the process ends if the call is cancelled.
@@ -188,12 +184,6 @@ def joined_ray(address: str) -> Iterator[RayCluster]:
         cluster.close()
 
 
-def _all_placed() -> bool:
-    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
-    states = {part["State"] for part in ray._private.state.actors(job_id=job).values()}
-    return states <= {"ALIVE", "DEAD"}
-
-
 def _begin(
     node: str, function: Callable[..., bytes], arguments: Sequence[str | bytes], low: bool
 ) -> "ray.ObjectRef":
@@ -273,17 +263,6 @@ def call_soon(call: Callable[..., T], *arguments: object) -> Future[T]:
 def call_and_forget(call: Callable[..., object], *arguments: object) -> None:
     """Queue a call whose result is ignored; its error goes into the log."""
     call_soon(call, *arguments).add_done_callback(_log_failure)
-
-
-async def call_and_wait(call: Callable[..., T], *arguments: object) -> T:
-    """Queue a call, and return its result. Raises RunFailedError if Ray accepts no calls any more."""
-    try:
-        async with asyncio.timeout(PATIENCE_S) as limit:
-            return await asyncio.wrap_future(call_soon(call, *arguments))
-    except TimeoutError:
-        if not limit.expired():
-            raise  # raised by the call itself
-        raise RunFailedError(f"Ray has taken no call in {PATIENCE_S:g} s; see its logs, and --resume") from None
 
 
 def drain_calls() -> None:

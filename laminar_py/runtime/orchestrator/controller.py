@@ -50,7 +50,7 @@ from laminar_py.control.scheduler import TrajectoryScheduler, check_scored
 from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.row_files import read_rows
-from laminar_py.observe.fleet import note_placed, watch_fleet, watch_memory
+from laminar_py.observe.fleet import watch_fleet, watch_memory
 from laminar_py.observe.live import View, Waits
 from laminar_py.observe.stats import Stats
 from laminar_py.observe.summary import Summary, summarise
@@ -60,7 +60,6 @@ from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishedTrajectory, Kind, Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
-from laminar_py.runtime.cluster.backend import all_placed
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.link.hub import Line
 from laminar_py.runtime.link.messages import Abort, CallOff
@@ -522,9 +521,7 @@ class Controller:
             chores.create_task(self._environments.sweep(self._is_followed), name="sweep-environments")
             chores.create_task(watch_memory(run, stats, shm), name="memory")
             if self._learning is not None:
-                placed = note_placed(run.placed, all_placed=all_placed)
                 rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens)
-                chores.create_task(placed, name="placed")
                 chores.create_task(rows, name="fleet-rows")
                 chores.create_task(self._learning.fleet.run(show_line=self._view.notice), name="scale")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_lab.simulate.parts import CountedTokens
+from laminar_lab.simulate.fleet import CountedTokens
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_py.config.emulation import EngineTimes, TurnsConfig
 from laminar_py.config.rollout import OnNewWeights

@@ -1,0 +1,215 @@
+"""Seconds of decode steps, learner steps and publications: one model for planner, simulator and calibration.
+
+- A decode step of N sequences over T tokens of KV cache takes `step_s + sequence_s * N + kv_token_s * T`.
+- A learner step takes `optimizer_s`, and the cost of its tokens over `train_tokens_per_s`; attention makes a token
+  of a long sequence cost more (`laminar_py.learner.packing.sequence_cost`).
+- A version takes its bytes over the slowest link, or travels by the relay's own cost model.
+
+`EngineTimes` and `LearnerTimes` of the core hold the coefficients, and the emulated engine and learner of the core
+compute with the same formulas. The coefficients come from measurements (`fit`) or from the rates below over the
+data sheet of a GPU (`engine_times`, `learner_times`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.config import RunConfig
+from laminar_py.config.emulation import EngineTimes, LearnerTimes
+from laminar_py.learner.packing import attention_share
+from laminar_py.relay import Broadcast, Links, arrivals_s, choose_tree, grow_tree
+from laminar_py.runtime.preflight import BF16_BYTES, Gpu, ModelShape, kv_token_bytes
+
+Floats = npt.NDArray[np.float64]
+
+# Rates, fitted once to published decode tables of H100 SXM GPUs (Qwen2.5 7B, 32B and 72B on 1 to 8 GPUs, see
+# `configs/emulation`), which they meet within 7 %. On another GPU only the data sheet's figures change, and nobody
+# has checked that.
+WEIGHTS_SHARE = 0.885  # of the memory's peak bandwidth, at which an engine reads weights
+CACHE_SHARE = 0.9  # of the memory's peak bandwidth, at which an engine reads keys and values
+LAYER_S = 27e-6  # launch of a layer's kernels on one GPU
+JOIN_S = 10.6e-6  # more for each layer that is spread over GPUs
+EXPOSED_SHARE = 0.5  # of a sequence's FLOPs in decode; reading the weights hides the rest
+PREFILL_MFU = 0.7
+LINK_SHARE = 2 / 3  # of NVLink's peak, in an all-reduce
+MOST_CACHED = 4_000_000  # tokens; no engine keeps an index of more
+# Rates measured with this project's own runs
+RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread, see docs/scale.md
+REPACK_SHARE = 0.5  # of the draining loss, which repacking recovers: the simulator's figure for a 7B, rounded
+CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, as `laminar relay plan` assumes
+# Assumptions
+HOST_BYTES_PER_S = 30e9  # from the host's memory to a GPU over PCIe 5
+LEARNER_MFU = 0.4  # RL systems show 0.1 to 0.45 end to end
+OPTIMIZER_S = 2.0  # AdamW on sharded states, gradient norm, copy of the weights
+RESERVE_TOKENS = 600  # that an engine keeps free for the growth of a request
+
+
+# ---- decode
+
+
+def engine_times(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int) -> EngineTimes:
+    """Compute the times of a replica on GPUs of one node, in bf16, from the data sheet.
+
+    A decode step reads the weights and the KV cache, and launches each layer's kernels. Each sequence adds FLOPs
+    and its share of two all-reduces a layer. Prefill takes FLOPs and the same all-reduces.
+    """
+    weights = version_bytes(shape.total) / tensor_parallel
+    layers, joined = shape.num_hidden_layers, tensor_parallel > 1
+    flops = 2.0 * shape.active / tensor_parallel
+    moved = 2.0 * (tensor_parallel - 1) / tensor_parallel * BF16_BYTES * shape.hidden_size
+    reduced = 2.0 * layers * moved / (LINK_SHARE * gpu.link_bytes_per_s)
+    return EngineTimes(
+        step_s=weights / (WEIGHTS_SHARE * gpu.hbm_bytes_per_s) + layers * (LAYER_S + JOIN_S * joined),
+        sequence_s=EXPOSED_SHARE * flops / gpu.bf16_flops + reduced,
+        kv_token_s=kv_token_bytes(shape, tensor_parallel) / (CACHE_SHARE * gpu.hbm_bytes_per_s),
+        prefill_tokens_per_s=1.0 / (flops / (PREFILL_MFU * gpu.bf16_flops) + reduced),
+        load_s=weights / HOST_BYTES_PER_S,
+        reserve_tokens=RESERVE_TOKENS,
+    )
+
+
+def decode_terms(sequences: float, kv_tokens: float) -> tuple[float, float, float]:
+    """Return the factors of `step_s`, `sequence_s` and `kv_token_s` in a decode step."""
+    return (1.0, sequences, kv_tokens)
+
+
+def decode_step_s(times: EngineTimes, sequences: Floats | float, context: Floats | float) -> Floats | float:
+    """Return the seconds of a decode step; `context` is the sequences' mean number of tokens."""
+    return times.step_s + sequences * (times.sequence_s + times.kv_token_s * context)
+
+
+def kv_tokens(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int, static_share: float) -> int:
+    """Return the tokens that fit a replica's KV cache beside the weights; 0 or less if the weights do not fit."""
+    room = static_share * gpu.memory_bytes - version_bytes(shape.total) / tensor_parallel
+    return min(int(room / kv_token_bytes(shape, tensor_parallel)), MOST_CACHED)
+
+
+# ---- learner
+
+
+def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU) -> LearnerTimes:
+    """Compute the times of one learner GPU from the data sheet: 6 FLOPs a parameter and token, at `mfu`."""
+    return LearnerTimes(
+        train_tokens_per_s=mfu * gpu.bf16_flops / (6.0 * shape.active),
+        num_parameters=shape.active,
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_hidden_layers,
+        optimizer_s=OPTIMIZER_S,
+    )
+
+
+def attention_share_of(times: LearnerTimes) -> float:
+    """Return the cost of a token pair's attention, in units of a token's linear layers."""
+    return attention_share(
+        hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
+    )
+
+
+def token_cost(times: LearnerTimes, lengths: Floats) -> float:
+    """Return the mean cost of a token in sequences of these lengths [S], over a token of a short sequence."""
+    return 1.0 + attention_share_of(times) * float((lengths**2).mean()) / float(lengths.mean())
+
+
+def learner_step_s(times: LearnerTimes, *, tokens: float, cost: float, microbatches: float, ranks: int) -> float:
+    """Return the seconds of a step with equal microbatches. Each runs on one rank, and the ranks take them in
+    rounds.
+
+    `laminar_py.learner.packing.emulated_step_s` computes the same for microbatches that are known one by one.
+    """
+    rounds = math.ceil(microbatches / ranks)
+    return times.optimizer_s + rounds * tokens / microbatches * cost / times.train_tokens_per_s
+
+
+# ---- publication
+
+
+def version_bytes(num_parameters: int) -> int:
+    """Return the bytes of a version in bf16."""
+    return BF16_BYTES * num_parameters
+
+
+def publish_s(num_bytes: int, *, nodes: int, network_bytes_per_s: float) -> float:
+    """Return the seconds until every node has a version, through a pipeline of chunks, however many nodes there
+    are.
+    """
+    return num_bytes / min(network_bytes_per_s, RELAY_BYTES_PER_S) if nodes > 1 else 0.0
+
+
+def host_arrivals_s(config: RunConfig, *, num_parameters: int) -> list[float]:
+    """Return the emulated seconds from the learner's host to each replica host [H], by the relay's cost model.
+
+    All are 0 if the config has no `simulation.link_gbit_per_s`.
+    """
+    simulation, relay = config.simulation, config.relay
+    num_hosts = -(-config.rollout.replicas // simulation.replicas_per_host)
+    if simulation.link_gbit_per_s is None:
+        return [0.0] * num_hosts
+    zones = [""] * (1 + num_hosts)  # the learner's host is the root
+    links = Links(simulation.link_gbit_per_s * 1e9 / 8, CHUNK_OVERHEAD_S)
+    broadcast = Broadcast(version_bytes(num_parameters))
+    choice = choose_tree(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
+    return arrivals_s(grow_tree(choice.shape, zones), zones, broadcast, links, chunk_bytes=choice.chunk_bytes)[1:]
+
+
+# ---- measured coefficients
+
+
+@dataclass(frozen=True, slots=True)
+class TimedShape:
+    """A measured time and its formula's terms, e.g. `TimedShape("64 x 400 tokens", (1, 64, 25600), 0.021)`."""
+
+    name: str
+    terms: tuple[float, ...]  # [K] factor of each coefficient
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFit:
+    """Observations [N] and fitted coefficients [K], e.g. `LinearFit(observations, (0.006, 8e-6, 2e-8))`."""
+
+    observations: Sequence[TimedShape]
+    coefficients: tuple[float, ...]
+
+    def seconds(self, terms: Sequence[float]) -> float:
+        """Return the fitted time of these terms [K]."""
+        return sum(factor * term for factor, term in zip(self.coefficients, terms, strict=True))
+
+    @property
+    def errors(self) -> list[float]:
+        """Fitted over measured time less 1, for each observation [N]."""
+        return [self.seconds(one.terms) / one.seconds - 1 for one in self.observations]
+
+    @property
+    def mean_error(self) -> float:
+        """Mean absolute error."""
+        return float(np.mean(np.abs(self.errors)))
+
+    @property
+    def worst_error(self) -> float:
+        """Largest absolute error."""
+        return max(map(abs, self.errors))
+
+
+def fit(observations: Sequence[TimedShape]) -> LinearFit:
+    """Fit coefficients that are not negative, with the least sum of squared relative errors.
+
+    Relative errors make a short time count as much as a long time. The function tries every subset of the terms,
+    since there are few; a term outside the best subset has the coefficient 0.
+    """
+    terms = np.array([np.array(one.terms) / one.seconds for one in observations])  # [N, K]
+    scale = np.abs(terms).max(0)
+    best, least = np.zeros(len(scale)), float(len(observations))
+    for size in range(1, len(scale) + 1):
+        for chosen in map(list, combinations(range(len(scale)), size)):
+            found = np.linalg.lstsq(terms[:, chosen] / scale[chosen], np.ones(len(terms)), rcond=None)[0]
+            if (found < 0).any():
+                continue
+            lost = float(np.square(terms[:, chosen] / scale[chosen] @ found - 1).sum())
+            if lost < least:
+                least, best = lost, np.zeros(len(scale))
+                best[chosen] = found / scale[chosen]
+    return LinearFit(tuple(observations), tuple(best.tolist()))

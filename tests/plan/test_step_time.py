@@ -1,0 +1,133 @@
+"""The model of step time: rates against published tables, its agreement with the emulated parts, and the fit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar_lab.plan.known_models import KNOWN_MODELS, model_named
+from laminar_lab.step_time import (
+    TimedShape,
+    decode_step_s,
+    decode_terms,
+    engine_times,
+    fit,
+    kv_tokens,
+    learner_step_s,
+    learner_times,
+    token_cost,
+    version_bytes,
+)
+from laminar_py.config.loading import read_profile
+from laminar_py.learner.packing import emulated_step_s
+from laminar_py.runtime.preflight.gpus import gpu_named
+from tests.runs.runs import REPO
+
+TABLE = [("7B", 1, 927_000), ("32B", 2, 272_000), ("32B", 4, 794_000), ("72B", 4, 391_000), ("72B", 8, 1_230_000)]
+
+
+@pytest.mark.parametrize(("size", "gpus", "room"), TABLE)
+def test_rules_meet_published_decode_steps_within_seven_percent(size, gpus, room):
+    _, shape = model_named(size)
+    ruled = engine_times(shape, gpu_named("H100"), tensor_parallel=gpus)
+    table = read_profile(Path(REPO / f"configs/emulation/h100_{size.lower()}_tp{gpus}.yaml")).engine
+    for running in (1, 16, 64):
+        for context in (500, 4000):
+            kv = running * context
+            expected = table.steps.seconds(1, running=running, kv_used=kv)
+            assert ruled.steps.seconds(1, running=running, kv_used=kv) == pytest.approx(expected, rel=0.07)
+    assert ruled.prefill_tokens_per_s == pytest.approx(table.prefill_tokens_per_s, rel=0.12)
+    assert kv_tokens(shape, gpu_named("H100"), tensor_parallel=gpus, static_share=0.85) == pytest.approx(
+        room, rel=0.02
+    )
+
+
+@pytest.mark.parametrize(("size", "gigabytes"), [("70B", 140), ("405B", 810)])
+def test_weights_of_known_models_have_their_known_size(size, gigabytes):
+    assert version_bytes(model_named(size)[1].total) == pytest.approx(1e9 * gigabytes, rel=0.01)
+
+
+def test_a_size_stands_for_the_nearest_dense_model_and_an_odd_one_is_refused():
+    assert model_named("7B")[0] == "Qwen2.5-7B"
+    assert model_named("30b")[0] == "Qwen2.5-32B"
+    with pytest.raises(ValueError, match="model=20B: no folder, and no model that is known"):
+        model_named("20B")
+
+
+def test_a_mixture_computes_with_its_chosen_experts_alone():
+    mixture = KNOWN_MODELS["Qwen3-30B-A3B"]
+    assert mixture.total == pytest.approx(30.5e9, rel=0.01)
+    assert mixture.active == pytest.approx(3.0e9, rel=0.05)
+
+
+def test_twice_the_bandwidth_halves_what_reading_takes_and_not_the_kernels():
+    _, shape = model_named("7B")
+    h100, h200 = (engine_times(shape, gpu_named(name), tensor_parallel=1) for name in ("H100", "H200"))
+    assert h200.kv_token_s / h100.kv_token_s == pytest.approx(3.35 / 4.8)
+    assert 3.35 / 4.8 < h200.step_s / h100.step_s < 0.8
+
+
+def test_the_learner_takes_six_flops_a_parameter_and_token():
+    _, shape = model_named("7B")
+    rate = learner_times(shape, gpu_named("H100"), mfu=0.4).train_tokens_per_s
+    assert rate == pytest.approx(0.4 * 989e12 / (6 * shape.active))
+
+
+# ---- one model for planner, simulator and calibration
+
+
+def test_the_planner_and_the_emulated_engine_take_the_same_time_for_a_decode_step():
+    times = read_profile(Path(REPO / "configs/emulation/h100_7b_tp1.yaml")).engine
+    expected = times.steps.seconds(1, running=64, kv_used=64 * 4000)
+    assert decode_step_s(times, 64, 4000) == pytest.approx(expected)
+    coefficients = (times.step_s, times.sequence_s, times.kv_token_s)
+    assert np.dot(coefficients, decode_terms(64, 64 * 4000)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_planner_and_the_emulated_learner_take_the_same_time_for_equal_microbatches(ranks):
+    times = read_profile(Path(REPO / "configs/emulation/h100_7b_tp1.yaml")).learner
+    lengths = np.array([400.0, 8000.0, 1600.0])
+    seconds = learner_step_s(
+        times, tokens=6 * 10_000, cost=token_cost(times, lengths), microbatches=6, ranks=ranks
+    )
+    assert seconds == pytest.approx(emulated_step_s(times, [[400, 8000, 1600]] * 6, devices=ranks))
+
+
+# ---- the fit
+
+
+SHAPES = [(1, n, n * length) for n in (1, 8, 64) for length in (10, 400, 3000)]
+Share = st.floats(1e-6, 1.0) | st.just(0.0)
+
+
+def observed(coefficients, shapes=SHAPES):
+    times = [sum(c * t for c, t in zip(coefficients, terms, strict=True)) for terms in shapes]
+    return [TimedShape(str(terms), terms, seconds) for terms, seconds in zip(shapes, times, strict=True)]
+
+
+@given(st.floats(1e-3, 1.0), Share, Share)
+def test_times_without_noise_give_back_their_coefficients(first, second, third):
+    coefficients = (first, second * 1e-3, third * 1e-6)
+    found = fit(observed(coefficients))
+    assert found.coefficients == pytest.approx(coefficients, rel=1e-5, abs=1e-9)
+    assert found.worst_error < 1e-6
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=9, max_size=9))
+def test_no_coefficient_is_negative_and_no_term_alone_fits_better(noise):
+    exact = observed((0.02, 3e-5, 8e-8))
+    noisy = [TimedShape(o.name, o.terms, o.seconds * factor) for o, factor in zip(exact, noise, strict=True)]
+    found = fit(noisy)
+    assert min(found.coefficients) >= 0
+    lost = sum(error**2 for error in found.errors)
+    for place in range(3):
+        alone = fit([TimedShape(o.name, (o.terms[place],), o.seconds) for o in noisy])
+        assert lost <= sum(error**2 for error in alone.errors) + 1e-9
+
+
+def test_a_time_that_falls_with_a_term_leaves_the_term_out():
+    falling = [TimedShape(str(n), (1, n), 1.0 - n / 100) for n in (1, 2, 3)]
+    assert fit(falling).coefficients[1] == 0
