@@ -13,10 +13,11 @@ from statistics import fmean
 
 import msgspec
 
+from laminar_lab.curves import REWARD_STEPS, Point, format_mean
 from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.results import Band, Line, Results, RunResult, trained_per_s
 from laminar_lab.launcher.standing import RunState, Standing, format_duration, read_standings
-from laminar_py.observe import REWARD_STEPS, Card, Point, render, tell_mean
+from laminar_py.observe import Card, render
 
 NOTHING = "–"
 OF_SEEDS = "Means over the seeds that have finished, or before any has, over those that were begun"
@@ -97,7 +98,7 @@ def _headline(results: Results) -> list[Card]:
     if ends:
         name = experiment.compared
         note = f"{best}: the highest {results.word(name)}, {_of_seeds(len(ends))}"
-        found.append(Card(f"best at the end: {name}", tell_mean(ends), note))
+        found.append(Card(f"best at the end: {name}", format_mean(ends), note))
     counts = Counter(one.state for one in results.standings)
     others = ", ".join(
         f"{counts[state]} {state}" for state in RunState if counts[state] and state is not RunState.FINISHED
@@ -132,7 +133,7 @@ def _outcomes(results: Results) -> Sheet:
         rewards = [one.reward[1][-1] for one in counted if one.steps]
         values = (_ends(runs), results.at_equal_hours(variant), rewards)
         finished = f"{ended} of {len(experiment.settings.seeds)}"
-        rows.append([variant, finished, *map(tell_mean, values), *_costs(counted)])
+        rows.append([variant, finished, *map(format_mean, values), *_costs(counted)])
     note = f"{OF_SEEDS}, ± half of the 95 % t-interval; costs are those of the RL phase."
     return Sheet(title="Variants", note=note, head=head, rows=rows)
 

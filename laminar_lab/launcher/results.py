@@ -10,21 +10,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from laminar_lab.curves import Costs, Point, count_devices, device_seconds, read_costs, reward_curve
 from laminar_lab.launcher.experiment import Experiment, find_difference
 from laminar_lab.launcher.standing import RunState, Standing
 from laminar_py.config import ConfigError
-from laminar_py.observe import (
-    Costs,
-    Measure,
-    Point,
-    RunReport,
-    count_devices,
-    device_seconds,
-    measure_quality,
-    read_costs,
-    read_snapshot,
-    read_steps,
-)
+from laminar_py.observe import Measure, RunReport, read_snapshot, read_steps
 from laminar_py.records import StepRow
 
 MOST_POINTS = 400
@@ -155,7 +145,7 @@ class RunResult:
         folder = self.standing.run.folder
         if folder is None or not folder.has_ledger:
             return None
-        found = RunReport(read_snapshot(folder.path)).tails.overall.get(Measure.LENGTH)
+        found = RunReport(read_snapshot(folder.path)).tails.get(Measure.LENGTH)
         return None if found is None else (found.p50, found.p95, found.p99)
 
     @cached_property
@@ -176,7 +166,7 @@ class RunResult:
     @property
     def reward(self) -> Line:
         """Reward over steps, each the mean of the last `REWARD_STEPS`."""
-        found = measure_quality(self.standing.run.config, self.steps, []).reward
+        found = reward_curve(self.standing.run.config, self.steps)
         return [float(point.step) for point in found], [point.value for point in found]
 
     def over_steps(self, value: Callable[[StepRow], float]) -> Line:

@@ -15,10 +15,11 @@ from statistics import fmean
 
 import msgspec
 
+from laminar_lab.curves import Point, read_curves
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_py.config import ConfigError, RunConfig, load_config
 from laminar_py.ledger import RunFolder, read_last, read_tail
-from laminar_py.observe import Point, Summary, read_curves
+from laminar_py.observe import Summary
 from laminar_py.records import StepRow
 
 ENDED = "laminar: "  # begins the line with which a command that failed ends

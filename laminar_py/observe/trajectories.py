@@ -209,16 +209,19 @@ class Stays:
         end_s = np.maximum(self.start_s, np.where(np.isinf(self.end_s), now_s, self.end_s))
         return replace(self, end_s=end_s)
 
-    def with_environments(self, everyone: Trajectories) -> "Stays":
+    def with_environments(self, all_trajectories: Trajectories) -> "Stays":
         """Copy that knows the share of its time that each trajectory's environment took.
 
         Of one that has not finished that is not on record: the mean stands for it.
         """
-        if not everyone.has_turns:
+        if not all_trajectories.has_turns:
             return self
-        places, known = np.searchsorted(everyone.number, self.trajectory), ~np.isnan(everyone.environment_s)
-        spent_s = np.bincount(places, weights=self.end_s - self.start_s, minlength=len(everyone))
-        environment_s = np.where(known, everyone.environment_s.astype(np.float64), 0.0)
+        places, known = (
+            np.searchsorted(all_trajectories.number, self.trajectory),
+            ~np.isnan(all_trajectories.environment_s),
+        )
+        spent_s = np.bincount(places, weights=self.end_s - self.start_s, minlength=len(all_trajectories))
+        environment_s = np.where(known, all_trajectories.environment_s.astype(np.float64), 0.0)
         mean = environment_s.sum() / max(float(spent_s[known].sum()), 1e-9)
         share = np.where(known, environment_s / np.maximum(spent_s, 1e-9), mean)
         return replace(self, away=np.clip(share, 0.0, 1.0)[places])

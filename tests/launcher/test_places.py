@@ -5,10 +5,10 @@ import os
 
 import pytest
 
+from laminar_lab.curves import count_devices
 from laminar_lab.launcher.plan import busy_gpus, make_slots
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import new_run
-from laminar_py.observe.quality import count_devices
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
 from tests.launcher.experiments import make_experiment
 

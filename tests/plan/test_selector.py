@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.cli.report import choices, command
+from laminar_lab.advice.predictions import choices, train_command
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.config.rollout import Schedule
 from laminar_py.observe.diagnosis import diagnose
@@ -27,7 +27,7 @@ def test_a_synchronous_run_is_told_what_async_would_give(tmp_path):
     assert found[0] == best
     assert best.step_s == pytest.approx(6.0)
     assert "schedule=async" in best.settings
-    assert command(best, file=file).startswith(f"laminar train {file} schedule=async")
+    assert train_command(best, file=file).startswith(f"laminar train {file} schedule=async")
 
 
 def test_gpus_are_divided_so_that_generation_and_learner_take_alike(tmp_path):
