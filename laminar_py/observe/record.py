@@ -306,16 +306,23 @@ def read_snapshot(run: Path) -> Snapshot:
         return _read(run, folder, connection)
 
 
+def read_tables(
+    connection: sqlite3.Connection, *, has_environment: bool
+) -> tuple[Trajectories, RunTimes, History]:
+    """Read all trajectories, the run's clock and the events that are not about one trajectory."""
+    trajectories = read_trajectories(connection, has_environment=has_environment)
+    if not len(trajectories):  # times count from the start then
+        begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
+        trajectories = replace(trajectories, origin_s=begun)
+    times = RunTimes(connection, trajectories.origin_s)
+    return trajectories, times, read_history(connection, times)
+
+
 def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
     path = folder / "config.yaml"
     config = load_config(path, []) if path.is_file() else None
     has_environment = config is not None and config.has_environment
-    all_trajectories = read_trajectories(connection, has_environment=has_environment)
-    if not len(all_trajectories):  # times count from the start then
-        begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
-        all_trajectories = replace(all_trajectories, origin_s=begun)
-    times = RunTimes(connection, all_trajectories.origin_s)
-    history = read_history(connection, times)
+    all_trajectories, times, history = read_tables(connection, has_environment=has_environment)
     last_event = "SELECT head.seq, coalesce(wall, 0.0) FROM head LEFT JOIN event USING (seq)"
     seq, heard_s = connection.execute(last_event).fetchone()
     known = [
