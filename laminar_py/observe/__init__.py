@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from laminar_py.observe.kit import Series as Series
     from laminar_py.observe.kit import Table as Table
     from laminar_py.observe.kit import render as render
-    from laminar_py.observe.live import make_view as make_view
+    from laminar_py.observe.live import View as View
     from laminar_py.observe.mean_step import MeanStep as MeanStep
     from laminar_py.observe.mean_step import StageTimes as StageTimes
     from laminar_py.observe.mean_step import StepStage as StepStage

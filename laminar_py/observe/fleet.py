@@ -112,6 +112,6 @@ async def watch_fleet(
                 own_use = await asyncio.to_thread(own.use, len(cores))
             if stats.in_rl:
                 count = len(cores) if has_processes else 0
-                row = stats.fleet(generated_tokens(), cpu_use=use, own_cpu_use=own_use, cores=count)
+                row = stats.fleet_row(generated_tokens(), cpu_use=use, own_cpu_use=own_use, cores=count)
                 append_row(file, row)
                 file.flush()

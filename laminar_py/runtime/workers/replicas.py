@@ -293,7 +293,7 @@ class Replicas:
             await self._take_over(index)
             reason = str(error)
         self._ended.add(index)
-        self._stats.left(index)
+        self._stats.remove_replica(index)
         self._incarnation.ledger.append(ReplicaLeft(index, reason))
         self._left[index] = reason
         self._issuing.at_once()  # its trajectories wait for others
@@ -432,7 +432,7 @@ class Replicas:
         await back_off(failures)
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
-        self._stats.joined(index)
+        self._stats.add_replica(index)
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.new_label(f"replica-{index}", parts[0].place.node)
         await self._lines.open(index, label, relay)
