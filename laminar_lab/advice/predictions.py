@@ -1,4 +1,4 @@
-"""What other settings would gain: predicted steps, by the goodput equation of the diagnosis.
+"""Predicted steps with other settings, by the goodput equation of the diagnosis.
 
 `laminar advise` prints them. A choice needs no more GPUs than the run has, and its settings pass the checks of the
 run's config (`tests/plan/test_selector.py`).

@@ -1,4 +1,4 @@
-"""`laminar advise`: settings to change against the wall of a run, and what they are predicted to gain."""
+"""`laminar advise`: settings to change against the wall of a run, with their predicted gains."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What limits a run: the binding wall by name, its evidence, and the wall that would follow it.
+"""Diagnosis of a run: the binding wall by name, its evidence, and the wall that would follow it.
 
 A wall's gain is the goodput without the wall over the goodput with it, so a wall that another hides gains nothing.
 The terminal, the page, `/metrics` and `laminar advise` show the diagnosis.

@@ -240,7 +240,7 @@ def stage_bars(schedule: Schedule, times: StageTimes, wall: Wall) -> list[StageB
 
 
 def step_panel(diagnosis: Diagnosis) -> Panel:
-    """Return the panel of the stages of the mean step."""
+    """Return the panel of the mean step's stages."""
     step = diagnosis.mean_step
     bars = stage_bars(step.schedule, step.times, diagnosis.binding.wall)
     series = Series(
@@ -329,7 +329,7 @@ def rewards_until(train: Trajectories, ends_s: Times) -> list[float]:
 
 
 def tokens_panel(report: RunReport) -> Panel:
-    """Return the panel of the waterfall of tokens, and of drops by reason."""
+    """Return the panel with the token waterfall, and with drops by reason."""
     account = report.tokens
     tokens = [
         [row.name, f"{row.tokens:,}", f"{row.tokens / max(1, account.issued):.1%}", f"{row.trajectories:,}"]

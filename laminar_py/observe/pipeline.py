@@ -102,7 +102,7 @@ class _Versions:
     load_at_s: Times  # of the first serving of the version
     load_s: Times
     load_replica: Ints
-    load_since_s: Times  # of the publication of the loaded version
+    load_since_s: Times  # publication time of the loaded version
 
 
 def _read_versions(history: History) -> _Versions:

@@ -226,7 +226,7 @@ def read_steps(folder: Path) -> tuple[StepRow, ...]:
 
 
 def _without_repeated(done: Iterable[StepRow]) -> tuple[StepRow, ...]:
-    """Return the steps without those that were repeated later, after a rollback."""
+    """Return the steps without steps that a later row repeats, after a rollback."""
     steps: list[StepRow] = []
     for row in done:
         while steps and steps[-1].step >= row.step:

@@ -222,7 +222,7 @@ def read_stories(
 def _make_sample(
     responses: StoredResponses, story: Story, same_prompt: Sequence[SampleRow], model: "RunModel"
 ) -> FullSample:
-    """Make a sample from its story and the rows of all trajectories of its prompt."""
+    """Make a sample from its story and the rows of all trajectories with its prompt."""
     ids = story.response.ids
     columns = {} if story.lost else responses.columns(story.row)
     scores = [entry.event for entry in story.events if isinstance(entry.event, Scored)]
@@ -249,7 +249,7 @@ def _finite(values: Array) -> list[float | None]:
 
 
 def _make_visits(same_prompt: Iterable[SampleRow], *, solved_at: float) -> list[PromptVisit]:
-    """Make a visit of each group of a prompt's samples, in the order of issue."""
+    """Make a visit for each group of a prompt's samples, in the order of issue."""
     groups: dict[str, list[SampleRow]] = {}
     for row in same_prompt:
         groups.setdefault(row.group_id, []).append(row)
@@ -392,7 +392,7 @@ def _decode_bytes(tokens: Iterable[bytes]) -> list[str]:
 
 
 def _bytes_of(word: str) -> bytes:
-    """Bytes of a word of a byte-level vocabulary, which writes each byte as one character."""
+    """Return a word's bytes in a byte-level vocabulary, which writes each byte as one character."""
     try:
         return bytes(_byte_characters()[character] for character in word)
     except KeyError:  # an added token, which stands for itself

@@ -22,7 +22,7 @@ class DropRow:
     12 that a cap cut: 0.2 % of all, 344 tokens each.
     """
 
-    reason: str  # "kept": consumed trajectories, with those that a cap cut
+    reason: str  # "kept": consumed trajectories, also if a cap cut them
     count: int
     share: float  # of all ended trajectories
     length: float  # mean tokens

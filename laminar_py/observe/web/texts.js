@@ -94,7 +94,7 @@ class Texts {
       return label;
     };
     const input = (name, hint) => labelled(name, Object.assign(element("input"), { placeholder: hint, spellcheck: false, autocomplete: "off" }));
-    if (this.panel.here) return byId("texts-filters").replaceChildren(input("find", "in any column"));
+    if (this.panel.here) return byId("texts-filters").replaceChildren(input("find", "any column"));
     byId("texts-filters").replaceChildren(
       ...CHOICES.map((name) => {
         const select = element("select");
