@@ -14,8 +14,7 @@ from statistics import fmean
 import yaml
 from rich.console import Console
 
-from laminar_lab.advice.predictions import steps_under, what_if_set
-from laminar_lab.advice.remedies import Remedy, remedies
+from laminar_lab.advice import Remedy, remedies, steps_under, what_if_set
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import train
 from laminar_py.config.loading import load_config

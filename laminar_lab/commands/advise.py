@@ -19,8 +19,7 @@ app = typer.Typer()
 @app.command(epilog="Example: laminar advise runs/quickstart-1")
 def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")]) -> None:
     """Say what to change first against what limits a run, and predict a step with other settings and schedules."""
-    from laminar_lab.advice.predictions import choices, train_command
-    from laminar_lab.advice.remedies import remedies
+    from laminar_lab.advice import remedies, what_if_set
     from laminar_py.observe import format_seconds, make_table, read_report
 
     report = read_report(run)
@@ -30,23 +29,23 @@ def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. run
         return
     wall, step = diagnosis.binding.wall, diagnosis.mean_step
     print_line(f"limited by {str(wall).upper()}: {diagnosis.binding.evidence}")
-    rows = [(remedy.key, remedy.change, remedy.why) for remedy in remedies(wall, config, step)]
-    console.print(make_table("\nWhat to change, the best first", "setting", ("change", "why"), rows))
+    print_line(
+        f"a step takes {format_seconds(step.measured_s)}; the tables have the goodput that a change would give"
+    )
+    rows = []
+    for remedy in remedies(wall, config, step):
+        gain = step.measured_s / what_if_set(step, wall, remedy)
+        rows.append((remedy.key, remedy.change, f"at most {gain:.2f} x", remedy.why))
+    console.print(make_table("\nWhat to change, the best first", "setting", ("change", "goodput", "why"), rows))
     rows = [
         (change, format_seconds(step_s), f"{step.measured_s / step_s:.2f} x") for change, step_s in _what_ifs(step)
     ]
-    title = f"\nA step takes {format_seconds(step.measured_s)}. It would take"
-    console.print(make_table(title, "with", ("a step", "goodput"), rows))
-    file = Path(report.config_file)
-    best = choices(diagnosis, config, file=file)
-    if best:
-        print_line(f"\nthe best by these predictions, since {best[0].why}:")
-        print_line(train_command(best[0], file=file))
+    console.print(make_table("\nOther runs", "with", ("a step", "goodput"), rows))
 
 
 def _what_ifs(step: "MeanStep") -> Iterator[tuple[str, float]]:
     """Yield predicted seconds of a step with twice as much of a stage, and under other schedules."""
-    from laminar_lab.advice.predictions import steps_under, what_if
+    from laminar_lab.advice import steps_under, what_if
     from laminar_py.observe import StepStage
 
     for stage, name in NAMES.items():

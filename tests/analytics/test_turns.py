@@ -6,8 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from laminar_lab.advice.predictions import choices, train_command
-from laminar_lab.advice.remedies import remedies
+from laminar_lab.advice import remedies, what_if_set
 from laminar_py.config.loading import load_config
 from laminar_py.observe.diagnosis import Wall
 from laminar_py.observe.figures import metrics_text
@@ -53,10 +52,9 @@ async def test_a_run_whose_trajectories_mostly_wait_for_environments_is_told_wha
     assert found.mean_step.times.environment_s == pytest.approx(8.1)
     assert found.mean_step.times.generation_s == pytest.approx(0.9)
     assert found.mean_step.away == pytest.approx(8 * 0.81)
-    best, *_ = choices(found, report.snapshot.config, file=tmp_path / "config.yaml")
-    assert best.settings == ("environment.at_once=16",)  # eight may work, and eight are away
-    assert best.step_s == pytest.approx(10.0 - 8.1 / 2)
-    assert train_command(best, file=tmp_path / "config.yaml").endswith("config.yaml environment.at_once=16")
+    first, *_ = remedies(Wall.ENVIRONMENT, report.snapshot.config, found.mean_step)
+    assert (first.key, first.new) == ("environment.at_once", "16")  # eight may work, and eight are away
+    assert what_if_set(found.mean_step, Wall.ENVIRONMENT, first) == pytest.approx(10.0 - 8.1 / 2)
 
 
 async def test_the_terminal_has_turns_and_environments_where_there_are_some_and_else_no_word_of_them(tmp_path):

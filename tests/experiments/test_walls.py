@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.walls.run import CONFIG, HERE, Trial, line, read_plant, rows
-from laminar_lab.advice.remedies import Remedy, remedies
+from laminar_lab.advice import Remedy, remedies
 from laminar_py.config.loading import load_config
 from laminar_py.observe.diagnosis import Wall
 from tests.analytics.test_diagnosis import FULL, mean_step_of

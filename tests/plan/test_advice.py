@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from laminar_lab.advice.predictions import steps_under, what_if, what_if_set
-from laminar_lab.advice.remedies import Remedy, remedies
+from laminar_lab.advice import Remedy, remedies, steps_under, what_if, what_if_set
 from laminar_lab.commands.advise import app
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
@@ -36,7 +35,7 @@ async def test_the_command_names_what_to_change_and_predicts_a_step(tmp_path):
             script.score(at + 1.5, id)
             script.step(at + 9.5, step, id, waited_s=1.0)
     done = CliRunner().invoke(app, [str(tmp_path)], catch_exceptions=False)
-    for words in ("limited by LEARNER: ", "learner.world_size", "twice the learner ranks", "laminar train "):
+    for words in ("limited by LEARNER: ", "learner.world_size", "twice the learner ranks", "schedule=sync"):
         assert words in done.output
 
 

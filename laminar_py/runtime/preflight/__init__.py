@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from laminar_py.runtime.preflight.memory import Parts as Parts
     from laminar_py.runtime.preflight.memory import engine_memory as engine_memory
     from laminar_py.runtime.preflight.memory import learner_memory as learner_memory
-    from laminar_py.runtime.preflight.memory import memory_faults as memory_faults
     from laminar_py.runtime.preflight.model_shape import BF16_BYTES as BF16_BYTES
     from laminar_py.runtime.preflight.model_shape import ModelShape as ModelShape
     from laminar_py.runtime.preflight.model_shape import kv_token_bytes as kv_token_bytes

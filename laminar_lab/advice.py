@@ -1,19 +1,20 @@
-"""Settings to change against each wall, the best first, with their present values.
+"""Settings to change against the wall of a run, the best first, and predicted steps with other settings.
 
 `laminar advise` prints them. Cheap and certain changes come before changes that cost devices or freshness.
+Predictions use the formula of `compose`.
 """
 
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laminar_py.config.algorithm import Correction, ReferencePass
 from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
-from laminar_py.observe import MeanStep, Wall
+from laminar_py.observe import MeanStep, StageTimes, StepStage, Wall, compose, predict, without_wall
 
 SMALL_MICROBATCHES = 4  # of a rank in a step; with more, larger ones are worth a try
 WORKERS = 8  # most times as many workers
@@ -23,6 +24,20 @@ CROWDED = 0.3  # share of the time above which a larger decode batch is worth a 
 WIDEST = 8  # largest bound on staleness
 FIRST_BOUND = 4  # for a run without a bound
 MUCH_LOST = 0.25  # share of the data's weight above which no wider bound is advised
+SCALED = {  # settings that divide the seconds of a stage by as much as they grow
+    "rollout.replicas": StepStage.GENERATION,
+    "rollout.max_batch": StepStage.GENERATION,
+    "environment.workers": StepStage.ENVIRONMENT,
+    "environment.at_once": StepStage.ENVIRONMENT,
+    "reward.workers": StepStage.REWARD,
+    "learner.world_size": StepStage.LEARNER,
+    "packer.max_tokens": StepStage.LEARNER,
+    "relay.max_bytes_per_s": StepStage.WEIGHTS,
+}
+IN_FLIGHT = (
+    "rollout.batch_per_replica",
+    "rollout.max_batch",
+)  # shorten waits for environments, if these are the wall
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,3 +305,60 @@ _BY_WALL = {
     Wall.SPARSE_REWARD: _sparse,
     Wall.CPU: _cpu,
 }
+
+
+# ---- predictions
+
+
+def what_if(step: MeanStep, stage: StepStage, factor: float = 2.0) -> float:
+    """Predict the seconds of a step with `factor` times as much of a stage, e.g. twice the replicas.
+
+    A step never takes less than its work on all cores, since more processes share the cores.
+    """
+    times = step.times
+    predicted = predict(step.schedule, measured_s=step.measured_s, now=times, then=times.faster(stage, factor))
+    return max(predicted, min(step.cpu_s, step.measured_s))
+
+
+def what_if_set(step: MeanStep, wall: Wall, remedy: Remedy) -> float:
+    """Predict the seconds of a step with the new value of a remedy against a wall.
+
+    A remedy that scales no stage is taken to remove the wall, so its prediction is the best case.
+    """
+    stage = scaled_by(wall, remedy)
+    if stage is not None:
+        return what_if(step, stage, float(remedy.new) / float(remedy.old))
+    return max(without_wall(wall, step).measured_s, min(step.cpu_s, step.measured_s))
+
+
+def scaled_by(wall: Wall, remedy: Remedy) -> StepStage | None:
+    """Return the stage whose seconds a remedy divides by the growth of its setting; None: no stage."""
+    if wall is Wall.ENVIRONMENT and remedy.key in IN_FLIGHT:
+        return StepStage.ENVIRONMENT
+    return SCALED.get(remedy.key)
+
+
+def steps_under(step: MeanStep) -> dict[Schedule, tuple[float, StepStage]]:
+    """Predict the seconds of a step under each schedule, and the stage that takes most of it."""
+    found: dict[Schedule, tuple[float, StepStage]] = {}
+    for schedule in Schedule:
+        times = _times_under(schedule, step)
+        own = schedule is step.schedule
+        step_s = step.measured_s if own else max(compose(schedule, times), step.cpu_s)
+        found[schedule] = step_s, max(StepStage, key=times.seconds_of)
+    return found
+
+
+def _times_under(schedule: Schedule, step: MeanStep) -> StageTimes:
+    """Return the times of the stages under a schedule; a batch takes as long as its longest trajectory."""
+    times = step.times
+    if schedule in (step.schedule, Schedule.ASYNC):
+        return times
+    moved = max(times.weights_s, step.transfer_s + step.load_s)
+    longer = max(1.0, step.longest_s / max(times.generation_s + times.environment_s, 1e-9))
+    return replace(
+        times,
+        generation_s=times.generation_s * longer,
+        environment_s=times.environment_s * longer,
+        weights_s=moved,
+    )
