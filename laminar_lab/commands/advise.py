@@ -37,10 +37,10 @@ def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. run
         gain = step.measured_s / what_if_set(step, wall, remedy)
         rows.append((remedy.key, remedy.change, f"at most {gain:.2f} x", remedy.why))
     console.print(make_table("\nWhat to change, the best first", "setting", ("change", "goodput", "why"), rows))
-    rows = [
+    predicted = [
         (change, format_seconds(step_s), f"{step.measured_s / step_s:.2f} x") for change, step_s in _what_ifs(step)
     ]
-    console.print(make_table("\nOther runs", "with", ("a step", "goodput"), rows))
+    console.print(make_table("\nOther runs", "with", ("a step", "goodput"), predicted))
 
 
 def _what_ifs(step: "MeanStep") -> Iterator[tuple[str, float]]:

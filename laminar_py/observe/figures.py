@@ -71,7 +71,7 @@ def counter(metric: str, name: str, value: Callable[[RunReport], Value], *labels
 # ---- values
 
 
-def _named(names: Iterable[object], values: Iterable[float]) -> dict[str, float]:
+def _by_name(names: Iterable[object], values: Iterable[float]) -> dict[str, float]:
     return {str(name): float(value) for name, value in zip(names, values, strict=True)}
 
 
@@ -123,12 +123,12 @@ def _staleness(report: RunReport) -> dict[str, float]:
 
 
 def _by_status(report: RunReport) -> dict[str, float]:
-    return _named(STATUSES, np.bincount(report.snapshot.trajectories.status, minlength=len(STATUSES)).tolist())
+    return _by_name(STATUSES, np.bincount(report.snapshot.trajectories.status, minlength=len(STATUSES)).tolist())
 
 
 def _by_reason(report: RunReport) -> dict[str, float]:
     drop = report.snapshot.trajectories.drop
-    return _named(REASONS, np.bincount(drop[drop >= 0], minlength=len(REASONS)).tolist())
+    return _by_name(REASONS, np.bincount(drop[drop >= 0], minlength=len(REASONS)).tolist())
 
 
 def _recent_reward(report: RunReport) -> float | None:
@@ -137,31 +137,33 @@ def _recent_reward(report: RunReport) -> float | None:
     return float(scored[-1000:].mean()) if len(scored) else None
 
 
-def _served(report: RunReport) -> dict[str, float]:
-    served: dict[str, float] = {}
+def _loaded_versions(report: RunReport) -> dict[str, float]:
+    loaded: dict[str, float] = {}
     for one in report.snapshot.history.happened:
         if isinstance(one.event, VersionLoaded):
-            served[str(one.event.replica)] = float(one.event.version)
+            loaded[str(one.event.replica)] = float(one.event.version)
         elif isinstance(one.event, ReplicaLeft):
-            served.pop(str(one.event.replica), None)
-    return served
+            loaded.pop(str(one.event.replica), None)
+    return loaded
 
 
-def _fleet(values: Callable[[FleetRow], Iterable[float]]) -> Callable[[RunReport], Value]:
-    def of_last(report: RunReport) -> Value:
+def _last_fleet(values: Callable[[FleetRow], Iterable[float]]) -> Callable[[RunReport], Value]:
+    """Return a value of each replica, by its number, in the last row of the fleet."""
+
+    def value_of(report: RunReport) -> Value:
         fleet = report.snapshot.samples.fleet
-        return _named(fleet[-1].indices, values(fleet[-1])) if fleet else None
+        return _by_name(fleet[-1].indices, values(fleet[-1])) if fleet else None
 
-    return of_last
+    return value_of
 
 
-def _sum(kind: type[AnyEvent], field: str) -> Callable[[RunReport], Value]:
-    """Return a sum of a field over all events of a type, undone steps included, so that it never falls."""
+def _sum_of(kind: type[AnyEvent], field: str) -> Callable[[RunReport], Value]:
+    """Return the sum of a field over all events of a type, with undone steps, so that it never falls."""
     return lambda report: sum(getattr(event, field) for _, event in report.snapshot.history.of_kind(kind))
 
 
-def _sums(kind: type[AnyEvent], label: str, field: str = "") -> Callable[[RunReport], Value]:
-    """Return sums of a field by a label, over all events of a type; without a field, numbers of events."""
+def _sum_by_label(kind: type[AnyEvent], label: str, field: str = "") -> Callable[[RunReport], Value]:
+    """Return by label the sum of a field over all events of a type; without a field, the number of events."""
 
     def by_label(report: RunReport) -> Value:
         found = defaultdict[str, float](float)
@@ -172,14 +174,14 @@ def _sums(kind: type[AnyEvent], label: str, field: str = "") -> Callable[[RunRep
     return by_label
 
 
-def _last(kind: type[AnyEvent], field: str, default: float | None = None) -> Callable[[RunReport], Value]:
-    """Return a field of the last event of a type."""
+def _last_value(kind: type[AnyEvent], field: str, default: float | None = None) -> Callable[[RunReport], Value]:
+    """Return a field of the last event of a type, else `default`."""
 
-    def of_last(report: RunReport) -> Value:
+    def value_of(report: RunReport) -> Value:
         events = [event for _, event in report.snapshot.history.of_kind(kind)]
         return float(getattr(events[-1], field)) if events else default
 
-    return of_last
+    return value_of
 
 
 def _repacked(report: RunReport) -> dict[str, float]:
@@ -278,31 +280,37 @@ FIGURES = (
     gauge("staleness_steps", "staleness of consumed trajectories", _staleness, "quantile"),
     gauge("latency_seconds", "seconds of the stages of a trajectory's way", _latencies, "stage", "quantile"),
     gauge("tail_ratio", "p95 over p50", _tail_ratios, "of"),
-    gauge("replica_version", "weight version that a replica serves", _served, "replica"),
-    gauge("replica_running", "trajectories that it decodes", _fleet(lambda row: row.running), "replica"),
-    gauge("replica_waiting", "trajectories that wait in its engine", _fleet(lambda row: row.waiting), "replica"),
-    gauge("replica_kv_share", "share of its KV cache in use", _fleet(lambda row: row.kv_use), "replica"),
+    gauge("replica_version", "weight version that a replica serves", _loaded_versions, "replica"),
+    gauge("replica_running", "trajectories that it decodes", _last_fleet(lambda row: row.running), "replica"),
+    gauge(
+        "replica_waiting", "trajectories that wait in its engine", _last_fleet(lambda row: row.waiting), "replica"
+    ),
+    gauge("replica_kv_share", "share of its KV cache in use", _last_fleet(lambda row: row.kv_use), "replica"),
     counter("repacked", "trajectories that repacking moved", _repacked, "state"),
-    gauge("learner_step", "the last step", _last(Stepped, "step", 0)),
-    counter("tokens_trained", "response tokens of steps", _sum(Stepped, "num_tokens")),
-    counter("learner_busy_seconds", "in steps", _sum(Stepped, "elapsed_s")),
-    counter("learner_waiting_seconds", "without a batch", _sum(Stepped, "waited_s")),
-    counter("reference_seconds", "in the reference model", _sum(Stepped, "reference_s")),
-    gauge("loss", "of the last step", _last(Stepped, "loss")),
-    gauge("gradient_norm", "of the last step", _last(Stepped, "grad_norm")),
+    gauge("learner_step", "the last step", _last_value(Stepped, "step", 0)),
+    counter("tokens_trained", "response tokens of steps", _sum_of(Stepped, "num_tokens")),
+    counter("learner_busy_seconds", "in steps", _sum_of(Stepped, "elapsed_s")),
+    counter("learner_waiting_seconds", "without a batch", _sum_of(Stepped, "waited_s")),
+    counter("reference_seconds", "in the reference model", _sum_of(Stepped, "reference_s")),
+    gauge("loss", "of the last step", _last_value(Stepped, "loss")),
+    gauge("gradient_norm", "of the last step", _last_value(Stepped, "grad_norm")),
     gauge("entropy_nats", "of the last step's tokens", _entropy),
     gauge("evaluation_mean_reward", "of the last evaluation", _evaluated, "set"),
-    gauge("version_published", "newest weight version of the learner", _last(VersionPublished, "version", -1)),
-    counter("publish_stall_seconds", "the learner stood still to publish", _sum(VersionPublished, "stall_s")),
-    counter("relay_seconds", "from first request to verified", _sums(Relayed, "node", "elapsed_s"), "node"),
-    counter("relay_wire_bytes", "that came over the wire", _sums(Relayed, "node", "wire_bytes"), "node"),
+    gauge(
+        "version_published", "newest weight version of the learner", _last_value(VersionPublished, "version", -1)
+    ),
+    counter("publish_stall_seconds", "the learner stood still to publish", _sum_of(VersionPublished, "stall_s")),
+    counter(
+        "relay_seconds", "from first request to verified", _sum_by_label(Relayed, "node", "elapsed_s"), "node"
+    ),
+    counter("relay_wire_bytes", "that came over the wire", _sum_by_label(Relayed, "node", "wire_bytes"), "node"),
     counter(
         "pull_waited_seconds",
         "waits for versions",
-        _sums(Pulled, "subscriber", "waited_s"),
+        _sum_by_label(Pulled, "subscriber", "waited_s"),
         "subscriber",
     ),
-    counter("deaths", "parts that died and were restarted", _sums(PartDied, "part"), "part"),
+    counter("deaths", "parts that died and were restarted", _sum_by_label(PartDied, "part"), "part"),
     gauge(
         "live",
         "1 until the run says that it ended",

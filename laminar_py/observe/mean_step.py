@@ -225,7 +225,7 @@ def mean_step(
     tokens = _tokens_per_step(trajectories)
     trajectories = trajectories.where(trajectories.issued_s >= since - mean(pipeline.measured_s))
     finished = trajectories.where(trajectories.finish >= 0)
-    samples = _since(int(pipeline.step[first]), samples)
+    samples = _samples_since(int(pipeline.step[first]), samples)
     use = measure_use(samples.fleet, max_batch=config.rollout.max_batch)
     times = _stage_times(pipeline, first, in_learner=in_learner)
     return MeanStep(
@@ -237,14 +237,14 @@ def mean_step(
         reference_in_learner=in_learner,
         waited_s=mean(pipeline.waited_s),
         held_s=mean(pipeline.held_s),
-        longest_s=_longest(finished, config.trajectories_per_step),
-        stale_share=_share(trajectories, trajectories.dropped_for(DropReason.STALE)),
-        hopeless_share=_hopeless(trajectories),
+        longest_s=_longest_s(finished, config.trajectories_per_step),
+        stale_share=_token_share(trajectories, trajectories.dropped_for(DropReason.STALE)),
+        hopeless_share=_hopeless_share(trajectories),
         length_ratio=_length_ratio(finished),
         crowded_share=mean(pipeline.crowded_s) / max(mean(pipeline.generation_s), 1e-9),
         away=mean(pipeline.away),
-        turn_p95_s=_turn_p95(finished),
-        group_p90_s=_group_spread(finished),
+        turn_p95_s=_turn_p95_s(finished),
+        group_p90_s=_group_p90_s(finished),
         reward_p95_s=float(np.nanpercentile(finished.score_s, 95)) if np.isfinite(finished.score_s).any() else 0.0,
         transfer_s=mean(pipeline.transfer_s),
         load_s=mean(pipeline.load_s),
@@ -273,7 +273,7 @@ def _stage_times(pipeline: Pipeline, first: int, *, in_learner: bool) -> StageTi
     )
 
 
-def _since(step: int, samples: Samples) -> Samples:
+def _samples_since(step: int, samples: Samples) -> Samples:
     """Return the samples from this step on."""
     begin_s = max((row.rl_s for row in samples.steps if row.step < step), default=0.0)
     rows = tuple(row for row in samples.steps if row.step >= step)
@@ -304,13 +304,13 @@ def _length_ratio(finished: Trajectories) -> float:
     return float(p95 / p50) if p50 else 0.0
 
 
-def _turn_p95(finished: Trajectories) -> float:
+def _turn_p95_s(finished: Trajectories) -> float:
     """Return p95 of an environment's mean seconds per turn; 0 without environments."""
     known = finished.where(finished.turns > 0)
     return float(np.percentile(known.environment_s / known.turns, 95)) if len(known) else 0.0
 
 
-def _longest(finished: Trajectories, count: int) -> float:
+def _longest_s(finished: Trajectories, count: int) -> float:
     """Return the expected seconds of the longest of `count` responses, at the speed of the fastest long responses.
 
     A moved trajectory has no known speed, since only the times on its last replica are recorded.
@@ -332,7 +332,7 @@ def expected_longest(lengths: Ints, count: int) -> float:
     return float(ordered @ np.diff(share))
 
 
-def _group_spread(finished: Trajectories) -> float:
+def _group_p90_s(finished: Trajectories) -> float:
     """Return p90 over groups of the time between the first finished member and the last."""
     order = np.argsort(finished.group, kind="stable")
     groups, times = finished.group[order], finished.finished_s[order]
@@ -348,13 +348,13 @@ def _tokens_per_step(trajectories: Trajectories) -> float:
     return float(consumed.length.sum(dtype=np.int64)) / max(len(np.unique(consumed.step)), 1)
 
 
-def _share(trajectories: Trajectories, chosen: BoolArray) -> float:
+def _token_share(trajectories: Trajectories, chosen: BoolArray) -> float:
     """Return the share of all tokens in the chosen trajectories [N]."""
     total = int(trajectories.length.sum(dtype=np.int64))
     return float(trajectories.length[chosen].sum(dtype=np.int64) / total) if total else 0.0
 
 
-def _hopeless(trajectories: Trajectories) -> float:
+def _hopeless_share(trajectories: Trajectories) -> float:
     """Return the share of scored groups without signal whose members all had the worst reward of the run.
 
     If all rewards of the run are equal and above 0, all have succeeded.

@@ -28,7 +28,7 @@ from laminar_py.observe.tails import COUNTED, NAMES, Measure, distribution, form
 from laminar_py.observe.terminal import drop_cells
 from laminar_py.observe.texts import EmbeddedTexts, TextsPanel, embed_texts, make_texts
 from laminar_py.observe.tokens import waterfall
-from laminar_py.observe.trace import natural_order, occupancy, thin, write_beside
+from laminar_py.observe.trace import keep_evenly, natural_order, occupancy, write_beside
 from laminar_py.observe.trajectories import Times, Trajectories
 from laminar_py.records.events import Pulled, Relayed
 from laminar_py.records.trajectory import Status
@@ -136,7 +136,7 @@ def timeline_panel(snapshot: Snapshot) -> Panel:
 
 def _step_bars(snapshot: Snapshot) -> Iterator[Series]:
     """Yield bars of the learner steps, each with the mean reward of its trajectories."""
-    train, steps = snapshot.trajectories, thin(snapshot.history.steps, MOST_STEPS)
+    train, steps = snapshot.trajectories, keep_evenly(snapshot.history.steps, MOST_STEPS)
     used = train.is_status(Status.CONSUMED) & ~np.isnan(train.reward)
     rewards = _means_by_step(train.step[used], train.reward[used])
     if steps:
@@ -261,7 +261,7 @@ def step_panel(diagnosis: Diagnosis) -> Panel:
 def curves_panel(snapshot: Snapshot) -> Panel:
     """Return the panel of rewards, evaluations and entropy over seconds of RL."""
     ends = {step.step: at_s for at_s, step in snapshot.history.steps}
-    rows = [row for row in thin(snapshot.samples.steps, MOST_POINTS) if row.step in ends]
+    rows = [row for row in keep_evenly(snapshot.samples.steps, MOST_POINTS) if row.step in ends]
     at_s = [round(row.rl_s, 3) for row in rows]
     rewards = rewards_until(snapshot.trajectories, np.array([ends[row.step] for row in rows], np.float64))
     series = [Series(name="reward", x=at_s, y=rewards)] if rows else []
@@ -287,7 +287,7 @@ def curves_panel(snapshot: Snapshot) -> Panel:
 def learner_panel(snapshot: Snapshot) -> Panel:
     """Return the panel of the learner's figures over steps that were not undone."""
     train, counted = snapshot.trajectories, {step.step for _, step in snapshot.history.steps}
-    rows = [row for row in thin(snapshot.samples.steps, MOST_POINTS) if row.step in counted]
+    rows = [row for row in keep_evenly(snapshot.samples.steps, MOST_POINTS) if row.step in counted]
     used = train.where(train.is_status(Status.CONSUMED))
     lengths, steps = _means_by_step(used.step, used.length), [float(row.step) for row in rows]
     found = {

@@ -64,7 +64,7 @@ def measure_pipeline(config: RunConfig, trajectories: Trajectories, stays: Stays
     versions = _read_versions(history)
     scored = trajectories.scored_s
     known = ~np.isnan(scored)
-    away_s = _area(stays.start_s, stays.end_s, stays.away, begin, end)
+    away_s = _area_of(stays.start_s, stays.end_s, stays.away, begin, end)
     columns: dict[str, npt.NDArray[Any]] = {
         "step": step.astype(np.int32),
         "end_s": end,
@@ -73,13 +73,13 @@ def measure_pipeline(config: RunConfig, trajectories: Trajectories, stays: Stays
             config, stays, versions, _presence_s(config, history, begin, end), (begin, end, counts)
         ),
         "away": away_s / np.maximum(end - begin, 1e-12),
-        "reward_s": _sums(scored[known], trajectories.scorer_s[known] / config.reward.workers, begin, end),
+        "reward_s": _sums_by_step(scored[known], trajectories.scorer_s[known] / config.reward.workers, begin, end),
         "reference_s": reference,
         "waited_s": np.minimum(waited, end - begin),
         "learner_s": np.maximum(end - begin - waited, 0.0),
-        "stall_s": _sums(versions.published_s, versions.stall_s, begin, end),
-        "transfer_s": _covered(versions.published_s, versions.spread_s, begin, end),
-        "load_s": _means(versions.load_at_s, versions.load_s, begin, end),
+        "stall_s": _sums_by_step(versions.published_s, versions.stall_s, begin, end),
+        "transfer_s": _covered_s(versions.published_s, versions.spread_s, begin, end),
+        "load_s": _means_by_step(versions.load_at_s, versions.load_s, begin, end),
     }
     return Pipeline(**{name: column[counts] for name, column in columns.items()})
 
@@ -151,8 +151,8 @@ def _replica_columns(
         ]
         start_s = np.minimum(stays.start_s[mine], horizon)
         end_s = np.minimum(stays.end_s[mine], horizon)
-        at, running = _running(start_s, end_s)
-        away = np.maximum(_heights(start_s, end_s, stays.away[mine]), 0.0)
+        at, running = _step_function(start_s, end_s)
+        away = np.maximum(_summed_heights(start_s, end_s, stays.away[mine]), 0.0)
         filled = _filled_share(running, away, config.rollout.max_batch)
         usual = min(_usual_number(_counted_time(at, begin, end, counts), running), config.rollout.max_batch)
         loaded = versions.load_replica == replica
@@ -164,14 +164,14 @@ def _replica_columns(
         totals["crowded_s"] += _integral(at, running - away > config.rollout.max_batch, begin, end)
         totals["tail_s"] += _integral(at, (running < TAIL_SHARE * usual) * filled, begin, end)
         empty_s = np.maximum(0.0, there_s - busy_s)
-        late_s = np.minimum(_covered(*late, begin, end), empty_s)
+        late_s = np.minimum(_covered_s(*late, begin, end), empty_s)
         totals["late_s"] += late_s
         totals["held_s"] += empty_s - late_s
     count = sum(there.values(), np.zeros(len(end))) / np.maximum(end - begin, 1e-12)  # [S] on average
     return {name: total / np.maximum(count, 1e-12) for name, total in totals.items()}
 
 
-def _running(start: Times, stop: Times) -> tuple[Times, Ints]:
+def _step_function(start: Times, stop: Times) -> tuple[Times, Ints]:
     """Return a step function from intervals: from `at[i]` [n] on, `running[i]` of them are open."""
     at = np.concatenate([start, stop])
     change = np.concatenate([np.ones(len(start), np.int32), np.full(len(stop), -1, np.int32)])
@@ -185,17 +185,17 @@ def _filled_share(running: Ints, away: Times, slots: int) -> Times:
     return share
 
 
-def _heights(start: Times, stop: Times, height: Times) -> Times:
-    """Return the summed heights [2 n] of open intervals, from each time of `_running` on."""
+def _summed_heights(start: Times, stop: Times, height: Times) -> Times:
+    """Return the summed heights [2 n] of open intervals, from each time of `_step_function` on."""
     order = np.argsort(np.concatenate([start, stop]), kind="stable")
     heights: Times = np.cumsum(np.concatenate([height, -height])[order])
     return heights
 
 
-def _area(start: Times, stop: Times, height: Times, begin: Times, end: Times) -> Times:
+def _area_of(start: Times, stop: Times, height: Times, begin: Times, end: Times) -> Times:
     """Return for each step [S] the integral of intervals with these heights."""
-    at, _ = _running(start, stop)
-    return _integral(at, _heights(start, stop, height), begin, end)
+    at, _ = _step_function(start, stop)
+    return _integral(at, _summed_heights(start, stop, height), begin, end)
 
 
 def _counted_time(at: Times, begin: Times, end: Times, counts: BoolArray) -> Times:
@@ -240,15 +240,15 @@ def _integral(at: Times, on: BoolArray | Times, begin: Times, end: Times) -> Tim
     return seconds
 
 
-def _covered(start: Times, length: Times, begin: Times, end: Times) -> Times:
+def _covered_s(start: Times, length: Times, begin: Times, end: Times) -> Times:
     """Return the seconds of each step [S] that lie in at least one interval."""
     if not len(start):
         return np.zeros(len(end))
-    at, depth = _running(start, start + length)
+    at, depth = _step_function(start, start + length)
     return _integral(at, depth > 0, begin, end)
 
 
-def _sums(at: Times, value: Times, begin: Times, end: Times) -> Times:
+def _sums_by_step(at: Times, value: Times, begin: Times, end: Times) -> Times:
     """Return for each step [S] the sum of the values at times within the step."""
     order = np.argsort(at)
     total = np.concatenate([[0.0], np.cumsum(value[order], dtype=np.float64)])
@@ -257,7 +257,9 @@ def _sums(at: Times, value: Times, begin: Times, end: Times) -> Times:
     return sums
 
 
-def _means(at: Times, value: Times, begin: Times, end: Times) -> Times:
+def _means_by_step(at: Times, value: Times, begin: Times, end: Times) -> Times:
     """Return for each step [S] the mean of the values at times within the step, 0 without any."""
-    means: Times = _sums(at, value, begin, end) / np.maximum(_sums(at, np.ones(len(at)), begin, end), 1)
+    means: Times = _sums_by_step(at, value, begin, end) / np.maximum(
+        _sums_by_step(at, np.ones(len(at)), begin, end), 1
+    )
     return means

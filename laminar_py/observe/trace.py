@@ -103,7 +103,7 @@ class Trace(msgspec.Struct, frozen=True, rename="camel"):
     display_time_unit: str = "ms"
 
 
-def draw(snapshot: Snapshot, most: int) -> tuple[Stays, BoolArray]:
+def choose_stays(snapshot: Snapshot, most: int) -> tuple[Stays, BoolArray]:
     """Return about `most` stays or fewer, and a mask [N] of their trajectories among all."""
     stays, numbers = snapshot.stays, snapshot.all_trajectories.number
     chosen = np.ones(len(numbers), np.bool_)
@@ -119,7 +119,7 @@ def natural_order(name: str) -> tuple[str, int]:
     return (stem, int(number)) if number.isdigit() else (name, 0)
 
 
-def thin(rows: Iterable[Row], most: int = MOST_EVENTS) -> list[Row]:
+def keep_evenly(rows: Iterable[Row], most: int = MOST_EVENTS) -> list[Row]:
     """Return at most `most` rows at even distances, the last row included."""
     rows = list(rows)
     every = -(-len(rows) // most)
@@ -138,7 +138,7 @@ def write_beside(report: RunReport, name: str, content: bytes) -> Path:
 def write_trace(report: RunReport) -> Path:
     """Write `trace.json` into the run's folder and return its path. Raises `ConfigError` without a ledger."""
     snapshot = report.snapshot
-    drawn, chosen = draw(snapshot, MOST_STAYS)
+    drawn, chosen = choose_stays(snapshot, MOST_STAYS)
     shown = np.flatnonzero(chosen)
     ids = dict(zip(shown.tolist(), snapshot.ids(snapshot.all_trajectories.number[shown]), strict=True))
     trace = make_trace(snapshot, drawn, ids)
@@ -147,7 +147,7 @@ def write_trace(report: RunReport) -> Path:
 
 def make_trace(snapshot: Snapshot, drawn: Stays, ids: Mapping[int, str]) -> Trace:
     """Return the trace of these stays; `ids` has the ids of their trajectories by place."""
-    relayed = thin(snapshot.history.of_kind(Relayed))
+    relayed = keep_evenly(snapshot.history.of_kind(Relayed))
     relay_lanes = _relay_lanes(relayed)
     slots = _lanes(drawn.replica, drawn.start_s, drawn.end_s)
     events = [*_stays(snapshot, drawn, slots, ids), *_arrows(drawn, slots), *_scores(snapshot, ids)]
@@ -237,10 +237,10 @@ def _scores(snapshot: Snapshot, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
 
 def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
     history = snapshot.history
-    for at_s, step in thin(history.steps):
+    for at_s, step in keep_evenly(history.steps):
         args = {"trajectories": step.num_trajectories, "tokens": step.num_tokens, "waited_s": step.waited_s}
         yield _slice((LEARNER, 0), f"step {step.step}", at_s - step.elapsed_s, at_s, "step", args)
-    for at_s, published in thin(history.of_kind(VersionPublished)):
+    for at_s, published in keep_evenly(history.of_kind(VersionPublished)):
         yield _moment(f"version {published.version} published", at_s, "g")
     for at_s, saved in history.of_kind(Checkpointed):
         yield _moment(f"checkpoint of step {saved.step}", at_s, "t")
@@ -274,7 +274,7 @@ def _ordered(lanes: list[str]) -> list[str]:
 
 
 def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    for at_s, event in thin(snapshot.history.of_kind(VersionLoaded)):
+    for at_s, event in keep_evenly(snapshot.history.of_kind(VersionLoaded)):
         lane, name = (REPLICAS + event.replica, WEIGHTS), f"load version {event.version}"
         yield _slice(lane, name, at_s - event.elapsed_s, at_s, "load")
 
@@ -290,7 +290,7 @@ def _running(snapshot: Snapshot) -> Iterator[TraceEvent]:
 
 
 def _fleet(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    rows = thin(snapshot.samples.fleet, MOST_COUNTS)
+    rows = keep_evenly(snapshot.samples.fleet, MOST_COUNTS)
     times = snapshot.at_rl(np.array([row.rl_s for row in rows], np.float64)).tolist()
     for at_s, row in zip(times, rows, strict=True):
         for replica, waiting in zip(row.indices, row.waiting, strict=True):

@@ -12,7 +12,7 @@ from laminar_py.observe.diagnosis import MEANINGS
 from laminar_py.observe.page import write_page
 from laminar_py.observe.record import read_snapshot
 from laminar_py.observe.report import RunReport
-from laminar_py.observe.trace import draw
+from laminar_py.observe.trace import choose_stays
 from laminar_py.records.events import Dropped, Pulled, Relayed
 from laminar_py.records.trajectory import DropReason
 from tests.analytics.browser import browsing, needs_browser, slow_in_browser
@@ -90,8 +90,8 @@ async def test_the_timeline_counts_every_trajectory_however_many_there_are(tmp_p
 
 async def test_what_is_drawn_is_chosen_the_same_each_time_and_whole(run):
     snapshot = read_snapshot(run)
-    drawn, chosen = draw(snapshot, 300)
-    again, _ = draw(read_snapshot(run), 300)
+    drawn, chosen = choose_stays(snapshot, 300)
+    again, _ = choose_stays(read_snapshot(run), 300)
     assert 150 < len(drawn) < 450
     assert drawn.trajectory.tolist() == again.trajectory.tolist()
     assert len(drawn) == int(np.isin(snapshot.places(snapshot.stays), np.flatnonzero(chosen)).sum())
