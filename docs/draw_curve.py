@@ -8,8 +8,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from laminar_lab.curves import read_curves
 from laminar_py.ledger import read_rows
-from laminar_py.observe.quality import read_curves
 from laminar_py.records.metrics import StepRow
 
 PAGE = Path(__file__).parent / "curve.png"

@@ -64,7 +64,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     "prometheus_client": ("observe/figures.py",),
     "sqlite3": (
         "ledger/",
-        "observe/sample_reader.py",
+        "observe/samples.py",
         "observe/record.py",
         "observe/trajectories.py",
         "observe/summary.py",

@@ -14,13 +14,13 @@ from statistics import fmean
 import yaml
 from rich.console import Console
 
+from laminar_lab.advice import Remedy, remedies, steps_under, what_if_set
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import train
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe.diagnosis import Diagnosis, what_if_set
+from laminar_py.observe.diagnosis import Diagnosis, Wall
 from laminar_py.observe.mean_step import MeanStep
-from laminar_py.observe.remedies import Remedy, Wall, remedies
 from laminar_py.observe.report import read_report
 from laminar_py.observe.terminal import make_table
 
@@ -76,7 +76,7 @@ def try_changes(plant: Plant, *, seed: int, steps: int, sync: bool) -> list[Tria
     first = remedies(plant.wall, load_config(CONFIG, settings), step)[0]
     changes = {first: what_if_set(step, plant.wall, first)}
     if sync:
-        changes[Remedy("schedule", "async -> sync", "")] = found.under[Schedule.SYNC]
+        changes[Remedy("schedule", "async -> sync", "")] = steps_under(step)[Schedule.SYNC][0]
     return [
         Trial(
             named=found.binding.wall is plant.wall and first.key == plant.remedy,

@@ -13,10 +13,11 @@ from statistics import fmean
 
 import msgspec
 
+from laminar_lab.curves import REWARD_STEPS, Point, format_mean
 from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.progress import RunProgress, RunState
 from laminar_lab.launcher.results import Band, Line, Results, RunResult, trained_per_s
-from laminar_py.observe import REWARD_STEPS, Card, Point, render, tell_mean
+from laminar_py.observe import Card, render
 
 NOTHING = "–"
 OF_SEEDS = "Means over finished seeds, or over begun seeds before one has finished"
@@ -103,7 +104,7 @@ def _headline(results: Results, progress: list[RunProgress]) -> list[Card]:
         best = max(complete, key=lambda name: fmean(complete[name]))
         seeds = "one seed" if num_seeds == 1 else f"{num_seeds} seeds, ± half of the 95 % interval"
         note = f"{best}: the highest {results.name_of_results(compared)}, {seeds}"
-        found.append(Card(f"best at the end: {compared}", tell_mean(complete[best]), note))
+        found.append(Card(f"best at the end: {compared}", format_mean(complete[best]), note))
     counts = Counter(one.state for one in progress)
     finished = counts.pop(RunState.FINISHED, 0)
     others = ", ".join(f"{counts[state]} {state}" for state in RunState if counts[state])
@@ -130,7 +131,7 @@ def _outcomes(results: Results) -> Sheet:
         rewards = [one.reward[1][-1] for one in counted if one.steps]
         values = (results.ends(variant), results.at_equal_hours(variant), rewards)
         finished = f"{sum(one.is_finished for one in runs)} of {len(experiment.settings.seeds)}"
-        rows.append([variant, finished, *map(tell_mean, values), *_costs(counted)])
+        rows.append([variant, finished, *map(format_mean, values), *_costs(counted)])
     note = f"{OF_SEEDS}, ± half of the 95 % t-interval; costs are those of the RL phase."
     return Sheet(title="Variants", note=note, head=head, rows=rows)
 

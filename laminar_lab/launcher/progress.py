@@ -14,10 +14,11 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from laminar_lab.curves import Point, read_curves
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_py.config import ConfigError
 from laminar_py.ledger import read_last, read_tail
-from laminar_py.observe import Point, Summary, read_curves
+from laminar_py.observe import Summary
 from laminar_py.records import StepRow
 from laminar_py.records.host import visible
 

@@ -8,22 +8,11 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
+from laminar_lab.curves import Costs, Point, count_devices, device_seconds, read_costs, read_curves, reward_curve
 from laminar_lab.launcher.experiment import Experiment, PlannedRun, find_difference
 from laminar_lab.launcher.progress import RunProgress, RunState
 from laminar_py.config import ConfigError
-from laminar_py.observe import (
-    Costs,
-    Measure,
-    Point,
-    RunReport,
-    count_devices,
-    device_seconds,
-    measure_quality,
-    read_costs,
-    read_curves,
-    read_snapshot,
-    read_steps,
-)
+from laminar_py.observe import Measure, RunReport, read_snapshot, read_steps
 from laminar_py.records import StepRow
 
 MOST_POINTS = 400  # of a curve
@@ -123,7 +112,7 @@ class RunResult:
     @property
     def reward(self) -> Line:
         """Reward by step; each value is a mean over the last `REWARD_STEPS` steps."""
-        found = measure_quality(self.run.config, self.steps, []).reward
+        found = reward_curve(self.run.config, self.steps)
         return [float(point.step) for point in found], [point.value for point in found]
 
     def over_steps(self, value: Callable[[StepRow], float]) -> Line:

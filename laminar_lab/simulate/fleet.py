@@ -267,7 +267,7 @@ class SimulatedFleet:
         )
         await engine.start()
         self._cores.add_engine(engine)
-        self._stats.joined(index)
+        self._stats.add_replica(index)
         self._scheduler.book.record(PartStarted(f"replica-{index}", NO_PROCESS))
         replica = Replica(
             index,
@@ -345,7 +345,7 @@ class SimulatedFleet:
         version = views.by_index[report.replica].version
         await self._scheduler.reports.on_report(report)
         self._stats.on_report(report)
-        self._stats.generating(views.in_flight > 0)
+        self._stats.set_generating(views.in_flight > 0)
         if views.by_index[report.replica].idle or report.status.version != version:
             self._tick.at_once()
         else:
@@ -362,7 +362,7 @@ class SimulatedFleet:
         for index, names in scheduler.moves.take_called_off().items():
             life = self._lives[index]
             self._send_order(life, partial(life.replica.call_off, list(names)))
-        self._stats.generating(scheduler.views.in_flight > 0)
+        self._stats.set_generating(scheduler.views.in_flight > 0)
         if scheduler.dispatcher.has_more:
             self._tick.wake()
 

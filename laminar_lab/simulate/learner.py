@@ -99,7 +99,7 @@ class SimulatedLearner:
     async def _commit(self, batch: StepBatch, metrics: StepMetrics | None) -> None:
         scheduler, publishes = self._scheduler, metrics is not None and self._is_due
         self.step += 1
-        row = self._stats.row(
+        row = self._stats.step_row(
             step=self.step,
             version=batch.version,
             batch=batch.trajectories,
@@ -132,7 +132,7 @@ class SimulatedLearner:
         lengths = [[one.num_tokens for one in bundle] for rank in packed.bundles for bundle in rank]
         emulated_s = emulated_step_s(self._times, lengths, devices=self._emulation.learner_devices)
         elapsed_s = emulated_s / self._emulation.compression
-        self._stats.step_begins()
+        self._stats.begin_step()
         await self._cores.compute(elapsed_s)
-        self._stats.step_ends()
+        self._stats.end_step()
         return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))

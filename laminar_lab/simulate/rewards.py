@@ -55,7 +55,7 @@ class SimulatedRewards:
             one = await self._scored.get()
             if not self._closed:
                 await self._scheduler.closing.on_score(one.score)
-                self._stats.scored(one.score.value or 0.0, (), one.length)
+                self._stats.add_score(one.score.value or 0.0, (), one.length)
             self.num_open -= 1
             self._free += 1
             self._start_scoring()

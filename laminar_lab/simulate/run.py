@@ -241,7 +241,7 @@ class _Simulation:
                 if self._config.repacks:
                     speed = await self._fleet.speed()
                     background.append(tasks.create_task(self._migration.run(speed), name="repack"))
-                self._stats.rl_phase(True)
+                self._stats.set_rl_phase(True)
                 self._scheduler.admit()
                 self._fleet.begin_rl()
                 await self._learner.run(self._config.max_rl_seconds)
@@ -266,7 +266,7 @@ class _Simulation:
 
     async def _stop_fleet(self) -> None:
         """Stop the fleet; with a record, record the tokens of running trajectories."""
-        self._stats.rl_phase(False)
+        self._stats.set_rl_phase(False)
         self._scheduler.pause()
         self._rewards.close()
         if self._record is not None:

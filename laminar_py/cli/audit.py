@@ -20,7 +20,8 @@ from rich.text import Text
 
 from laminar_py.cli.main import console, print_line
 from laminar_py.config.section import ConfigError
-from laminar_py.observe.samples import Colour, SampleOrder
+from laminar_py.observe.sample_lines import Colour
+from laminar_py.observe.samples import SampleOrder
 from laminar_py.records.host import visible
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
@@ -125,15 +126,16 @@ def show(
     model: ModelFolder = None,
 ) -> None:
     """Show the history of a trajectory (replicas, versions, interruptions, moves, reward, use), then its text."""
-    from laminar_py.ledger.audit.stories import tell_story
-    from laminar_py.observe.sample_lines import tell_text
-    from laminar_py.observe.sample_reader import read_life
+    from laminar_py.ledger.audit.stories import describe_events
+    from laminar_py.observe.sample_lines import describe_fate, describe_texts
+    from laminar_py.observe.samples import read_stories
 
-    life, sample = read_life(context.obj, trajectory, model=model)
-    for line in tell_story(life):
+    ((story, sample),) = read_stories(context.obj, [trajectory], model=model)
+    _print_texts([describe_fate(sample)])
+    for line in describe_events(story):
         print_line(line)
     _warn_of_ids(sample)
-    _print_texts(tell_text(sample, colour=Colour.VERSION, whole=True))
+    _print_texts(describe_texts(sample, colour=Colour.VERSION, full=True))
 
 
 @audit.command("list", epilog="Example: laminar audit runs/quickstart-1 list --staleness '>3' --status consumed")
@@ -261,7 +263,7 @@ def samples(
     """Show responses of the model: the best and the worst of the newest groups, trajectories by id, or all that
     meet the conditions."""
     from laminar_py.ledger.audit.queries import Filters
-    from laminar_py.observe.sample_lines import tell_colours, tell_sample
+    from laminar_py.observe.sample_lines import describe_colours, describe_sample
 
     if ids and (order or wanted != Filters()):
         raise ConfigError(f"{ids[0]}: ids and conditions exclude each other; leave one of them out")
@@ -273,8 +275,8 @@ def samples(
             continue
         if not place:
             _warn_of_ids(sample)
-            _print_texts(filter(None, [tell_colours(colour)]))
-        _print_texts([*tell_sample(sample, colour=colour, whole=full), Text()])
+            _print_texts(filter(None, [describe_colours(colour)]))
+        _print_texts([*describe_sample(sample, colour=colour, full=full), Text()])
     if not ids and not as_json:
         _print_count(run, wanted, len(found))
 
@@ -282,7 +284,7 @@ def samples(
 def _find_samples(run: Path, wanted: "Filters", order: SampleOrder | None, limit: int) -> list[str]:
     """Ids of trajectories to show. Without conditions or order: contrasts of training, or else of evaluations."""
     from laminar_py.ledger.audit.queries import Filters
-    from laminar_py.observe.sample_reader import list_samples
+    from laminar_py.observe.samples import list_samples
 
     if wanted != Filters() or order:
         found = list_samples(run, wanted, order=order or SampleOrder.NEWEST, limit=limit)
@@ -293,7 +295,7 @@ def _find_samples(run: Path, wanted: "Filters", order: SampleOrder | None, limit
 
 
 def _read_samples(run: Path, ids: Sequence[str], model: Path | None) -> Iterator["FullSample"]:
-    from laminar_py.observe.sample_reader import read_samples
+    from laminar_py.observe.samples import read_samples
 
     for at in range(0, len(ids), _AT_ONCE):
         yield from read_samples(run, ids[at : at + _AT_ONCE], model=model)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from laminar_py.ledger.database import SCHEMA_VERSION as SCHEMA_VERSION
     from laminar_py.ledger.database import SEGMENTS_NAME as SEGMENTS_NAME
     from laminar_py.ledger.database import reading as reading
+    from laminar_py.ledger.evaluations import read_evaluations as read_evaluations
     from laminar_py.ledger.ledger import Ledger as Ledger
     from laminar_py.ledger.live import own_disk as own_disk
     from laminar_py.ledger.live import settle as settle

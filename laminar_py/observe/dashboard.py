@@ -1,9 +1,8 @@
-"""`laminar dashboard`: the report's page over HTTP, drawn again while the run goes on, and `/metrics`.
+"""`laminar dashboard`: the report's page over HTTP, with fresh data while the run is running, and `/metrics`.
 
-Owns the HTTP server and when the ledger is read again. Invariants: it only reads; one reading goes on at a time,
-in a thread that Ctrl-C does not wait for, and takes at most a tenth of the time, however large the ledger; beside
-it at most one question about texts is answered; nothing beyond loopback is answered without the token, and no host
-name but those that it was started under.
+The server only reads. One thread reads the ledger at a time, for at most a tenth of the time; Ctrl-C does not wait
+for it. Queries of texts are answered one at a time. Beyond loopback each request needs the token, and on loopback
+the server answers only to the names of this machine (`tests/analytics/test_dashboard.py`).
 """
 
 import asyncio
@@ -24,18 +23,18 @@ from aiohttp.typedefs import Handler, Middleware
 
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import LedgerError, ledger_path, reading
-from laminar_py.observe.figures import CONTENT_TYPE, expose
+from laminar_py.observe.figures import CONTENT_TYPE, metrics_text
 from laminar_py.observe.page import encode_page, make_page, render_page
 from laminar_py.observe.record import read_snapshot
 from laminar_py.observe.report import RunReport
-from laminar_py.observe.texts import find_text, find_texts
+from laminar_py.observe.texts import answer_list, answer_sample
 
 log = logging.getLogger(__name__)
 
 LEAST_S = 2.0  # between two readings
-SHARE = 0.1  # of the time that readings may take
-MOST_QUESTIONS = 16  # about texts that wait; a browser asks two at a time
-CLOSE_S = 2.0  # for answers that are under way at the end
+SHARE = 0.1  # of the time: most that readings take
+MOST_QUERIES = 16  # of texts that wait; a browser sends two at a time
+CLOSE_S = 2.0  # for open responses at the end
 TOKEN_VARIABLE = "LAMINAR_DASHBOARD_TOKEN"
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -47,90 +46,90 @@ _HEADERS = {
 }
 
 Found = TypeVar("Found")
-Question = Callable[[Path, Mapping[str, str]], bytes]
+Query = Callable[[Path, Mapping[str, str]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnPage:
-    """Answers, made of the last reading."""
+    """Responses from one reading of the ledger."""
 
-    seq: int  # of the last event then
-    body: bytes  # the page's data
+    seq: int  # of the last event
+    body: bytes  # data of the page
     metrics: bytes  # the text of `/metrics`
 
 
 class Reader:
-    """Keeps `drawn` up to date."""
+    """Reads the ledger again and again, and keeps the responses in `drawn`."""
 
     def __init__(self, run: Path) -> None:
         self.drawn: DrawnPage | None = None
-        self.wait_s = LEAST_S  # until the next look
-        self.trouble = "the ledger is being read for the first time"  # why it is not up to date; else none
+        self.wait_s = LEAST_S  # until the next reading
+        self.trouble = "the ledger is being read for the first time"  # why `drawn` is not up to date, else ""
         self.run = run
 
-    async def keep(self) -> None:
-        """Look again and again, until cancelled."""
+    async def run_forever(self) -> None:
+        """Read again and again, until cancelled."""
         while True:
             began = time.monotonic()
             try:
-                await _detached(self.look)
-            except (ConfigError, OSError) as error:  # it cannot be read at this moment, or the folder is gone
+                await _in_daemon_thread(self.refresh)
+            except (ConfigError, OSError) as error:  # unreadable at this moment, or the folder is gone
                 if str(error) != self.trouble:
                     log.warning("%s", error)
                 self.trouble = str(error)
             self.wait_s = max(LEAST_S, (time.monotonic() - began) * (1 / SHARE - 1))
             await asyncio.sleep(self.wait_s)
 
-    def look(self) -> None:
-        """Read the ledger again, if anything has been added to it. Raises a one-line `ConfigError`."""
-        if self.drawn is not None and self._newest() == self.drawn.seq:
+    def refresh(self) -> None:
+        """Read the ledger, if it has grown since the last reading. Raises a one-line `ConfigError`."""
+        if self.drawn is not None and self._last_seq() == self.drawn.seq:
             self.trouble = ""
             return
         report = RunReport(read_snapshot(self.run))
-        self.drawn = DrawnPage(report.snapshot.seq, encode_page(make_page(report)), expose(report))
+        self.drawn = DrawnPage(report.snapshot.seq, encode_page(make_page(report)), metrics_text(report))
         self.trouble = ""
 
-    def _newest(self) -> int:
+    def _last_seq(self) -> int:
         with reading(self.run) as connection:
             seq: int = connection.execute("SELECT seq FROM head").fetchone()[0]
         return seq
 
 
-class TextAnswers:
-    """Answers questions about texts, one after the other."""
+class TextQueries:
+    """Answers queries of texts, one after the other."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._waiting = 0
 
-    async def answer(self, question: Question, query: Mapping[str, str]) -> web.Response:
-        """JSON; or one line: 400 on a bad question, 503 where the ledger cannot be read now, or too many ask."""
-        if self._waiting >= MOST_QUESTIONS:
-            return web.Response(status=503, text=f"{self._waiting} questions wait for an answer; ask again")
+    async def answer(self, answer: Query, values: Mapping[str, str]) -> web.Response:
+        """Return JSON, or one line: 400 for a bad query, 503 for an unreadable ledger or too many queries."""
+        if self._waiting >= MOST_QUERIES:
+            return web.Response(status=503, text=f"{self._waiting} queries wait for an answer; send it again")
         self._waiting += 1
         try:
-            async with self._turn:
-                body = await _detached(lambda: question(self._run, query))
-        except (OSError, ValueError) as error:  # where no question is bad: the ledger cannot be read now
+            async with self._lock:
+                body = await _in_daemon_thread(lambda: answer(self._run, values))
+        except (OSError, ValueError) as error:  # a `LedgerError` is a `ConfigError`, but no fault of the query
             is_bad = isinstance(error, ConfigError) and not isinstance(error, LedgerError)
             return web.Response(status=400 if is_bad else 503, text=str(error))
         finally:
             self._waiting -= 1
-        answer = web.Response(body=body, content_type="application/json")
-        answer.enable_compression()
-        return answer
+        response = web.Response(body=body, content_type="application/json")
+        response.enable_compression()
+        return response
 
 
-def _detached(work: Callable[[], Found]) -> asyncio.Future[Found]:
-    """Done when `work` is, in a thread of its own; the process may end before: a reading can take a minute."""
+def _in_daemon_thread(work: Callable[[], Found]) -> asyncio.Future[Found]:
+    """Run `work` in a thread; the process may exit before it ends, since a reading can take a minute."""
     done = Future[Found]()
-    done.set_running_or_notify_cancel()  # from now on nobody cancels it but in the event loop
+    done.set_running_or_notify_cancel()  # so that a cancelled caller leaves the thread alone
 
     def run() -> None:
         try:
             done.set_result(work())
-        except Exception as error:  # noqa: BLE001 - raised again where it is awaited
+        except Exception as error:  # noqa: BLE001 - the caller raises it again
             done.set_exception(error)
 
     threading.Thread(target=run, name="reading", daemon=True).start()
@@ -138,7 +137,7 @@ def _detached(work: Callable[[], Found]) -> asyncio.Future[Found]:
 
 
 def check_binding(host: str, token: str | None) -> None:
-    """Raises `ConfigError` where others could reach it without a token, or the token is too short to be one."""
+    """Raise `ConfigError` for a host beyond loopback without a token, or for a short token."""
     if not _is_loopback(host) and not token:
         raise ConfigError(
             f"--host={host}: reaches beyond this machine; set {TOKEN_VARIABLE} to a secret, or leave --host out"
@@ -148,9 +147,9 @@ def check_binding(host: str, token: str | None) -> None:
 
 
 def make_app(reader: Reader, *, host: str, token: str | None) -> web.Application:
-    """Answers of the server; `reader` is kept by whoever runs it."""
+    """Return the server of a reader; the caller runs `reader.run_forever`."""
     page = render_page(None).encode()
-    texts = TextAnswers(reader.run)
+    texts = TextQueries(reader.run)
 
     async def show(request: web.Request) -> web.Response:
         return web.Response(body=page, content_type="text/html", charset="utf-8")
@@ -167,15 +166,15 @@ def make_app(reader: Reader, *, host: str, token: str | None) -> web.Application
         return answer
 
     async def metrics(request: web.Request) -> web.Response:
-        if reader.drawn is None or reader.trouble:  # a scrape that fails is told from figures that stand still
+        if reader.drawn is None or reader.trouble:  # so that a scrape fails, instead of repeating old figures
             return web.Response(status=503, text=reader.trouble)
         return web.Response(body=reader.drawn.metrics, headers={"Content-Type": CONTENT_TYPE})
 
     async def samples(request: web.Request) -> web.Response:
-        return await texts.answer(find_texts, _without_token(request))
+        return await texts.answer(answer_list, _without_token(request))
 
     async def sample(request: web.Request) -> web.Response:
-        return await texts.answer(find_text, _without_token(request))
+        return await texts.answer(answer_sample, _without_token(request))
 
     app = web.Application(middlewares=[_guard(_names(host), token)])
     app.add_routes([web.get("/", show), web.get("/data.json", data), web.get("/metrics", metrics)])
@@ -183,10 +182,10 @@ def make_app(reader: Reader, *, host: str, token: str | None) -> web.Application
     return app
 
 
-async def serve(run: Path, *, host: str, port: int, token: str | None, tell: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises `ConfigError` on a bad binding, or if there is no such run."""
+async def serve(run: Path, *, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM; `announce` gets the address. Raises `ConfigError` on a bad binding or run."""
     check_binding(host, token)
-    with reading(run):  # now, not after the first browser has come
+    with reading(run):  # so that a bad run fails now
         pass
     reader = Reader(run)
     app = make_app(reader, host=host, token=token)
@@ -201,17 +200,17 @@ async def serve(run: Path, *, host: str, port: int, token: str | None, tell: Cal
             await site.start()
         except OSError as error:
             raise ConfigError(f"--port={port}: cannot listen there ({error.strerror}); name a free one") from None
-        tell(f"{ledger_path(run).parent} at {_address(runner, host)}/ and /metrics, until Ctrl-C")
+        announce(f"{ledger_path(run).parent} at {_address(runner, host)}/ and /metrics, until Ctrl-C")
         async with asyncio.TaskGroup() as group:
-            keeping = group.create_task(reader.keep(), name="reader")
+            reading_task = group.create_task(reader.run_forever(), name="reader")
             await stop.wait()
-            keeping.cancel()
+            reading_task.cancel()
     finally:
         await runner.cleanup()
 
 
 def _guard(names: frozenset[str] | None, token: str | None) -> Middleware:
-    """Middleware that refuses foreign names (a page elsewhere, bound to this address) and wrong tokens."""
+    """Return middleware that refuses other host names (a foreign page bound to this address) and wrong tokens."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -244,12 +243,12 @@ def _bytes(text: str) -> bytes:
 
 
 def _names(host: str) -> frozenset[str] | None:
-    """Host names that a browser may come under; any, where the token guards."""
+    """Return the host names that requests may have; None: any, since the token guards the server."""
     return frozenset({"localhost", "127.0.0.1", "::1", host.lower()}) if _is_loopback(host) else None
 
 
 def _host_name(header: str) -> str:
-    """Name in `Host`, without the port: `[::1]:8000` gives `::1`."""
+    """Return the name in `Host` without its port: `[::1]:8000` gives `::1`."""
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     return header.partition(":")[0].lower()
@@ -261,7 +260,7 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name, which may mean anything
+        return False  # a name, whose address is unknown
 
 
 def _address(runner: web.AppRunner, host: str) -> str:

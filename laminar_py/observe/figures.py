@@ -1,8 +1,8 @@
-"""The table of a run's figures, from which the page's cards, `/metrics` and the comparison of runs are made.
+"""The table of a run's figures: the headline of terminal and page, `/metrics`, and the comparison of runs.
 
-Names and labels of `/metrics` are few and fixed, whatever the run does, and no label is a trajectory's id.
-Counters do not fall when steps are undone (`tests/analytics/test_figures.py`). `configs/grafana/laminar.json`
-draws them.
+Names and labels of `/metrics` are few and fixed, and no label is a trajectory's id. Counters do not fall when
+steps are undone (`tests/analytics/test_dashboard.py::test_counters_do_not_fall_when_steps_are_undone`).
+`configs/grafana/laminar.json` draws the metrics.
 """
 
 from collections import Counter, defaultdict
@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from laminar_py.observe.kit import Card
 from laminar_py.observe.report import RunReport
-from laminar_py.observe.tails import COUNTED, NAMES, Distribution, Measure, distribution, tell_seconds
+from laminar_py.observe.tails import COUNTED, NAMES, Distribution, Measure, distribution, format_seconds
 from laminar_py.observe.trajectories import REASONS, STATUSES
 from laminar_py.records.events import (
     AnyEvent,
@@ -39,16 +40,22 @@ Value = float | Labelled | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of a run, e.g. goodput: a card of the page, a metric, a row of a comparison."""
+    """One figure of a run, e.g. goodput: a card of the headline, a metric, a row of a comparison."""
 
     name: str  # title of the card; help text of a metric
     value: Callable[[RunReport], Value]  # by label if it has labels; None: no value now
-    tell: Callable[[float], str] = "{:,.0f}".format
+    format: Callable[[float], str] = "{:,.0f}".format
     metric: str = ""  # name in `/metrics` after `laminar_`; "": not exported
     labels: tuple[str, ...] = ()
     is_counter: bool = False
     compared: str = ""  # name in a comparison; "": not compared
     note: Callable[[RunReport], str] | None = None  # text of the card; None: no card
+
+    def number(self, report: RunReport) -> float | None:
+        """Return the value of a figure without labels."""
+        value = self.value(report)
+        assert not isinstance(value, Mapping), f"{self.name} has labels"
+        return value
 
 
 def gauge(metric: str, name: str, value: Callable[[RunReport], Value], *labels: str) -> Figure:
@@ -64,7 +71,7 @@ def counter(metric: str, name: str, value: Callable[[RunReport], Value], *labels
 # ---- values
 
 
-def _named(names: Iterable[object], values: Iterable[float]) -> dict[str, float]:
+def _by_name(names: Iterable[object], values: Iterable[float]) -> dict[str, float]:
     return {str(name): float(value) for name, value in zip(names, values, strict=True)}
 
 
@@ -73,16 +80,16 @@ def _quantiles(found: Distribution | None) -> dict[str, float]:
     return {} if found is None else {f"0.{name[1:]}": value for name, value in found.percentiles.items()}
 
 
-def _of_turns(report: RunReport) -> Distribution | None:
-    return report.tails.overall.get(Measure.TURNS)
+def _turns_of(report: RunReport) -> Distribution | None:
+    return report.tails.get(Measure.TURNS)
 
 
 def _lengths(report: RunReport) -> Labelled:
-    return _quantiles(report.tails.overall.get(Measure.LENGTH))
+    return _quantiles(report.tails.get(Measure.LENGTH))
 
 
 def _turns(report: RunReport) -> Labelled | None:
-    return None if (found := _of_turns(report)) is None else _quantiles(found)
+    return None if (found := _turns_of(report)) is None else _quantiles(found)
 
 
 def _entropy(report: RunReport) -> float | None:
@@ -99,12 +106,14 @@ def _wall(report: RunReport) -> Labelled:
 
 
 def _latencies(report: RunReport) -> dict[tuple[str, ...], float]:
-    times = {NAMES[measure]: found for measure, found in report.tails.overall.items() if measure not in COUNTED}
-    return {(stage, of): value for stage, found in times.items() for of, value in _quantiles(found).items()}
+    times = {NAMES[measure]: found for measure, found in report.tails.items() if measure not in COUNTED}
+    return {
+        (stage, quantile): value for stage, found in times.items() for quantile, value in _quantiles(found).items()
+    }
 
 
 def _tail_ratios(report: RunReport) -> dict[str, float]:
-    tails = {NAMES[measure]: found.tail for measure, found in report.tails.overall.items()}
+    tails = {NAMES[measure]: found.tail for measure, found in report.tails.items()}
     return {name: tail for name, tail in tails.items() if tail is not None}
 
 
@@ -114,12 +123,12 @@ def _staleness(report: RunReport) -> dict[str, float]:
 
 
 def _by_status(report: RunReport) -> dict[str, float]:
-    return _named(STATUSES, np.bincount(report.snapshot.trajectories.status, minlength=len(STATUSES)).tolist())
+    return _by_name(STATUSES, np.bincount(report.snapshot.trajectories.status, minlength=len(STATUSES)).tolist())
 
 
 def _by_reason(report: RunReport) -> dict[str, float]:
     drop = report.snapshot.trajectories.drop
-    return _named(REASONS, np.bincount(drop[drop >= 0], minlength=len(REASONS)).tolist())
+    return _by_name(REASONS, np.bincount(drop[drop >= 0], minlength=len(REASONS)).tolist())
 
 
 def _recent_reward(report: RunReport) -> float | None:
@@ -128,31 +137,33 @@ def _recent_reward(report: RunReport) -> float | None:
     return float(scored[-1000:].mean()) if len(scored) else None
 
 
-def _served(report: RunReport) -> dict[str, float]:
-    served: dict[str, float] = {}
+def _loaded_versions(report: RunReport) -> dict[str, float]:
+    loaded: dict[str, float] = {}
     for one in report.snapshot.history.happened:
         if isinstance(one.event, VersionLoaded):
-            served[str(one.event.replica)] = float(one.event.version)
+            loaded[str(one.event.replica)] = float(one.event.version)
         elif isinstance(one.event, ReplicaLeft):
-            served.pop(str(one.event.replica), None)
-    return served
+            loaded.pop(str(one.event.replica), None)
+    return loaded
 
 
-def _fleet(values: Callable[[FleetRow], Iterable[float]]) -> Callable[[RunReport], Value]:
-    def of_last(report: RunReport) -> Value:
+def _last_fleet(values: Callable[[FleetRow], Iterable[float]]) -> Callable[[RunReport], Value]:
+    """Return a value of each replica, by its number, in the last row of the fleet."""
+
+    def value_of(report: RunReport) -> Value:
         fleet = report.snapshot.samples.fleet
-        return _named(fleet[-1].indices, values(fleet[-1])) if fleet else None
+        return _by_name(fleet[-1].indices, values(fleet[-1])) if fleet else None
 
-    return of_last
+    return value_of
 
 
-def _sum(kind: type[AnyEvent], field: str) -> Callable[[RunReport], Value]:
-    """Return a sum of a field over all events of a type, undone steps included, so that it never falls."""
+def _sum_of(kind: type[AnyEvent], field: str) -> Callable[[RunReport], Value]:
+    """Return the sum of a field over all events of a type, with undone steps, so that it never falls."""
     return lambda report: sum(getattr(event, field) for _, event in report.snapshot.history.of_kind(kind))
 
 
-def _sums(kind: type[AnyEvent], label: str, field: str = "") -> Callable[[RunReport], Value]:
-    """Return sums of a field by a label, over all events of a type; without a field, numbers of events."""
+def _sum_by_label(kind: type[AnyEvent], label: str, field: str = "") -> Callable[[RunReport], Value]:
+    """Return by label the sum of a field over all events of a type; without a field, the number of events."""
 
     def by_label(report: RunReport) -> Value:
         found = defaultdict[str, float](float)
@@ -163,14 +174,14 @@ def _sums(kind: type[AnyEvent], label: str, field: str = "") -> Callable[[RunRep
     return by_label
 
 
-def _last(kind: type[AnyEvent], field: str, default: float | None = None) -> Callable[[RunReport], Value]:
-    """Return a field of the last event of a type."""
+def _last_value(kind: type[AnyEvent], field: str, default: float | None = None) -> Callable[[RunReport], Value]:
+    """Return a field of the last event of a type, else `default`."""
 
-    def of_last(report: RunReport) -> Value:
+    def value_of(report: RunReport) -> Value:
         events = [event for _, event in report.snapshot.history.of_kind(kind)]
         return float(getattr(events[-1], field)) if events else default
 
-    return of_last
+    return value_of
 
 
 def _repacked(report: RunReport) -> dict[str, float]:
@@ -181,6 +192,15 @@ def _repacked(report: RunReport) -> dict[str, float]:
     return {name: float(count) for name, count in moved.items()}
 
 
+def _note_steps(report: RunReport) -> str:
+    account, ended = report.tokens, "has not ended" if report.snapshot.history.live else "has ended"
+    if not report.steps or not account.useful_trajectories:
+        return f"the run {ended}"
+    size, length = account.useful_trajectories / report.steps, account.useful / account.useful_trajectories
+    step_s = format_seconds(report.rl_s / report.steps)
+    return f"{step_s} each: {size:,.0f} trajectories x {length:,.1f} useful tokens; the run {ended}"
+
+
 def _note_trajectories(report: RunReport) -> str:
     train = report.snapshot.trajectories
     used, dropped = (int(train.is_status(status).sum()) for status in (Status.CONSUMED, Status.DROPPED))
@@ -188,7 +208,7 @@ def _note_trajectories(report: RunReport) -> str:
 
 
 def _note_turns(report: RunReport) -> str:
-    train, turns = report.snapshot.trajectories, _of_turns(report)
+    train, turns = report.snapshot.trajectories, _turns_of(report)
     known = ~np.isnan(train.environment_s)
     spent_s = float(np.sum(train.finished_s[known] - train.started_s[known]))
     share = float(train.environment_s[known].sum()) / spent_s if spent_s > 0 else 0.0
@@ -204,27 +224,28 @@ FIGURES = (
         compared="goodput, useful tokens/s",
         note=lambda r: f"tokens/s, {r.tokens.useful:,} useful in {r.rl_s:,.1f} s of RL",
     ),
-    Figure(name="", value=lambda r: r.trained_tokens_per_s, compared="trained tokens/s"),
-    Figure(name="", value=lambda r: r.tokens.useful_share, tell="{:.1%}".format, compared="useful of the issued"),
+    Figure(
+        name="trained",
+        value=lambda r: r.trained_tokens_per_s,
+        compared="trained tokens/s",
+        note=lambda r: "tokens/s, whatever their weight",
+    ),
+    Figure(
+        name="", value=lambda r: r.tokens.useful_share, format="{:.1%}".format, compared="useful of the issued"
+    ),
     Figure(
         name="learner steps",
         value=lambda r: len(r.snapshot.history.steps),
         compared="steps",
-        note=lambda r: f"the run {'has not ended' if r.snapshot.history.live else 'has ended'}",
+        note=_note_steps,
     ),
     Figure(
         name="of the RL phase",
         value=lambda r: r.rl_s,
-        tell=tell_seconds,
+        format=format_seconds,
         metric="rl_seconds",
         is_counter=True,
         compared="RL",
-    ),
-    Figure(
-        name="",
-        value=lambda r: r.stragglers.slots,
-        tell="{:.1%}".format,
-        compared="slots lost to stragglers",
     ),
     Figure(
         name="trajectories",
@@ -235,51 +256,61 @@ FIGURES = (
     ),
     Figure(
         name="turns",
-        value=lambda r: None if (found := _of_turns(r)) is None else found.mean,
-        tell="{:.2f}".format,
+        value=lambda r: None if (found := _turns_of(r)) is None else found.mean,
+        format="{:.2f}".format,
         note=_note_turns,
     ),
     Figure(
         name="staleness",
         value=lambda r: None if r.staleness is None else r.staleness.mean,
-        tell="{:.2f}".format,
-        note=lambda r: "" if r.staleness is None else f"versions, the mean; {r.staleness.max} at most",
+        format="{:.2f}".format,
+        note=lambda r: "" if r.staleness is None else f"learner steps, the mean; {r.staleness.max} at most",
     ),
     gauge("trajectories", "training trajectories by status", _by_status, "status"),
     counter("dropped", "dropped trajectories by reason", _by_reason, "reason"),
     counter("tokens_generated", "response tokens of training, stored so far", lambda r: r.tokens.issued),
-    gauge("tokens_useful", "of steps that stand, each weighed as its loss was", lambda r: r.tokens.useful),
+    gauge(
+        "tokens_useful",
+        "of steps that were not undone, times the weights of their losses",
+        lambda r: r.tokens.useful,
+    ),
     gauge("reward", "mean reward of the last thousand scored", _recent_reward),
     gauge("response_length_tokens", "response length", _lengths, "quantile"),
     gauge("turns", "turns of the model in a trajectory", _turns, "quantile"),
-    gauge("staleness_steps", "staleness of what was consumed", _staleness, "quantile"),
+    gauge("staleness_steps", "staleness of consumed trajectories", _staleness, "quantile"),
     gauge("latency_seconds", "seconds of the stages of a trajectory's way", _latencies, "stage", "quantile"),
     gauge("tail_ratio", "p95 over p50", _tail_ratios, "of"),
-    gauge("replica_version", "weight version that a replica serves", _served, "replica"),
-    gauge("replica_running", "trajectories that it decodes", _fleet(lambda row: row.running), "replica"),
-    gauge("replica_waiting", "trajectories that wait in its engine", _fleet(lambda row: row.waiting), "replica"),
-    gauge("replica_kv_share", "share of its KV cache in use", _fleet(lambda row: row.kv_use), "replica"),
+    gauge("replica_version", "weight version that a replica serves", _loaded_versions, "replica"),
+    gauge("replica_running", "trajectories that it decodes", _last_fleet(lambda row: row.running), "replica"),
+    gauge(
+        "replica_waiting", "trajectories that wait in its engine", _last_fleet(lambda row: row.waiting), "replica"
+    ),
+    gauge("replica_kv_share", "share of its KV cache in use", _last_fleet(lambda row: row.kv_use), "replica"),
     counter("repacked", "trajectories that repacking moved", _repacked, "state"),
-    gauge("learner_step", "the last step", _last(Stepped, "step", 0)),
-    counter("tokens_trained", "response tokens of steps", _sum(Stepped, "num_tokens")),
-    counter("learner_busy_seconds", "in steps", _sum(Stepped, "elapsed_s")),
-    counter("learner_waiting_seconds", "without a batch", _sum(Stepped, "waited_s")),
-    counter("reference_seconds", "in the reference model", _sum(Stepped, "reference_s")),
-    gauge("loss", "of the last step", _last(Stepped, "loss")),
-    gauge("gradient_norm", "of the last step", _last(Stepped, "grad_norm")),
+    gauge("learner_step", "the last step", _last_value(Stepped, "step", 0)),
+    counter("tokens_trained", "response tokens of steps", _sum_of(Stepped, "num_tokens")),
+    counter("learner_busy_seconds", "in steps", _sum_of(Stepped, "elapsed_s")),
+    counter("learner_waiting_seconds", "without a batch", _sum_of(Stepped, "waited_s")),
+    counter("reference_seconds", "in the reference model", _sum_of(Stepped, "reference_s")),
+    gauge("loss", "of the last step", _last_value(Stepped, "loss")),
+    gauge("gradient_norm", "of the last step", _last_value(Stepped, "grad_norm")),
     gauge("entropy_nats", "of the last step's tokens", _entropy),
     gauge("evaluation_mean_reward", "of the last evaluation", _evaluated, "set"),
-    gauge("version_published", "newest weight version of the learner", _last(VersionPublished, "version", -1)),
-    counter("publish_stall_seconds", "the learner stood still to publish", _sum(VersionPublished, "stall_s")),
-    counter("relay_seconds", "from first request to verified", _sums(Relayed, "node", "elapsed_s"), "node"),
-    counter("relay_wire_bytes", "that came over the wire", _sums(Relayed, "node", "wire_bytes"), "node"),
+    gauge(
+        "version_published", "newest weight version of the learner", _last_value(VersionPublished, "version", -1)
+    ),
+    counter("publish_stall_seconds", "the learner stood still to publish", _sum_of(VersionPublished, "stall_s")),
+    counter(
+        "relay_seconds", "from first request to verified", _sum_by_label(Relayed, "node", "elapsed_s"), "node"
+    ),
+    counter("relay_wire_bytes", "that came over the wire", _sum_by_label(Relayed, "node", "wire_bytes"), "node"),
     counter(
         "pull_waited_seconds",
         "waits for versions",
-        _sums(Pulled, "subscriber", "waited_s"),
+        _sum_by_label(Pulled, "subscriber", "waited_s"),
         "subscriber",
     ),
-    counter("deaths", "parts that died and were restarted", _sums(PartDied, "part"), "part"),
+    counter("deaths", "parts that died and were restarted", _sum_by_label(PartDied, "part"), "part"),
     gauge(
         "live",
         "1 until the run says that it ended",
@@ -289,6 +320,22 @@ FIGURES = (
     counter("events", "in the ledger", lambda r: r.snapshot.seq),
     gauge("wall_info", "what limits the run", _wall, "wall"),
 )
+
+
+def headline(report: RunReport) -> list[Card]:
+    """Return the cards of terminal and page: the wall, figures with a note, and the evaluations of each set."""
+    cards = [Card("simulated", "no real run", report.simulation)] if report.simulation else []
+    if report.diagnosis is not None:
+        cards.append(Card("limited by", str(report.diagnosis.binding.wall), "the evidence is below"))
+    for figure in FIGURES:
+        value = figure.number(report) if figure.note is not None else None
+        if figure.note is not None and value is not None:
+            cards.append(Card(figure.name, figure.format(value), figure.note(report)))
+    for name, passes in report.snapshot.history.evaluations_by_set.items():
+        last = passes[-1].figures
+        words = f"{passes[0].figures.mean.value:.3f} at the first evaluation; the last: {last.describe()}"
+        cards.append(Card(f"{name}: {last.name}", f"{last.mean.value:.3f}", words))
+    return cards
 
 
 class _RunCollector(Collector):
@@ -311,7 +358,7 @@ class _RunCollector(Collector):
             yield family
 
 
-def expose(report: RunReport) -> bytes:
+def metrics_text(report: RunReport) -> bytes:
     """Return the text of `/metrics`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_RunCollector(report))

@@ -1,6 +1,7 @@
-"""What processes, replicas and cores do: `fleet.jsonl`, a row a second of the RL phase; and the peak of memory.
+"""Watchers of the controller: `fleet.jsonl` with a row per second of RL, and the peak of memory.
 
-The controller runs the watchers. Memory is the PSS of the controller and its descendants, and shared memory.
+A row has the load of replicas and cores. Memory is the PSS of the controller and its descendants, and shared
+memory.
 """
 
 import asyncio
@@ -20,13 +21,13 @@ MEMORY_EVERY_S = 10.0
 
 
 def processes() -> list[psutil.Process]:
-    """Own process and everything below it."""
+    """Return this process and its descendants."""
     own = psutil.Process()
     return [own, *own.children(recursive=True)]
 
 
 def pss_bytes(pid: int) -> int:
-    """Proportional set size: private pages plus this process's share of shared ones."""
+    """Return the proportional set size of a process: private pages plus its share of shared pages."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -35,7 +36,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder; what vanishes meanwhile counts 0."""
+    """Return the bytes of the files below a folder; a file that vanishes meanwhile counts 0."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -45,12 +46,12 @@ def folder_bytes(folder: Path) -> int:
 
 
 def used_bytes(pids: list[int], shm: Path) -> int:
-    """Bytes that these processes and the version folders in `shm` take; pages mapped twice may count twice."""
+    """Return the bytes of these processes and of the version folders in `shm`, which may count a page twice."""
     return sum(pss_bytes(pid) for pid in pids) + folder_bytes(shm)
 
 
 async def watch_memory(run: RunFolder, stats: Stats, shm: Path) -> None:
-    """Note the run's processes and their peak of memory until cancelled."""
+    """Record the run's processes and their peak of memory until cancelled."""
     while True:
         pids = [process.pid for process in processes()]
         run.note_processes(pids)
@@ -63,23 +64,23 @@ EVERY_S = 1.0
 
 
 def cpu_use(cores: set[int]) -> float:
-    """Share of these cores that was busy since the call before, whoever kept them so."""
+    """Return the share of these cores that any process kept busy since the previous call."""
     busy = [use for core, use in enumerate(psutil.cpu_percent(percpu=True)) if core in cores]
     return sum(busy) / (100 * max(1, len(busy)))
 
 
 class OwnCpu:
-    """CPU time of the controller and of all below it, from one call to the next."""
+    """CPU time of the controller and its descendants between two calls."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, float], float] = {}  # seconds by process, which has a number and a start
+        self._seen: dict[tuple[int, float], float] = {}  # seconds by process id and start
         self._since = time.monotonic()
 
     def use(self, num_cores: int) -> float:
-        """Share of so many cores that the run's own processes kept busy since the call before."""
+        """Return the share of `num_cores` that the run's processes kept busy since the previous call."""
         now, seen, used_s = time.monotonic(), dict[tuple[int, float], float](), 0.0
         for process in processes():
-            with contextlib.suppress(psutil.NoSuchProcess):  # what it used since the last call is lost
+            with contextlib.suppress(psutil.NoSuchProcess):  # its use since the last call is lost
                 times = process.cpu_times()
                 key = (process.pid, process.create_time())
                 seen[key] = times.user + times.system
@@ -91,17 +92,17 @@ class OwnCpu:
 async def watch_fleet(
     path: Path, stats: Stats, *, generated_tokens: Callable[[], int], has_processes: bool = True
 ) -> None:
-    """Append a row for each second of RL until cancelled; of a simulation without the use of cores."""
+    """Append a row for each second of RL until cancelled; a simulation has no processes, so no use of cores."""
     cores, own = os.sched_getaffinity(0), OwnCpu()
     use = own_use = None
     with open_rows(path) as file:
         while True:
             await asyncio.sleep(EVERY_S)
             if has_processes:
-                use = cpu_use(cores)  # also before RL, since each call counts from the one before
+                use = cpu_use(cores)  # also before RL, since each call measures from the previous one
                 own_use = await asyncio.to_thread(own.use, len(cores))
             if stats.in_rl:
                 count = len(cores) if has_processes else 0
-                row = stats.fleet(generated_tokens(), cpu_use=use, own_cpu_use=own_use, cores=count)
+                row = stats.fleet_row(generated_tokens(), cpu_use=use, own_cpu_use=own_use, cores=count)
                 append_row(file, row)
                 file.flush()

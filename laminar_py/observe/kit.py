@@ -1,8 +1,10 @@
-"""The page kit: the parts that a page is made of, and HTML in one file without network. Called by pages.
+"""The page kit: parts of a page, and HTML in one file without network.
 
-`web/kit.js` draws the parts. Everything that comes from runs reaches a page as JSON and is shown as text, so
-nothing in it can become markup or script; a content security policy, which names the page's own scripts by
-digest, holds the browser to that. The maker of a page bounds its parts, however long the run.
+Pages of the core and of packages use it.
+
+`web/kit.js` draws the parts. Text of runs reaches a page as JSON and is shown as text, so it cannot become markup
+or script. A content security policy names the page's own scripts by digest, and the browser runs no other script.
+The maker of a page bounds its parts.
 """
 
 import base64
@@ -14,7 +16,7 @@ import msgspec
 
 
 class Card(msgspec.Struct, frozen=True):
-    """Number of the headline, e.g. `Card("goodput", "8,102 tokens/s", "trained, per second of RL")`."""
+    """A number of the headline, e.g. `Card("goodput", "8,102 tokens/s", "trained, per second of RL")`."""
 
     name: str
     value: str
@@ -30,16 +32,15 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: str = "line"  # line, points, bar; row: a horizontal bar, `x` long, from `base` on
     colour: str = "accent"  # of the style: accent, second, third, quiet, alarm, ink
     colours: list[str] | None = None  # [N] of single bars
-    symbol: str = ""  # of points, in plotly's words
     base: list[float] | None = None  # [N]
     width: list[float] | None = None  # [N] of bars
     low: list[float] | None = None  # [N] bounds of an interval
     high: list[float] | None = None
-    words: list[str] | None = None  # [N] under the pointer, in place of the numbers
+    words: list[str] | None = None  # [N] under the pointer, instead of the numbers
 
 
 class Heat(msgspec.Struct, frozen=True, kw_only=True):
-    """Grid [rows][columns] of numbers that colours show; NaN has none."""
+    """Grid [rows][columns] of numbers, drawn as colours; NaN has no colour."""
 
     name: str  # of the numbers
     x: list[float]  # [columns]
@@ -48,49 +49,47 @@ class Heat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Series on one pair of axes. An empty chart says so."""
+    """Series on one pair of axes; an empty chart shows "Nothing yet"."""
 
-    name: str = ""  # over it, and where one of several is chosen
+    name: str = ""  # above it, and in the choice of a panel
     x: str  # titles of the axes
     y: str
     series: list[Series] = []
     heat: Heat | None = None
     marks: list[tuple[str, float]] = []  # vertical lines with names
-    log: bool = False  # the axis x, which has seconds then
-    from_zero: bool = False  # the axis y
+    log: bool = False  # a logarithmic axis x, in seconds
+    from_zero: bool = False  # an axis y that begins at 0
     is_empty: bool = False
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Table of texts; columns from the second on are numbers, but for the last `words`."""
+    """Table of texts; the first column and the last `words` columns are words, the others numbers."""
 
     name: str = ""
     note: str = ""
     head: list[str]
     rows: list[list[str]]
     words: int = 0
-    opens_texts: bool = False  # the first column has ids of trajectories whose text a click opens
-    has_filter: bool = False  # a field filters its rows
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Section of a page, from top to bottom: note, lead, lists, charts and tables, text."""
+    """Section of a page, from top to bottom: lead, note, lines, charts and tables, text."""
 
     id: str  # of its element
     title: str
     note: str = ""
     lead: str = ""
-    lists: list[list[str]] = []
+    lines: list[str] = []
     charts: list[Chart] = []
     tables: list[Table] = []
-    choose: str = ""  # name of a choice that shows one of the charts, or tables, at a time; "": all are shown
-    text: str = ""  # in a box that opens
-    is_wide: bool = False  # else it shares its line with the next
+    choose: str = ""  # name of a choice among the charts and tables; "": show all
+    text: str = ""  # in a box that a click opens
+    is_wide: bool = False  # else it shares its row with the next panel
 
 
 def render(data: bytes, web: Traversable) -> str:
-    """HTML of a page: the kit's template with `data` (JSON), and with `main.html`, `*.css`, `*.js` of `web`."""
-    from plotly.offline import get_plotlyjs  # heavy, and needed here alone
+    """Return the HTML of a page: the template with `data` (JSON), and `main.html`, CSS and scripts of `web`."""
+    from plotly.offline import get_plotlyjs  # heavy
 
     kit, own = files("laminar_py.observe") / "web", sorted(web.iterdir(), key=lambda file: file.name)
 
@@ -103,7 +102,7 @@ def render(data: bytes, web: Traversable) -> str:
         "main": (web / "main.html").read_text("utf-8"),
         "plotly": get_plotlyjs(),
         "scripts": joined(".js"),
-        "data": data.decode().replace("<", "\\u003c"),  # no end of script within strings
+        "data": data.decode().replace("<", "\\u003c"),  # so that no string ends the script
     }
     contents["policy"] = _policy(contents["plotly"], contents["scripts"])
     before, *rest = (kit / "kit.html").read_text("utf-8").split("{{")
@@ -115,7 +114,7 @@ def render(data: bytes, web: Traversable) -> str:
 
 
 def _policy(*scripts: str) -> str:
-    """Content security policy: these scripts run and no other, and the page asks its own server alone."""
+    """Return a content security policy: only these scripts run, and the page contacts only its own server."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (

@@ -1,4 +1,7 @@
-"""View of a run while it goes on, live on a terminal and plain lines elsewhere; and what it waits for."""
+"""View of a running run for `laminar train`: a live screen on a terminal, plain lines in files and pipes.
+
+The controller calls the view. `Waits` says what the stages of the run wait for.
+"""
 
 import time
 from collections.abc import Sequence
@@ -14,19 +17,23 @@ from laminar_py.observe.stats import Stats
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import LearnerProgress, StepRow
 
+LINE_EVERY_STEPS = 10
+PROGRESS_EVERY_S = 5.0
+LINE_EVERY_S = 60.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """State of a run's stages, e.g. a learner without a batch while 64 responses wait for a reward that hangs."""
+    """State of a run's stages, e.g. a learner without a batch while 64 responses wait for a hanging reward."""
 
     in_rl: bool
     step: int
-    learner_idle_s: float | None  # since it has no batch; None while it has one
-    ready: int  # groups that it could have
-    wanted: int  # of them for a step
+    learner_idle_s: float | None  # since the learner has no batch; None while it has one
+    ready: int  # groups with advantages
+    wanted: int  # groups of a step
     generating: int  # responses
-    scores: str  # that are awaited, in words
-    current: int  # replicas that serve the newest version
+    scores: str  # words on awaited scores, "" for none
+    current: int  # replicas with the newest version
     replicas: int
 
     @property
@@ -50,8 +57,92 @@ class Waits:
         )
 
 
-def tell_time_left(*, step: int, steps: int, rl_s: float, max_rl_s: float | None) -> str:
-    """Time left at the pace so far, within the limit; "" before the first step."""
+class View:
+    """Shows a run of `steps` learner steps or `max_rl_s` seconds of RL.
+
+    Without a terminal it prints a line every ten steps and at least one a minute.
+    """
+
+    def __init__(self, console: Console, *, steps: int, max_rl_s: float | None = None) -> None:
+        self._console = console
+        self._steps = steps
+        self._max_rl_s = max_rl_s
+        self._printed_s = time.monotonic()  # time of the last line
+        self._row: StepRow | None = None
+        self._progress = "starting"  # of the learner
+        self._progressed_s = time.monotonic()
+        self._evaluated: dict[str, str] = {}  # last mean by set
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    def progress(self, progress: LearnerProgress) -> None:
+        """Show how far a starting learner is; without a terminal print a line every few seconds."""
+        loss = f"  loss {progress.loss:.3f}" if progress.loss else ""
+        self._progress = f"learner: {progress.phase} {progress.done}/{progress.total}{loss}"
+        self._progressed_s = time.monotonic()
+        if self._live is None and time.monotonic() - self._printed_s > PROGRESS_EVERY_S:
+            self.notice(self._progress)
+
+    def step(self, row: StepRow) -> None:
+        """Show the figures of a step; without a terminal print a line every ten steps."""
+        self._row = row
+        if self._live is not None:
+            return
+        if row.step % LINE_EVERY_STEPS == 0 or row.step in (1, self._steps):
+            turns = row.turns
+            words = (
+                f"  turns {turns.mean:.1f}, environments p95 {turns.environment_p95_s:.2f} s" if turns.mean else ""
+            )
+            self.notice(
+                f"step {row.step}/{self._steps}  reward {row.reward:.3f}  tokens p50 {row.length_p50} p95"
+                f" {row.length_p95}{words}  staleness {row.staleness_mean:.1f} max {row.staleness_max}"
+                f"  trained {row.trained_tokens / row.rl_s:.0f} tok/s  learner waiting"
+                f" {row.learner_waiting_share:.0%}  {row.rl_s:.1f} s"
+            )
+
+    def evaluated(self, result: Evaluated) -> None:
+        """Print a line about an evaluation."""
+        self._evaluated[result.set_name] = (
+            f"{result.set_name} {result.figures.mean.value:.3f} (step {result.step})"
+        )
+        self.notice(evaluation_line(result))
+
+    def notice(self, line: str) -> None:
+        """Print a line as it is, on a terminal above the live screen."""
+        self._printed_s = time.monotonic()
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
+        """Draw the live screen, or print a line if there was none for a minute; called twice a second.
+
+        `notes` say what the stages wait for and what failed; an empty note is left out.
+        """
+        left = format_time_left(step=step, steps=self._steps, rl_s=stats.rl_s, max_rl_s=self._max_rl_s)
+        if self._live is not None:
+            self._draw(self._live, stats, version, [left, *notes])
+        elif version >= 0 and time.monotonic() - self._printed_s > LINE_EVERY_S:
+            done = f"step {step}/{self._steps}, {stats.rl_s:.0f} s of RL"
+            self.notice("; ".join(part for part in (done, left, *notes) if part))
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _draw(self, live: Live, stats: Stats, version: int, lines: list[str]) -> None:
+        shown = lines if version >= 0 else []
+        if version < 0 or time.monotonic() - self._progressed_s < PROGRESS_EVERY_S:
+            shown = [*shown, self._progress]
+        evaluated = ", ".join(self._evaluated.values()) or "-"
+        figures = [] if self._row is None else [_figure_table(self._row, self._steps, evaluated)]
+        body = Group(*figures, _replica_table(stats, version), *(Text(line) for line in shown if line))
+        live.update(Panel(body, title="laminar", expand=False), refresh=True)
+
+
+def format_time_left(*, step: int, steps: int, rl_s: float, max_rl_s: float | None) -> str:
+    """Return the time left at the pace so far, within the limit; "" before the first step."""
     left = [] if not step else [rl_s / step * (steps - step)]
     if max_rl_s is not None:
         left.append(max(0.0, max_rl_s - rl_s))
@@ -61,128 +152,14 @@ def tell_time_left(*, step: int, steps: int, rl_s: float, max_rl_s: float | None
     return f"about {minutes:.0f} min left" if minutes >= 1 else "less than a minute left"
 
 
-LINE_EVERY_STEPS = 10
-PROGRESS_EVERY_S = 5.0
-LINE_EVERY_S = 60.0
-
-
-class View:
-    """Prints what happens, for files and pipes: a line every ten steps and at least one a minute."""
-
-    def __init__(self, console: Console, *, steps: int, max_rl_s: float | None = None) -> None:
-        self._console = console
-        self._steps = steps
-        self._max_rl_s = max_rl_s
-        self._said_s = time.monotonic()  # that or longer ago
-
-    def progress(self, progress: LearnerProgress) -> None:
-        """Print a line every few seconds."""
-        if time.monotonic() - self._said_s > PROGRESS_EVERY_S:
-            self._say(progress_line(progress))
-
-    def step(self, row: StepRow) -> None:
-        """Print a line every ten steps."""
-        if row.step % LINE_EVERY_STEPS == 0 or row.step == self._steps or row.step == 1:
-            self._say(
-                f"step {row.step}/{self._steps}  reward {row.reward:.3f}  tokens p50 {row.length_p50} p95"
-                f" {row.length_p95}{_turns(row)}  staleness {row.staleness_mean:.1f} max {row.staleness_max}"
-                f"  trained {row.trained_tokens / row.rl_s:.0f} tok/s  learner waiting"
-                f" {row.learner_waiting_share:.0%}  {row.rl_s:.1f} s"
-            )
-
-    def evaluated(self, result: Evaluated) -> None:
-        """Print a line."""
-        self._say(evaluation_line(result))
-
-    def notice(self, line: str) -> None:
-        """Print it."""
-        self._say(line)
-
-    def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
-        """Look at all parts, twice a second; `notes` say what they wait for and what failed, "" nothing.
-
-        Prints a line when there was none for a minute.
-        """
-        if version >= 0 and time.monotonic() - self._said_s > LINE_EVERY_S:
-            left = tell_time_left(step=step, steps=self._steps, rl_s=stats.rl_s, max_rl_s=self._max_rl_s)
-            done = f"step {step}/{self._steps}, {stats.rl_s:.0f} s of RL"
-            self._say("; ".join(part for part in (done, left, *notes) if part))
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-    def _say(self, line: str) -> None:
-        self._said_s = time.monotonic()
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-class LiveView(View):
-    """A screen that is drawn anew twice a second."""
-
-    def __init__(self, console: Console, *, steps: int, max_rl_s: float | None = None) -> None:
-        super().__init__(console, steps=steps, max_rl_s=max_rl_s)
-        self._row: StepRow | None = None
-        self._starting = "starting"  # how far the learner is, and when it said so
-        self._started_s = time.monotonic()
-        self._means: dict[str, str] = {}  # of the last evaluation, by set
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._live.start()
-
-    def progress(self, progress: LearnerProgress) -> None:
-        """Shown while it is new."""
-        self._starting, self._started_s = progress_line(progress), time.monotonic()
-
-    def step(self, row: StepRow) -> None:
-        """Kept for the next refresh."""
-        self._row = row
-
-    def evaluated(self, result: Evaluated) -> None:
-        """Printed above the screen and kept."""
-        self._means[result.set_name] = f"{result.set_name} {result.figures.mean.value:.3f} (step {result.step})"
-        self.notice(evaluation_line(result))
-
-    def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
-        """Draw."""
-        left = tell_time_left(step=step, steps=self._steps, rl_s=stats.rl_s, max_rl_s=self._max_rl_s)
-        lines = [left, *notes] if version >= 0 else []
-        if version < 0 or time.monotonic() - self._started_s < PROGRESS_EVERY_S:
-            lines.append(self._starting)
-        numbers = (
-            [] if self._row is None else [_numbers(self._row, self._steps, ", ".join(self._means.values()) or "-")]
-        )
-        body = Group(*numbers, _replicas(stats, version), *(Text(line) for line in lines if line))
-        self._live.update(Panel(body, title="laminar", expand=False), refresh=True)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        self._live.stop()
-
-
-def make_view(console: Console, *, steps: int, max_rl_s: float | None) -> View:
-    """Live on a terminal, plain elsewhere; steps and seconds of RL after which the run is done."""
-    kind = LiveView if console.is_terminal else View
-    return kind(console, steps=steps, max_rl_s=max_rl_s)
-
-
-def progress_line(progress: LearnerProgress) -> str:
-    """Line on a starting learner."""
-    loss = f"  loss {progress.loss:.3f}" if progress.loss else ""
-    return f"learner: {progress.phase} {progress.done}/{progress.total}{loss}"
-
-
 def evaluation_line(result: Evaluated) -> str:
-    """Line on an evaluation."""
+    """Return the line about an evaluation."""
     where = f"version {result.version}, step {result.step}, {result.rl_s:.1f} s of RL"
     return f"{result.set_name}: {result.figures.describe()}: {where}"
 
 
-def _turns(row: StepRow) -> str:
-    """Words on turns after those on tokens; none in a run without an environment."""
-    turns = row.turns
-    return f"  turns {turns.mean:.1f}, environments p95 {turns.environment_p95_s:.2f} s" if turns.mean else ""
-
-
-def _numbers(row: StepRow, steps: int, evaluated: str) -> Table:
+def _figure_table(row: StepRow, steps: int, evaluated: str) -> Table:
+    """Return the figures of the last step and the last evaluations."""
     table = Table.grid(padding=(0, 3))
     table.add_row("step", f"{row.step}/{steps}", "RL time", f"{row.rl_s:.0f} s")
     table.add_row("reward", f"{row.reward:.3f}", "evaluation", evaluated)
@@ -190,33 +167,20 @@ def _numbers(row: StepRow, steps: int, evaluated: str) -> Table:
     if (turns := row.turns).mean:
         times = f"p50 {turns.environment_p50_s:.2f} s  p95 {turns.environment_p95_s:.2f} s"
         table.add_row("turns", f"mean {turns.mean:.1f}", "environments", times)
-    table.add_row(
-        "staleness",
-        f"mean {row.staleness_mean:.1f}  max {row.staleness_max}",
-        "clipped",
-        f"{row.clip_fraction:.1%}",
-    )
-    table.add_row(
-        "generated",
-        f"{row.generated_tokens / row.rl_s:,.0f} tok/s",
-        "trained",
-        f"{row.trained_tokens / row.rl_s:,.0f} tok/s",
-    )
-    table.add_row(
-        "learner", f"waits {row.learner_waiting_share:.0%}", "publish stall", f"{row.publish_stall_s * 1e3:.1f} ms"
-    )
+    staleness = f"mean {row.staleness_mean:.1f}  max {row.staleness_max}"
+    table.add_row("staleness", staleness, "clipped", f"{row.clip_fraction:.1%}")
+    generated, trained = row.generated_tokens / row.rl_s, row.trained_tokens / row.rl_s
+    table.add_row("generated", f"{generated:,.0f} tok/s", "trained", f"{trained:,.0f} tok/s")
+    stall = f"{row.publish_stall_s * 1e3:.1f} ms"
+    table.add_row("learner", f"waits {row.learner_waiting_share:.0%}", "publish stall", stall)
     return table
 
 
-def _replicas(stats: Stats, version: int) -> Table:
+def _replica_table(stats: Stats, version: int) -> Table:
+    """Return the last report of each replica."""
     table = Table("replica", "version", "behind", "running", "waiting", "KV used")
     for index, replica in stats.replicas.items():
-        table.add_row(
-            str(index),
-            str(replica.version),
-            str(version - replica.version),
-            str(replica.running),
-            str(replica.waiting),
-            f"{replica.kv_used / replica.kv_capacity:.0%}",
-        )
+        behind = str(version - replica.version)
+        load = str(replica.running), str(replica.waiting), f"{replica.kv_use:.0%}"
+        table.add_row(str(index), str(replica.version), behind, *load)
     return table

@@ -1,4 +1,7 @@
-"""Use of engines and of cores, and what age takes from the data, from samples beside the ledger. Pure."""
+"""The mean step of a run: seconds of its stages, use of engines and cores, costs of old data; and its prediction.
+
+The diagnosis judges the mean step. `compose` is the one formula of a step's seconds; the planner uses it, too.
+"""
 
 import math
 from collections import defaultdict
@@ -17,26 +20,26 @@ from laminar_py.records.codec import BoolArray
 from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.records.trajectory import DropReason
 
-FRESH = "0"  # bucket of tokens that the newest weights drew
+FRESH = "0"  # bucket of tokens sampled by the newest weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """Means over samples, e.g. `Use(slots=0.31, kv=0.12, cpu=0.97, own_cpu=0.95, cores=2)`."""
+    """Mean use over samples of the fleet, e.g. `Use(slots=0.31, kv=0.12, cpu=0.97, own_cpu=0.95, cores=2)`."""
 
-    slots: float  # share of what the engines decode at a time
+    slots: float  # share of the engines' decode slots
     kv: float  # share of their KV caches
-    cpu: float  # share of the cores that the controller may use
-    own_cpu: float  # of that the run's own processes
-    cores: int  # number of these; 0: not on record
+    cpu: float  # share of the cores that are available to the controller
+    own_cpu: float  # share that the run's own processes use
+    cores: int  # number of cores; 0: not on record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Age:
     """Costs of old data, e.g. `Age(lost=0.38, kl={"0": 1e-4, "3-4": 0.03})`.
 
-    `lost` is the share of the weight that is gone beside fresh data: effective sample size of the importance
-    weights over trained tokens, over the same of tokens at staleness 0.
+    `lost` is 1 minus the effective sample size of the importance weights per trained token, over the same of
+    tokens at staleness 0.
     """
 
     lost: float
@@ -44,7 +47,7 @@ class Age:
 
 
 def measure_use(fleet: Sequence[FleetRow], *, max_batch: int) -> Use | None:
-    """Means of these samples; None without any."""
+    """Return the means of these samples; None without any."""
     if not fleet:
         return None
     slots = [min(running / max_batch, 1.0) for row in fleet for running in row.running]
@@ -61,7 +64,7 @@ def measure_use(fleet: Sequence[FleetRow], *, max_batch: int) -> Use | None:
 
 
 def measure_age(steps: Sequence[StepRow]) -> Age:
-    """Costs over these steps; what is not finite is left out."""
+    """Return the costs over these steps, without figures that are not finite."""
     shares = defaultdict[str, list[tuple[float, int]]](list)
     divergences = defaultdict[str, list[tuple[float, int]]](list)
     for row in steps:
@@ -75,14 +78,14 @@ def measure_age(steps: Sequence[StepRow]) -> Age:
 
 
 def _mean(weighted: Sequence[tuple[float, int]], *, default: float) -> float:
-    """Mean of the finite values, each with its weight."""
+    """Return the weighted mean of finite values, from pairs of value and weight."""
     known = [(value, weight) for value, weight in weighted if math.isfinite(value) and weight]
     total = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / total if total else default
 
 
 class StepStage(StrEnum):
-    """Stage of a step, in the order of a trajectory's way."""
+    """Stage of a step, in the order in which a trajectory passes them."""
 
     GENERATION = "generation"
     ENVIRONMENT = "environment"
@@ -96,32 +99,35 @@ class StepStage(StrEnum):
 class StageTimes:
     """Seconds that each stage works for one step, e.g. generation 32.3 s and the learner 12.1 s of a step of 34 s.
 
-    Each is what the stage takes with all its replicas, workers or ranks: doubling them halves it.
+    A field is the time of all replicas, workers or ranks of the stage together: twice as many halve it.
     """
 
-    generation_s: float  # tau_R
-    environment_s: float = 0.0  # tau_E: replicas have slots empty, since trajectories wait for their environments
-    reward_s: float = 0.0  # tau_V
-    reference_s: float = 0.0  # tau_ref, where it is a stage of its own, and not inside the learner
-    learner_s: float = 0.0  # tau_T
-    weights_s: float = 0.0  # tau_S: replicas, empty, wait for published weights, or load them
-    tail_s: float = 0.0  # of generation: with so few left that more replicas would not help
-    stall_s: float = 0.0  # of the learner: to publish
+    generation_s: float  # in papers tau_R
+    environment_s: float = 0.0  # slots of replicas are empty while environments work
+    reward_s: float = 0.0  # in papers tau_V
+    reference_s: float = 0.0  # as a stage of its own; 0 inside the learner
+    learner_s: float = 0.0  # in papers tau_T
+    weights_s: float = 0.0  # empty replicas wait for published weights, or load them
+    tail_s: float = 0.0  # part of generation with so few trajectories that more replicas would not help
+    stall_s: float = 0.0  # part of the learner's time that publishes
 
-    def of(self, stage: StepStage) -> float:
-        """Seconds of one stage."""
+    def seconds_of(self, stage: StepStage) -> float:
+        """Return the seconds of one stage."""
         seconds: float = getattr(self, f"{stage}_s")
         return seconds
 
     def faster(self, stage: StepStage, factor: float) -> "StageTimes":
-        """Times with `factor` times as much of a stage, e.g. 2: twice the replicas. The tail stays as it is."""
+        """Return the times with `factor` times as much of a stage, e.g. twice the replicas; the tail stays."""
         if stage is StepStage.GENERATION:
             full = self.generation_s - self.tail_s
             return replace(self, generation_s=full / factor + self.tail_s)
-        return replace(self, **{f"{stage}_s": self.of(stage) / factor})
+        return replace(self, **{f"{stage}_s": self.seconds_of(stage) / factor})
 
     def without(self, stage: StepStage) -> "StageTimes":
-        """Times if a stage took none: with weights goes the learner's stall, of generation the tail stays."""
+        """Return the times without a stage. Without weights the learner has no stall.
+
+        The tail of generation stays.
+        """
         if stage is StepStage.GENERATION:
             return replace(self, generation_s=self.tail_s)
         if stage is StepStage.WEIGHTS:
@@ -129,17 +135,17 @@ class StageTimes:
         return replace(self, **{f"{stage}_s": 0.0})
 
     def without_tail(self) -> "StageTimes":
-        """Times with all replicas full as long as they are busy."""
+        """Return the times with full replicas as long as they are busy."""
         return replace(self, generation_s=self.generation_s - self.tail_s, tail_s=0.0)
 
 
 def compose(schedule: Schedule, times: StageTimes) -> float:
-    """Seconds of a step whose stages wait for each other as `schedule` has it.
+    """Return the seconds of a step whose stages wait for each other as `schedule` says.
 
-    Turns of the model and of its environment follow one another, and trajectories are scored and compared one by
-    one while others are generated, so the longest of these three counts. Then under `sync` all is in turn; under
-    `one_step` a batch is made while the one before trains, and weights move in between; under `async` nothing
-    waits, but a replica takes weights between its trajectories.
+    Turns of the model and of its environment follow each other. Scoring and the reference pass run beside them, so
+    the longest of the three counts. Under `sync` the learner and the weights follow. Under `one_step` a batch is
+    generated while the batch before trains, and weights move in between. Under `async` no stage waits, but a
+    replica loads weights between its trajectories.
     """
     turns = times.generation_s + times.environment_s
     rollout = max(turns, times.reward_s, times.reference_s)
@@ -153,9 +159,9 @@ def compose(schedule: Schedule, times: StageTimes) -> float:
 
 
 def predict(schedule: Schedule, *, measured_s: float, now: StageTimes, then: StageTimes) -> float:
-    """Seconds of a step if its stages took `then` in place of `now`; slack stays as it is.
+    """Return the seconds of a step if its stages took `then` instead of `now`; the slack of the step stays.
 
-    Stages that come to more than the step, since they overlapped more than the schedule says, go on to overlap.
+    Stages that overlapped more than the schedule says take more than the step, and keep this overlap.
     """
     composed, predicted = compose(schedule, now), compose(schedule, then)
     if composed > measured_s:
@@ -163,15 +169,15 @@ def predict(schedule: Schedule, *, measured_s: float, now: StageTimes, then: Sta
     return predicted + measured_s - composed
 
 
-WARM_UP = 0.25  # of the steps
-FEW_STEPS = 8  # with fewer, none is left out
-CORES_FULL = 0.91  # share of the cores from which on more processes only share them
-BACKGROUND = 0.3  # cores that a run's processes keep busy beside its steps, at most: 0.16 to 0.30 where steps wait
+WARM_UP = 0.25  # share of the first steps, which do not count
+FEW_STEPS = 8  # with fewer steps all count
+CORES_FULL = 0.91  # share of busy cores above which more processes only share them
+BACKGROUND = 0.3  # most cores that a run keeps busy beside its steps; 0.16 to 0.30 were measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanStep:
-    """Times of a mean step in seconds, and shares over the run; the input of `diagnose`."""
+    """Times of a mean step in seconds, and shares over the run."""
 
     schedule: Schedule
     steps: int
@@ -181,11 +187,11 @@ class MeanStep:
     reference_in_learner: bool
     waited_s: float  # the learner, for a batch
     held_s: float  # replicas, empty, since nothing may begin
-    longest_s: float  # expected longest generation of a batch of one step, on replicas that are not full
-    stale_share: float  # of the generated tokens, dropped as too old
-    hopeless_share: float  # of the groups, whose members all failed
+    longest_s: float  # expected longest generation in a step's batch, on replicas with free slots
+    stale_share: float  # of generated tokens: dropped as too old
+    hopeless_share: float  # of groups: all members failed
     length_ratio: float  # p95 over p50 of response lengths
-    crowded_share: float  # of the time in which replicas are busy, with more than their engine decodes at a time
+    crowded_share: float  # of the busy time: more trajectories than the engine decodes at a time
     away: float  # trajectories whose environments work at a time, of all replicas together
     turn_p95_s: float  # p95 of the mean time that an environment takes for a turn of its trajectory
     group_p90_s: float  # from the first member of a group that finished until the last, p90
@@ -194,19 +200,19 @@ class MeanStep:
     load_s: float  # of one version, in a replica
     microbatches: float  # of a rank in a step, at least
     use: Use | None  # None: no sample of the fleet counts
-    cpu_s: float  # that all cores work for a step: no more processes make it shorter; 0 where that is not known
+    cpu_s: float  # work of a step on all cores, which more processes do not shorten; 0: unknown
     age: Age
 
     @property
     def cores_full(self) -> bool:
-        """True where the cores have next to no time left."""
+        """Whether the cores are next to never idle."""
         return self.cpu_s >= CORES_FULL * self.measured_s > 0
 
 
 def mean_step(
     config: RunConfig, trajectories: Trajectories, pipeline: Pipeline, samples: Samples
 ) -> MeanStep | None:
-    """Mean of the steps after the warm-up; None before the first whole step."""
+    """Return the mean of the steps after the warm-up; None before the first whole step."""
     if not len(pipeline):
         return None
     first = int(len(pipeline) * WARM_UP) if len(pipeline) >= FEW_STEPS else 0
@@ -219,7 +225,7 @@ def mean_step(
     tokens = _tokens_per_step(trajectories)
     trajectories = trajectories.where(trajectories.issued_s >= since - mean(pipeline.measured_s))
     finished = trajectories.where(trajectories.finish >= 0)
-    samples = _since(int(pipeline.step[first]), samples)
+    samples = _samples_since(int(pipeline.step[first]), samples)
     use = measure_use(samples.fleet, max_batch=config.rollout.max_batch)
     times = _stage_times(pipeline, first, in_learner=in_learner)
     return MeanStep(
@@ -231,14 +237,14 @@ def mean_step(
         reference_in_learner=in_learner,
         waited_s=mean(pipeline.waited_s),
         held_s=mean(pipeline.held_s),
-        longest_s=_longest(finished, config.trajectories_per_step),
-        stale_share=_share(trajectories, trajectories.dropped_for(DropReason.STALE)),
-        hopeless_share=_hopeless(trajectories),
+        longest_s=_longest_s(finished, config.trajectories_per_step),
+        stale_share=_token_share(trajectories, trajectories.dropped_for(DropReason.STALE)),
+        hopeless_share=_hopeless_share(trajectories),
         length_ratio=_length_ratio(finished),
         crowded_share=mean(pipeline.crowded_s) / max(mean(pipeline.generation_s), 1e-9),
         away=mean(pipeline.away),
-        turn_p95_s=_turn_p95(finished),
-        group_p90_s=_group_spread(finished),
+        turn_p95_s=_turn_p95_s(finished),
+        group_p90_s=_group_p90_s(finished),
         reward_p95_s=float(np.nanpercentile(finished.score_s, 95)) if np.isfinite(finished.score_s).any() else 0.0,
         transfer_s=mean(pipeline.transfer_s),
         load_s=mean(pipeline.load_s),
@@ -250,7 +256,7 @@ def mean_step(
 
 
 def _stage_times(pipeline: Pipeline, first: int, *, in_learner: bool) -> StageTimes:
-    """Mean times of the stages over the steps from `first` on."""
+    """Return the mean times of the stages over the steps from `first` on."""
 
     def mean(column: Times) -> float:
         return float(column[first:].mean())
@@ -267,19 +273,19 @@ def _stage_times(pipeline: Pipeline, first: int, *, in_learner: bool) -> StageTi
     )
 
 
-def _since(step: int, samples: Samples) -> Samples:
-    """Samples from this step on."""
+def _samples_since(step: int, samples: Samples) -> Samples:
+    """Return the samples from this step on."""
     begin_s = max((row.rl_s for row in samples.steps if row.step < step), default=0.0)
     rows = tuple(row for row in samples.steps if row.step >= step)
     return Samples(rows, tuple(row for row in samples.fleet if row.rl_s > begin_s), samples.rl_s)
 
 
 def _cpu_s(config: RunConfig, use: Use | None, times: StageTimes, measured_s: float) -> float:
-    """Seconds for which a step's work fills all cores; 0 where their use says nothing of the run's parts.
+    """Return the seconds for which a step's work fills all cores; 0 if the use of cores does not tell.
 
-    Of a cluster's machines one is known. Servers on GPUs keep cores busy while they wait, so less than all cores
-    says nothing there. A part of what the run's processes use goes on however long a step takes, and leaves the
-    rest of the cores to the step.
+    It does not tell on a cluster, of which one machine is measured. Servers on GPUs keep cores busy while they
+    wait, so on GPUs only full cores tell. A constant background load of the run's processes does not belong to the
+    steps.
     """
     if use is None or not use.cores or config.cluster.address is not None:
         return 0.0
@@ -293,21 +299,21 @@ def _cpu_s(config: RunConfig, use: Use | None, times: StageTimes, measured_s: fl
 
 
 def _length_ratio(finished: Trajectories) -> float:
-    """p95 over p50 of the lengths."""
+    """Return p95 over p50 of the lengths."""
     p50, p95 = np.percentile(finished.length, [50, 95]) if len(finished) else (0.0, 0.0)
     return float(p95 / p50) if p50 else 0.0
 
 
-def _turn_p95(finished: Trajectories) -> float:
-    """p95 of the mean seconds that an environment takes for a turn; 0 without environments."""
+def _turn_p95_s(finished: Trajectories) -> float:
+    """Return p95 of an environment's mean seconds per turn; 0 without environments."""
     known = finished.where(finished.turns > 0)
     return float(np.percentile(known.environment_s / known.turns, 95)) if len(known) else 0.0
 
 
-def _longest(finished: Trajectories, count: int) -> float:
-    """Expected longest response of `count`, at the speed that long ones have when they are least disturbed.
+def _longest_s(finished: Trajectories, count: int) -> float:
+    """Return the expected seconds of the longest of `count` responses, at the speed of the fastest long responses.
 
-    A trajectory that moved tells no speed: the times of its last replica alone are known.
+    A moved trajectory has no known speed, since only the times on its last replica are recorded.
     """
     if not len(finished):
         return 0.0
@@ -318,7 +324,7 @@ def _longest(finished: Trajectories, count: int) -> float:
 
 
 def expected_longest(lengths: Ints, count: int) -> float:
-    """Expected longest of `count` that are drawn from these [N], with replacement; 0 without any."""
+    """Return the expected longest of `count` lengths drawn from these [N] with replacement; 0 without lengths."""
     ordered = np.sort(lengths)
     if not len(ordered):
         return 0.0
@@ -326,8 +332,8 @@ def expected_longest(lengths: Ints, count: int) -> float:
     return float(ordered @ np.diff(share))
 
 
-def _group_spread(finished: Trajectories) -> float:
-    """p90 over groups of the time between the first member that finished and the last."""
+def _group_p90_s(finished: Trajectories) -> float:
+    """Return p90 over groups of the time between the first finished member and the last."""
     order = np.argsort(finished.group, kind="stable")
     groups, times = finished.group[order], finished.finished_s[order]
     edges = np.flatnonzero(np.diff(groups, prepend=-1))
@@ -342,16 +348,16 @@ def _tokens_per_step(trajectories: Trajectories) -> float:
     return float(consumed.length.sum(dtype=np.int64)) / max(len(np.unique(consumed.step)), 1)
 
 
-def _share(trajectories: Trajectories, chosen: BoolArray) -> float:
-    """Share of all tokens that the chosen have."""
+def _token_share(trajectories: Trajectories, chosen: BoolArray) -> float:
+    """Return the share of all tokens in the chosen trajectories [N]."""
     total = int(trajectories.length.sum(dtype=np.int64))
     return float(trajectories.length[chosen].sum(dtype=np.int64) / total) if total else 0.0
 
 
-def _hopeless(trajectories: Trajectories) -> float:
-    """Share of the scored groups that had no signal since no member did better than the worst of the run.
+def _hopeless_share(trajectories: Trajectories) -> float:
+    """Return the share of scored groups without signal whose members all had the worst reward of the run.
 
-    Where all rewards are one and the same above 0, all have succeeded.
+    If all rewards of the run are equal and above 0, all have succeeded.
     """
     scored = trajectories.where(~np.isnan(trajectories.reward))
     if not len(scored):

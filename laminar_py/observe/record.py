@@ -1,8 +1,8 @@
 """The reader of a run's record: one state of the ledger and of the row files beside it, as a `Snapshot`.
 
-The report, the end of a run and the dashboard call it, also while the run goes. Reading never delays the writer.
-Times are seconds since the first trajectory was issued, on the run's clock, which never goes back within one
-controller.
+The report, the end of a run and the dashboard call it, also while a run is running. Reading never delays the
+writer. Times are seconds since the first trajectory was issued, on the run's clock, which never goes back within
+one controller.
 """
 
 import json
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -103,8 +103,8 @@ def find_presence(happened: Iterable[Happened], *, replicas: int) -> Presence:
     spans += [(replica, start_s, math.inf) for replica, start_s in there.items()]
     if not known:
         spans = [(replica, -math.inf, math.inf) for replica in range(replicas)]
-    of, start, end = zip(*spans, strict=True) if spans else ((), (), ())
-    return Presence(np.array(of, np.int32), np.array(start, np.float64), np.array(end, np.float64))
+    replica_of, start, end = zip(*spans, strict=True) if spans else ((), (), ())
+    return Presence(np.array(replica_of, np.int32), np.array(start, np.float64), np.array(end, np.float64))
 
 
 def with_last_fleet(config: RunConfig, happened: Iterable[Happened]) -> RunConfig:
@@ -116,33 +116,7 @@ def with_last_fleet(config: RunConfig, happened: Iterable[Happened]) -> RunConfi
     return config.model_copy(update={"rollout": rollout})
 
 
-@dataclass(frozen=True, slots=True)
-class FleetSizes:
-    """Number of replicas over seconds of RL, from `fleet.jsonl`: `replicas[i]` from `at_s[i]` on."""
-
-    at_s: tuple[float, ...] = ()
-    replicas: tuple[int, ...] = ()
-
-    def replica_seconds(self, rl_s: float) -> float:
-        """Return replica seconds until `rl_s`; the first number holds from the start of RL."""
-        edges = [0.0, *self.at_s[1:], math.inf]
-        spans = zip(edges, edges[1:], self.replicas, strict=False)
-        return sum(max(0.0, min(rl_s, end) - start) * count for start, end, count in spans)
-
-
-NOT_KNOWN = FleetSizes()
-
-
-def fleet_sizes(rows: Iterable[FleetRow]) -> FleetSizes:
-    """Return the sizes in these rows, reading them once."""
-    changes: list[tuple[float, int]] = []
-    for row in rows:
-        if not changes or len(row.running) != changes[-1][1]:
-            changes.append((row.rl_s, len(row.running)))
-    return FleetSizes(tuple(at_s for at_s, _ in changes), tuple(count for _, count in changes))
-
-
-_OF_ONE_TRAJECTORY = [
+_TRAJECTORY_KINDS = [
     kind.__struct_config__.tag for kind in get_args(AnyEvent) if "trajectory_id" in kind.__struct_fields__
 ]
 EventKind = TypeVar("EventKind")
@@ -197,7 +171,7 @@ class History:
         return in_order(event for _, event in self.of_kind(Evaluated))
 
     @property
-    def of_sets(self) -> dict[str, list[Evaluated]]:
+    def evaluations_by_set(self) -> dict[str, list[Evaluated]]:
         """Evaluations of each set, by seconds of RL; the sets in the order of the config."""
         sets: dict[str, list[Evaluated]] = {}
         for one in sorted(self.evaluations, key=lambda one: pass_number(one.pass_id)):
@@ -215,7 +189,7 @@ class History:
 
 def read_history(connection: sqlite3.Connection, times: RunTimes) -> History:
     """Read the events of a run that are not about one trajectory, by one scan of the log."""
-    left_out = ", ".join(f"'{kind}'" for kind in _OF_ONE_TRAJECTORY)
+    left_out = ", ".join(f"'{kind}'" for kind in _TRAJECTORY_KINDS)
     rows = connection.execute(
         f"SELECT seq, mono, body FROM event WHERE kind NOT IN ({left_out}) ORDER BY seq"
     ).fetchall()
@@ -238,63 +212,38 @@ class Samples:
     rl_s: float  # seconds of RL so far, the largest in any file
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Seconds of RL, and CPU seconds of a run's processes on its controller's host."""
-
-    rl_s: float  # so far, the largest in any file
-    core_s: float
-    sizes: FleetSizes = NOT_KNOWN
-
-
 def read_samples(folder: Path) -> Samples:
     """Read the row files and the summary of a run; the summary exists once the run has ended."""
     fleet = tuple(read_rows(folder / "fleet.jsonl", FleetRow))
-    return Samples(read_steps(folder), fleet, read_costs(folder).rl_s)
+    steps = tuple(read_rows(folder / "metrics.jsonl", StepRow))
+    last_s = (max((row.rl_s for row in steps), default=0.0), max((row.rl_s for row in fleet), default=0.0))
+    return Samples(_without_repeated(steps), fleet, max(summary_seconds(folder), *last_s))
 
 
 def read_steps(folder: Path) -> tuple[StepRow, ...]:
     """Read the rows of a run's steps, without undone ones."""
-    return tuple(_standing(read_rows(folder / "metrics.jsonl", StepRow)))
+    return _without_repeated(read_rows(folder / "metrics.jsonl", StepRow))
 
 
-def read_costs(folder: Path) -> Costs:
-    """Read the costs of a run without keeping its rows, half a million for a week."""
-    done_s = (row.rl_s for row in read_rows(folder / "metrics.jsonl", StepRow))
-    rl_s, core_s, before_s = max(_rl_seconds(folder / "summary.json"), *done_s, 0.0), 0.0, math.inf
-
-    def count(rows: Iterable[FleetRow]) -> Iterator[FleetRow]:
-        nonlocal rl_s, core_s, before_s
-        for row in rows:
-            core_s += max(0.0, row.rl_s - before_s) * row.cores * (row.own_cpu_use or 0.0)
-            rl_s, before_s = max(rl_s, row.rl_s), row.rl_s
-            yield row
-
-    sizes = fleet_sizes(count(read_rows(folder / "fleet.jsonl", FleetRow)))
-    return Costs(rl_s, core_s, sizes)
-
-
-def _standing(done: Iterable[StepRow]) -> list[StepRow]:
-    """Return the steps that were not done again later; a rollback repeats steps."""
+def _without_repeated(done: Iterable[StepRow]) -> tuple[StepRow, ...]:
+    """Return the steps without steps that a later row repeats, after a rollback."""
     steps: list[StepRow] = []
     for row in done:
         while steps and steps[-1].step >= row.step:
             steps.pop()
         steps.append(row)
-    return steps
+    return tuple(steps)
 
 
-def _rl_seconds(summary: Path) -> float:
-    """Read the seconds of RL of an ended run, 0 without a summary. Raises `ConfigError` for another format."""
+def summary_seconds(folder: Path) -> float:
+    """Read the seconds of RL from `summary.json`, 0 without one. Raises `ConfigError` for another format."""
+    summary = folder / "summary.json"
     if not summary.is_file():
         return 0.0
     try:
         return msgspec.json.decode(summary.read_bytes(), type=_Summary).rl_seconds
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{summary}: {error}; delete it to use the figures of the last step") from error
-
-
-DroppedRow = tuple[str, str, str, int, float | None, int | None, float]  # id, reason, detail, length, reward, ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,8 +256,8 @@ class Snapshot:
     seq: int  # of the last event
     end_s: float  # time of the last event
     heard_s: float  # the same in seconds since 1970, long ago if the run was killed
-    everyone: Trajectories  # of training and evaluations
-    stays: Stays  # of everyone; open stays end at `end_s`
+    all_trajectories: Trajectories  # of training and evaluations
+    stays: Stays  # of all trajectories; open stays end at `end_s`
     history: History
     recomputed: int  # tokens prefilled again after a move or new weights
     samples: Samples
@@ -316,67 +265,72 @@ class Snapshot:
     @cached_property
     def trajectories(self) -> Trajectories:
         """The training trajectories."""
-        return self.everyone.where(~self.is_eval)
+        return self.all_trajectories.where(~self.is_eval)
 
     @cached_property
     def is_eval(self) -> BoolArray:
-        """[N] whether each of `everyone` is an evaluation."""
-        return self.everyone.is_kind(Kind.EVAL)
+        """Whether each of `all_trajectories` [N] is an evaluation."""
+        return self.all_trajectories.is_kind(Kind.EVAL)
 
     def places(self, stays: Stays) -> npt.NDArray[np.int64]:
-        """Return [M] indices into `everyone` of the trajectories of stays."""
-        found: npt.NDArray[np.int64] = np.searchsorted(self.everyone.number, stays.trajectory)
+        """Return the place [M] in `all_trajectories` of each stay's trajectory."""
+        found: npt.NDArray[np.int64] = np.searchsorted(self.all_trajectories.number, stays.trajectory)
         return found
 
     def ids(self, numbers: Ints) -> list[str]:
-        """Read ids of trajectories with these ascending numbers from the ledger."""
-        return [id for (id,) in self._select("id", numbers, order="ASC")]
-
-    def dropped(self, numbers: Ints) -> list[DroppedRow]:
-        """Read rows of dropped trajectories with these numbers from the ledger, newest first."""
-        at_s = f"ended_s - {self.everyone.origin_s!r}"
-        columns = f"id, drop_reason, coalesce(drop_detail, ''), length, reward, replica, {at_s}"
-        return self._select(columns, numbers, order="DESC")
-
-    def _select(self, columns: str, numbers: Ints, *, order: str) -> list[Any]:
-        chosen = "number IN (SELECT value FROM json_each(?))"
-        query = f"SELECT {columns} FROM trajectory WHERE {chosen} ORDER BY number {order}"
+        """Read the ids of trajectories with these ascending numbers from the ledger."""
+        query = "SELECT id FROM trajectory WHERE number IN (SELECT value FROM json_each(?)) ORDER BY number"
         with reading(self.run) as connection:
-            return connection.execute(query, (json.dumps(numbers.tolist()),)).fetchall()
+            return [id for (id,) in connection.execute(query, (json.dumps(numbers.tolist()),))]
 
     def at_rl(self, rl_s: Times) -> Times:
-        """Convert seconds of RL, which pause during evaluations, to times, by interpolation between steps."""
+        """Convert seconds of RL, which pause during evaluations, to times of the run, by interpolation."""
         ends = {step.step: at_s for at_s, step in self.history.steps}
         known = [(row.rl_s, ends[row.step]) for row in self.samples.steps if row.step in ends]
         if not known:
             return rl_s
-        of_rl, of_run = np.maximum.accumulate(np.array(known).T, axis=1)
-        before, after = of_run[0] - of_rl[0], of_run[-1] - of_rl[-1]
-        inside = np.interp(rl_s, of_rl, of_run)
-        found: Times = np.where(rl_s < of_rl[0], rl_s + before, np.where(rl_s > of_rl[-1], rl_s + after, inside))
+        rl, run = np.maximum.accumulate(np.array(known).T, axis=1)
+        before, after = run[0] - rl[0], run[-1] - rl[-1]
+        inside = np.interp(rl_s, rl, run)
+        found: Times = np.where(rl_s < rl[0], rl_s + before, np.where(rl_s > rl[-1], rl_s + after, inside))
         return found
 
 
 def read_snapshot(run: Path) -> Snapshot:
-    """Everything. Raises a one-line `ConfigError` if there is no readable ledger, or a config that is wrong."""
+    """Read a run folder or a ledger.
+
+    Raises a one-line `ConfigError` without a readable ledger, or for a bad config.
+    """
     folder = ledger_path(run).parent
     with reading(run) as connection:
         return _read(run, folder, connection)
+
+
+def read_tables(
+    connection: sqlite3.Connection, *, has_environment: bool
+) -> tuple[Trajectories, RunTimes, History]:
+    """Read all trajectories, the run's clock and the events that are not about one trajectory."""
+    trajectories = read_trajectories(connection, has_environment=has_environment)
+    if not len(trajectories):  # times count from the start then
+        begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
+        trajectories = replace(trajectories, origin_s=begun)
+    times = RunTimes(connection, trajectories.origin_s)
+    return trajectories, times, read_history(connection, times)
 
 
 def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
     path = folder / "config.yaml"
     config = load_config(path, []) if path.is_file() else None
     has_environment = config is not None and config.has_environment
-    everyone = read_trajectories(connection, has_environment=has_environment)
-    if not len(everyone):  # times count from the start then
-        begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
-        everyone = replace(everyone, origin_s=begun)
-    times = RunTimes(connection, everyone.origin_s)
-    history = read_history(connection, times)
-    heard = "SELECT head.seq, coalesce(wall, 0.0) FROM head LEFT JOIN event USING (seq)"
-    seq, heard_s = connection.execute(heard).fetchone()
-    known = [everyone.ended_s, everyone.finished_s, everyone.started_s, everyone.issued_s]
+    all_trajectories, times, history = read_tables(connection, has_environment=has_environment)
+    last_event = "SELECT head.seq, coalesce(wall, 0.0) FROM head LEFT JOIN event USING (seq)"
+    seq, heard_s = connection.execute(last_event).fetchone()
+    known = [
+        all_trajectories.ended_s,
+        all_trajectories.finished_s,
+        all_trajectories.started_s,
+        all_trajectories.issued_s,
+    ]
     latest = [float(np.nanmax(column)) for column in known if np.any(~np.isnan(column))]
     end_s = max([0.0, *latest, *(one.at_s for one in history.happened[-1:])])
     return Snapshot(
@@ -386,8 +340,8 @@ def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
         seq=seq,
         end_s=end_s,
         heard_s=heard_s,
-        everyone=everyone,
-        stays=read_stays(connection, times).until(end_s).with_environments(everyone),
+        all_trajectories=all_trajectories,
+        stays=read_stays(connection, times).until(end_s).with_environments(all_trajectories),
         history=history,
         recomputed=_read_recomputed(connection),
         samples=read_samples(folder),
@@ -395,7 +349,7 @@ def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
 
 
 def _read_recomputed(connection: sqlite3.Connection) -> int:
-    """Tokens of prompt and response that replicas computed again when they took up a begun training trajectory."""
+    """Read the tokens that replicas prefilled again when they continued a begun training trajectory."""
     length = "json_extract(body, '$.length')"
     (tokens,) = connection.execute(
         f"SELECT coalesce(sum({length} + length(ids) / 4), 0) FROM event"

@@ -1,32 +1,42 @@
-"""Samples as lines for a terminal. Called by `laminar samples` and `laminar audit RUN show`.
+"""Samples as lines for a terminal, for `laminar samples` and `laminar audit RUN show`.
 
-Invariant: text of models, data and verifiers stands in lines that begin with two spaces, and comes out as text:
-no markup, and what does not print as escapes. Lines of ours have no spaces before them.
+A line with text of a model, of data or of a verifier begins with two spaces; our lines have none
+(`tests/samples/test_telling.py::test_only_our_own_lines_have_no_spaces_before_them`). Unprintable characters
+become escapes, and no text is read as markup.
 """
 
 from collections.abc import Iterator
+from enum import StrEnum
 from itertools import groupby, pairwise
 
 from rich.text import Text
 
-from laminar_py.observe.samples import Colour, FullSample, PromptVisit, TokenSpan
+from laminar_py.ledger.audit.stories import ReplicaSpan
+from laminar_py.observe.samples import FullSample, PromptVisit
 from laminar_py.records.host import visible
-from laminar_py.records.scoring import TermValue
 from laminar_py.records.trajectory import Kind
 
-CUT_AT = 2000  # characters of a text, unless all of it is asked for
-HEAD = 1200  # of these from its beginning, the others from its end
-VISITS = 8  # the newest ones of a prompt
-VERSIONS = ("cyan", "yellow", "magenta", "green", "blue")  # colours, in turn
-LOGPROBS = ((-0.1, "green"), (-0.7, "cyan"), (-2.3, "yellow"), (-4.6, "magenta"))  # at least this, in this colour
+CUT_AT = 2000  # characters of a text, unless --full asks for all
+HEAD = 1200  # of these from the begin of the text, the others from its end
+VISITS = 8  # newest visits of a prompt
+VERSION_STYLES = ("cyan", "yellow", "magenta", "green", "blue")  # in turn
+LOGPROB_STYLES = ((-0.1, "green"), (-0.7, "cyan"), (-2.3, "yellow"), (-4.6, "magenta"))  # from this value on
 LESS, UNKNOWN, ENVIRONMENT = "red", "reverse", "dim"
 
 
-def tell_sample(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[Text]:
-    """Lines on a sample: its problem, its text, its reward, its group and its prompt's visits."""
+class Colour(StrEnum):
+    """Meanings of a token's colour."""
+
+    VERSION = "version"  # weight version that sampled the token
+    LOGPROB = "logprob"
+    NONE = "none"
+
+
+def describe_sample(sample: FullSample, *, colour: Colour, full: bool) -> Iterator[Text]:
+    """Yield lines on a sample: its reward and use, its texts, the rewards of its group, visits of its prompt."""
     row = sample.row
-    yield _line(f"{row.id}: {_fate(sample)}", "bold")
-    yield from tell_text(sample, colour=colour, whole=whole)
+    yield describe_fate(sample)
+    yield from describe_texts(sample, colour=colour, full=full)
     rewards = " ".join(
         f"[{_number(one.reward)}]" if one.id == row.id else _number(one.reward) for one in sample.siblings
     )
@@ -36,23 +46,39 @@ def tell_sample(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[
     yield _line(f"prompt {row.prompt_id}, visits {len(sample.history)}, mean rewards{newest}: {visits}")
 
 
-def tell_text(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[Text]:
-    """Lines on the problem, the response, and each term of its reward."""
-    yield from _prompt(sample, whole=whole)
-    yield from tell_response(sample, colour=colour, whole=whole)
-    yield from _verdict(sample, whole=whole)
+def describe_fate(sample: FullSample) -> Text:
+    """Return the line with a sample's id, reward, length, and its use or its drop."""
+    row = sample.row
+    words = ["no reward" if row.reward is None else f"reward {row.reward:g}"]
+    if row.advantage is not None:
+        words.append(f"advantage {row.advantage:g}")
+    end = " so far" if row.finish_reason is None else f", ended by {row.finish_reason}"
+    words.append(f"{row.length:,} tokens{end}" + (f", cut by the cap on {row.cap}" if row.cap else ""))
+    if row.drop_reason is not None:
+        words.append(f"dropped: {row.drop_reason}" + (f" ({row.drop_detail})" if row.drop_detail else ""))
+    elif row.step is not None:
+        words.append(f"used by step {row.step}, staleness {row.staleness}")
+    else:
+        words.append(str(row.status))
+    return _line(f"{row.id}: {'; '.join(words)}", "bold")
 
 
-def _prompt(sample: FullSample, *, whole: bool) -> Iterator[Text]:
-    """Lines on the problem, with the prompt as the model got it."""
+def describe_texts(sample: FullSample, *, colour: Colour, full: bool) -> Iterator[Text]:
+    """Yield lines with the prompt, the response, and each term of the reward with its verifier's words."""
     task = f" of {sample.task}" if sample.task else ""
     answer = f", answer {sample.answer!r}" if sample.answer else ""
     yield _line(f"prompt {sample.row.prompt_id}{task}{answer}:", "dim")
-    yield from _block(_text(sample.prompt), {}, whole=whole)
+    yield from _block(_text(sample.prompt), {}, full=full)
+    yield from describe_response(sample, colour=colour, full=full)
+    for term in sample.terms:
+        said = f", says {term.said!r}" if term.said else ""
+        yield _line(f"{term.name} {term.value:g} in {term.elapsed_s:.3f} s{said}", "dim")
+        if term.text:
+            yield from _block(_text(term.text), {}, full=full)
 
 
-def tell_response(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[Text]:
-    """Lines of the response; each turn, and each change of version under it, has a line before it."""
+def describe_response(sample: FullSample, *, colour: Colour, full: bool) -> Iterator[Text]:
+    """Yield lines of the response, with a line before each turn and at each change of the weight version."""
     if not sample.spans:
         yield _line(f"response: {sample.lost or 'nothing yet'}", "dim")
         return
@@ -66,24 +92,16 @@ def tell_response(sample: FullSample, *, colour: Colour, whole: bool) -> Iterato
     first, *_ = sample.spans
     titles = _titles(sample)
     yield _mark(titles[first.start], first, sample, colour)
-    changes = [new for old, new in pairwise(sample.spans) if _made_by(old) != _made_by(new)]
+    changes = [new for old, new in pairwise(sample.spans) if _weights_of(old) != _weights_of(new)]
     marks = {places[span.start]: _mark(titles[span.start], span, sample, colour) for span in changes}
-    yield from _block(body, marks, whole=whole)
+    yield from _block(body, marks, full=full)
 
 
-def _verdict(sample: FullSample, *, whole: bool) -> Iterator[Text]:
-    """Lines on each term of the reward, with what its verifier said."""
-    for term in sample.terms:
-        yield _line(f"{term.name} {term.value:g} in {term.elapsed_s:.3f} s{_said(term)}", "dim")
-        if term.text:
-            yield from _block(_text(term.text), {}, whole=whole)
-
-
-def tell_colours(colour: Colour) -> Text | None:
-    """Line that says what colours mean, where they need one."""
+def describe_colours(colour: Colour) -> Text | None:
+    """Return the legend of the colours; None where they need no legend."""
     if colour is not Colour.LOGPROB:
         return None
-    bounds = [(f"from {bound:g}", style) for bound, style in LOGPROBS]
+    bounds = [(f"from {bound:g}", style) for bound, style in LOGPROB_STYLES]
     words = [*bounds, ("less", LESS), ("not known", UNKNOWN)]
     return Text("  ").join([Text("log-probability:"), *(Text(text, style) for text, style in words)])
 
@@ -96,10 +114,10 @@ def _text(text: str) -> Text:
     return Text(visible(text, keep="\n\t"))
 
 
-def _block(body: Text, marks: dict[int, Text], *, whole: bool) -> Iterator[Text]:
-    """Lines of a text, without its middle where it is too long, and marks between at their places in it."""
+def _block(body: Text, marks: dict[int, Text], *, full: bool) -> Iterator[Text]:
+    """Yield lines of a text with marks at their places, without its middle where it is too long."""
     breaks = [(place, place, mark) for place, mark in sorted(marks.items())]
-    if not whole and len(body) > CUT_AT:
+    if not full and len(body) > CUT_AT:
         head, tail = HEAD, len(body) - (CUT_AT - HEAD)
         hidden = [(tail, tail, mark) for place, _, mark in breaks if head <= place <= tail]
         note = _line(f"... {tail - head:,} characters left out; --full shows them", "dim")
@@ -119,7 +137,10 @@ def _indented(text: Text) -> Iterator[Text]:
 
 
 def _titles(sample: FullSample) -> dict[int, str]:
-    """Words before each span, by its first token; a response of one turn needs no number of it."""
+    """Return the words before each span by its first token.
+
+    Turns are numbered where an environment wrote tokens.
+    """
     has_turns = any(span.version is None for span in sample.spans)
     titles: dict[int, str] = {}
     turn, sampled = 0, False
@@ -132,58 +153,39 @@ def _titles(sample: FullSample) -> dict[int, str]:
 
 
 def _styles(sample: FullSample, colour: Colour) -> list[str]:
-    """[L] style of each token."""
-    styles = [_style(logprob) if colour is Colour.LOGPROB else "" for logprob in sample.logprobs]
+    """Return the style [L] of each token."""
+    styles = [_logprob_style(logprob) if colour is Colour.LOGPROB else "" for logprob in sample.logprobs]
     for span in sample.spans if colour is not Colour.NONE else ():
         if span.version is None or colour is Colour.VERSION:
             styles[span.start : span.end] = [_version_style(span, sample)] * (span.end - span.start)
     return styles
 
 
-def _style(logprob: float | None) -> str:
+def _logprob_style(logprob: float | None) -> str:
     if logprob is None:
         return UNKNOWN
-    return next((style for bound, style in LOGPROBS if logprob >= bound), LESS)
+    return next((style for bound, style in LOGPROB_STYLES if logprob >= bound), LESS)
 
 
-def _version_style(span: TokenSpan, sample: FullSample) -> str:
-    """Colours go round in the order in which versions come, so that neighbours differ; an environment has none."""
+def _version_style(span: ReplicaSpan, sample: FullSample) -> str:
+    """Return the style of a span. Versions take the styles in turn, so neighbours differ."""
     if span.version is None:
         return ENVIRONMENT
     versions = [one for one in dict.fromkeys(one.version for one in sample.spans) if one is not None]
-    return VERSIONS[versions.index(span.version) % len(VERSIONS)]
+    return VERSION_STYLES[versions.index(span.version) % len(VERSION_STYLES)]
 
 
-def _made_by(span: TokenSpan) -> tuple[int | None, int | None]:
+def _weights_of(span: ReplicaSpan) -> tuple[int | None, int | None]:
     return span.version, span.kv_version
 
 
-def _mark(title: str, span: TokenSpan, sample: FullSample, colour: Colour) -> Text:
+def _mark(title: str, span: ReplicaSpan, sample: FullSample, colour: Colour) -> Text:
+    """Return the line before a span: its title, weight version, replica, and version of the KV cache."""
     cache = "" if span.kv_version is None else f", on a KV cache from version {span.kv_version} on"
     replica = "" if span.replica is None or span.version is None else f", replica {span.replica}"
     style = _version_style(span, sample) if colour is Colour.VERSION else ""
     by = "the environment" if span.version is None else f"version {span.version}"
     return Text.assemble((f"{title}: ", "dim"), (by, style), (f"{replica}{cache}", "dim"))
-
-
-def _fate(sample: FullSample) -> str:
-    row = sample.row
-    words = ["no reward" if row.reward is None else f"reward {row.reward:g}"]
-    if row.advantage is not None:
-        words.append(f"advantage {row.advantage:g}")
-    end = " so far" if row.finish_reason is None else f", ended by {row.finish_reason}"
-    words.append(f"{row.length:,} tokens{end}" + (f", cut by the cap on {row.cap}" if row.cap else ""))
-    if row.drop_reason is not None:
-        words.append(f"dropped: {row.drop_reason}" + (f" ({row.drop_detail})" if row.drop_detail else ""))
-    elif row.step is not None:
-        words.append(f"used by step {row.step}, staleness {row.staleness}")
-    else:
-        words.append(str(row.status))
-    return "; ".join(words)
-
-
-def _said(term: TermValue) -> str:
-    return f", says {term.said!r}" if term.said else ""
 
 
 def _when(visit: PromptVisit) -> str:

@@ -1,9 +1,7 @@
-"""Counters behind the live view, `metrics.jsonl` and `summary.json`. The controller feeds them.
+"""Counters behind the live view, `metrics.jsonl` and `summary.json`, fed by the controller.
 
-They decide nothing.
-
-Durations are by this host's monotonic clock. Distributions are counters over bounded integers, so memory does not
-grow with the run.
+No decision depends on them. Durations are by this host's monotonic clock. Distributions are counters over bounded
+integers, so memory does not grow with the run.
 """
 
 import asyncio
@@ -45,7 +43,7 @@ class ReplicaActivity:
 
 
 class Intervals:
-    """Total time in which some state held."""
+    """Total time in which a state held."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -110,24 +108,24 @@ class Stats:
         self._turn_figures = TurnFigures()  # of the last step that had turns
         self._step_began: tuple[float, float] | None = None
         self._free_rl_s = totals.rl_s  # RL time at the end of the previous step
-        self._got_rl_s: float | None = None  # RL time when the learner got its batch
-        self._referred_s = totals.reference_busy_s  # at the end of the previous step
+        self._batch_rl_s: float | None = None  # RL time when the learner got its batch
+        self._reference_s = totals.reference_busy_s  # at the end of the previous step
 
     # ---- fed by the controller
 
-    def rl_phase(self, on: bool) -> None:
+    def set_rl_phase(self, on: bool) -> None:
         """Begin or end the RL phase, which pauses for evaluations outside its clock."""
         self._rl.set(on)
 
-    def generating(self, on: bool) -> None:
+    def set_generating(self, on: bool) -> None:
         """Note whether any replica has work."""
         self._generating.set(on)
 
-    def joined(self, replica: int) -> None:
+    def add_replica(self, replica: int) -> None:
         """Add a replica whose process starts."""
         self.replicas.setdefault(replica, ReplicaActivity(seen_s=self._clock.now()))
 
-    def left(self, replica: int) -> None:
+    def remove_replica(self, replica: int) -> None:
         """Remove a replica that left the fleet."""
         self.replicas.pop(replica, None)
 
@@ -141,35 +139,35 @@ class Stats:
         activity.kv_used, activity.kv_capacity = status.kv_used, status.kv_capacity
         self.next_report.set()
 
-    def scored(self, reward: float, terms: Sequence[TermValue], length: int) -> None:
+    def add_score(self, reward: float, terms: Sequence[TermValue], length: int) -> None:
         """Note the reward, terms and length of a training response."""
         self._rewards.append(reward)
         for term in terms if len(terms) > 1 else ():
             self._terms.setdefault(term.name, []).append(term.value)
         self._lengths[length] += 1
 
-    def turned(self, turns: int, environment_s: float) -> None:
+    def add_turns(self, turns: int, environment_s: float) -> None:
         """Note the turns and the environment time of a scored training trajectory."""
         self._turns.append((turns, environment_s))
 
-    def referred(self, busy_s: float) -> None:
+    def add_reference_time(self, busy_s: float) -> None:
         """Add busy time of the reference model."""
         self.totals.reference_busy_s += busy_s
 
-    def step_begins(self) -> None:
+    def begin_step(self) -> None:
         """Note that the learner got its batch."""
         self._step_began = self._clock.now(), self._generating.total_s
-        self._got_rl_s = self.rl_s
+        self._batch_rl_s = self.rl_s
 
-    def step_ends(self) -> None:
+    def end_step(self) -> None:
         """Note that the learner finished its step, or crashed."""
-        assert self._step_began is not None, "a step ends that did not begin"
+        assert self._step_began is not None, "the step did not begin"
         began, generating = self._step_began
         self.totals.learner_busy_s += self._clock.now() - began
         self.totals.overlap_s += self._generating.total_s - generating
         self._step_began = None
 
-    def row(
+    def step_row(
         self,
         *,
         step: int,
@@ -182,8 +180,8 @@ class Stats:
         stall_s: float,
     ) -> StepRow:
         """Return the row of a committed step, without `order`; `metrics` is None if nothing was trained."""
-        learned, totals, now = self._counted(batch, metrics), self.totals, self.rl_s
-        waited_s, reference_s = self._end_step(now)
+        learned, totals, now = self._add_batch(batch, metrics), self.totals, self.rl_s
+        waited_s, reference_s = self._close_step(now)
         row = StepRow(
             step=step,
             version=version,
@@ -218,9 +216,9 @@ class Stats:
             order=OrderFigures(),
             **(learned.mismatch.figures | learned.tokens.figures),
         )
-        return self._noted(row)
+        return self._record_row(row)
 
-    def _noted(self, row: StepRow) -> StepRow:
+    def _record_row(self, row: StepRow) -> StepRow:
         """Add a row to the totals and return it; log each metric that is not finite, once."""
         self.totals.generated_tokens = row.generated_tokens
         self.totals.versions_alive_max = max(self.totals.versions_alive_max, row.versions_alive)
@@ -230,19 +228,19 @@ class Stats:
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
 
-    def _counted(self, batch: Sequence[FinishedTrajectory], metrics: StepMetrics | None) -> StepMetrics:
+    def _add_batch(self, batch: Sequence[FinishedTrajectory], metrics: StepMetrics | None) -> StepMetrics:
         """Add a step's tokens and reference time to the totals, and return its metrics."""
         learned = metrics or NOTHING_LEARNED
         self.totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
         return learned
 
-    def _end_step(self, now: float) -> tuple[float, float]:
+    def _close_step(self, now: float) -> tuple[float, float]:
         """Return seconds of this step without a batch and in the reference model; start the next step at `now`."""
-        got = self._got_rl_s
-        waited_s = (now if got is None else got) - self._free_rl_s
-        reference_s = self.totals.reference_busy_s - self._referred_s
-        self._free_rl_s, self._got_rl_s, self._referred_s = now, None, self.totals.reference_busy_s
+        began = self._batch_rl_s
+        waited_s = (now if began is None else began) - self._free_rl_s
+        reference_s = self.totals.reference_busy_s - self._reference_s
+        self._free_rl_s, self._batch_rl_s, self._reference_s = now, None, self.totals.reference_busy_s
         if self._lengths:
             self._length = quantile(self._lengths, 0.50), quantile(self._lengths, 0.95)
             self._lengths.clear()
@@ -261,7 +259,7 @@ class Stats:
         values, self._terms = self._terms, {}
         return {name: math.fsum(given) / len(given) for name, given in values.items()}
 
-    def fleet(
+    def fleet_row(
         self, generated_tokens: int, *, cpu_use: float | None, own_cpu_use: float | None, cores: int
     ) -> FleetRow:
         """Return the row of `fleet.jsonl` for now.

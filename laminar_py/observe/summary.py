@@ -1,28 +1,37 @@
-"""`summary.json`: figures of a run, from the ledger and the controller's counters."""
+"""`summary.json`: figures of an ended run, from its ledger and the controller's counters.
+
+The controller writes it at the end of a run; `laminar train`, trackers and the launcher read it.
+"""
 
 import sqlite3
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Iterable
 from statistics import median
-from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set
-from laminar_py.ledger.rows import decode_event, read_accounting
+from laminar_py.ledger.rows import read_accounting
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.start import is_simulated
-from laminar_py.ledger.turns import read_turns
-from laminar_py.observe.stats import Stats, quantile, turn_figures
+from laminar_py.observe.record import History, read_tables
+from laminar_py.observe.stats import Stats, turn_figures
+from laminar_py.observe.tails import measure_staleness
+from laminar_py.observe.trajectories import Trajectories
 from laminar_py.records.evaluations import SetFigures
-from laminar_py.records.events import Checkpointed, Evaluated, Relayed, Repacked
+from laminar_py.records.events import (
+    Checkpointed,
+    Evaluated,
+    Relayed,
+    Repacked,
+    RunStarted,
+    VersionPublished,
+)
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind
 
-EventKind = TypeVar("EventKind", Relayed, Repacked, Checkpointed)
-ROOT = "relay-0"  # reads the learner's files, so no bytes reach it by wire
+ROOT = "relay-0"  # reads the learner's files, so it receives no bytes over the wire
+UNSCORED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
 
 
 class LengthFigures(msgspec.Struct, frozen=True):
@@ -41,7 +50,7 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Law 1: issued = consumed + dropped + live."""
+    """Numbers of training trajectories; issued = consumed + dropped + live (law 1)."""
 
     issued: int
     consumed: int
@@ -58,7 +67,7 @@ class StalenessFigures(msgspec.Struct, frozen=True):
 
 
 class RelayFigures(msgspec.Struct, frozen=True):
-    """Figures of weight versions; medians over versions, None without any."""
+    """Figures of weight versions; medians over versions, None without versions."""
 
     versions: int  # published
     stall_s: float | None  # pause of the learner for a publish
@@ -73,11 +82,11 @@ class RepackFigures(msgspec.Struct, frozen=True, kw_only=True):
     running: int  # moved trajectories with response tokens
     waiting: int  # moved trajectories without
     round_s: float | None  # median, from plan to the last hand-over
-    prefill_max: int  # most tokens that one destination prefilled in one round
+    prefill_max: int  # most tokens that one replica prefilled in one round
 
 
 class CheckpointFigures(msgspec.Struct, frozen=True):
-    """Figures of checkpoints; medians, None without any."""
+    """Figures of checkpoints; medians, None without checkpoints."""
 
     count: int
     stall_s: float | None  # pause of the learner
@@ -103,7 +112,7 @@ class UnscoredFigures(msgspec.Struct, frozen=True):
     """Responses of training and evaluations whose scoring failed."""
 
     count: int
-    of: int  # all responses that were to be scored
+    of: int  # all responses with a score or a failed scoring
     first: str  # reason of the first failure
 
 
@@ -136,35 +145,26 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     unscored: UnscoredFigures
 
 
-def _events(connection: sqlite3.Connection, kind: type[EventKind]) -> Iterator[EventKind]:
-    """Iterate over events of one type, in the order of the log."""
-    tag = kind.__struct_config__.tag
-    with closing(connection.execute("SELECT body FROM event WHERE kind = ? ORDER BY seq", (tag,))) as rows:
-        yield from (event for (body,) in rows if isinstance(event := decode_event(body), kind))
-
-
-def read_relay(connection: sqlite3.Connection) -> RelayFigures:
-    """Read the figures of weight versions; a version whose learner crashed in its publish has no stall."""
-    stalls = [stall_s for (stall_s,) in connection.execute("SELECT stall_s FROM version")]
+def relay_figures(history: History) -> RelayFigures:
+    """Return the figures of weight versions; a version whose learner crashed while publishing has no stall."""
+    published = [event for _, event in history.of_kind(VersionPublished)]
+    relayed = [event for _, event in history.of_kind(Relayed) if event.node != ROOT]
     spreads: dict[int, float] = {}
-    wire_bytes = num_bytes = 0
-    for event in _events(connection, Relayed):
-        if event.node != ROOT:
-            spreads[event.version] = max(event.elapsed_s, spreads.get(event.version, 0.0))
-            wire_bytes += event.wire_bytes
-            num_bytes += event.num_bytes
-    known = [stall_s for stall_s in stalls if stall_s]
+    for event in relayed:
+        spreads[event.version] = max(event.elapsed_s, spreads.get(event.version, 0.0))
+    stalls = [event.stall_s for event in published if event.stall_s]
+    num_bytes = sum(event.num_bytes for event in relayed)
     return RelayFigures(
-        len(stalls),
-        median(known) if known else None,
+        len({event.version for event in published}),
+        median(stalls) if stalls else None,
         median(spreads.values()) if spreads else None,
-        wire_bytes / num_bytes if num_bytes else None,
+        sum(event.wire_bytes for event in relayed) / num_bytes if num_bytes else None,
     )
 
 
-def read_repack(connection: sqlite3.Connection) -> RepackFigures:
-    """Read the figures of repacking."""
-    rounds = list(_events(connection, Repacked))
+def repack_figures(history: History) -> RepackFigures:
+    """Return the figures of repacking."""
+    rounds = [event for _, event in history.of_kind(Repacked)]
     return RepackFigures(
         rounds=len(rounds),
         running=sum(event.num_running for event in rounds),
@@ -174,61 +174,13 @@ def read_repack(connection: sqlite3.Connection) -> RepackFigures:
     )
 
 
-def read_checkpoints(connection: sqlite3.Connection) -> CheckpointFigures:
-    """Read the figures of checkpoints, deleted and rolled-back ones included."""
-    events = list(_events(connection, Checkpointed))
+def checkpoint_figures(history: History) -> CheckpointFigures:
+    """Return the figures of checkpoints, with deleted and rolled-back ones."""
+    events = [event for _, event in history.of_kind(Checkpointed)]
     if not events:
         return CheckpointFigures(0, None, None)
     return CheckpointFigures(
         len(events), median(event.stall_s for event in events), median(event.elapsed_s for event in events)
-    )
-
-
-def read_unscored(connection: sqlite3.Connection) -> UnscoredFigures:
-    """Read the figures of failed scoring."""
-    reasons = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
-    ((count, of),) = connection.execute(
-        "SELECT count(*) FILTER (WHERE drop_reason IN (?, ?)),"
-        " count(*) FILTER (WHERE reward IS NOT NULL OR drop_reason IN (?, ?)) FROM trajectory",
-        (*reasons, *reasons),
-    )
-    query = "SELECT drop_detail FROM trajectory WHERE drop_reason IN (?, ?) ORDER BY ended_s LIMIT 1"
-    first = connection.execute(query, reasons).fetchone() if count else None
-    return UnscoredFigures(count, of, "" if first is None else first[0])
-
-
-def read_turn_figures(connection: sqlite3.Connection) -> TurnFigures:
-    """Read the turns of training trajectories, for a run with an environment."""
-    rows = (one for one in read_turns(connection) if one.kind is Kind.TRAIN)
-    return turn_figures([(one.turns, one.environment_s) for one in rows])
-
-
-def _lengths(connection: sqlite3.Connection) -> LengthFigures:
-    lengths = _counts(connection, "length", "finish_reason IS NOT NULL")
-    return LengthFigures(quantile(lengths, 0.5), quantile(lengths, 0.95), quantile(lengths, 0.99))
-
-
-def _staleness(connection: sqlite3.Connection) -> StalenessFigures:
-    staleness = _counts(connection, "staleness", "status = 'consumed'")
-    total = sum(value * count for value, count in staleness.items())
-    return StalenessFigures(total / max(1, staleness.total()), max(staleness, default=0))
-
-
-def _counts(connection: sqlite3.Connection, column: str, condition: str) -> Counter[int]:
-    """Count training trajectories that meet an SQL condition, by the value of a column."""
-    query = f"SELECT {column}, count(*) FROM trajectory WHERE kind = 'train' AND {condition} GROUP BY {column}"
-    with closing(connection.execute(query)) as rows:
-        return Counter(dict(rows))
-
-
-def _trajectories(connection: sqlite3.Connection) -> Counts:
-    account = read_accounting(connection).train
-    return Counts(
-        issued=account.issued,
-        consumed=account.consumed,
-        dropped=sum(account.dropped.values()),
-        live=account.live,
-        dropped_by_reason={str(reason): count for reason, count in account.dropped.items()},
     )
 
 
@@ -240,6 +192,38 @@ def evaluation_figures(evaluations: Iterable[Evaluated]) -> list[EvaluationFigur
         )
         for one in evaluations
     ]
+
+
+def _unscored_figures(connection: sqlite3.Connection, trajectories: Trajectories) -> UnscoredFigures:
+    failed = np.logical_or.reduce([trajectories.dropped_for(reason) for reason in UNSCORED])
+    count = int(failed.sum())
+    query = "SELECT drop_detail FROM trajectory WHERE drop_reason IN (?, ?) ORDER BY ended_s LIMIT 1"
+    first = connection.execute(query, UNSCORED).fetchone() if count else None
+    scored = int((~np.isnan(trajectories.reward) | failed).sum())
+    return UnscoredFigures(count, scored, "" if first is None else first[0])
+
+
+def _length_figures(train: Trajectories) -> LengthFigures:
+    lengths = train.length[train.finish >= 0]
+    if not len(lengths):
+        return LengthFigures(0, 0, 0)
+    return LengthFigures(*np.percentile(lengths, (50, 95, 99), method="inverted_cdf").astype(int).tolist())
+
+
+def _turn_figures(train: Trajectories) -> TurnFigures:
+    known = train.where(train.turns >= 0)
+    return turn_figures(list(zip(known.turns.tolist(), known.environment_s.tolist(), strict=True)))
+
+
+def _count_trajectories(connection: sqlite3.Connection) -> Counts:
+    account = read_accounting(connection).train
+    return Counts(
+        issued=account.issued,
+        consumed=account.consumed,
+        dropped=sum(account.dropped.values()),
+        live=account.live,
+        dropped_by_reason={str(reason): count for reason, count in account.dropped.items()},
+    )
 
 
 def _accuracy(evaluation: Evaluated | None) -> float | None:
@@ -260,33 +244,38 @@ def summarise(
     """Write and return the summary of a run with an up-to-date ledger; `sets` in the order of the config."""
     totals = stats.totals
     with reading(run.live_ledger) as connection:
+        trajectories, _, history = read_tables(connection, has_environment=has_environment)
+        train = trajectories.where(trajectories.is_kind(Kind.TRAIN))
+        staleness = measure_staleness(train)
         evaluations = evaluations_on_record(connection)
-        of_first = of_first_set(evaluations, sets)
+        first_set = of_first_set(evaluations, sets)
         summary = Summary(
             run=str(run.path),
             finished=finished,
-            simulated=is_simulated(connection),
-            accuracy_start=_accuracy(next((one for one in of_first if one.step == 0), None)),
-            accuracy_end=_accuracy(of_first[-1]) if finished and of_first else None,
+            simulated=any(started.simulated for _, started in history.of_kind(RunStarted)),
+            accuracy_start=_accuracy(next((one for one in first_set if one.step == 0), None)),
+            accuracy_end=_accuracy(first_set[-1]) if finished and first_set else None,
             rl_seconds=stats.rl_s,
-            steps=connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0],
-            response_length=_lengths(connection),
-            turns=read_turn_figures(connection) if has_environment else TurnFigures(),
+            steps=max((step.step for _, step in history.steps), default=0),
+            response_length=_length_figures(train),
+            turns=_turn_figures(train),
             tokens=Tokens(totals.generated_tokens, totals.trained_tokens),
             trained_tokens_per_s=totals.trained_tokens / stats.rl_s if stats.rl_s else 0.0,
-            trajectories=_trajectories(connection),
-            staleness=_staleness(connection),
+            trajectories=_count_trajectories(connection),
+            staleness=StalenessFigures(0.0, 0)
+            if staleness is None
+            else StalenessFigures(staleness.mean, staleness.max),
             versions_alive_max=totals.versions_alive_max,
             overlap_share=stats.overlap_share,
             learner_waiting_share=stats.learner_waiting_share,
             peak_memory_bytes=stats.peak_memory_bytes,
             restarts=restarts,
             evaluations=evaluation_figures(evaluations),
-            relay=read_relay(connection),
-            checkpoints=read_checkpoints(connection),
+            relay=relay_figures(history),
+            checkpoints=checkpoint_figures(history),
             kv_use=stats.kv_use,
-            repack=read_repack(connection),
-            unscored=read_unscored(connection),
+            repack=repack_figures(history),
+            unscored=_unscored_figures(connection, trajectories),
         )
     write_summary(run, summary)
     return summary

@@ -1,25 +1,19 @@
-"""Times and lengths of trajectories, and how long the longest take. Computed from the arrays alone.
+"""Distributions of times and lengths of trajectories, and of staleness, from the arrays alone.
 
-`measures` says what is measured; the distributions of each are taken over all, and for each replica, version and
-task. Everything is vectorised: a million trajectories take seconds.
+`RunReport` calls it for every view. Everything is vectorised: a million trajectories take seconds.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.observe.trajectories import Ints, Times, Trajectories
-from laminar_py.records.metrics import FleetRow
+from laminar_py.observe.trajectories import Times, Trajectories
 from laminar_py.records.trajectory import Status
 
-MOST_ROWS = 12  # of a table by version
-
-_LEAST_MEDIAN = 0.001
+_LEAST_MEDIAN = 0.001  # seconds, tokens or turns
 _PERCENTILES = (50, 90, 95, 99, 100)
 
 
@@ -29,11 +23,9 @@ class Measure(StrEnum):
     LENGTH = "length"  # of a finished response
     TURNS = "turns"  # of the model
     REPLICA_WAIT = "replica_wait"  # issued until a replica has it
-    GENERATION = (
-        "generation"  # handed to a replica until finished, but for environments: queue, prefill, moves too
-    )
-    FIRST_TOKENS = "first_tokens"  # on the last replica until the engine delivered a piece
-    ENVIRONMENT = "environment"  # its environment worked, or had it wait for room
+    GENERATION = "generation"  # handed to a replica until finished, without environments; with queue and moves
+    FIRST_TOKENS = "first_tokens"  # on the last replica until the engine delivered tokens
+    ENVIRONMENT = "environment"  # its environment worked, or it waited for room there
     SCORER_WAIT = "scorer_wait"  # finished until scored, without the scoring itself
     REWARD = "reward"  # the scoring
     GROUP_WAIT = "group_wait"  # scored until the last member of its group was scored or dropped
@@ -41,8 +33,8 @@ class Measure(StrEnum):
     END_TO_END = "end_to_end"  # issued until consumed
 
 
-COUNTED = {Measure.LENGTH: "tokens", Measure.TURNS: "turns"}  # units of what is no time
-OF_TURNS = (Measure.TURNS, Measure.ENVIRONMENT)  # are of runs with an environment alone
+COUNTED = {Measure.LENGTH: "tokens", Measure.TURNS: "turns"}  # units of measures that are no times
+OF_TURNS = (Measure.TURNS, Measure.ENVIRONMENT)  # only in runs with an environment
 NAMES = {  # for every view
     Measure.LENGTH: "response tokens",
     Measure.TURNS: "turns of the model",
@@ -60,7 +52,7 @@ NAMES = {  # for every view
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Figures of `count` values; percentiles are numpy's, between the two nearest values."""
+    """Mean and percentiles of `count` values; numpy interpolates a percentile between the two nearest values."""
 
     count: int
     mean: float
@@ -72,47 +64,26 @@ class Distribution:
 
     @property
     def tail(self) -> float | None:
-        """p95 over p50; None where the median is below a millisecond (no token), so next to nothing."""
+        """p95 over p50; None for a median below a millisecond, whose ratio means nothing."""
         return self.p95 / self.p50 if self.p50 >= _LEAST_MEDIAN else None
 
     @property
     def percentiles(self) -> dict[str, float]:
-        """Percentiles that page and gauges show, e.g. `{"p50": 12.0, "p95": 60.5, "p99": 100.0}`."""
+        """Percentiles that the page and `/metrics` show, e.g. `{"p50": 12.0, "p95": 60.5, "p99": 100.0}`."""
         return {"p50": self.p50, "p95": self.p95, "p99": self.p99}
 
 
 Distributions = dict[Measure, Distribution]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tails:
-    """Distributions over all, and by what tells trajectories apart; empty where that is one for all."""
-
-    overall: Distributions
-    longest_over_mean: Distribution | None  # time on replicas, of groups with two finished members or more
-    by_replica: dict[str, Distributions]  # the last that had it
-    by_version: dict[str, Distributions]  # that it began under, e.g. "0-3"
-    by_task: dict[str, Distributions]
-
-
-def measure_tails(trajectories: Trajectories) -> Tails:
-    """Distributions of all measures."""
+def measure_tails(trajectories: Trajectories) -> Distributions:
+    """Return the distribution of each measure that some trajectory has."""
     values = measures(trajectories)
-    versions, label = _version_bins(trajectories.oldest_version)
-    tasks = trajectories.tasks
-    return Tails(
-        overall={name: found for name, column in values.items() if (found := distribution(column)) is not None},
-        longest_over_mean=distribution(
-            longest_over_mean(trajectories, trajectories.finished_s - trajectories.started_s)
-        ),
-        by_replica=_by(trajectories.replica, values, str),
-        by_version=_by(versions, values, label),
-        by_task=_by(trajectories.task, values, lambda task: tasks[task] or "(no name)"),
-    )
+    return {name: found for name, column in values.items() if (found := distribution(column)) is not None}
 
 
 def measures(t: Trajectories) -> dict[Measure, Times]:
-    """Each measure of each trajectory, [N]; NaN where it has not come so far. Of turns where there are some."""
+    """Return each measure of each trajectory [N], NaN where unknown; measures of turns only if some are known."""
     length = np.where(t.finish >= 0, t.length, np.nan)
     consumed = t.is_status(Status.CONSUMED)
     environment_s = t.environment_s.astype(np.float64)
@@ -134,127 +105,24 @@ def measures(t: Trajectories) -> dict[Measure, Times]:
 
 
 def group_wait(t: Trajectories) -> Times:
-    """Seconds [N] from its own score until the last member of its group was scored, or dropped unscored.
+    """Return seconds [N] from a trajectory's score until the last of its group was scored, or dropped unscored.
 
-    NaN for what was never scored, and in groups with a member that is neither yet.
+    It is NaN for an unscored trajectory, and in a group with a member that is neither scored nor dropped.
     """
     settled_s = np.where(np.isnan(t.scored_s), t.ended_s, t.scored_s)
-    last = np.full(_num_groups(t), -np.inf)
+    last = np.full(int(t.group.max(initial=-1)) + 1, -np.inf)
     np.maximum.at(last, t.group, np.where(np.isnan(settled_s), np.inf, settled_s))
     waited_s = last[t.group] - t.scored_s
     return np.where(np.isinf(waited_s), np.nan, waited_s)
 
 
-def longest_over_mean(t: Trajectories, spent: Times) -> Times:
-    """The longest of a group over its mean, of times [N]: [groups with two finished members or more]."""
-    finished = ~np.isnan(spent)
-    groups, seconds = t.group[finished], spent[finished]
-    count = np.bincount(groups, minlength=_num_groups(t))
-    total = np.bincount(groups, seconds, minlength=len(count))
-    longest = np.zeros(len(count))
-    np.maximum.at(longest, groups, seconds)
-    several = (count >= 2) & (total > 0)
-    ratio: Times = longest[several] * count[several] / total[several]
-    return ratio
-
-
 def distribution(values: npt.NDArray[np.floating]) -> Distribution | None:
-    """Distribution of the values that are not NaN; None if there are none."""
+    """Return the distribution of the values that are not NaN; None without any."""
     known = values[~np.isnan(values)].astype(np.float64)
     if not len(known):
         return None
     p50, p90, p95, p99, most = np.percentile(known, _PERCENTILES).tolist()
     return Distribution(count=len(known), mean=float(known.mean()), p50=p50, p90=p90, p95=p95, p99=p99, max=most)
-
-
-def _by(keys: Ints, values: dict[Measure, Times], label: Callable[[int], str]) -> dict[str, Distributions]:
-    """For each key, where there are several; -1 is none."""
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=-2))
-    bounds = [*starts.tolist(), len(ordered)]
-    slices = [(int(ordered[start]), start, end) for start, end in pairwise(bounds) if ordered[start] >= 0]
-    if len(slices) < 2:
-        return {}
-    out: dict[str, Distributions] = {label(key): {} for key, _, _ in slices}
-    for name, column in values.items():
-        column = column[order]
-        for key, start, end in slices:
-            found = distribution(column[start:end])
-            if found is not None:
-                out[label(key)][name] = found
-    return out
-
-
-def _version_bins(versions: Ints) -> tuple[Ints, Callable[[int], str]]:
-    """The bin of each, and what a bin is called: at most `MOST_ROWS` of equal width."""
-    newest = int(versions.max(initial=-1))
-    width = -(-(newest + 1) // MOST_ROWS) or 1
-    bins = np.where(versions < 0, -1, versions // width).astype(np.int32)
-
-    def label(bin: int) -> str:
-        last = min((bin + 1) * width - 1, newest)
-        return str(last) if width == 1 else f"{bin * width}-{last}"
-
-    return bins, label
-
-
-def _num_groups(t: Trajectories) -> int:
-    return int(t.group.max(initial=-1)) + 1
-
-
-_USUAL_PERCENTILE = 90
-_RAMP_DOWN = 0.25
-_LONGEST_S = 5.0  # a sample speaks for no longer: the controller was down
-
-
-@dataclass(frozen=True, slots=True)
-class Stragglers:
-    """Shares as the module says; None without anything to take a share of."""
-
-    group_wait: float | None
-    slots: float | None
-    kv: float | None
-
-
-def measure_stragglers(t: Trajectories, fleet: Sequence[FleetRow]) -> Stragglers:
-    """Shares of all three totals; a replica has the samples in which it was there."""
-    now = max(_last(column) for column in (t.issued_s, t.finished_s, t.scored_s, t.ended_s))
-    live_s = float(np.nansum(np.where(np.isnan(t.ended_s), now, t.ended_s) - t.issued_s))
-    waited_s = float(np.nansum(group_wait(t)))
-    at = np.array([row.rl_s for row in fleet], np.float64)
-    known = sorted({replica for row in fleet for replica in row.indices})
-    column = {replica: place for place, replica in enumerate(known)}
-    seconds, running, kv_use = np.zeros((3, len(fleet), len(column)))
-    for sample, (row, elapsed_s) in enumerate(zip(fleet, np.diff(at, prepend=0.0), strict=True)):
-        there = [column[replica] for replica in row.indices]
-        seconds[sample, there] = np.clip(elapsed_s, 0.0, _LONGEST_S)
-        running[sample, there], kv_use[sample, there] = row.running, row.kv_use
-    return Stragglers(
-        waited_s / live_s if live_s > 0 else None,
-        _idle_share(seconds, running, running),
-        _idle_share(seconds, running, kv_use),
-    )
-
-
-def _idle_share(seconds: Times, running: Times, used: Times) -> float | None:
-    """Share of what is usually used, in ramp-down; all [S, R], 0 where a replica was not there."""
-    ramp_down = (running > 0) & (running < _RAMP_DOWN * _usual(running, running))
-    usual = _usual(running, used)
-    total = float(np.sum(seconds * usual))
-    idle = float(np.sum(np.where(ramp_down, seconds * np.maximum(usual - used, 0.0), 0.0)))
-    return idle / total if total > 0 else None
-
-
-def _usual(running: Times, used: Times) -> Times:
-    """[R]"""
-    columns = [used[running[:, replica] > 0, replica] for replica in range(used.shape[1])]
-    return np.array([np.percentile(column, _USUAL_PERCENTILE) if len(column) else 0.0 for column in columns])
-
-
-def _last(times: Times) -> float:
-    known = times[~np.isnan(times)]
-    return float(known.max()) if len(known) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +135,7 @@ class Staleness:
 
 
 def measure_staleness(trajectories: Trajectories) -> Staleness | None:
-    """Staleness so far; None before anything was consumed."""
+    """Return the staleness so far; None before any trajectory was consumed."""
     staleness = trajectories.staleness[trajectories.is_status(Status.CONSUMED)]
     if not len(staleness):
         return None
@@ -275,8 +143,8 @@ def measure_staleness(trajectories: Trajectories) -> Staleness | None:
     return Staleness(float(staleness.mean()), int(staleness.max()), dict(sorted(counts.items())))
 
 
-def tell_seconds(value: float) -> str:
-    """Three digits at most, in the unit that suits."""
+def format_seconds(value: float) -> str:
+    """Return seconds with at most three digits, in milliseconds or seconds."""
     if value < 0.0005:
         return "<1 ms"
     if value < 0.9995:

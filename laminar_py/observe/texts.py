@@ -1,38 +1,41 @@
-"""Texts that the model wrote, for the page: a choice for a report, and answers to what a dashboard is asked.
+"""Texts of the model for the page: a choice that a report embeds, and answers to queries of an open dashboard.
 
-Called by the page and the dashboard. Everything is bounded: a report embeds `MOST_BYTES`, a list has `MOST_ROWS`
-rows, a prompt's history `MOST_VISITS` visits; whatever a bound leaves out is said.
+The page and the dashboard call it. A report embeds at most `MOST_BYTES`, a list has at most `MOST_ROWS` rows, and
+a history at most `MOST_VISITS` visits. The page says how many texts a report left out.
 """
 
-import base64
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import chain, groupby, islice, zip_longest
-from math import nan
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.audit.queries import Filters, count
 from laminar_py.ledger.database import ledger_path
-from laminar_py.observe.sample_reader import list_samples, read_sample, read_samples
-from laminar_py.observe.samples import FullSample, PromptVisit, SampleOrder, SampleRow, TokenSpan
-from laminar_py.records.scoring import TermValue
+from laminar_py.observe.samples import (
+    FullSample,
+    SampleOrder,
+    SampleRow,
+    best_and_worst,
+    list_samples,
+    read_sample,
+    read_samples,
+)
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
 MOST_BYTES = 2_000_000  # of texts in a report
-MOST_READ = 256  # trajectories of which these are chosen
+MOST_READ = 256  # trajectories that a report considers
 MOST_ROWS = 500  # of a list
-MOST_VISITS = 100  # of a prompt
-NEAR = 2048  # of the newest trajectories of a kind, among which a report chooses
-STEPS = 4  # the newest ones of which it shows texts
-AT_ONCE = 16  # trajectories that one look at the ledger reads
+MOST_VISITS = 100  # newest visits of a prompt
+NEAR = 2048  # newest trajectories of a kind, from which a report chooses
+STEPS = 4  # newest steps from which a report shows texts
+AT_ONCE = 16  # trajectories that one query reads
+DIGITS = 4  # of numbers per token, since the page shows no more
 
 _COMPARISONS = ("staleness", "step", "reward", "length")
 _EQUALS = ("status", "reason", "kind", "set", "group", "prompt", "replica", "version")
@@ -41,63 +44,31 @@ _NAMES = (*_EQUALS, *_COMPARISONS, "order", "limit")
 Choice = TypeVar("Choice", bound=StrEnum)
 
 
-class PackedArray(msgspec.Struct, frozen=True):
-    """An array in base64, e.g. `PackedArray("uint32", "AQAAAA==")`, little-endian; None would be NaN."""
-
-    type: str  # of the view that the page makes of it: uint8, uint16, uint32, int32, float32
-    data: str
-
-
-def pack(array: npt.NDArray[np.generic], kind: str) -> PackedArray:
-    """`array` [n] as numbers of that type."""
-    return PackedArray(kind, base64.b64encode(array.astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode())
-
-
-class TextView(msgspec.Struct, frozen=True, kw_only=True):
-    """Response as `FullSample` has it, but packed: L tokens, of which each kind stands once in `words`."""
-
-    row: SampleRow
-    prompt: str
-    answer: str
-    task: str
-    ids_only: str
-    words: list[tuple[int, str]]  # (id, text), each once
-    places: PackedArray  # [L] in `words`
-    logprobs: PackedArray  # [L] NaN where not known
-    spans: list[TokenSpan]
-    terms: list[TermValue]
-    columns: dict[str, PackedArray]  # numbers per token by name, each [L]
-    siblings: list[SampleRow]
-    history: list[PromptVisit]
-    visits: int  # of which `history` shows at most `texts.MOST_VISITS`
-    lost: str = ""
-
-
 class TextList(msgspec.Struct, frozen=True):
-    """Rows of a list, and how many trajectories pass its filters."""
+    """Rows of a list, and the number of trajectories that pass its filters."""
 
     rows: list[SampleRow]
     matching: int
 
 
 class EmbeddedTexts(msgspec.Struct, frozen=True):
-    """Texts that are in the page itself, each a `TextView`, and the error that kept others out, if one did."""
+    """Texts inside the page, each a `FullSample`, and the error that kept others out, if there was one."""
 
     samples: list[msgspec.Raw]
     trouble: str = ""
 
 
 class TextsPanel(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the model wrote: the texts that are here, or None where the server is asked for them."""
+    """Data of the panel "What the model wrote"."""
 
     total: int  # trajectories of the run
-    command: str  # that shows all of them
-    choices: dict[str, list[str]]  # values of a filter, by its name
-    here: EmbeddedTexts | None
+    command: str  # shows all of them
+    choices: dict[str, list[str]]  # values of each filter that is a choice
+    here: EmbeddedTexts | None  # None: the page queries its server
 
 
 def make_texts(run: Path, *, total: int, here: EmbeddedTexts | None = None) -> TextsPanel:
-    """The panel of a run with `total` trajectories: with the texts that are here, or to be asked for."""
+    """Return the panel of a run with `total` trajectories, with embedded texts or for a server."""
     return TextsPanel(
         total=total,
         command=f"laminar samples {shlex.quote(str(ledger_path(run).parent))}",
@@ -112,41 +83,42 @@ def make_texts(run: Path, *, total: int, here: EmbeddedTexts | None = None) -> T
 
 
 def embed_texts(run: Path) -> EmbeddedTexts:
-    """Texts for a report: best, worst and longest of the newest steps and evaluations, dropped ones; siblings.
+    """Return texts for a report, with their siblings, within `MOST_BYTES`.
 
-    A record that cannot be read any further, such as an archive that is damaged, leaves a line that says so.
+    The choice is the best, worst and longest of the newest steps and evaluations, and dropped ones. An unreadable
+    part of the record, such as a damaged archive, ends the list with a line about the error.
     """
-    views: list[msgspec.Raw] = []
+    encoded: list[msgspec.Raw] = []
     room = MOST_BYTES
     try:
-        for view in islice(_views(run), MOST_READ):
-            encoded = msgspec.json.encode(view)
-            size = len(encoded) + 5 * encoded.count(b"<")  # each of which is escaped in HTML
-            if size <= room:  # a shorter one may fit yet
-                views.append(msgspec.Raw(encoded))
+        for sample in islice(_chosen_samples(run), MOST_READ):
+            body = msgspec.json.encode(fit_for_page(sample))
+            size = len(body) + 5 * body.count(b"<")  # HTML escapes each
+            if size <= room:  # a later, shorter one may still fit
+                encoded.append(msgspec.Raw(body))
                 room -= size
-    except ValueError as error:  # a `ConfigError`, or pieces of a response that do not join
-        return EmbeddedTexts(views, str(error))
-    return EmbeddedTexts(views)
+    except ValueError as error:  # a `ConfigError`, or a response whose pieces have a gap
+        return EmbeddedTexts(encoded, str(error))
+    return EmbeddedTexts(encoded)
 
 
-def _views(run: Path) -> Iterator[TextView]:
-    """Texts in the order in which a report would have them: those that it chooses, then their siblings."""
-    chosen = _choose(run)
+def _chosen_samples(run: Path) -> Iterator[FullSample]:
+    """Read the chosen samples, then their siblings."""
+    chosen = _choose_ids(run)
     siblings: dict[str, None] = {}
-    for sample in _read(run, list(chosen)):
+    for sample in _read_in_parts(run, list(chosen)):
         siblings.update(dict.fromkeys(row.id for row in sample.siblings))
-        yield view_sample(sample)
-    yield from map(view_sample, _read(run, [id for id in siblings if id not in chosen]))
+        yield sample
+    yield from _read_in_parts(run, [id for id in siblings if id not in chosen])
 
 
-def _read(run: Path, ids: Sequence[str]) -> Iterator[FullSample]:
+def _read_in_parts(run: Path, ids: Sequence[str]) -> Iterator[FullSample]:
     for at in range(0, len(ids), AT_ONCE):
         yield from read_samples(run, ids[at : at + AT_ONCE])
 
 
-def _choose(run: Path) -> dict[str, None]:
-    """Ids: of used, evaluated, dropped and new trajectories in turn, so that a bound cuts all of them alike."""
+def _choose_ids(run: Path) -> dict[str, None]:
+    """Return ids of used, evaluated, dropped and new trajectories in turn, so a bound cuts all kinds alike."""
     used = list_samples(run, Filters(kind=Kind.TRAIN, status=Status.CONSUMED), limit=NEAR)
     steps = sorted({row.step for row in used if row.step is not None}, reverse=True)[:STEPS]
     evaluated = list_samples(run, Filters(kind=Kind.EVAL), limit=NEAR)
@@ -154,71 +126,50 @@ def _choose(run: Path) -> dict[str, None]:
     dropped = list_samples(run, Filters(status=Status.DROPPED), limit=NEAR)
     latest = list_samples(run, Filters(kind=Kind.TRAIN), limit=STEPS)
     turns = zip_longest(
-        chain.from_iterable(_extremes([row for row in used if row.step == step]) for step in steps),
-        chain.from_iterable(_extremes([row for row in evaluated if row.group_id == id]) for id in newest.values()),
-        _of_each_reason(dropped),
+        chain.from_iterable(_with_longest([row for row in used if row.step == step]) for step in steps),
+        chain.from_iterable(
+            _with_longest([row for row in evaluated if row.group_id == id]) for id in newest.values()
+        ),
+        _two_of_each_reason(dropped),
         latest,
     )
     return dict.fromkeys(row.id for row in chain.from_iterable(turns) if row is not None)
 
 
-def _extremes(rows: Sequence[SampleRow]) -> list[SampleRow]:
-    """The best, the worst and the longest; of equal ones the newest."""
-    scored = [row for row in rows if row.reward is not None]
-    if not scored:
-        return list(rows[:1])
-    by_reward = sorted(scored, key=lambda row: (row.reward or 0.0, row.number))
-    return [by_reward[-1], by_reward[0], max(rows, key=lambda row: (row.length, row.number))]
+def _with_longest(rows: Sequence[SampleRow]) -> list[SampleRow]:
+    """Return the best, the worst and the longest."""
+    return [*best_and_worst(rows), max(rows, key=lambda row: (row.length, row.number))]
 
 
-def _of_each_reason(dropped: Sequence[SampleRow]) -> Iterator[SampleRow]:
-    """Two that were dropped for each reason, the newest."""
-    by_reason = sorted(dropped, key=lambda row: str(row.drop_reason))  # stable: still the newest first
+def _two_of_each_reason(dropped: Sequence[SampleRow]) -> Iterator[SampleRow]:
+    """Return the two newest of each drop reason, from rows with the newest first."""
+    by_reason = sorted(dropped, key=lambda row: str(row.drop_reason))  # stable
     for _, rows in groupby(by_reason, key=lambda row: row.drop_reason):
         yield from islice(rows, 2)
 
 
-def view_sample(sample: FullSample) -> TextView:
-    """A sample as the page gets it."""
-    words: dict[tuple[int, str], int] = {}
-    pairs = zip(sample.ids, sample.tokens, strict=True)
-    places = np.array([words.setdefault(pair, len(words)) for pair in pairs], np.int64)
-    return TextView(
-        row=sample.row,
-        prompt=sample.prompt,
-        answer=sample.answer,
-        task=sample.task,
-        ids_only=sample.ids_only,
-        words=list(words),
-        places=pack(places, "uint16" if len(words) < 2**16 else "uint32"),
-        logprobs=_floats(sample.logprobs),
-        spans=sample.spans,
-        terms=sample.terms,
-        columns={name: _floats(values) for name, values in sample.columns.items()},
-        siblings=sample.siblings,
-        history=_thin(sample.history, sample.row.group_id),
-        visits=len(sample.history),
-        lost=sample.lost,
+def fit_for_page(sample: FullSample) -> FullSample:
+    """Return a sample with rounded numbers and at most `MOST_VISITS` visits, its own visit among them."""
+    newest = sample.history[-MOST_VISITS:]
+    own = [visit for visit in sample.history[:-MOST_VISITS] if visit.group_id == sample.row.group_id]
+    return msgspec.structs.replace(
+        sample,
+        logprobs=_rounded(sample.logprobs),
+        columns={name: _rounded(values) for name, values in sample.columns.items()},
+        history=[*own, *newest],
     )
 
 
-def _floats(values: Sequence[float | None]) -> PackedArray:
-    return pack(np.array([nan if value is None else value for value in values], np.float64), "float32")
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else round(value, DIGITS) for value in values]
 
 
-def _thin(history: Sequence[PromptVisit], own: str) -> list[PromptVisit]:
-    """Visits at even distances, back from the newest, and its own."""
-    every = -(-len(history) // MOST_VISITS)
-    last = len(history) - 1
-    return [visit for at, visit in enumerate(history) if (last - at) % every == 0 or visit.group_id == own]
-
-
-def find_texts(run: Path, query: Mapping[str, str]) -> bytes:
-    """List of what passes the filters in the query of an address, as JSON. Raises a one-line `ConfigError`."""
+def answer_list(run: Path, query: Mapping[str, str]) -> bytes:
+    """Return the trajectories that pass the filters of a URL's query, as JSON. Raises a one-line `ConfigError`."""
     unknown = next((name for name in query if name not in _NAMES), None)
     if unknown is not None:
         raise ConfigError(f"{unknown}={query[unknown]}: no such filter; there are {', '.join(_NAMES)}")
-    limit = _whole(query, "limit")
+    limit = _number(query, "limit")
     if limit is not None and not 1 <= limit <= MOST_ROWS:
         raise ConfigError(f"limit={limit}: out of bounds; ask for 1 to {MOST_ROWS}")
     wanted = Filters(
@@ -228,8 +179,8 @@ def find_texts(run: Path, query: Mapping[str, str]) -> bytes:
         eval_set=_text(query, "set"),
         group=_text(query, "group"),
         prompt=_text(query, "prompt"),
-        replica=_whole(query, "replica"),
-        version=_whole(query, "version"),
+        replica=_number(query, "replica"),
+        version=_number(query, "version"),
         **{name: query.get(name) for name in _COMPARISONS},
     )
     order = _one_of(SampleOrder, query, "order") or SampleOrder.NEWEST
@@ -237,16 +188,16 @@ def find_texts(run: Path, query: Mapping[str, str]) -> bytes:
     return msgspec.json.encode(TextList(rows, count(run, wanted)))
 
 
-def find_text(run: Path, query: Mapping[str, str]) -> bytes:
-    """The trajectory `id` of the query with its text, as JSON. Raises a one-line `ConfigError`."""
+def answer_sample(run: Path, query: Mapping[str, str]) -> bytes:
+    """Return the trajectory `id` of the query with its text, as JSON. Raises a one-line `ConfigError`."""
     id = _text(query, "id")
     if id is None or len(query) > 1:
         raise ConfigError("id: not named, or not alone; ask for one trajectory, e.g. sample.json?id=g17.3")
-    return msgspec.json.encode(view_sample(read_sample(run, id)))
+    return msgspec.json.encode(fit_for_page(read_sample(run, id)))
 
 
 def _text(query: Mapping[str, str], name: str) -> str | None:
-    """Text as SQLite takes it: an address may hold bytes that are no character."""
+    """Return a value as SQLite accepts it, since a URL may hold bytes without a character."""
     found = query.get(name)
     return None if found is None else found.encode("utf-8", "replace").decode()
 
@@ -258,8 +209,8 @@ def _one_of(kind: type[Choice], query: Mapping[str, str], name: str) -> Choice |
     return None if found is None else kind(found)
 
 
-def _whole(query: Mapping[str, str], name: str) -> int | None:
+def _number(query: Mapping[str, str], name: str) -> int | None:
     found = query.get(name)
-    if found is not None and not re.fullmatch("[0-9]{1,18}", found):  # as many as fit SQLite
+    if found is not None and not re.fullmatch("[0-9]{1,18}", found):  # as many digits as SQLite takes
         raise ConfigError(f"{name}={found}: not a whole number; write for example {name}=3")
     return None if found is None else int(found)

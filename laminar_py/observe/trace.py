@@ -1,4 +1,8 @@
-"""Stays as they are drawn: in lanes, and as the number that a replica ran. Pure; called by timeline and trace."""
+"""`trace.json` for Perfetto: stays of trajectories on replicas, scores, learner steps, relays, loads and counters.
+
+`laminar report` writes it. A replica is a process with a lane for each slot; learner, scorer and relays are
+processes, too. The page's timeline uses `occupancy`.
+"""
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,13 +18,12 @@ from laminar_py.observe.report import RunReport
 from laminar_py.observe.trajectories import STATUSES, Floats, Ints, StayEnd, Stays, Times
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.events import Checkpointed, PartDied, Relayed, VersionLoaded, VersionPublished
-from laminar_py.records.trajectory import Status
 
 
 def lanes_of(replica: Ints, start_s: Times, end_s: Times) -> Ints:
-    """Row [M] of each stay among those of its replica, the lowest that is free when it begins.
+    """Return the lane [M] of each stay: the lowest lane of its replica that is free when the stay begins.
 
-    With all stays of a replica given, its rows in use are what it ran at that moment.
+    If all stays of a replica are given, the number of lanes in use is its number of running trajectories.
     """
     lanes = np.zeros(len(replica), np.int32)
     order = np.lexsort((start_s, replica))
@@ -37,28 +40,22 @@ def lanes_of(replica: Ints, start_s: Times, end_s: Times) -> Ints:
     return lanes
 
 
-def occupancy(stays: Stays, *, replica: int, edges: Times) -> tuple[Floats, Floats, Floats]:
-    """Mean number running on a replica, their mean version and how many of them are away: three of [B] bins.
+def occupancy(stays: Stays, *, replica: int, edges: Times) -> tuple[Floats, Floats]:
+    """Return the mean number of trajectories on a replica, and of these in environments, both [B].
 
-    Bins lie between `edges` [B + 1]. The version is NaN where nothing ran. Exact, by integrals of steps up and
-    down; but each is away at any moment by the share of its time.
+    Bins lie between `edges` [B + 1]. The first number is exact; for the second a trajectory is in its environment
+    at any moment by the share of its time there.
     """
     mine = stays.replica == replica
     start, end = stays.start_s[mine], stays.end_s[mine]
-    version = stays.version[mine].astype(np.float64)
-    ones = np.ones_like(version)
-    width = np.diff(edges)
+    ones, share, width = np.ones_like(start), stays.away[mine], np.diff(edges)
     area = np.diff(_integral(start, ones, edges) - _integral(end, ones, edges))
-    weighted = np.diff(_integral(start, version, edges) - _integral(end, version, edges))
-    share = stays.away[mine]
     away = np.diff(_integral(start, share, edges) - _integral(end, share, edges))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.where(area > 1e-9, weighted / area, np.nan)
-    return (area / width).astype(np.float32), mean.astype(np.float32), (away / width).astype(np.float32)
+    return (area / width).astype(np.float32), (away / width).astype(np.float32)
 
 
 def _integral(steps: Times, heights: Times, edges: Times) -> Times:
-    """Integrals [B + 1] up to each edge, of a function that rises by `heights` at `steps`."""
+    """Return the integrals [B + 1] up to each edge of a function that rises by `heights` at `steps`."""
     order = np.argsort(steps)
     steps, heights = steps[order], heights[order]
     count = np.searchsorted(steps, edges)
@@ -80,7 +77,7 @@ Row = TypeVar("Row")
 
 
 class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Event with `ts` and `dur` in microseconds, e.g. a slice X "step 3" in lane 0 of process 1 at 1500 for 700.
+    """Event with `ts` and `dur` in microseconds, e.g. a slice "step 3" in lane 0 of process 1 at 1500 for 700.
 
     `ph` is its kind: M names a process or lane, X is a slice, C a counter, i a moment, s and f end an arrow.
     """
@@ -99,16 +96,16 @@ class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Trace(msgspec.Struct, frozen=True, rename="camel"):
-    """Content of the file."""
+    """Content of `trace.json`."""
 
     trace_events: list[TraceEvent]
     other_data: dict[str, str]
     display_time_unit: str = "ms"
 
 
-def draw(snapshot: Snapshot, most: int) -> tuple[Stays, BoolArray]:
-    """Stays to draw, at most about `most` of them; and a mask of their trajectories [N] among everyone."""
-    stays, numbers = snapshot.stays, snapshot.everyone.number
+def choose_stays(snapshot: Snapshot, most: int) -> tuple[Stays, BoolArray]:
+    """Return about `most` stays or fewer, and a mask [N] of their trajectories among all."""
+    stays, numbers = snapshot.stays, snapshot.all_trajectories.number
     chosen = np.ones(len(numbers), np.bool_)
     if len(stays) > most:
         hashed = (numbers.astype(np.uint64) * np.uint64(2654435761)) % np.uint64(2**32)
@@ -116,21 +113,21 @@ def draw(snapshot: Snapshot, most: int) -> tuple[Stays, BoolArray]:
     return stays.where(chosen[snapshot.places(stays)]), chosen
 
 
-def natural(name: str) -> tuple[str, int]:
-    """Key of an order in which relay-10 comes after relay-9."""
+def natural_order(name: str) -> tuple[str, int]:
+    """Return a sort key by which relay-10 comes after relay-9."""
     stem, _, number = name.rpartition("-")
     return (stem, int(number)) if number.isdigit() else (name, 0)
 
 
-def thin(rows: Iterable[Row], most: int = MOST_EVENTS) -> list[Row]:
-    """Every nth of them, the last included, where there are more than `most`."""
+def keep_evenly(rows: Iterable[Row], most: int = MOST_EVENTS) -> list[Row]:
+    """Return at most `most` rows at even distances, the last row included."""
     rows = list(rows)
     every = -(-len(rows) // most)
     return rows[(len(rows) - 1) % every :: every] if every > 1 else rows
 
 
 def write_beside(report: RunReport, name: str, content: bytes) -> Path:
-    """Write a file into the folder of the run, whole or not at all, and say where."""
+    """Write a file into the folder of the run by a rename, and return its path."""
     path = ledger_path(report.snapshot.run).parent / name
     partial = path.with_suffix(".tmp")
     partial.write_bytes(content)
@@ -139,28 +136,28 @@ def write_beside(report: RunReport, name: str, content: bytes) -> Path:
 
 
 def write_trace(report: RunReport) -> Path:
-    """Write the run into its folder, and say where. Raises a one-line `ConfigError` without a ledger."""
+    """Write `trace.json` into the run's folder and return its path. Raises `ConfigError` without a ledger."""
     snapshot = report.snapshot
-    drawn, chosen = draw(snapshot, MOST_STAYS)
+    drawn, chosen = choose_stays(snapshot, MOST_STAYS)
     shown = np.flatnonzero(chosen)
-    ids = dict(zip(shown.tolist(), snapshot.ids(snapshot.everyone.number[shown]), strict=True))
+    ids = dict(zip(shown.tolist(), snapshot.ids(snapshot.all_trajectories.number[shown]), strict=True))
     trace = make_trace(snapshot, drawn, ids)
     return write_beside(report, TRACE_NAME, msgspec.json.encode(trace))
 
 
 def make_trace(snapshot: Snapshot, drawn: Stays, ids: Mapping[int, str]) -> Trace:
-    """Trace of these stays; `ids` names their trajectories by place."""
-    relayed = thin(snapshot.history.of_kind(Relayed))
+    """Return the trace of these stays; `ids` has the ids of their trajectories by place."""
+    relayed = keep_evenly(snapshot.history.of_kind(Relayed))
     relay_lanes = _relay_lanes(relayed)
     slots = _lanes(drawn.replica, drawn.start_s, drawn.end_s)
     events = [*_stays(snapshot, drawn, slots, ids), *_arrows(drawn, slots), *_scores(snapshot, ids)]
     events += [*_learner(snapshot), *_relays(relayed, relay_lanes), *_loads(snapshot)]
-    events += [*_running(snapshot), *_fleet(snapshot), *_staleness(snapshot)]
+    events += [*_running(snapshot), *_fleet(snapshot)]
     first = min((event.ts for event in events), default=0)
     events = [msgspec.structs.replace(event, ts=event.ts - first) for event in events]
     events.sort(key=lambda event: event.ts)
-    said = {"run": snapshot.name, "trajectories": f"{len(ids)} of {len(snapshot.everyone)}"}
-    return Trace([*_names(events, relay_lanes), *events], said)
+    other = {"run": snapshot.name, "trajectories": f"{len(ids)} of {len(snapshot.all_trajectories)}"}
+    return Trace([*_names(events, relay_lanes), *events], other)
 
 
 def _us(seconds: float) -> int:
@@ -170,7 +167,7 @@ def _us(seconds: float) -> int:
 def _slice(
     lane: tuple[int, int], name: str, start_s: float, end_s: float, cat: str, args: Args | None = None
 ) -> TraceEvent:
-    dur = max(1, _us(end_s) - _us(start_s))  # one that takes no time could not be seen
+    dur = max(1, _us(end_s) - _us(start_s))  # Perfetto does not show a slice without length
     return TraceEvent(ph="X", pid=lane[0], tid=lane[1], name=name, ts=_us(start_s), dur=dur, cat=cat, args=args)
 
 
@@ -183,37 +180,39 @@ def _count(pid: int, name: str, at_s: float, args: Args) -> TraceEvent:
 
 
 def _lanes(row: Ints, start_s: Times, end_s: Times) -> Ints:
-    """Lanes [M] of slices within their rows, in the microseconds in which they are written."""
+    """Return the lanes [M] of slices within their rows, by times in whole microseconds as in the file."""
     start = np.round(start_s * 1e6)
     return lanes_of(row, start, np.maximum(start + 1, np.round(end_s * 1e6)))
 
 
 def _stays(snapshot: Snapshot, drawn: Stays, lanes: Ints, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
-    everyone = snapshot.everyone
+    trajectories = snapshot.all_trajectories
     columns = (snapshot.places(drawn), drawn.replica, drawn.version, drawn.end, lanes, drawn.start_s, drawn.end_s)
-    for of, replica, version, how, lane, start_s, end_s in zip(*(c.tolist() for c in columns), strict=True):
-        reward = float(everyone.reward[of])
+    for place, replica, version, how, lane, start_s, end_s in zip(*(c.tolist() for c in columns), strict=True):
+        reward = float(trajectories.reward[place])
         args: dict[str, str | int | float | None] = {
             "version": version,
-            "length": int(everyone.length[of]),
+            "length": int(trajectories.length[place]),
             "reward": None if np.isnan(reward) else reward,
             "stay": StayEnd(how).name.lower(),
-            "status": str(STATUSES[everyone.status[of]]),
+            "status": str(STATUSES[trajectories.status[place]]),
         }
-        if everyone.turns[of] >= 0:
+        if trajectories.turns[place] >= 0:
             args |= {
-                "turns": int(everyone.turns[of]),
-                "environment_s": round(float(everyone.environment_s[of]), 6),
+                "turns": int(trajectories.turns[place]),
+                "environment_s": round(float(trajectories.environment_s[place]), 6),
             }
-        yield _slice((REPLICAS + replica, lane + 1), ids[of], start_s, end_s, f"v{version}", args)
+        yield _slice((REPLICAS + replica, lane + 1), ids[place], start_s, end_s, f"v{version}", args)
 
 
 def _arrows(drawn: Stays, lanes: Ints) -> Iterator[TraceEvent]:
-    """Arrows from the end of a stay to the next of the same trajectory."""
+    """Yield arrows from the end of a stay to the next stay of the same trajectory."""
     moved = np.flatnonzero(drawn.trajectory[1:] == drawn.trajectory[:-1]).tolist()
     for number, place in enumerate(moved, start=1):
         name = "repack" if drawn.end[place] == StayEnd.MOVED else "interruption"
-        leaves = max(_us(drawn.start_s[place]), _us(drawn.end_s[place]) - 1)  # within its slice: that binds it
+        leaves = max(
+            _us(drawn.start_s[place]), _us(drawn.end_s[place]) - 1
+        )  # within its slice, which binds the arrow
         comes = max(leaves, _us(drawn.start_s[place + 1]))
         (pid, tid), (pid_to, tid_to) = (
             (REPLICAS + int(drawn.replica[at]), int(lanes[at]) + 1) for at in (place, place + 1)
@@ -223,25 +222,25 @@ def _arrows(drawn: Stays, lanes: Ints) -> Iterator[TraceEvent]:
 
 
 def _scores(snapshot: Snapshot, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
-    everyone = snapshot.everyone
+    trajectories = snapshot.all_trajectories
     places = np.fromiter(ids, np.int64, len(ids))
-    places = places[~np.isnan(everyone.scored_s[places]) & ~np.isnan(everyone.score_s[places])]
-    end_s, took_s = everyone.scored_s[places], everyone.score_s[places].astype(np.float64)
+    places = places[~np.isnan(trajectories.scored_s[places]) & ~np.isnan(trajectories.score_s[places])]
+    end_s, took_s = trajectories.scored_s[places], trajectories.score_s[places].astype(np.float64)
     start_s = end_s - took_s
     lanes = _lanes(np.zeros(len(places), np.int32), start_s, end_s)
     columns = (column.tolist() for column in (places, lanes, start_s, end_s))
     for place, lane, start, end in zip(*columns, strict=True):
-        reward = float(everyone.reward[place])
+        reward = float(trajectories.reward[place])
         args = None if np.isnan(reward) else {"reward": reward}
         yield _slice((SCORER, lane), ids[place], start, end, "reward", args)
 
 
 def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
     history = snapshot.history
-    for at_s, step in thin(history.steps):
+    for at_s, step in keep_evenly(history.steps):
         args = {"trajectories": step.num_trajectories, "tokens": step.num_tokens, "waited_s": step.waited_s}
         yield _slice((LEARNER, 0), f"step {step.step}", at_s - step.elapsed_s, at_s, "step", args)
-    for at_s, published in thin(history.of_kind(VersionPublished)):
+    for at_s, published in keep_evenly(history.of_kind(VersionPublished)):
         yield _moment(f"version {published.version} published", at_s, "g")
     for at_s, saved in history.of_kind(Checkpointed):
         yield _moment(f"checkpoint of step {saved.step}", at_s, "t")
@@ -250,7 +249,7 @@ def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
 
 
 def _relay_lanes(relayed: list[tuple[float, Relayed]]) -> list[str]:
-    """Lane [N] of each, by name: a relay that takes two versions at a time has a second one."""
+    """Return the lane name [N] of each transfer; a relay with two transfers at a time has a second lane."""
     rows = {name: row for row, name in enumerate({event.node for _, event in relayed})}
     row = np.array([rows[event.node] for _, event in relayed], np.int32)
     end_s = np.array([at_s for at_s, _ in relayed], np.float64)
@@ -271,11 +270,11 @@ def _relays(relayed: list[tuple[float, Relayed]], lanes: list[str]) -> Iterator[
 
 
 def _ordered(lanes: list[str]) -> list[str]:
-    return sorted(set(lanes), key=lambda lane: (natural(lane.partition(", ")[0]), lane))
+    return sorted(set(lanes), key=lambda lane: (natural_order(lane.partition(", ")[0]), lane))
 
 
 def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    for at_s, event in thin(snapshot.history.of_kind(VersionLoaded)):
+    for at_s, event in keep_evenly(snapshot.history.of_kind(VersionLoaded)):
         lane, name = (REPLICAS + event.replica, WEIGHTS), f"load version {event.version}"
         yield _slice(lane, name, at_s - event.elapsed_s, at_s, "load")
 
@@ -283,7 +282,7 @@ def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
 def _running(snapshot: Snapshot) -> Iterator[TraceEvent]:
     edges = np.linspace(0.0, max(snapshot.end_s, 1e-3), MOST_COUNTS + 1)
     for replica in np.unique(snapshot.stays.replica).tolist():
-        running, _, away = occupancy(snapshot.stays, replica=replica, edges=edges)
+        running, away = occupancy(snapshot.stays, replica=replica, edges=edges)
         for at_s, value in zip(edges.tolist(), running.tolist(), strict=False):
             yield _count(REPLICAS + replica, "running", at_s, {"running": round(value, 2)})
         for at_s, value in zip(edges.tolist(), away.tolist(), strict=False) if away.any() else ():
@@ -291,25 +290,13 @@ def _running(snapshot: Snapshot) -> Iterator[TraceEvent]:
 
 
 def _fleet(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    rows = thin(snapshot.samples.fleet, MOST_COUNTS)
+    rows = keep_evenly(snapshot.samples.fleet, MOST_COUNTS)
     times = snapshot.at_rl(np.array([row.rl_s for row in rows], np.float64)).tolist()
     for at_s, row in zip(times, rows, strict=True):
         for replica, waiting in zip(row.indices, row.waiting, strict=True):
             yield _count(REPLICAS + replica, "waiting", at_s, {"waiting": waiting})
         for replica, kv_use in zip(row.indices, row.kv_use, strict=True):
             yield _count(REPLICAS + replica, "KV cache", at_s, {"share": kv_use})
-
-
-def _staleness(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    train = snapshot.trajectories
-    consumed = train.is_status(Status.CONSUMED)
-    last = int(train.step[consumed].max(initial=0))
-    counts = np.bincount(train.step[consumed], minlength=last + 1)
-    sums = np.bincount(train.step[consumed], weights=train.staleness[consumed], minlength=last + 1)
-    for at_s, step in thin(snapshot.history.steps, MOST_COUNTS):
-        if step.step <= last and counts[step.step]:
-            mean = round(float(sums[step.step] / counts[step.step]), 3)
-            yield _count(LEARNER, "staleness", at_s, {"mean": mean})
 
 
 def _names(events: list[TraceEvent], relay_lanes: list[str]) -> Iterator[TraceEvent]:

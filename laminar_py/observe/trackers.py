@@ -1,11 +1,11 @@
-"""TensorBoard, wandb and MLflow behind one interface. Run in processes of their own, never in the controller.
+"""TensorBoard, wandb and MLflow behind one interface, each in a process of its own beside the controller.
 
-A package is imported by the tracker that needs it alone. Invariant: a tracker that is opened again for a run
-folder goes on with what it began there; steps that a roll-back undid never count, by these means:
+A tracker that opens again for a run folder continues its earlier run. Steps that a roll-back undid do not count
+(`tests/telemetry/test_trackers.py`):
 
-- TensorBoard: a session marker at the first step that comes again, by which readers drop the older points.
-- wandb, MLflow: nothing can be taken back. A point `run/continued_from` stands between what was undone and what
-  replaces it, and the newer of two points at a step is the one that counts.
+- TensorBoard: a session marker stands at the first repeated step, and readers drop the older points.
+- wandb, MLflow: a point `run/continued_from` stands before the repeated steps. The newer of two points at a step
+  counts.
 """
 
 import importlib.util
@@ -25,13 +25,13 @@ from laminar_py.records.metrics import StepRow, TokenFigures
 
 Setting: TypeAlias = bool | int | float | str
 CONTINUED = "run/continued_from"
-PARAMS_IN_A_CALL = 100  # as many as MLflow takes
+PARAMS_IN_A_CALL = 100  # limit of MLflow
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """Beginning of a tracker, e.g. of a run of the project "math":
+    """Parameters of a tracker.
 
-    `Opening(kind=kind, folder="runs/math-3", name="math-3", project="math", settings={"learner.lr": 1e-6})`.
+    E.g. `Opening(kind=kind, folder="runs/math-3", name="math-3", project="math", settings={"learner.lr": 1e-6})`.
     """
 
     kind: TrackerKind
@@ -42,20 +42,20 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Values(msgspec.Struct, frozen=True, tag=True):
-    """For `Tracker.log`."""
+    """Message for `Tracker.log`."""
 
     step: int
     values: dict[str, float]
 
 
 class Rewound(msgspec.Struct, frozen=True, tag=True):
-    """For `Tracker.undo`."""
+    """Message for `Tracker.undo`."""
 
     step: int
 
 
 class Ending(msgspec.Struct, frozen=True, tag=True):
-    """For `Tracker.close`."""
+    """Message for `Tracker.close`."""
 
     summary: dict[str, float] | None
 
@@ -64,18 +64,18 @@ Message: TypeAlias = Values | Rewound | Ending
 
 
 class Tracker(Protocol):
-    """A run in a tracker. Whatever goes wrong is raised, and ends its process."""
+    """A run in a tracker. An error ends the tracker's process."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Values at a learner step, e.g. `log(3, {"tokens/entropy": 1.2})`."""
+        """Write values of a learner step, e.g. `log(3, {"tokens/entropy": 1.2})`."""
         ...
 
     def undo(self, step: int) -> None:
-        """Steps after this one are undone, if there were any; the next one comes now."""
+        """Note that steps after this one are undone, and will be repeated."""
         ...
 
     def close(self, summary: Mapping[str, float] | None) -> None:
-        """The run is over; it failed if there is no summary. `summary/finished` is 0 if it was interrupted."""
+        """End the run. Without a summary it failed; with `summary/finished` of 0 it was interrupted."""
         ...
 
 
@@ -93,23 +93,23 @@ class TensorBoard:
         self._writer = EventFileWriter(str(folder))
         self._step = 0
         if is_new:
-            self.undo(-1)  # readers take the first marker for the beginning
+            self.undo(-1)  # for readers the first marker begins the run
             self._write(0, summary=hparams_pb(opening.settings))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a scalar for each."""
+        """Write a scalar for each value."""
         self._step = max(step, self._step)
         scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step, summary=self._summaries.Summary(value=scalars))
 
     def undo(self, step: int) -> None:
-        """Readers drop all points after this step that stand before this marker."""
+        """Write a session marker, at which readers drop older points after this step."""
         self._step = max(0, step)
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step + 1, session_log=start)
 
     def close(self, summary: Mapping[str, float] | None) -> None:
-        """The summary is scalars at the last step."""
+        """Write the summary as scalars at the last step."""
         self.log(self._step, summary or {})
         self._writer.close()
 
@@ -119,7 +119,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of wandb, online or not as its own environment variables say; `<run>/wandb.id` names it."""
+    """A run of wandb, configured by wandb's environment variables; `<run>/wandb.id` has its id."""
 
     def __init__(self, opening: Opening) -> None:
         import wandb
@@ -138,27 +138,27 @@ class Wandb:
             config=opening.settings,
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Its own steps never go back, but deferred evaluations and roll-backs do.
+        # wandb's own steps never go back, but deferred evaluations and roll-backs do
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a row of its history."""
+        """Write a row of the history."""
         self._run.log({"step": step, **values})
 
     def undo(self, step: int) -> None:
-        """A row that says so."""
+        """Write a row with `run/continued_from`."""
         self.log(step, {CONTINUED: step})
 
     def close(self, summary: Mapping[str, float] | None) -> None:
-        """Wait until all is uploaded."""
+        """Write the summary and wait for the upload."""
         self._run.summary.update(summary or {})
         self._run.finish(exit_code=int(summary is None))
-        self._wandb.teardown()  # its own process has written all then
+        self._wandb.teardown()  # so that wandb's process has written everything
 
 
 class MLflow:
-    """A run of MLflow where `MLFLOW_TRACKING_URI` says, else in `<runs>/mlflow.db`; `<run>/mlflow.id` names it."""
+    """A run of MLflow at `MLFLOW_TRACKING_URI`, else in `<runs>/mlflow.db`; `<run>/mlflow.id` has its id."""
 
     def __init__(self, opening: Opening) -> None:
         import mlflow
@@ -181,17 +181,17 @@ class MLflow:
         identity.write_text(self._id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Make one request of it."""
+        """Write values in one request."""
         now_ms = int(time.time() * 1000)
         metrics = [self._metric(name, value, now_ms, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def undo(self, step: int) -> None:
-        """A point that says so."""
+        """Write a point `run/continued_from`."""
         self.log(step, {CONTINUED: step})
 
     def close(self, summary: Mapping[str, float] | None) -> None:
-        """The summary is metrics without a place on the axis."""
+        """Write the summary as metrics at step 0."""
         self.log(0, summary or {})
         status = "FAILED" if summary is None else "FINISHED" if summary["summary/finished"] else "KILLED"
         self._client.set_terminated(self._id, status=status)
@@ -210,10 +210,10 @@ PACKAGES = {
 
 
 def check_trackers(kinds: Sequence[TrackerKind]) -> None:
-    """Raises ConfigError if a package is missing. Nothing is imported."""
+    """Raise `ConfigError` if a tracker's package is missing, without an import."""
     for kind in kinds:
         spec = importlib.util.find_spec(kind.value)
-        if spec is None or spec.origin is None:  # a mere folder of that name, such as wandb leaves behind
+        if spec is None or spec.origin is None:  # a folder of that name, e.g. of wandb's files
             raise ConfigError(
                 f"tracking.kinds={kind.value}: the package {kind.value} is not installed; pip install"
                 f" {PACKAGES[kind]}, or leave it out"
@@ -221,33 +221,20 @@ def check_trackers(kinds: Sequence[TrackerKind]) -> None:
 
 
 def flat_row(row: StepRow) -> dict[str, float]:
-    """A row of `metrics.jsonl` under the names of docs/metrics.md, e.g. `staleness_3-4/kl_behaviour_k3`."""
-    values: dict[str, float] = {}
-    for name, value in msgspec.to_builtins(row).items():
-        if name == "by_staleness":
-            for bucket, metrics in value.items():
-                place = f"staleness_{bucket.replace('+', '_up')}"  # MLflow takes no plus sign
-                values |= {f"{place}/{key}": one for key, one in metrics.items()}
-        elif name == "order":
-            leaves = _leaves(value, "/").items()
-            values |= {f"order/{key}": one for key, one in leaves if isinstance(one, int | float)}
-        elif name == "reward_terms":
-            values |= {f"reward/{term}": mean for term, mean in value.items()}
-        elif name == "turns":
-            values |= {f"turns/{key}": one for key, one in value.items()}
-        elif value is not None:
-            values[f"{_group(name)}{name}"] = value
-    return values
-
-
-def _group(name: str) -> str:
-    return "tokens/" if name in TokenFigures.__struct_fields__ else "run/"
+    """Return a row of `metrics.jsonl` under the names of docs/metrics.md, e.g. `staleness_3-4/kl_behaviour_k3`."""
+    rest = msgspec.to_builtins(row)
+    tokens = {name: rest.pop(name) for name in TokenFigures.__struct_fields__}
+    ages = {  # MLflow takes no plus sign
+        f"staleness_{bucket.replace('+', '_up')}": figures for bucket, figures in rest.pop("by_staleness").items()
+    }
+    groups = {"order": rest.pop("order"), "reward": rest.pop("reward_terms"), "turns": rest.pop("turns")}
+    return _numbers({"run": rest, "tokens": tokens, **groups, **ages})
 
 
 def flat_evaluation(result: Evaluated) -> dict[str, float]:
-    """Figures of a set, e.g. `eval/aime/mean`, `eval/aime/pass_at_32`; MLflow takes no @.
+    """Return the figures of an evaluation, e.g. `eval/aime/mean`, `eval/aime/pass_at_32` (MLflow takes no @).
 
-    The mean has one name whatever the rewards are, so that a curve is one curve.
+    The mean has one name for accuracies and mean rewards, so a set has one curve.
     """
     figures = result.figures
     values = {"mean": figures.mean, "truncated": figures.truncated}
@@ -262,18 +249,22 @@ def flat_evaluation(result: Evaluated) -> dict[str, float]:
 
 
 def flat_summary(summary: Summary) -> dict[str, float]:
-    """Numbers of a summary, e.g. `summary/trajectories/consumed`; evaluations have been told."""
-    leaves = _leaves(msgspec.to_builtins(summary), "/")
-    return {f"summary/{name}": float(value) for name, value in leaves.items() if isinstance(value, int | float)}
+    """Return the numbers of a summary without its evaluations, e.g. `summary/trajectories/consumed`."""
+    return _numbers({"summary": msgspec.to_builtins(summary)})
 
 
 def flat_settings(tree: Mapping[str, object]) -> dict[str, Setting]:
-    """A config with dotted names; lists as text, and nothing for what is null."""
+    """Return a config with dotted names, without null; a list becomes text."""
     leaves = {name: value for name, value in _leaves(tree, ".").items() if value is not None}
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in leaves.items()
     }
+
+
+def _numbers(tree: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers of nested mappings, with the names of their path joined by slashes."""
+    return {name: float(value) for name, value in _leaves(tree, "/").items() if isinstance(value, int | float)}
 
 
 def _leaves(tree: Mapping[str, object], separator: str) -> dict[str, object]:

@@ -1,9 +1,9 @@
-"""Trajectories of a run and their stays on replicas, as arrays. Reads the ledger only.
+"""Trajectories of a run and their stays on replicas, as arrays from the ledger.
 
-All figures are computed from these arrays. A million trajectories take about 150 MB: rows are read in blocks.
-Most trajectories have one stay, which their row tells; events are read only of interrupted trajectories.
-Invariant: a stay ends by the next event of its trajectory that says so, or is open; stays of one trajectory do not
-overlap."""
+All figures are computed from these arrays. A million trajectories take about 150 MB, since rows are read in
+blocks. Most trajectories have one stay, which their row has; events are read only for interrupted trajectories.
+Stays of one trajectory do not overlap (`tests/analytics/test_stays.py`).
+"""
 
 import json
 import sqlite3
@@ -22,8 +22,8 @@ from laminar_py.records.codec import BoolArray
 from laminar_py.records.events import Assigned, Dropped, Finished, Interrupted
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind, Status
 
-_BLOCK = 1_000  # rows that are taken apart while they are in the processor's caches
-KINDS, STATUSES = tuple(Kind), tuple(Status)  # meanings of the codes, here and below
+_BLOCK = 1_000  # rows, which fit the processor's caches
+KINDS, STATUSES = tuple(Kind), tuple(Status)  # values of the codes, here and below
 REASONS, FINISHES = tuple(DropReason), tuple(FinishReason)
 CAPS = tuple(Cap)
 
@@ -34,26 +34,26 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectories:
-    """Columns [N] of trajectories of a run, in the order of issue; -1 and NaN stand for none.
+    """Columns [N] of a run's trajectories, in the order of issue; -1 and NaN mean unknown.
 
-    Times are seconds since `origin_s`, by the run's clock; codes are places in the tuples above.
+    Times are seconds since `origin_s`, by the run's clock; a code is a place in one of the tuples above.
     """
 
-    number: Ints  # as in the ledger, from 1 on: the place of its id, its prompt and its pieces there
+    number: Ints  # in the ledger, from 1 on
     group: Ints  # dense, in the order of issue
     kind: Ints
     prompt: Ints  # place of its prompt in the stream
     status: Ints
-    epoch: Ints  # times that it was handed to a replica
-    replica: Ints  # the last one that had it
+    epoch: Ints  # number of assignments to a replica
+    replica: Ints  # the last replica
     length: Ints  # response tokens
     oldest_version: Ints
     newest_version: Ints
     finish: Ints
     cap: Ints
     drop: Ints
-    step: Ints  # that consumed it
-    version: Ints  # of the learner then
+    step: Ints  # the learner step that consumed it
+    version: Ints  # of the learner in that step
     staleness: Ints
     task: Ints
     reward: Floats
@@ -61,9 +61,9 @@ class Trajectories:
     queue_s: Floats  # on its last replica, until its first tokens there
     generate_s: Floats  # on its last replica, until it finished
     score_s: Floats
-    scorer_s: Floats  # of a scorer's time, which scores several at once
-    turns: Ints  # of the model, once finished; none at all in a run without an environment
-    environment_s: Floats  # that its environment worked, likewise
+    scorer_s: Floats  # its share of a scorer's time, which scores several at once
+    turns: Ints  # of the model, once finished; all unknown in a run without an environment
+    environment_s: Floats  # work of its environment, once finished
     issued_s: Times
     started_s: Times
     finished_s: Times
@@ -77,7 +77,7 @@ class Trajectories:
         return len(self.number)
 
     def where(self, mask: BoolArray) -> "Trajectories":
-        """Trajectories for which `mask` [N] is true."""
+        """Return the trajectories for which `mask` [N] is true."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         kept: dict[str, Any] = {
             name: column[mask] for name, column in columns.items() if isinstance(column, np.ndarray)
@@ -86,26 +86,26 @@ class Trajectories:
 
     @property
     def has_turns(self) -> bool:
-        """True where environments answer turns, and something has finished."""
+        """Whether some finished trajectory has turns with an environment."""
         return bool((self.turns >= 0).any())
 
     def is_kind(self, kind: Kind) -> BoolArray:
-        """[N]"""
+        """Whether each trajectory [N] has this kind."""
         found: BoolArray = self.kind == KINDS.index(kind)
         return found
 
     def is_status(self, status: Status) -> BoolArray:
-        """[N]"""
+        """Whether each trajectory [N] has this status."""
         found: BoolArray = self.status == STATUSES.index(status)
         return found
 
     def dropped_for(self, reason: DropReason) -> BoolArray:
-        """[N]"""
+        """Whether each trajectory [N] was dropped for this reason."""
         found: BoolArray = self.drop == REASONS.index(reason)
         return found
 
 
-_TYPES: dict[str, type] = {  # of the columns that are numbers
+_TYPES: dict[str, type] = {  # of numeric columns
     **dict.fromkeys(
         ("number", "prompt", "epoch", "replica", "length", "oldest_version", "newest_version"), np.int32
     ),
@@ -114,11 +114,15 @@ _TYPES: dict[str, type] = {  # of the columns that are numbers
     **dict.fromkeys(("issued_s", "started_s", "finished_s", "scored_s", "ready_s", "ended_s"), np.float64),
 }
 _CODES = {"kind": KINDS, "status": STATUSES, "finish": FINISHES, "cap": CAPS, "drop": REASONS}
-_IN_SQL = {"prompt": "prompt_index", "finish": "finish_reason", "drop": "drop_reason"}  # where the name is another
+_IN_SQL = {
+    "prompt": "prompt_index",
+    "finish": "finish_reason",
+    "drop": "drop_reason",
+}  # columns with another name there
 
 
 def read_trajectories(connection: sqlite3.Connection, *, has_environment: bool = False) -> Trajectories:
-    """Every trajectory of a run. The columns that hold text become codes as they are read."""
+    """Read every trajectory of a run; columns of text become codes."""
     origin = connection.execute("SELECT coalesce(min(issued_s), 0) FROM trajectory").fetchone()[0]
     tasks = tuple(task for (task,) in connection.execute("SELECT DISTINCT task FROM prompt ORDER BY task"))
     columns = [_IN_SQL.get(name, name) for name in (*_TYPES, *_CODES)]
@@ -126,27 +130,27 @@ def read_trajectories(connection: sqlite3.Connection, *, has_environment: bool =
         f"SELECT {', '.join(columns)}, group_id, prompt_id FROM trajectory ORDER BY number"
     )
     codes = {name: {str(text): code for code, text in enumerate(texts)} for name, texts in _CODES.items()}
-    groups: dict[str, int] = {}  # dense numbers, in the order in which they are met
+    groups: dict[str, int] = {}  # dense numbers, in the order of issue
     task_of = _read_tasks(connection, tasks)
     blocks: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*_TYPES, *_CODES, "group", "task")}
     while rows := cursor.fetchmany(_BLOCK):
         values = iter(zip(*rows, strict=True))
         for name, dtype in _TYPES.items():
             blocks[name].append(_array(next(values), dtype, origin if dtype is np.float64 else 0.0))
-        for name, of in codes.items():
-            blocks[name].append(np.array([of.get(text, -1) for text in next(values)], np.int32))
+        for name, by_text in codes.items():
+            blocks[name].append(np.array([by_text.get(text, -1) for text in next(values)], np.int32))
         blocks["group"].append(np.array([groups.setdefault(id, len(groups)) for id in next(values)], np.int32))
         blocks["task"].append(np.array([task_of[id] if task_of else 0 for id in next(values)], np.int32))
     joined = {
         name: np.concatenate([np.empty(0, _TYPES.get(name, np.int32)), *found]) for name, found in blocks.items()
     }
     found = read_turns(connection) if has_environment else ()
-    turns, environment_s = _turns(joined["number"], found)
+    turns, environment_s = _turn_columns(joined["number"], found)
     return Trajectories(**joined, turns=turns, environment_s=environment_s, origin_s=origin, tasks=tasks)
 
 
-def _turns(number: Ints, found: Iterable[FinishedTurns]) -> tuple[Ints, Floats]:
-    """Turns [N] and seconds of environments [N] of trajectories with these numbers."""
+def _turn_columns(number: Ints, found: Iterable[FinishedTurns]) -> tuple[Ints, Floats]:
+    """Return turns [N] and seconds of environments [N] of trajectories with these numbers."""
     turns, environment_s = np.full(len(number), -1, np.int32), np.full(len(number), np.nan, np.float32)
     rows = np.array([(one.number, one.turns, one.environment_s) for one in found], np.float64).reshape(-1, 3)
     places = np.searchsorted(number, rows[:, 0])
@@ -155,7 +159,7 @@ def _turns(number: Ints, found: Iterable[FinishedTurns]) -> tuple[Ints, Floats]:
 
 
 def _read_tasks(connection: sqlite3.Connection, tasks: Sequence[str]) -> dict[str, int]:
-    """Codes of the tasks of prompts; none where all prompts have one task."""
+    """Read the task code of each prompt; {} if all prompts have one task."""
     if len(tasks) < 2:
         return {}
     codes = {task: code for code, task in enumerate(tasks)}
@@ -163,7 +167,7 @@ def _read_tasks(connection: sqlite3.Connection, tasks: Sequence[str]) -> dict[st
 
 
 def _array(column: Sequence[Any], dtype: type, origin: float) -> npt.NDArray[Any]:
-    values = np.array(column, np.float64) - origin  # makes NaN of None, and holds any count exactly
+    values = np.array(column, np.float64) - origin  # None becomes NaN; a float64 holds any count exactly
     if issubclass(dtype, np.integer):
         values[np.isnan(values)] = -1
     return values.astype(dtype, copy=False)
@@ -175,9 +179,9 @@ _ROWS = 100_000
 class StayEnd(IntEnum):
     """End of a stay."""
 
-    OPEN = 0  # it goes on
+    OPEN = 0  # still there
     FINISHED = 1
-    INTERRUPTED = 2  # it goes on elsewhere, or here under newer weights
+    INTERRUPTED = 2  # continues on another replica, or here under newer weights
     DROPPED = 3
     MOVED = 4  # interrupted by a repack
 
@@ -186,46 +190,49 @@ class StayEnd(IntEnum):
 class Stays:
     """Columns [M] by trajectory and time, e.g. trajectory 17 on replica 1 from 3.2 s to 4.1 s, FINISHED.
 
-    Seconds are by the run's clock, since the `origin_s` that was asked for; an open stay ends at infinity.
+    Seconds are by the run's clock since `RunTimes.origin_s`; an open stay ends at infinity.
     """
 
     trajectory: Ints  # its number in the ledger
     replica: Ints
-    version: Ints  # of its last token there; -1: none
+    version: Ints  # of the last token there; -1: no token
     start_s: Times
     end_s: Times
     end: npt.NDArray[np.int8]
-    away: Times  # share of it in which its environment worked: that of all stays of the trajectory together
+    away: Times  # share of the time in its environment, equal for all stays of a trajectory
 
     def __len__(self) -> int:
         return len(self.trajectory)
 
     def where(self, chosen: BoolArray | npt.NDArray[np.int64]) -> "Stays":
-        """Stays of a mask [M], or at these places."""
+        """Return the stays of a mask [M], or at these places."""
         return Stays(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
 
     def until(self, now_s: float) -> "Stays":
-        """Copy in which open stays end now."""
+        """Return a copy in which open stays end at `now_s`."""
         end_s = np.maximum(self.start_s, np.where(np.isinf(self.end_s), now_s, self.end_s))
         return replace(self, end_s=end_s)
 
-    def with_environments(self, everyone: Trajectories) -> "Stays":
-        """Copy that knows the share of its time that each trajectory's environment took.
+    def with_environments(self, all_trajectories: Trajectories) -> "Stays":
+        """Return a copy with the share of time that each trajectory spent in its environment.
 
-        Of one that has not finished that is not on record: the mean stands for it.
+        An unfinished trajectory, whose share is not on record, gets the mean share.
         """
-        if not everyone.has_turns:
+        if not all_trajectories.has_turns:
             return self
-        places, known = np.searchsorted(everyone.number, self.trajectory), ~np.isnan(everyone.environment_s)
-        spent_s = np.bincount(places, weights=self.end_s - self.start_s, minlength=len(everyone))
-        environment_s = np.where(known, everyone.environment_s.astype(np.float64), 0.0)
+        places, known = (
+            np.searchsorted(all_trajectories.number, self.trajectory),
+            ~np.isnan(all_trajectories.environment_s),
+        )
+        spent_s = np.bincount(places, weights=self.end_s - self.start_s, minlength=len(all_trajectories))
+        environment_s = np.where(known, all_trajectories.environment_s.astype(np.float64), 0.0)
         mean = environment_s.sum() / max(float(spent_s[known].sum()), 1e-9)
         share = np.where(known, environment_s / np.maximum(spent_s, 1e-9), mean)
         return replace(self, away=np.clip(share, 0.0, 1.0)[places])
 
 
 class RunTimes:
-    """Turns the stamps of events into seconds of the run's clock, see `ledger.machine.RunClock`."""
+    """Converts stamps of events into seconds of the run's clock, as `ledger.machine.RunClock` does."""
 
     def __init__(self, connection: sqlite3.Connection, origin_s: float) -> None:
         rows = connection.execute(
@@ -235,23 +242,22 @@ class RunTimes:
         self.origin_s = origin_s
 
     def at(self, seq: npt.ArrayLike, mono: npt.ArrayLike) -> Times:
-        """Seconds since the origin of events with these numbers and monotonic stamps [n]."""
+        """Return seconds since the origin for events with these numbers and monotonic stamps [n]."""
         place = np.searchsorted(self._since, np.asarray(seq), side="right") - 1
         times: Times = self._wall[place] - self.origin_s + (np.asarray(mono, np.float64) - self._mono[place])
         return times
 
     @property
     def starts_s(self) -> Times:
-        """Begin of each incarnation."""
+        """Start of each controller."""
         return self.at(self._since, self._mono)
 
 
 def read_stays(connection: sqlite3.Connection, times: RunTimes) -> Stays:
-    """Stays of all trajectories, evaluations too."""
-    numbers, interrupted = _interrupted(connection, times)
-    whole = _whole(connection, times)
-    whole = whole[~np.isin(whole[:, 0], numbers)]
-    rows = np.concatenate([whole, interrupted])
+    """Read the stays of all trajectories, with evaluations."""
+    numbers, from_events = _read_interrupted(connection, times)
+    single = _read_single(connection, times)
+    rows = np.concatenate([single[~np.isin(single[:, 0], numbers)], from_events])
     rows = rows[np.lexsort((rows[:, 3], rows[:, 0]))]
     number, replica, version, start_s, end_s, end = rows.T
     return Stays(
@@ -265,8 +271,11 @@ def read_stays(connection: sqlite3.Connection, times: RunTimes) -> Stays:
     )
 
 
-def _whole(connection: sqlite3.Connection, times: RunTimes) -> Times:
-    """[M, 6] the columns of `Stays` as if nothing had been interrupted, with NaN for an end that is open."""
+def _read_single(connection: sqlite3.Connection, times: RunTimes) -> Times:
+    """Read one stay of each trajectory [M, 6], in the columns of `Stays`, as if none was interrupted.
+
+    An open end is NaN.
+    """
     cursor = connection.execute(
         "SELECT number, replica, coalesce(newest_version, -1), started_s - :origin,"
         f" coalesce(finished_s, ended_s) - :origin, CASE WHEN finished_s IS NOT NULL THEN {StayEnd.FINISHED:d}"
@@ -280,16 +289,16 @@ def _whole(connection: sqlite3.Connection, times: RunTimes) -> Times:
     return np.concatenate(blocks)
 
 
-def _interrupted(connection: sqlite3.Connection, times: RunTimes) -> tuple[Times, Times]:
-    """Numbers of the trajectories whose stays only events tell, and their stays as in `_whole`."""
+def _read_interrupted(connection: sqlite3.Connection, times: RunTimes) -> tuple[Times, Times]:
+    """Read numbers of interrupted trajectories, and their stays from events, as `_read_single` does."""
     rows = connection.execute(
         "SELECT DISTINCT subject FROM event WHERE kind = 'interrupted'"
         " UNION SELECT id FROM trajectory WHERE replica IS NOT NULL AND started_s IS NULL"
     )
     ids = json.dumps([id for (id,) in rows])
     among = "IN (SELECT value FROM json_each(?))"
-    of = {
-        id: (number, _spans(spans), newest)
+    known = {
+        id: (number, _sampled_spans(spans), newest)
         for id, number, spans, newest in connection.execute(
             f"SELECT id, number, spans, coalesce(newest_version, -1) FROM trajectory WHERE id {among}", (ids,)
         )
@@ -309,18 +318,18 @@ def _interrupted(connection: sqlite3.Connection, times: RunTimes) -> tuple[Times
         if isinstance(event, Assigned):
             begun[id] = event.replica, at_s
         elif id in begun:
-            number, spans, newest = of[id]
+            number, spans, newest = known[id]
             length = event.length if isinstance(event, Interrupted) else None
             stays.append(
-                (number, begun[id][0], _version(spans, length, newest), begun.pop(id)[1], at_s, _end(event))
+                (number, begun[id][0], _version_at(spans, length, newest), begun.pop(id)[1], at_s, _end_of(event))
             )
     for id, (replica, start_s) in begun.items():
-        stays.append((of[id][0], replica, of[id][2], start_s, np.nan, StayEnd.OPEN))
-    numbers = np.array([number for number, _, _ in of.values()], np.float64)
+        stays.append((known[id][0], replica, known[id][2], start_s, np.nan, StayEnd.OPEN))
+    numbers = np.array([number for number, _, _ in known.values()], np.float64)
     return numbers, np.array(stays, np.float64).reshape(-1, 6)
 
 
-def _end(event: Interrupted | Finished | Dropped) -> StayEnd:
+def _end_of(event: Interrupted | Finished | Dropped) -> StayEnd:
     match event:
         case Finished():
             return StayEnd.FINISHED
@@ -329,13 +338,13 @@ def _end(event: Interrupted | Finished | Dropped) -> StayEnd:
     return StayEnd.MOVED if event.reason == "repacked" else StayEnd.INTERRUPTED
 
 
-def _spans(text: str | None) -> list[tuple[int, int]]:
-    """(version, start) of each that an engine sampled, ascending."""
+def _sampled_spans(text: str | None) -> list[tuple[int, int]]:
+    """Return (version, start) of each sampled span, ascending."""
     return [(span[0], span[1]) for span in msgspec.json.decode(text) if span[0] is not None] if text else []
 
 
-def _version(spans: list[tuple[int, int]], length: int | None, newest: int) -> int:
-    """The version of the last that was sampled of `length` tokens, or of the whole response."""
+def _version_at(spans: list[tuple[int, int]], length: int | None, newest: int) -> int:
+    """Return the version of the last sampled token among the first `length`, or of the whole response."""
     if length is None:
         return newest
     return next((version for version, start in reversed(spans) if start < max(length, 1)), newest)

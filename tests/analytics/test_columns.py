@@ -49,8 +49,10 @@ async def test_kinds_are_told_apart_and_so_are_tasks(tmp_path):
             of = {"group_id": f"g{index}", "prompt_id": f"q{index}", "prompt_index": index, "sample_index": 0}
             ledger.append(Issued(trajectory_id=f"g{index}.0", kind=Kind.TRAIN, **of))
     with reading(tmp_path) as connection:
-        everyone = read_trajectories(connection)
-    found, evaluations = (everyone.where(everyone.is_kind(kind)) for kind in (Kind.TRAIN, Kind.EVAL))
+        all_trajectories = read_trajectories(connection)
+    found, evaluations = (
+        all_trajectories.where(all_trajectories.is_kind(kind)) for kind in (Kind.TRAIN, Kind.EVAL)
+    )
     assert [found.tasks[code] for code in found.task] == ["algebra", "geometry", "algebra"]
     assert (found.number.tolist(), evaluations.number.tolist()) == ([2, 3, 4], [1])
 

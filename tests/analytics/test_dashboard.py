@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.observe.dashboard import Reader, check_binding, make_app
-from laminar_py.observe.figures import expose
-from laminar_py.observe.panels import distribution_panels
+from laminar_py.observe.figures import metrics_text
+from laminar_py.observe.page import distribution_panels
 from laminar_py.observe.record import read_snapshot
 from laminar_py.observe.report import RunReport
 from laminar_py.observe.tails import NAMES, OF_TURNS, Measure
@@ -56,7 +56,7 @@ async def test_the_page_is_served_with_data_that_is_sent_once(run):
     reader = Reader(run)
     async with serving(reader) as client:
         assert (await client.get("/data.json")).status == 503
-        reader.look()
+        reader.refresh()
         page = await (await client.get("/")).text()
         assert '<script id="data" type="application/json">null</script>' in page
         first = await client.get("/data.json")
@@ -86,10 +86,10 @@ async def test_a_token_of_any_bytes_is_refused_and_nothing_is_logged(run, caplog
 async def test_what_cannot_be_read_any_more_is_said_and_not_shown_as_if_it_were_new(run):
     reader, away = Reader(run), run.with_name("away")
     async with serving(reader) as client:
-        reader.look()
+        reader.refresh()
         assert (await client.get("/metrics")).status == 200
         run.rename(away)
-        keeping = asyncio.create_task(reader.keep())
+        keeping = asyncio.create_task(reader.run_forever())
         async with asyncio.timeout(PATIENCE_S):
             while (await client.get("/data.json")).status == 200:
                 pass
@@ -98,7 +98,7 @@ async def test_what_cannot_be_read_any_more_is_said_and_not_shown_as_if_it_were_
             assert answer.status == 503
             assert "no such file" in await answer.text()
         away.rename(run)
-        reader.look()
+        reader.refresh()
         assert (await client.get("/metrics")).status == 200
         keeping.cancel()
 
@@ -115,12 +115,12 @@ async def test_a_file_that_cannot_be_read_at_this_moment_does_not_end_the_dashbo
     path, reader = run / name, Reader(run)
     whole = path.read_bytes() if path.is_file() else b'{"rl_seconds": 1.0}'
     path.write_bytes(damage(whole))
-    keeping = asyncio.create_task(reader.keep())
+    keeping = asyncio.create_task(reader.run_forever())
     async with asyncio.timeout(PATIENCE_S), serving(reader) as client:
         while words not in await (await client.get("/data.json")).text():
             assert not keeping.done()
         path.write_bytes(whole)
-        reader.look()
+        reader.refresh()
         assert (await client.get("/data.json")).status == 200
     keeping.cancel()
 
@@ -129,7 +129,7 @@ async def test_a_line_that_is_torn_while_it_is_written_is_left_out(run):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 99, "rl')
     reader = Reader(run)
-    reader.look()
+    reader.refresh()
     assert not reader.trouble
 
 
@@ -153,20 +153,20 @@ def test_nothing_listens_beyond_loopback_without_a_token(host, token, word):
 
 async def test_the_record_is_read_again_only_when_it_has_grown(run):
     reader = Reader(run)
-    reader.look()
+    reader.refresh()
     before = reader.drawn
-    reader.look()
+    reader.refresh()
     assert reader.drawn is before
     async with open_ledger(run) as ledger:
         ledger.append(PartDied("replica-0", "a test"))
-    reader.look()
+    reader.refresh()
     assert reader.drawn is not before
     assert samples(reader.drawn.metrics.decode())["laminar_deaths_total", "replica-0"] == 1
 
 
 async def test_metrics_agree_with_the_ledger(run):
     report = RunReport(read_snapshot(run))
-    train, found = report.snapshot.trajectories, samples(expose(report).decode())
+    train, found = report.snapshot.trajectories, samples(metrics_text(report).decode())
     assert found[("laminar_issued_total",)] == len(train)
     for status in Status:
         assert found["laminar_trajectories", status] == train.is_status(status).sum()
@@ -180,19 +180,19 @@ async def test_metrics_agree_with_the_ledger(run):
 
 async def test_every_view_tells_the_same_of_lengths_and_times(run):
     report = RunReport(read_snapshot(run))
-    exported = samples(expose(report).decode())
+    exported = samples(metrics_text(report).decode())
     drawn = [chart for panel in distribution_panels(report.snapshot.trajectories) for chart in panel.charts]
     of_one_turn = [one for one in Measure if one not in OF_TURNS]
     assert [one.name for one in drawn] == [NAMES[one] for one in of_one_turn]
     for measure, one in zip(of_one_turn, drawn, strict=True):
-        told = report.tails.overall[measure]
+        told = report.tails[measure]
         assert one.marks == [("p50", told.p50), ("p95", told.p95), ("p99", told.p99)]
         if measure is not Measure.LENGTH:
             assert exported["laminar_latency_seconds", "0.95", one.name] == told.p95
 
 
 async def test_metrics_have_the_types_and_units_that_their_names_say(run):
-    text = expose(RunReport(read_snapshot(run))).decode()
+    text = metrics_text(RunReport(read_snapshot(run))).decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families) > 30
     for family in families:
@@ -213,10 +213,10 @@ async def test_counters_do_not_fall_when_steps_are_undone(tmp_path):
         ledger.append(checkpoint(0, 0))
         ledger.append_all(consume(1, 1, "g0.0", "g0.1"))
         await ledger.commit()
-        before = samples(expose(RunReport(read_snapshot(tmp_path))).decode())
+        before = samples(metrics_text(RunReport(read_snapshot(tmp_path))).decode())
         ledger.append_all(await undo_since(ledger, 0, reason="learner_died"))
         await ledger.commit()
-        after = samples(expose(RunReport(read_snapshot(tmp_path))).decode())
+        after = samples(metrics_text(RunReport(read_snapshot(tmp_path))).decode())
     counters = {name: value for name, value in before.items() if name[0].endswith("_total")}
     assert counters
     assert all(after[name] >= value for name, value in counters.items())
@@ -226,7 +226,7 @@ async def test_counters_do_not_fall_when_steps_are_undone(tmp_path):
 async def test_all_that_the_grafana_dashboard_draws_is_exported(run):
     board = json.loads(GRAFANA.read_text())
     named = set(re.findall(r"laminar_[a-z_]+", json.dumps([panel["targets"] for panel in board["panels"]])))
-    text = expose(RunReport(read_snapshot(run))).decode()
+    text = metrics_text(RunReport(read_snapshot(run))).decode()
     exported = {name for name, *_ in samples(text)} | set(re.findall(r"# TYPE (\w+)", text))
     assert len(named) > 20
     assert named <= exported
@@ -256,7 +256,7 @@ async def command(run, *, first=""):
 
 async def test_ctrl_c_ends_it_in_the_midst_of_a_reading(run):
     reads_long = "from laminar_py.observe import dashboard as d; import time"
-    reads_long += f"; d.Reader.look = lambda self: time.sleep({5 * PATIENCE_S})"
+    reads_long += f"; d.Reader.refresh = lambda self: time.sleep({5 * PATIENCE_S})"
     async with (
         command(run, first=reads_long) as address,
         aiohttp.ClientSession() as session,
@@ -267,7 +267,7 @@ async def test_ctrl_c_ends_it_in_the_midst_of_a_reading(run):
 
 async def test_ctrl_c_ends_it_in_the_midst_of_a_question(run):
     asks_long = "from laminar_py.observe import dashboard as d; import time"
-    asks_long += f"; d.find_texts = lambda run, _: (run / 'asked').touch() or time.sleep({5 * PATIENCE_S})"
+    asks_long += f"; d.answer_list = lambda run, _: (run / 'asked').touch() or time.sleep({5 * PATIENCE_S})"
     async with aiohttp.ClientSession() as session:
         async with command(run, first=asks_long) as address, asyncio.timeout(PATIENCE_S):
             asking = asyncio.create_task(session.get(f"{address}samples.json"))
@@ -280,10 +280,10 @@ async def test_ctrl_c_ends_it_in_the_midst_of_a_question(run):
 
 async def test_what_ends_a_reading_unforeseen_ends_the_dashboard(run):
     reader = Reader(run)
-    reader.look = lambda: 1 // 0
+    reader.refresh = lambda: 1 // 0
     with pytest.raises(ZeroDivisionError):
         async with asyncio.timeout(PATIENCE_S):
-            await reader.keep()
+            await reader.run_forever()
 
 
 @slow_in_browser
@@ -300,9 +300,8 @@ async def test_an_open_page_follows_a_run_that_grows_and_keeps_its_zoom(tmp_path
             ledger.append(PartDied("replica-1", "a test"))
         await tab.until(f"laminar.page.seq >= {before} + 6")
         assert await tab.look(f"{CHART}.layout.xaxis.range") == [2, 5]
-        assert "goes on" in await tab.look("fate({ live: true, heard_s: Date.now() / 1000 })")
-        assert "killed" in await tab.look("fate({ live: true, heard_s: Date.now() / 1000 - 3600 })")
-        assert await tab.look(f"{CHART}.data.some((one) => one.name === 'death, roll-back')")
+        assert "is running" in await tab.look("endOf({ live: true, heard_s: Date.now() / 1000 })")
+        assert "killed" in await tab.look("endOf({ live: true, heard_s: Date.now() / 1000 - 3600 })")
         assert tab.errors == []
         assert all(url.startswith((address, "data:", "blob:")) for url in tab.requests)
         async with aiohttp.ClientSession() as session, session.get(f"{address}metrics") as answer:

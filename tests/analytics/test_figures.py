@@ -7,12 +7,18 @@ import pytest
 
 from laminar_py.config.rollout import Schedule
 from laminar_py.ledger.database import reading
-from laminar_py.observe.diagnosis import MEANINGS
+from laminar_py.observe.diagnosis import MEANINGS, Wall
+from laminar_py.observe.figures import headline
 from laminar_py.observe.mean_step import StageTimes, StepStage, compose
-from laminar_py.observe.page import headline
-from laminar_py.observe.panels import curves_panel, drops_panel, learner_panel, stage_bars, timeline, wall_panel
+from laminar_py.observe.page import (
+    curves_panel,
+    learner_panel,
+    stage_bars,
+    timeline_panel,
+    tokens_panel,
+    wall_panel,
+)
 from laminar_py.observe.record import read_snapshot
-from laminar_py.observe.remedies import Wall
 from laminar_py.observe.report import RunReport, read_report
 from laminar_py.records.events import RunEnded
 from laminar_py.records.trajectory import DropReason
@@ -50,18 +56,17 @@ async def test_a_step_in_whose_time_nothing_was_scored_has_no_reward_and_not_the
 async def test_the_bar_of_a_step_has_the_reward_of_what_it_trained_on(tmp_path):
     async with three_steps(tmp_path):
         pass
-    steps = timeline(read_snapshot(tmp_path)).charts[0].series[0]
+    steps = timeline_panel(read_snapshot(tmp_path)).charts[0].series[0]
     assert [words.rpartition(" ")[2] for words in steps.words] == ["1", "0", "0.5"]
 
 
-async def test_drops_without_signal_are_counted_and_all_others_listed(tmp_path):
+async def test_drops_are_counted_by_reason(tmp_path):
     async with scripted(tmp_path) as script:
         for group in range(6):
             script.issue(0, f"g{group}.0")
             script.drop(1 + group, f"g{group}.0", DropReason.NO_SIGNAL if group < 4 else DropReason.STALE)
-    kinds, newest = drops_panel(read_snapshot(tmp_path)).tables
-    assert [row[:2] for row in kinds.rows] == [["no signal", "4"], ["stale", "2"]]
-    assert [row[0] for row in newest.rows] == ["g5.0", "g4.0"]
+    _, drops = tokens_panel(RunReport(read_snapshot(tmp_path))).tables
+    assert sorted(row[:3] for row in drops.rows) == [["no signal", "4", "66.7%"], ["stale", "2", "33.3%"]]
 
 
 async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_each_trained_on(tmp_path):
@@ -121,7 +126,7 @@ TIMES = StageTimes(
 def test_the_last_bar_ends_when_the_step_does(schedule):
     bars = stage_bars(schedule, TIMES, Wall.LEARNER)
     assert max(bar.start_s + bar.seconds for bar in bars) == pytest.approx(compose(schedule, TIMES))
-    assert {bar.name: bar.seconds for bar in bars} == {str(stage): TIMES.of(stage) for stage in StepStage}
+    assert {bar.name: bar.seconds for bar in bars} == {str(stage): TIMES.seconds_of(stage) for stage in StepStage}
     assert [bar.name for bar in bars if bar.binding] == ["learner"]
 
 
@@ -142,7 +147,7 @@ async def test_the_page_names_the_wall_that_the_triage_found(tmp_path):
     panel = wall_panel(diagnosis)
     assert panel.lead == str(diagnosis.binding.wall)
     assert panel.note == MEANINGS[diagnosis.binding.wall]
-    assert len(panel.lists[1]) == len(diagnosis.binding.remedies) > 0
+    assert diagnosis.binding.evidence in panel.lines[0]
     assert diagnosis.mean_step.measured_s > 0
 
 

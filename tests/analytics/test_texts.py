@@ -1,21 +1,18 @@
 """Texts for the page: which ones a report has, and what a dashboard answers to questions about them."""
 
 import asyncio
-import base64
 import sqlite3
 from contextlib import closing
 
 import msgspec
-import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from laminar_py.ledger.audit.queries import Filters, listing
 from laminar_py.observe import dashboard, texts
 from laminar_py.observe.dashboard import Reader, make_app
-from laminar_py.observe.sample_reader import read_sample
-from laminar_py.observe.samples import SampleOrder
-from laminar_py.observe.texts import embed_texts, find_texts, view_sample
+from laminar_py.observe.samples import SampleOrder, read_sample
+from laminar_py.observe.texts import answer_list, embed_texts, fit_for_page
 from tests.analytics.browser import PATIENCE_S
 from tests.analytics.synthetic import simulate
 from tests.analytics.written import write_run
@@ -78,7 +75,7 @@ async def test_a_response_with_a_gap_costs_no_other_and_is_shown_with_the_reason
     found = embedded(run)
     assert [view for view in found if not view["lost"]] == [one for one in whole if one["row"]["id"] != "g0.0"]
     (gap,) = (view for view in found if view["lost"])
-    assert (gap["row"]["id"], gap["words"], gap["columns"]) == ("g0.0", [], {})
+    assert (gap["row"]["id"], gap["tokens"], gap["columns"]) == ("g0.0", [], {})
     assert gap["lost"].startswith("trajectory=g0.0: ")
     async with TestClient(TestServer(make_app(Reader(run), host="127.0.0.1", token=None))) as client:
         answer = await client.get("/sample.json?id=g0.0")
@@ -93,26 +90,14 @@ async def test_a_run_without_any_trajectory_has_no_texts(tmp_path):
     assert embed_texts(tmp_path) == texts.EmbeddedTexts([])
 
 
-async def test_a_view_is_the_sample_token_by_token(run):
-    sample = read_sample(run, "g0.0")
-    view = view_sample(sample)
-    places = unpack(view.places)
-    assert [view.words[place] for place in places] == list(zip(sample.ids, sample.tokens, strict=True))
-    assert unpack(view.logprobs) == pytest.approx(sample.logprobs)
-    assert unpack(view.columns["hints"]) == sample.columns["hints"]
-    assert len(view.words) == len(set(view.words)) < len(places)
-
-
-def unpack(packed):
-    return np.frombuffer(base64.b64decode(packed.data), packed.type).tolist()
-
-
-async def test_a_long_history_is_thinned_evenly_and_keeps_its_own_visit(run, monkeypatch):
+async def test_a_page_has_rounded_numbers_and_the_newest_visits_with_its_own(run, monkeypatch):
     monkeypatch.setattr(texts, "MOST_VISITS", 1)
     for at in range(3):
-        view = view_sample(read_sample(run, f"e{at}-heldout.0"))
-        assert view.visits == 3
-        assert [visit.group_id for visit in view.history] == [f"e{n}-heldout" for n in sorted({at, 2})]
+        sample = read_sample(run, f"e{at}-heldout.0")
+        found = fit_for_page(sample)
+        assert found.logprobs == pytest.approx(sample.logprobs, abs=1e-4)
+        assert (found.tokens, found.ids) == (sample.tokens, sample.ids)
+        assert [visit.group_id for visit in found.history] == [f"e{n}-heldout" for n in sorted({at, 2})]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +117,7 @@ async def test_a_long_history_is_thinned_evenly_and_keeps_its_own_visit(run, mon
 )
 async def test_the_list_has_the_filters_of_the_audit(run, client, query, filters):
     expected = [row.id for row in listing(run, Filters(**filters))]
-    assert ids(find_texts(run, {**query, "order": "oldest"})) == expected
+    assert ids(answer_list(run, {**query, "order": "oldest"})) == expected
     if "\udcff" not in str(query):
         answer = await client.get("/samples.json", params={**query, "order": "oldest"})
         assert ids(await answer.read()) == expected
@@ -213,13 +198,13 @@ async def test_questions_are_answered_one_at_a_time_and_few_wait(run, monkeypatc
         at_once -= 1
         return work()
 
-    monkeypatch.setattr(dashboard, "_detached", slow)
-    answers = dashboard.TextAnswers(run)
-    asked = [asyncio.create_task(answers.answer(find_texts, {})) for _ in range(dashboard.MOST_QUESTIONS + 1)]
+    monkeypatch.setattr(dashboard, "_in_daemon_thread", slow)
+    answers = dashboard.TextQueries(run)
+    asked = [asyncio.create_task(answers.answer(answer_list, {})) for _ in range(dashboard.MOST_QUERIES + 1)]
     async with asyncio.timeout(PATIENCE_S):
         first, *_ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         assert [task.result().status for task in first] == [503]
         go.set()
         statuses = [answer.status for answer in await asyncio.gather(*asked)]
-    assert statuses == [200] * dashboard.MOST_QUESTIONS + [503]
+    assert statuses == [200] * dashboard.MOST_QUERIES + [503]
     assert most == 1

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from laminar_py.observe.sample_reader import read_sample
+from laminar_py.observe.samples import read_sample
 from tests.analytics.browser import browsing, slow_in_browser
 from tests.analytics.test_dashboard import command
 from tests.analytics.test_page import local_only
@@ -92,7 +92,7 @@ async def test_hostile_texts_run_no_script_and_stand_as_text(run, tmp_path):
         assert await tab.look("document.querySelectorAll('#texts :is(script, img, b b, a)').length") == 0
         assert "p'\"<b>" in await tab.look(SHOWN.format("texts-list"))
         assert await tab.look("window.hit") is None
-        await tab.look("laminar.texts.visit('g1.0')")
+        await tab.look("location.hash = 'sample=g1.0'")
         await tab.until(OPEN.format("g1.0"))
         assert as_shown(EVIL) in await tab.look(SHOWN.format("texts-head"))
         assert tab.errors == []
@@ -151,50 +151,36 @@ async def test_the_bytes_of_a_character_are_told_together(run, tmp_path):
 
 
 @slow_in_browser
-async def test_a_reports_list_has_filters_orders_keys_and_links(run, tmp_path):
+async def test_a_reports_list_is_searched_and_has_keys_and_links(run, tmp_path):
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(write_report(run).as_uri())
         await tab.until(OPEN.format("e2-heldout.0"))
         assert "4 of 6 trajectories are in this file" in await tab.look(NOTE)
-        assert await choose(tab, status="dropped") == ["g1.0"]
-        assert await choose(tab, prompt="p'\"<b>", order="worst") == ["g0.1", "g0.0"]
-        assert await choose(tab, reward=">=0.5", order="longest") == ["g0.0", "e2-heldout.0", "g1.0"]
-        assert await choose(tab, version="2") == ["g0.0"]
-        assert await choose(tab, set="heldout") == ["e2-heldout.0"]
-        assert await choose(tab, order="contrast", kind="train") == ["g1.0", "g0.0", "g0.1"]
+        assert await choose(tab, find="dropped") == ["g1.0"]
+        assert await choose(tab, find="heldout") == ["e2-heldout.0"]
+        assert await choose(tab, find="training") == ["g1.0", "g0.1", "g0.0"]
         await tab.look("document.getElementById('texts-list').focus()")
         for key, id in (
             ("Home", "g1.0"),
+            ("ArrowDown", "g0.1"),
             ("ArrowDown", "g0.0"),
-            ("ArrowDown", "g0.1"),
-            ("ArrowDown", "g0.1"),
-            ("ArrowUp", "g0.0"),
+            ("ArrowDown", "g0.0"),
+            ("ArrowUp", "g0.1"),
         ):
             await tab.do("Input.dispatchKeyEvent", type="keyDown", key=key)
             await tab.until(OPEN.format(id))
-        assert await tab.look("location.hash") == "#sample=g0.0"
-        await tab.look("document.querySelectorAll('#texts-siblings tbody tr')[1].click()")
-        await tab.until(OPEN.format("g0.1"))
+        assert await tab.look("location.hash") == "#sample=g0.1"
+        await tab.look("document.querySelectorAll('#texts-siblings tbody tr')[0].click()")
+        await tab.until(OPEN.format("g0.0"))
         assert tab.errors == []
 
 
 @slow_in_browser
-async def test_bad_filters_and_texts_that_are_not_in_the_file_are_told_in_a_line(run, tmp_path):
+async def test_a_text_that_is_not_in_the_file_is_named_in_a_line(run, tmp_path):
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(f"{write_report(run).as_uri()}#sample=e0-heldout.0")
         await tab.until(f"{NOTE}.startsWith('e0-heldout.0 is not in this file; `laminar samples ')")
         assert await tab.look("document.getElementById('texts-one').hidden")
-        await tab.look(
-            "document.getElementById('texts-filters').elements.reward.value = 'high'; laminar.texts.refill()"
-        )
-        await tab.until(f"{NOTE}.startsWith('reward=high: not a comparison; ')")
-        await tab.look("document.getElementById('texts-filters').elements.reward.value = ''")
-        await tab.look(
-            "document.getElementById('texts-filters').elements.version.value = 'x'; laminar.texts.refill()"
-        )
-        await tab.until(f"{NOTE}.startsWith('version=x: not a whole number; ')")
-        await tab.look("document.querySelector('#texts-filters button').click()")
-        await tab.until(f"{NOTE}.includes('4 listed')")
         assert tab.errors == []
 
 
@@ -203,7 +189,7 @@ async def test_a_prompt_has_its_history_over_training(run, tmp_path):
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(f"{write_report(run).as_uri()}#sample=e2-heldout.0")
         await tab.until("document.querySelectorAll('#texts-aside .js-line').length === 1")
-        assert "visited 3 times" in await tab.look(SHOWN.format("texts-aside"))
+        assert "has 3 visits" in await tab.look(SHOWN.format("texts-aside"))
         rows = "[...document.querySelectorAll('#texts-visits tbody tr')]"
         rewards = await tab.look(f"JSON.stringify({rows}.map((row) => row.cells[3].textContent))")
         assert json.loads(rewards) == ["1", "0.5", "0"]
@@ -246,7 +232,7 @@ async def test_a_dashboard_lists_and_shows_what_the_server_has_and_follows_the_r
         await tab.until(f"{LISTED}.includes('g7.0')")
         assert await tab.look(OPEN.format("e0-heldout.0"))  # what is open stays as it is, scrolled as it is
         assert await tab.look("window.text === document.querySelector('#texts-response span')")
-        await tab.look("laminar.texts.visit('g7.0')")
+        await tab.look("location.hash = 'sample=g7.0'")
         await tab.until(OPEN.format("g7.0"))
         assert as_shown(EVIL) in await tab.look(SHOWN.format("texts-response"))
         assert await tab.look("window.hit") is None

@@ -6,12 +6,12 @@ import json
 import pytest
 from rich.console import Console
 
-from laminar_py.cli.report import choices, command
+from laminar_lab.advice import remedies, what_if_set
 from laminar_py.config.loading import load_config
-from laminar_py.observe.figures import expose
+from laminar_py.observe.diagnosis import Wall
+from laminar_py.observe.figures import metrics_text
 from laminar_py.observe.page import make_page, write_page
 from laminar_py.observe.record import read_snapshot
-from laminar_py.observe.remedies import Wall, remedies
 from laminar_py.observe.report import RunReport
 from laminar_py.observe.terminal import run_tables
 from laminar_py.observe.trace import write_trace
@@ -40,7 +40,7 @@ async def write_turns(run, *overrides):
 
 def told(report):
     console = Console(file=io.StringIO(), width=100)
-    for table in run_tables(report, details=True):
+    for table in run_tables(report):
         console.print(table)
     return console.file.getvalue()
 
@@ -52,10 +52,9 @@ async def test_a_run_whose_trajectories_mostly_wait_for_environments_is_told_wha
     assert found.mean_step.times.environment_s == pytest.approx(8.1)
     assert found.mean_step.times.generation_s == pytest.approx(0.9)
     assert found.mean_step.away == pytest.approx(8 * 0.81)
-    best, *_ = choices(found, report.snapshot.config, file=tmp_path / "config.yaml")
-    assert best.settings == ("environment.at_once=16",)  # eight may work, and eight are away
-    assert best.step_s == pytest.approx(10.0 - 8.1 / 2)
-    assert command(best, file=tmp_path / "config.yaml").endswith("config.yaml environment.at_once=16")
+    first, *_ = remedies(Wall.ENVIRONMENT, report.snapshot.config, found.mean_step)
+    assert (first.key, first.new) == ("environment.at_once", "16")  # eight may work, and eight are away
+    assert what_if_set(found.mean_step, Wall.ENVIRONMENT, first) == pytest.approx(10.0 - 8.1 / 2)
 
 
 async def test_the_terminal_has_turns_and_environments_where_there_are_some_and_else_no_word_of_them(tmp_path):
@@ -79,7 +78,7 @@ async def test_page_trace_and_metrics_tell_environments_apart(tmp_path):
     page = make_page(report)
     assert panels(page)["step"].charts[0].series[0].y == ["generation", "environment", "learner"]
     assert [one.value for one in page.cards if one.name == "turns"] == ["2.00"]
-    exported = expose(report).decode()
+    exported = metrics_text(report).decode()
     assert 'laminar_latency_seconds{quantile="0.95",stage="environment"} 8.1' in exported
     assert 'laminar_turns{quantile="0.50"} 2.0' in exported
     assert 'laminar_wall_info{wall="environment"} 1.0' in exported
@@ -93,9 +92,8 @@ async def test_a_run_without_environments_has_none_in_page_trace_and_metrics(tmp
     found = panels(page)
     assert "environment" not in found["step"].charts[0].series[0].y
     assert "environment" not in [chart.name for chart in found["latencies"].charts]
-    assert [chart.name for chart in found["timeline"].charts] == ["running", "weight version"]
-    assert b'stage="environment"' not in expose(report)
-    assert b"laminar_turns" not in expose(report)
+    assert b'stage="environment"' not in metrics_text(report)
+    assert b"laminar_turns" not in metrics_text(report)
     written = write_trace(report).read_bytes()
     assert b"environment_s" not in written
     assert b"in environments" not in written
@@ -109,7 +107,6 @@ async def test_a_browser_draws_turns_and_environments_without_complaint(tmp_path
         await tab.until("document.querySelector('#texts-head b').textContent === 'g3.0'")
         assert json.loads(await tab.look(OPTIONS.format("lengths"))) == ["response tokens", "turns of the model"]
         assert "environment" in json.loads(await tab.look(OPTIONS.format("latencies")))
-        assert "in environments" in json.loads(await tab.look(OPTIONS.format("timeline")))
         legend = await tab.look("document.getElementById('texts-legend').textContent")
         assert legend == "version 0environment"
         assert await tab.look("document.querySelectorAll('#texts-response .environment').length") == 2
@@ -122,7 +119,6 @@ async def test_a_browser_offers_no_turns_where_there_are_none(tmp_path):
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(write_page(report).as_uri())
         assert await tab.look("document.querySelector('#lengths select').parentElement.hidden")
-        assert "in environments" not in json.loads(await tab.look(OPTIONS.format("timeline")))
         assert tab.errors == []
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from laminar_py.ledger.audit.export import export
 from laminar_py.ledger.audit.queries import select
-from laminar_py.ledger.audit.stories import story
+from laminar_py.ledger.audit.stories import read_story
 from laminar_py.ledger.rows import COLUMNS
 from laminar_py.records.events import Dropped, Restamped
 from laminar_py.records.spans import Span
@@ -59,7 +59,7 @@ async def test_an_export_has_every_trajectory_once_with_what_the_ledger_says_of_
     found = {record["id"]: record for record in read(out)}
     assert sorted(found) == ["g0.0", "g1.0", "g2.0", "g2.1"]
     for id, record in found.items():
-        told = story(tmp_path, id)
+        told = read_story(tmp_path, id)
         assert [record[name] for name in COLUMNS] == msgspec.to_builtins(told.row)
         assert record["response_ids"] == told.response.ids.tolist()
         assert record["logprobs"] == pytest.approx(told.response.logprobs.tolist())

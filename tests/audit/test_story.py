@@ -2,7 +2,7 @@
 
 import re
 
-from laminar_py.ledger.audit.stories import Stretch, story, tell_response, tell_story
+from laminar_py.ledger.audit.stories import ReplicaSpan, describe_events, read_story
 from laminar_py.records.events import Cut, Dropped, Interrupted, Restamped, StreamCut
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
@@ -18,7 +18,7 @@ async def test_a_story_tells_a_trajectory_from_issue_to_use(tmp_path):
         ledger.append(Cut("g0.0", "tokens", 5))
         finish(ledger, "g0.0", [(0, 0, 3), (1, 3, 5)])
         ledger.append_all(consume(1, 2, "g0.0", staleness=2))
-    told = story(tmp_path, "g0.0")
+    told = read_story(tmp_path, "g0.0")
     kinds = [type(item.event).__name__ for item in told.events]
     assert kinds == ["Issued", "Assigned", "Cut", "Finished", "Scored", "Ready", "Consumed"]
     times = [item.since_s for item in told.events]
@@ -38,30 +38,15 @@ async def test_a_story_tells_what_was_recorded_and_corrected(tmp_path):
         ledger.append(StreamCut("g0.0", 0, 5))
         ledger.append(Restamped("g0.0", spans))
         await ledger.commit()
-        told = story(tmp_path, "g0.0")
+        told = read_story(tmp_path, "g0.0")
     assert [type(item.event).__name__ for item in told.events] == ["Issued", "Assigned", "StreamCut", "Restamped"]
-    assert tell_response(told) == [
-        "tokens 0 to 2: version 0, replica 0",
-        "tokens 2 to 5: version 1, replica 0, on a KV cache from version 0 on",
+    assert told.spans == [
+        ReplicaSpan(version=0, replica=0, start=0, end=2),
+        ReplicaSpan(version=1, replica=0, start=2, end=5, kv_version=0),
+    ]
+    assert describe_events(told)[:2] == [
         "sampling mask: 5 tokens, each of 2.0 on average",
         "routed experts: positions 0 to 7, 3 layers, 2 in each",
-    ]
-
-
-async def test_a_story_tells_turns_of_the_model_and_of_its_environment_apart(tmp_path):
-    spans = [(None, 0, 1), (0, 1, 2), (1, 2, 3), (None, 3, 4), (1, 4, 5)]
-    async with open_ledger(tmp_path) as ledger:
-        begin(ledger, versions=(0, 1))
-        issue(ledger, "g0.0")
-        run_to(ledger, "g0.0", spans, replica=2)
-        await ledger.commit()
-        told = story(tmp_path, "g0.0")
-    assert tell_response(told) == [
-        "tokens 0 to 1: the environment",
-        "tokens 1 to 2: turn 1, version 0, replica 2",
-        "tokens 2 to 3: turn 1, version 1, replica 2",
-        "tokens 3 to 4: the environment",
-        "tokens 4 to 5: turn 2, version 1, replica 2",
     ]
 
 
@@ -76,14 +61,12 @@ async def test_a_story_tells_a_move_and_who_made_which_tokens(tmp_path):
         run_to(ledger, "g0.0", [(0, 3, 5)], replica=1, epoch=2, start=3)
         finish(ledger, "g0.0", [(0, 0, 5)], epoch=2)
         ledger.append_all(consume(1, 2, "g0.0", staleness=2))
-    told = story(tmp_path, "g0.0")
-    assert told.stretches == [Stretch(2, Span(0, 0, 3)), Stretch(1, Span(0, 3, 5))]
-    lines = tell_story(told)
-    assert lines[:4] == [
-        "g0.0: sample 0 of group g0 (1 dropped, 1 consumed), for train",
-        "prompt p0, place 0, answer '4'",
-        "consumed: learner step 1 used it at version 2, staleness 2, weight 1; reward 1, advantage 0.5",
-        "5 response tokens, ended by stop",
+    told = read_story(tmp_path, "g0.0")
+    assert told.spans == [
+        ReplicaSpan(version=0, replica=2, start=0, end=3),
+        ReplicaSpan(version=0, replica=1, start=3, end=5),
     ]
+    lines = describe_events(told)
+    assert "consumed     step 1  version 2  staleness 2  weight 1" in lines[-1]
     (moved,) = (line for line in lines if "epoch 2  length 3" in line)
     assert re.search(r"replica 1 .*moved there by a repack, 1\.000 s after it stopped", moved)

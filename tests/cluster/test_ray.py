@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from laminar_py.runtime.cluster import ray_cluster
-from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
+from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.ray_cluster import call_soon
 from tests.cluster.test_part import PATIENCE_S, Faulty

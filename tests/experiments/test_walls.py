@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from experiments.walls.run import CONFIG, HERE, Trial, line, read_plant, rows
+from laminar_lab.advice import Remedy, remedies
 from laminar_py.config.loading import load_config
-from laminar_py.observe.remedies import Remedy, Wall, remedies
+from laminar_py.observe.diagnosis import Wall
 from tests.analytics.test_diagnosis import FULL, mean_step_of
 
 PLANTS = [read_plant(path) for path in sorted(HERE.glob("*.yaml"))]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_lab.curves import format_mean, half_width
 from laminar_lab.launcher.results import make_band, value_at
-from laminar_py.observe.quality import half_width, tell_mean
 
 LINES = st.lists(
     st.lists(
@@ -45,8 +45,8 @@ def test_the_interval_of_three_seeds_is_that_of_student():
     assert half_width([2.0]) is None
     assert half_width([0.5] * 40) == 0
     assert half_width([1.0, 2.0, 3.0] * 7) == pytest.approx(2.086 * stdev([1.0, 2.0, 3.0] * 7) / 21**0.5, rel=1e-3)
-    assert tell_mean([1.0, 2.0, 3.0]) == "2.000 ± 2.484"
-    assert tell_mean([2.0]) == "2.000"
+    assert format_mean([1.0, 2.0, 3.0]) == "2.000 ± 2.484"
+    assert format_mean([2.0]) == "2.000"
 
 
 def test_a_value_is_only_where_the_line_reaches():

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from laminar_lab.curves import format_mean
 from laminar_lab.launcher.experiment import read_experiment
 from laminar_lab.launcher.page import format_duration, make_page, write_page
 from laminar_lab.launcher.progress import (
@@ -26,7 +27,6 @@ from laminar_lab.launcher.progress import (
 from laminar_py.cli import app
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.run_folder import new_run
-from laminar_py.observe.quality import tell_mean
 from tests.analytics.browser import browsing, slow_in_browser
 from tests.analytics.builders import make_step_row
 from tests.launcher.experiments import (
@@ -228,9 +228,9 @@ def test_figures_are_of_finished_seeds_alone_once_there_is_one_and_say_of_how_ma
         page = make_page(experiment, read_all_progress(experiment))
         return page.counted, [row[4] for row in page.first[-1].rows]
 
-    assert drawn() == (["2 of 3 seeds, not finished"], [tell_mean([0.5, 0.9])])
+    assert drawn() == (["2 of 3 seeds, not finished"], [format_mean([0.5, 0.9])])
     write_summary(tmp_path / "runs/e-base-s0-1")
-    assert drawn() == (["1 of 3 seeds"], [tell_mean([0.5])])
+    assert drawn() == (["1 of 3 seeds"], [format_mean([0.5])])
 
 
 def test_a_page_never_mixes_runs_of_other_settings(tmp_path, monkeypatch):

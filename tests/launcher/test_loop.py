@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+from laminar_py.observe.quality import count_devices
 
 from laminar_lab.launcher import loop
 from laminar_lab.launcher.loop import Launcher, Slot, make_slots, module_command, wait_for_earlier_runs
@@ -15,7 +16,6 @@ from laminar_lab.launcher.progress import RunState, last_error, read_progress
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import new_run
-from laminar_py.observe.quality import count_devices
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
 from tests.launcher.experiments import BASE, make_experiment, program
 

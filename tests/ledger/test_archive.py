@@ -9,7 +9,7 @@ import pytest
 from laminar_py.ledger import archive
 from laminar_py.ledger.archive import archive_files, file_pieces
 from laminar_py.ledger.audit.export import export
-from laminar_py.ledger.audit.stories import story, tell_story
+from laminar_py.ledger.audit.stories import read_story
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, LedgerError, reading, segments_path
 from laminar_py.ledger.recovery import recover
@@ -62,7 +62,7 @@ async def test_only_what_no_rollback_can_need_is_moved_and_all_is_found(tmp_path
     with reading(tmp_path) as connection:
         assert connection.execute("SELECT count(*) FROM piece").fetchone() == (4,)
     for id, length in (("g0.0", 7), ("g1.0", 7), ("g2.0", 7), ("g3.0", 4)):
-        response = story(tmp_path, id).response
+        response = read_story(tmp_path, id).response
         ids, logprobs = tokens(id, 0, length)
         assert (response.ids.tolist(), response.logprobs.tolist()) == (ids.tolist(), logprobs.tolist())
     assert verify(tmp_path) == []
@@ -89,7 +89,7 @@ async def test_a_crash_before_a_file_is_on_record_leaves_its_pieces_in_both_plac
         ledger.append_all(consume(3, 1, "g2.0"))
         await move_to_archive(ledger, 1)
     assert sum(len(list(file_pieces(path))) for path in archive_files(tmp_path)) == 6
-    assert len(story(tmp_path, "g0.0").response.ids) == 7
+    assert len(read_story(tmp_path, "g0.0").response.ids) == 7
     assert responses_of(tmp_path, folder, "after.jsonl") == before
     assert verify(tmp_path) == []
 
@@ -136,10 +136,10 @@ async def test_masks_experts_and_corrected_spans_are_in_the_archive_too(tmp_path
         ledger.append_all(consume(1, 1, "g0.0"))
         ledger.append(checkpoint(1, 1))
         await ledger.commit()
-        stored = story(tmp_path, "g0.0").response
+        stored = read_story(tmp_path, "g0.0").response
         assert stored.routed_experts == make_experts(0, 9)
         assert await move_to_archive(ledger, 1) == 1
-    moved = story(tmp_path, "g0.0").response
+    moved = read_story(tmp_path, "g0.0").response
     assert moved.spans == spans
     assert pack_mask(moved.sampling_mask) == pack_mask(stored.sampling_mask)
     assert moved.routed_experts == stored.routed_experts == make_experts(0, 9)
@@ -160,7 +160,7 @@ async def test_experts_that_came_without_tokens_survive_a_crash_of_the_archive(t
         issue(ledger, "g1.0", index=1)
         await move_to_archive(ledger, 1)
     assert sum(len(list(file_pieces(path))) for path in archive_files(tmp_path)) == 6
-    assert story(tmp_path, "g0.0").response.routed_experts == make_experts(0, 7)
+    assert read_story(tmp_path, "g0.0").response.routed_experts == make_experts(0, 7)
     assert verify(tmp_path) == []
 
 
@@ -211,7 +211,7 @@ async def test_a_changed_file_of_the_archive_is_refused_in_one_line_and_not_open
     message = f"archive={file}: was changed since it was written; restore it"
     with pytest.raises(LedgerError, match=message):
         use(tmp_path)
-    assert any(message in line for line in tell_story(story(tmp_path, "g0.0")))
+    assert message in read_story(tmp_path, "g0.0").lost
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
@@ -219,7 +219,7 @@ async def test_a_response_that_the_archive_has_lost_is_not_taken_for_an_empty_on
     os.remove(await archived_run(tmp_path))
     with pytest.raises(LedgerError, match=r"trajectory=g[01]\.0: 0 of its 7 tokens are in .*; restore them"):
         use(tmp_path)
-    assert story(tmp_path, "g0.0").lost.startswith("trajectory=g0.0: 0 of its 7 tokens")
+    assert read_story(tmp_path, "g0.0").lost.startswith("trajectory=g0.0: 0 of its 7 tokens")
 
 
 async def test_a_resume_that_needs_what_is_in_the_archive_is_refused_in_one_line(tmp_path):

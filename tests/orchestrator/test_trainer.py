@@ -164,7 +164,7 @@ async def training(path, *settings, fails, admission, **options):
         recording = asyncio.create_task(versions.run())
         await trainer.start()
         fleet.scheduler.admit()
-        incarnation.stats.rl_phase(True)
+        incarnation.stats.set_rl_phase(True)
         try:
             yield trainer, learner, fleet
         finally:

@@ -10,7 +10,7 @@ from laminar_lab.plan.request import Lengths
 from laminar_lab.plan.stages import ReplicaRates, estimate
 from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe.remedies import Wall
+from laminar_py.observe.diagnosis import Wall
 from tests.plan.builders import LENGTHS, make_request
 
 TIMES = EngineTimes(

@@ -53,7 +53,7 @@ sys.meta_path.insert(0, Planter())
 @pytest.mark.parametrize(
     "place",
     [
-        "laminar_py.observe.stats:Stats.row",
+        "laminar_py.observe.stats:Stats.step_row",
         "laminar_py.engines.emulated.scheduler:EmulatedScheduler.flush",
         "laminar_py.data.tokenizer:Tokenizer.decode",
     ],

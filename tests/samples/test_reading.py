@@ -12,8 +12,8 @@ import pytest
 
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.audit.queries import Filters, count, listing
-from laminar_py.observe.sample_reader import list_samples, read_sample, read_samples
-from laminar_py.observe.samples import FullSample, SampleOrder, TokenSpan
+from laminar_py.ledger.audit.stories import ReplicaSpan
+from laminar_py.observe.samples import FullSample, SampleOrder, list_samples, read_sample, read_samples
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped, Ready, Restamped
 from laminar_py.records.spans import Span
@@ -127,7 +127,7 @@ async def test_a_sample_has_its_text_its_reward_and_what_stands_beside_it(run, m
     assert found.tokens == [*"4 is ", "", "é", "", "", "", "😀"]
     assert (found.ids, found.ids_only) == (ids.tolist(), "")
     assert found.logprobs == pytest.approx(logprobs_of(ids).tolist())
-    assert found.spans == [TokenSpan(version=0, replica=0, start=0, end=len(ids))]
+    assert found.spans == [ReplicaSpan(version=0, replica=0, start=0, end=len(ids))]
     assert [(term.name, term.value, term.elapsed_s, term.text) for term in found.terms] == [
         ("math", 1.0, 0.25, "right")
     ]

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from laminar_py.observe.sample_lines import CUT_AT, tell_colours, tell_response, tell_sample
-from laminar_py.observe.samples import Colour, FullSample, PromptVisit, SampleRow, TokenSpan
+from laminar_py.ledger.audit.stories import ReplicaSpan
+from laminar_py.observe.sample_lines import CUT_AT, Colour, describe_colours, describe_response, describe_sample
+from laminar_py.observe.samples import FullSample, PromptVisit, SampleRow
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.trajectory import FinishReason, Kind, Status
 from tests.samples.runs import HOSTILE
@@ -41,7 +42,7 @@ def make_sample(*tokens, spans=None, **other):
         "ids_only": "",
         "ids": list(range(len(tokens))),
         "logprobs": [-0.5] * len(tokens),
-        "spans": [TokenSpan(version=of, replica=1, start=start, end=end) for of, start, end in spans],
+        "spans": [ReplicaSpan(version=of, replica=1, start=start, end=end) for of, start, end in spans],
         "terms": [TermValue(name="math", value=1.0, elapsed_s=0.5, text="right", said="4")],
         "columns": {},
         "siblings": [make_row(), make_row(id="g0.1", reward=None), make_row(id="g0.2", reward=0.5)],
@@ -50,12 +51,12 @@ def make_sample(*tokens, spans=None, **other):
     return FullSample(**(fields | other))
 
 
-def tell(sample, *, colour=Colour.VERSION, whole=False):
-    return [line.plain for line in tell_sample(sample, colour=colour, whole=whole)]
+def tell(sample, *, colour=Colour.VERSION, full=False):
+    return [line.plain for line in describe_sample(sample, colour=colour, full=full)]
 
 
-def respond(sample, *, whole=False):
-    return [line.plain for line in tell_response(sample, colour=Colour.VERSION, whole=whole)]
+def respond(sample, *, full=False):
+    return [line.plain for line in describe_response(sample, colour=Colour.VERSION, full=full)]
 
 
 def test_a_problem_without_an_answer_is_told_without_one():
@@ -114,7 +115,7 @@ def test_turns_of_the_model_and_of_its_environment_stand_apart():
 @pytest.mark.parametrize("colour", [Colour.VERSION, Colour.LOGPROB])
 def test_a_token_of_an_environment_has_the_colour_of_no_version_and_of_no_log_probability(colour):
     sample = make_sample("a", "b", "c", spans=[(3, 0, 1), (None, 1, 2), (3, 2, 3)], logprobs=[-0.5, 0.0, -0.5])
-    text = {line.plain: line for line in tell_response(sample, colour=colour, whole=True)}
+    text = {line.plain: line for line in describe_response(sample, colour=colour, full=True)}
     ours, theirs = ({str(span.style) for span in text[f"  {token}"].spans} for token in "ab")
     assert theirs == {"dim"}
     assert ours != theirs
@@ -126,7 +127,7 @@ def test_the_middle_of_a_long_text_is_left_out_and_the_version_behind_it_told():
     assert note == f"... {CUT_AT:,} characters left out; --full shows them"
     assert (set(head), set(tail), mark) == (set(" a"), set(" b"), "from token 1 on: version 1, replica 1")
     assert len(head) + len(tail) - 4 == CUT_AT
-    assert [len(line) - 2 for line in respond(sample, whole=True) if line.startswith("  ")] == [CUT_AT, CUT_AT]
+    assert [len(line) - 2 for line in respond(sample, full=True) if line.startswith("  ")] == [CUT_AT, CUT_AT]
     assert len(respond(make_sample("a" * CUT_AT))) == 2
 
 
@@ -138,17 +139,17 @@ def test_hostile_text_comes_out_as_text(text, colour):
     sample = make_sample(*text, row=row, prompt=text, answer=text, task=text, terms=terms)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=40, highlight=False)
-    for line in tell_sample(sample, colour=colour, whole=True):
+    for line in describe_sample(sample, colour=colour, full=True):
         console.print(line, soft_wrap=True)
     said = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())  # colours of ours
     assert all(one.isprintable() or one in "\n\t " for one in said)
-    shown = {line.plain.expandtabs() for line in tell_response(sample, colour=colour, whole=True)}
+    shown = {line.plain.expandtabs() for line in describe_response(sample, colour=colour, full=True)}
     assert shown <= set(said.split("\n"))
 
 
 @given(st.lists(st.text(alphabet=st.characters(), max_size=9), min_size=1, max_size=9), st.booleans())
-def test_only_our_own_lines_have_no_spaces_before_them(tokens, whole):
-    lines = respond(make_sample(*tokens), whole=whole)[1:]
+def test_only_our_own_lines_have_no_spaces_before_them(tokens, full):
+    lines = respond(make_sample(*tokens), full=full)[1:]
     assert all(line.startswith("  ") for line in lines)
     assert all("\n" not in line for line in lines)
 
@@ -159,13 +160,13 @@ def test_colours_say_version_or_log_probability():
     assert styles[Colour.VERSION] == [["cyan"], ["yellow"]]
     assert styles[Colour.LOGPROB] == [["green"], ["red", "reverse"]]
     assert styles[Colour.NONE] == [[], []]
-    assert tell_colours(Colour.VERSION) is None
-    assert tell_colours(Colour.LOGPROB).plain.startswith("log-probability:  from -0.1  from -0.7")
+    assert describe_colours(Colour.VERSION) is None
+    assert describe_colours(Colour.LOGPROB).plain.startswith("log-probability:  from -0.1  from -0.7")
 
 
 def drawn(sample, colour):
     """Styles of the lines of the text."""
-    lines = tell_response(sample, colour=colour, whole=True)
+    lines = describe_response(sample, colour=colour, full=True)
     return [[span.style for span in line.spans if span.style] for line in lines if line.plain.startswith("  ")]
 
 

@@ -35,4 +35,4 @@ def _row(stats, step, entropy):
         "versions_alive": 1,
         "stall_s": 0.0,
     }
-    return stats.row(step=step, metrics=metrics, **facts)
+    return stats.step_row(step=step, metrics=metrics, **facts)

@@ -54,7 +54,7 @@ async def test_every_sample_has_the_use_of_the_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(fleet, "EVERY_S", 0.01)
     monkeypatch.setattr(fleet, "cpu_use", lambda cores: 0.97)
     stats = Stats(SystemClock(), replicas=2, totals=Totals())
-    stats.rl_phase(True)
+    stats.set_rl_phase(True)
     task = asyncio.create_task(watch_fleet(tmp_path / "fleet.jsonl", stats, generated_tokens=lambda: 7))
     await written.wait()
     task.cancel()

@@ -34,8 +34,8 @@ def test_lengths_of_a_row_are_those_since_the_one_before_and_else_the_last_ones(
     stats = Stats(SystemClock(), replicas=1, totals=Totals())
     for lengths, told in (([5, 6, 7], (6, 7)), ([100], (100, 100)), ([], (100, 100))):
         for length in lengths:
-            stats.scored(1.0, [], length)
-        row = stats.row(
+            stats.add_score(1.0, [], length)
+        row = stats.step_row(
             step=1,
             version=1,
             batch=[],
@@ -57,8 +57,8 @@ def test_turns_of_a_row_are_those_since_the_one_before_and_a_run_without_environ
         ([(4, 0.5)], TurnFigures(mean=4.0, environment_p50_s=0.5, environment_p95_s=0.5)),
     ):
         for turns, environment_s in found:
-            stats.turned(turns, environment_s)
-        row = stats.row(step=1, versions_alive=1, stall_s=0.0, **facts)
+            stats.add_turns(turns, environment_s)
+        row = stats.step_row(step=1, versions_alive=1, stall_s=0.0, **facts)
         assert row.turns == told
     assert flat_row(row)["turns/environment_p95_s"] == 0.5
 

@@ -1,21 +1,30 @@
 """What the summary says of relay and checkpoints, from the ledger of a run."""
 
+import pytest
+
 from laminar_py.cli.train import checkpoint_summary, relay_summary
-from laminar_py.ledger.database import reading
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.observe.record import read_snapshot
+from laminar_py.observe.stats import Stats, Totals
 from laminar_py.observe.summary import (
     CheckpointFigures,
     RelayFigures,
     UnscoredFigures,
-    read_checkpoints,
-    read_relay,
-    read_turn_figures,
-    read_unscored,
+    checkpoint_figures,
+    relay_figures,
+    summarise,
 )
 from laminar_py.records.events import Checkpointed, Dropped, Relayed, VersionPublished
+from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 from tests.ledger.runs import begin, issue, make_ready, open_ledger
+
+
+def summary_of(folder, **options):
+    stats = Stats(SystemClock(), replicas=1, totals=Totals())
+    return summarise(RunFolder(folder), stats, finished=True, restarts={}, sets=[], **options)
 
 
 def relayed(node, version, wire_bytes, elapsed_s):
@@ -50,8 +59,7 @@ async def test_the_relay_is_summed_up_from_the_ledger(tmp_path):
             ledger.append(relayed(0, version, 0, 0.0))
             ledger.append(relayed(1, version, 10 if version else 1000, 1.0 + version))
             ledger.append(relayed(2, version, 10 if version else 1000, 2.0))
-    with reading(tmp_path) as connection:
-        figures = read_relay(connection)
+    figures = relay_figures(read_snapshot(tmp_path).history)
     assert figures == RelayFigures(4, 0.2, 2.5, 2060 / 8000)
     assert relay_summary(figures) == (
         "4 versions, the learner stood still 200.0 ms for one, 2.50 s until the last relay had it, 25.8% of whole"
@@ -67,8 +75,7 @@ async def test_a_lone_root_has_nothing_to_say_of_the_wire(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, versions=(0,))
         ledger.append(relayed(0, 0, 0, 0.0))
-    with reading(tmp_path) as connection:
-        figures = read_relay(connection)
+    figures = relay_figures(read_snapshot(tmp_path).history)
     assert figures == RelayFigures(1, 0.1, None, None)
     assert relay_summary(figures) == "1 versions, the learner stood still 100.0 ms for one"
 
@@ -82,8 +89,7 @@ async def test_checkpoints_are_summed_up_from_the_ledger(tmp_path):
                     step=step, version=0, path=f"checkpoints/step-{step}", stall_s=stall_s, elapsed_s=0.5 + step
                 )
             )
-    with reading(tmp_path) as connection:
-        figures = read_checkpoints(connection)
+    figures = checkpoint_figures(read_snapshot(tmp_path).history)
     assert figures == CheckpointFigures(3, 0.003, 1.5)
     assert checkpoint_summary(figures) == "3, the learner stood still 3.0 ms for one, 1.50 s until it was on disk"
 
@@ -95,9 +101,9 @@ async def test_turns_are_summed_up_from_the_ledger_and_those_of_evaluations_left
         ):
             script.issue(0.0, id, index=index, kind=Kind.EVAL if id.startswith("e") else Kind.TRAIN)
             script.finish(4.0, id, length=spans[-1].end, spans=spans, environment_s=seconds)
-    with reading(tmp_path) as connection:
-        figures = read_turn_figures(connection)
-    assert figures == TurnFigures(mean=1.5, environment_p50_s=0.1, environment_p95_s=0.5)
+    assert summary_of(tmp_path, has_environment=True).turns == TurnFigures(
+        mean=1.5, environment_p50_s=pytest.approx(0.1), environment_p95_s=0.5
+    )
 
 
 async def test_what_could_not_be_scored_is_summed_up_with_the_first_reason(tmp_path):
@@ -112,5 +118,4 @@ async def test_what_could_not_be_scored_is_summed_up_with_the_first_reason(tmp_p
         for id, kind, reason, detail in failures:
             issue(ledger, id, kind=kind)
             ledger.append(Dropped(id, reason, detail))
-    with reading(tmp_path) as connection:
-        assert read_unscored(connection) == UnscoredFigures(2, 3, "KeyError: 4 (at mine.py:2)")
+    assert summary_of(tmp_path).unscored == UnscoredFigures(2, 3, "KeyError: 4 (at mine.py:2)")

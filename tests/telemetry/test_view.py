@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from laminar_py.observe import live as view_module
-from laminar_py.observe.live import LiveView, View, Waits, evaluation_line, tell_time_left
+from laminar_py.observe.live import View, Waits, evaluation_line, format_time_left
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import LearnerProgress
@@ -72,7 +72,7 @@ def test_a_line_says_what_everything_waits_for(changes, line):
     ],
 )
 def test_time_left_is_of_the_steps_or_of_the_limit_whichever_is_less(step, rl_s, max_rl_s, words):
-    assert tell_time_left(step=step, steps=100, rl_s=rl_s, max_rl_s=max_rl_s) == words
+    assert format_time_left(step=step, steps=100, rl_s=rl_s, max_rl_s=max_rl_s) == words
 
 
 def test_plain_output_says_a_line_a_minute_with_the_time_left(monkeypatch):
@@ -88,10 +88,10 @@ def test_plain_output_says_a_line_a_minute_with_the_time_left(monkeypatch):
     assert set(lines) == {f"step 10/100, 100 s of RL; about 15 min left; {NOTES[0]}; {NOTES[1]}"}
 
 
-@pytest.mark.parametrize("kind", [View, LiveView])
-def test_a_notice_is_printed_at_once_and_as_it_is(kind):
-    console, file = make_console()
-    view = kind(console, steps=100)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_notice_is_printed_at_once_and_as_it_is(terminal):
+    console, file = make_console(terminal=terminal)
+    view = View(console, steps=100)
     view.notice("reward.use=mine.py:score: KeyError: '[red]' " + "x" * 300)
     view.close()
     assert "KeyError: '[red]' " + "x" * 300 in file.getvalue()
@@ -99,12 +99,12 @@ def test_a_notice_is_printed_at_once_and_as_it_is(kind):
 
 def test_the_live_view_shows_what_is_waited_for_before_the_first_step_and_no_learner_that_has_long_started():
     console, file = make_console(terminal=True)
-    view = LiveView(console, steps=100)
+    view = View(console, steps=100)
     view.progress(LearnerProgress("loading", 0, 1, 0.0))
     view.refresh(make_stats(), 0, -1, NOTES)
     assert "learner: loading 0/1" in file.getvalue()
     assert NOTES[0] not in file.getvalue()
-    view._started_s -= 60.0
+    view._progressed_s -= 60.0
     before = len(file.getvalue())
     view.refresh(make_stats(), 0, 0, NOTES)
     drawn = file.getvalue()[before:]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from laminar_lab.bench.control.generator import Generators, ReadingScorerActor
 from laminar_lab.bench.control.inputs import write_inputs
-from laminar_py.observe import make_view
+from laminar_py.observe import View
 from laminar_py.runtime.orchestrator import Controller, Result, lead
 from laminar_py.runtime.workers import Opened, PartKinds
 
@@ -75,7 +75,7 @@ def main(folder: Path, *, replicas: int, rate: float, steps: int) -> None:
     def make(opened: Opened) -> SampledLeader:
         kinds = PartKinds(replica=Generators(NUM_GENERATORS).make, scorer=ReadingScorerActor)
         opened = replace(opened, kinds=kinds)
-        controller = Controller(opened, view=make_view(console, steps=steps, max_rl_s=None))
+        controller = Controller(opened, view=View(console, steps=steps))
         return SampledLeader(controller, samples)
 
     lead(config, make, what=f"{replicas} emulated replicas", resume=None, console=console)

@@ -33,7 +33,7 @@ from laminar_py.ledger import (
     reading,
     seal_run,
 )
-from laminar_py.ledger.audit import accounting, story, tell_story
+from laminar_py.ledger.audit import accounting, describe_events, read_story
 from laminar_py.observe import pss_bytes
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.host import Clock, SystemClock
@@ -225,11 +225,11 @@ def _show_rows(run: Path, trajectories: int) -> list[Row]:
         numbers = [rng.randint(1, trajectories) for _ in range(SHOWN)]
         query = "SELECT id FROM trajectory WHERE number = ?"
         ids = [connection.execute(query, (number,)).fetchone()[0] for number in numbers]
-    tell_story(story(run, ids[0]))  # imports
+    describe_events(read_story(run, ids[0]))  # imports
     times = []
     for id in ids:
         began = time.perf_counter()
-        tell_story(story(run, id))
+        describe_events(read_story(run, id))
         times.append(time.perf_counter() - began)
     began = time.perf_counter()
     subprocess.run([*_laminar(), "audit", str(run), "show", ids[1]], check=True, stdout=subprocess.DEVNULL)

@@ -91,7 +91,7 @@ function trace(one) {
   };
   return {
     ...shared, type: "scatter", mode: kind === "points" ? "markers" : one.x.length < 30 ? "lines+markers" : "lines", connectgaps: true, line: { color: colour, width: 1.6 },
-    marker: { color: colour, size: 6, symbol: one.symbol || "circle" }, ...(error ? { error_y: error } : {}),
+    marker: { color: colour, size: 6 }, ...(error ? { error_y: error } : {}),
   };
 }
 
@@ -134,14 +134,12 @@ function table({ head, rows, words = 0 }, open) {
   return made;
 }
 
-// A table with all around it, of a panel or of pages that are made of such.
-function tableBox(found, open) {
-  const box = element("div"), frame = element("div", undefined, "scroll"), filter = element("input");
-  const fill = () => frame.replaceChildren(table({ ...found, rows: found.rows.filter((cells) => cells.some((cell) => cell.includes(filter.value))) }, found.opens_texts && open));
+// A table with its name and note.
+function tableBox(found) {
+  const box = element("div"), frame = element("div", undefined, "scroll");
   if (found.name) box.append(element("h3", found.name));
   if (found.note) box.append(element("p", found.note, "note"));
-  if (found.has_filter) box.append(Object.assign(filter, { type: "search", placeholder: "filter", oninput: fill }));
-  fill();
+  frame.append(table(found));
   if (found.rows.length) box.append(frame);
   return box;
 }
@@ -153,7 +151,7 @@ function sheet(found) {
 }
 
 // Draw a panel into `parent`, or again into the one that is there, so that a choice and a zoom stay.
-function drawPanel(panel, parent, open) {
+function drawPanel(panel, parent) {
   const charts = panel.charts || [], tables = panel.tables || [];
   let box = byId(panel.id);
   if (!box) {
@@ -166,13 +164,9 @@ function drawPanel(panel, parent, open) {
     parent.append(box);
   }
   const above = box.querySelector(".above"), frame = box.querySelector(".charts"), below = box.querySelector(".below"), select = box.querySelector("select");
-  const lists = element("div", undefined, "lists"), all = [...charts, ...tables];
-  lists.append(...(panel.lists || []).map((lines) => {
-    const list = element("ul");
-    list.append(...lines.map((line) => element("li", line)));
-    return list;
-  }));
-  above.replaceChildren(...(panel.lead ? [element("p", panel.lead, "lead")] : []), ...(panel.note ? [element("p", panel.note, "note")] : []), ...(panel.lists ? [lists] : []));
+  const list = element("ul"), all = [...charts, ...tables];
+  list.append(...(panel.lines || []).map((line) => element("li", line)));
+  above.replaceChildren(...(panel.lead ? [element("p", panel.lead, "lead")] : []), ...(panel.note ? [element("p", panel.note, "note")] : []), ...(panel.lines ? [list] : []));
   fillSelect(select, panel.choose ? all.map((one) => [one.name, one.name]) : []);
   select.parentElement.hidden = select.options.length < 2;
   const show = () => {
@@ -183,8 +177,8 @@ function drawPanel(panel, parent, open) {
       frame.children[i].firstChild.textContent = panel.choose ? "" : chart.name || "";
       drawChart(frame.children[i].lastChild, chart);
     });
-    below.replaceChildren(...tables.filter(shows).map((one) => tableBox(panel.choose ? { ...one, name: "" } : one, open)));
-    if (!charts.length && !tables.length && !panel.lists) below.append(element("p", "Nothing yet.", "empty"));
+    below.replaceChildren(...tables.filter(shows).map((one) => tableBox(panel.choose ? { ...one, name: "" } : one)));
+    if (!charts.length && !tables.length && !panel.lines) below.append(element("p", "Nothing yet.", "empty"));
     if (!panel.text) return;
     const details = element("details");
     details.append(element("summary", "show"), element("pre", panel.text));

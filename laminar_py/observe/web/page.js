@@ -1,4 +1,4 @@
-// The page of a run, from the data in it; a page without data asks `data.json` beside it, again and again.
+// The page of a run, from the data in it; a page without data requests `data.json` again and again.
 
 const QUIET_S = 120; // without any event, after which a run may have been killed
 
@@ -8,7 +8,7 @@ function drawPage(page) {
   byId("name").textContent = page.name;
   drawCards(page.cards);
   for (const [place, panels] of [["panels", page.panels], ["more", page.more]])
-    for (const panel of panels) drawPanel(panel, byId(place), (id) => texts.visit(id));
+    for (const panel of panels) drawPanel(panel, byId(place));
   texts.show(page.texts);
 }
 
@@ -16,11 +16,11 @@ function say(text) {
   byId("state").textContent = text;
 }
 
-// What is known of the run's end: a run that was killed never says that it has ended.
-function fate(page) {
+// Words on the end of a run: a killed run never records its end.
+function endOf(page) {
   if (!page.live) return "has ended";
   const quiet_s = Date.now() / 1000 - page.heard_s, heard = new Date(page.heard_s * 1000).toLocaleString();
-  return quiet_s < QUIET_S ? "goes on" : `has not ended, but its last event was at ${heard}: killed, or slow`;
+  return quiet_s < QUIET_S ? "is running" : `has not ended, but its last event was at ${heard}: killed, or slow`;
 }
 
 async function follow() {
@@ -38,7 +38,7 @@ async function follow() {
         throw new Error((await answer.text()) || `it answers ${answer.status}`);
       }
       const again = drawn.page.live ? `, looks again every ${number(wait_s, 2)} s` : "";
-      say(`${fate(drawn.page)}; drawn at ${drawn.when}${again}`);
+      say(`${endOf(drawn.page)}; drawn at ${drawn.when}${again}`);
     } catch (error) {
       say(`${drawn ? "not up to date" : "waiting"}: ${error.message}`);
     }

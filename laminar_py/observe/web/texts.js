@@ -1,81 +1,49 @@
-// The panel of texts: a list with filters, one response with all that is beside it. It reads from a source that has
-// `list(query)` and `read(id)`: texts that are in the page, or a server that is asked. Text of models, data and
-// verifiers is set as text, never as markup; what does not print stands as an escape.
+// The panel of texts: a list, and one response with everything beside it. A report holds some texts and searches
+// them; a dashboard queries its server. Text of models, data and verifiers is set as text, never as markup.
 
-const CHOICES = ["order", "kind", "status", "reason"], COMPARISONS = ["step", "reward", "length", "staleness"];
-const FIELDS = { // of the filters: name, a hint
+const CHOICES = ["order", "kind", "status", "reason"];
+const FIELDS = { // filters of the server, each with an example
   prompt: "p17", group: "g17", set: "heldout", step: ">3", reward: "0", length: ">100", staleness: ">2", version: "3", replica: "0",
-};
-const COMPARED = {
-  "=": (a, b) => a === b, "!=": (a, b) => a !== b, "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b,
-};
-const SORTED = { // order: what it goes by, and the sign; equal ones the newest first
-  newest: ["number", -1], oldest: ["number", 1], best: ["reward", -1], worst: ["reward", 1],
-  longest: ["length", -1], shortest: ["length", 1], stalest: ["staleness", -1],
 };
 const LEVELS = [-0.1, -0.7, -2.3, -4.6]; // log-probabilities, as in the terminal: at least this, or less than all
 const VERSION_COLOURS = 6; // in turn, so that neighbours differ
-const VIEWS = { uint16: Uint16Array, uint32: Uint32Array, float32: Float32Array };
+const HEAD = ["trajectory", "prompt", "for", "step", "staleness", "versions", "reward", "advantage", "tokens", "became"];
 
 const count = (n) => n.toLocaleString("en");
 const setOf = (row) => (row.kind === "eval" ? row.group_id.slice(row.group_id.indexOf("-") + 1) : null);
 const versionsOf = (row) => row.oldest_version === null ? "–" : row.oldest_version === row.newest_version ? String(row.oldest_version) : `${row.oldest_version} to ${row.newest_version}`;
-const unpack = (packed) => new VIEWS[packed.type](Uint8Array.from(atob(packed.data), (one) => one.charCodeAt(0)).buffer);
 
-function test(name, wanted) {
-  if (COMPARISONS.includes(name)) {
-    const found = /^(>=|<=|!=|>|<|=)?\s*(-?\d+(?:\.\d+)?)$/.exec(wanted);
-    if (!found) throw new Error(`${name}=${wanted}: not a comparison; write for example '>3', '<=1' or '2'`);
-    return (row) => row[name] !== null && COMPARED[found[1] || "="](row[name], Number(found[2]));
-  }
-  if (["version", "replica"].includes(name) && !/^\d{1,18}$/.test(wanted)) throw new Error(`${name}=${wanted}: not a whole number; write for example ${name}=3`);
-  if (name === "set") return (row) => setOf(row) === wanted;
-  if (name === "version") return (row) => row.oldest_version !== null && row.oldest_version <= Number(wanted) && Number(wanted) <= row.newest_version;
-  const field = { reason: "drop_reason", group: "group_id", prompt: "prompt_id" }[name] || name;
-  return (row) => row[field] !== null && String(row[field]) === wanted;
+function fateOf(row, detail = row.drop_detail) {
+  const cut = row.cap ? `, cut by the cap on ${row.cap}` : "", end = row.finish_reason ? `, ended by ${row.finish_reason}${cut}` : "";
+  return row.drop_reason ? `dropped: ${row.drop_reason.replaceAll("_", " ")}${detail ? ` (${oneLine(detail)})` : ""}${end}` : `${row.status}${end}`;
 }
 
-function sorted(rows, order) {
-  const [by, sign] = SORTED[order], known = order === "shortest" ? "finish_reason" : by;
-  return rows.filter((row) => row[known] !== null).sort((a, b) => sign * (a[by] - b[by]) || b.number - a.number);
+const cellsOf = (row) => [row.id, row.prompt_id, row.kind === "eval" ? setOf(row) || "evaluation" : "training", number(row.step, 12),
+  number(row.staleness), versionsOf(row), number(row.reward), number(row.advantage), count(row.length), fateOf(row, "")];
+
+// A source has `list(query)`, which gives rows and their number, and `read(id)`.
+function embeddedTexts({ samples }, command) {
+  const found = new Map(samples.map((one) => [one.row.id, one]));
+  const rows = [...found.values()].map((one) => one.row).sort((a, b) => b.number - a.number);
+  return {
+    list: async ({ find = "" }) => {
+      const passing = rows.filter((row) => cellsOf(row).some((cell) => cell.includes(find)));
+      return { rows: passing, matching: passing.length };
+    },
+    read: async (id) => {
+      if (!found.has(id)) throw new Error(`${oneLine(id)} is not in this file; \`${command} ${oneLine(id)}\` shows it`);
+      return found.get(id);
+    },
+  };
 }
 
-// The best and the worst of each group, the newest group first.
-function contrasts(rows) {
-  const groups = Map.groupBy(sorted(rows, "newest").filter((row) => row.reward !== null), (row) => JSON.stringify([row.group_id, row.prompt_id]));
-  return [...groups.values()].flatMap((members) => {
-    const ordered = members.sort((a, b) => b.reward - a.reward || a.number - b.number), [best, worst] = [ordered[0], ordered.at(-1)];
-    return best.reward === worst.reward ? [best] : [best, worst];
-  });
-}
-
-class EmbeddedTexts {
-  constructor({ samples }, command) {
-    this.command = command;
-    this.samples = new Map(samples.map((one) => [one.row.id, one]));
-  }
-
-  async list({ order = "newest", ...query }) {
-    const tests = Object.entries(query).map(([name, wanted]) => test(name, wanted));
-    const rows = [...this.samples.values()].map((one) => one.row).filter((row) => tests.every((passes) => passes(row)));
-    return { rows: order === "contrast" ? contrasts(rows) : sorted(rows, order), matching: rows.length };
-  }
-
-  async read(id) {
-    if (!this.samples.has(id)) throw new Error(`${oneLine(id)} is not in this file; \`${this.command} ${oneLine(id)}\` shows it`);
-    return this.samples.get(id);
-  }
-}
-
-class ServedTexts {
-  list = (query) => this.ask("samples.json", query);
-  read = (id) => this.ask("sample.json", { id });
-
-  async ask(name, query) {
-    const answer = await fetch(address(name, query), { cache: "no-store" });
+function servedTexts() {
+  const query = async (name, values) => {
+    const answer = await fetch(address(name, values), { cache: "no-store" });
     if (!answer.ok) throw new Error((await answer.text()) || `it answers ${answer.status}`);
     return answer.json();
-  }
+  };
+  return { list: (values) => query("samples.json", values), read: (id) => query("sample.json", { id }) };
 }
 
 // A text as nodes, whatever is in it.
@@ -114,7 +82,7 @@ class Texts {
     const first = !this.panel;
     this.panel = panel;
     if (first) this.lay(panel.choices);
-    if (first || panel.here) this.source = panel.here ? new EmbeddedTexts(panel.here, panel.command) : new ServedTexts();
+    if (first || panel.here) this.source = panel.here ? embeddedTexts(panel.here, panel.command) : servedTexts();
     if (this.view) this.drawHistory(this.view); // in the colours of now; all else has them by its style
     return this.refill().then(() => this.id === null && (this.wanted ? this.follow() : this.rows.length && this.open(this.rows[0].id, { quietly: true })));
   }
@@ -125,6 +93,8 @@ class Texts {
       label.append(Object.assign(box, { name }));
       return label;
     };
+    const input = (name, hint) => labelled(name, Object.assign(element("input"), { placeholder: hint, spellcheck: false, autocomplete: "off" }));
+    if (this.panel.here) return byId("texts-filters").replaceChildren(input("find", "any column"));
     byId("texts-filters").replaceChildren(
       ...CHOICES.map((name) => {
         const select = element("select");
@@ -132,7 +102,7 @@ class Texts {
         if (name === "order") [...select.options].forEach((one) => (one.defaultSelected = one.value === "newest"));
         return labelled(name, select);
       }),
-      ...Object.entries(FIELDS).map(([name, hint]) => labelled(name, Object.assign(element("input"), { placeholder: hint, spellcheck: false, autocomplete: "off" }))),
+      ...Object.entries(FIELDS).map(([name, hint]) => input(name, hint)),
       Object.assign(element("button", "reset"), { type: "reset", onclick: () => setTimeout(() => this.refill()) }));
   }
 
@@ -149,13 +119,13 @@ class Texts {
       if (asked !== this.asked) return;
       this.rows = rows;
       this.drawList();
-      this.note(this.told(rows.length, matching));
+      this.note(this.describe(rows.length, matching));
     } catch (error) {
       if (asked === this.asked) this.note(oneLine(error.message), true);
     }
   }
 
-  told(listed, matching) {
+  describe(listed, matching) {
     const { here, total, command } = this.panel;
     if (!here) return `${listed < matching ? `The first ${count(listed)} of ${count(matching)}` : `All ${count(matching)}`} trajectories that pass. Arrow keys go through the list.`;
     const chosen = `${count(here.samples.length)} of ${count(total)} trajectories are in this file: the best, worst and longest of the newest steps and evaluations, dropped ones, and their siblings.`;
@@ -164,17 +134,10 @@ class Texts {
   }
 
   drawList() {
-    const head = ["trajectory", "prompt", "for", "step", "staleness", "versions", "reward", "advantage", "tokens", "became"], top = this.list.scrollTop;
-    const rows = this.rows.map((row) => [row.id, row.prompt_id, row.kind === "eval" ? setOf(row) || "evaluation" : "training", number(row.step, 12),
-      number(row.staleness), versionsOf(row), number(row.reward), number(row.advantage), count(row.length), this.fate(row, "")]);
-    this.list.replaceChildren(rows.length ? table({ head, rows, words: 1 }, (id) => this.open(id)) : element("p", "None passes these filters.", "empty"));
+    const rows = this.rows.map(cellsOf), top = this.list.scrollTop;
+    this.list.replaceChildren(rows.length ? table({ head: HEAD, rows, words: 1 }, (id) => this.open(id)) : element("p", "None passes these filters.", "empty"));
     this.list.scrollTop = top;
     this.mark();
-  }
-
-  fate(row, detail = row.drop_detail) {
-    const cut = row.cap ? `, cut by the cap on ${row.cap}` : "", end = row.finish_reason ? `, ended by ${row.finish_reason}${cut}` : "";
-    return row.drop_reason ? `dropped: ${row.drop_reason.replaceAll("_", " ")}${detail ? ` (${oneLine(detail)})` : ""}${end}` : `${row.status}${end}`;
   }
 
   mark() {
@@ -194,12 +157,6 @@ class Texts {
 
   get wanted() {
     return new URLSearchParams(location.hash.slice(1)).get("sample");
-  }
-
-  // Open it from elsewhere on the page.
-  visit(id) {
-    history.replaceState(null, "", `#sample=${encodeURIComponent(id)}`);
-    this.follow();
   }
 
   follow() {
@@ -225,7 +182,7 @@ class Texts {
   }
 
   draw(view) {
-    this.view = { ...view, places: unpack(view.places), logprobs: unpack(view.logprobs), columns: new Map(Object.entries(view.columns).map(([name, values]) => [name, unpack(values)])) };
+    this.view = { ...view, columns: new Map(Object.entries(view.columns)) };
     this.versions = [...new Set(view.spans.map((span) => span.version))].filter((version) => version !== null);
     byId("texts-one").hidden = false;
     byId("texts-head").replaceChildren(element("b", oneLine(view.row.id)), element("span", this.facts(view), "note"));
@@ -245,7 +202,7 @@ class Texts {
     parts.push(`${count(row.length)} tokens of version ${versionsOf(row)}`, row.reward === null ? "no reward" : `reward ${number(row.reward)}`);
     if (row.advantage !== null) parts.push(`advantage ${number(row.advantage)}`);
     if (row.step !== null) parts.push(`step ${row.step}, staleness ${row.staleness}`);
-    return [...parts, this.fate(row)].join(" · ");
+    return [...parts, fateOf(row)].join(" · ");
   }
 
   terms({ terms }) {
@@ -274,9 +231,9 @@ class Texts {
     return Object.assign(table({ head: ["visit", "version", "step", "reward", "solved", "tokens"], rows }, this.panel.here ? undefined : choose), { id: "texts-visits" });
   }
 
-  drawHistory({ row, history, visits }) {
-    const [note, box] = byId("texts-aside").querySelectorAll(":scope > .note:has(+ .chart), :scope > .chart"), left = history.length < visits ? `, ${history.length} of them here` : "";
-    note.textContent = `Prompt ${oneLine(row.prompt_id)} was visited ${visits === 1 ? "once" : `${visits} times`}${left}.`;
+  drawHistory({ row, history }) {
+    const [note, box] = byId("texts-aside").querySelectorAll(":scope > .note:has(+ .chart), :scope > .chart"), visits = history.length;
+    note.textContent = `Prompt ${oneLine(row.prompt_id)} ${visits === 1 ? "has one visit" : `has ${visits} visits here`}.`;
     const kinds = [["train", "training", "accent"], ["eval", "evaluation", "second"]].map(([kind, name, colour]) => [name, colour, history.filter((one) => one.kind === kind && one.version !== null)]);
     const series = kinds.filter(([, , found]) => found.length).map(([name, colour, found]) => ({ name, colour, x: found.map((one) => one.version), y: found.map((one) => one.mean_reward), words: found.map((one) => `${oneLine(one.group_id)}: reward ${number(one.mean_reward)}, ${number(one.mean_length)} tokens`) }));
     box.hidden = visits < 2 || !series.length;
@@ -287,15 +244,15 @@ class Texts {
 
   // Lower bounds of the five levels of a column; one level where all its numbers are equal.
   bounds(name) {
-    const known = this.view.columns.get(name).filter((x) => !Number.isNaN(x));
+    const known = this.view.columns.get(name).filter((x) => x !== null);
     const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
     return high > low ? [0, 1, 2, 3, 4].map((i) => low + ((high - low) * i) / 5) : known.length ? [low] : [];
   }
 
   // Draw the response: [L] classes of its tokens by what the colour shows, and what these mean.
   colour() {
-    const mode = byId("texts-colour").value, { spans, places, words, logprobs, columns } = this.view, classes = new Array(places.length).fill("");
-    const meanings = [], level = (values, of) => values.forEach((x, i) => (classes[i] = Number.isNaN(x) ? "unknown" : `level-${of(x)}`));
+    const mode = byId("texts-colour").value, { spans, tokens, logprobs, columns } = this.view, classes = new Array(tokens.length).fill("");
+    const meanings = [], level = (values, of) => values.forEach((x, i) => (classes[i] = x === null ? "unknown" : `level-${of(x)}`));
     if (mode === "version") {
       for (const { version, start, end } of spans) if (version !== null) classes.fill(`version-${this.versions.indexOf(version) % VERSION_COLOURS}`, start, end);
       meanings.push(...this.versions.map((version, i) => [`version-${i % VERSION_COLOURS}`, `version ${version}`]));
@@ -311,13 +268,13 @@ class Texts {
     for (const { start, end } of written) classes.fill("environment", start, end);
     if (written.length) meanings.push(["environment", "environment"]);
     const found = document.createDocumentFragment();
-    places.forEach((place, i) => {
+    tokens.forEach((text, i) => {
       const token = element("span", undefined, classes[i]);
       token.dataset.at = i;
-      token.append(...shown(words[place][1]));
+      token.append(...shown(text));
       found.append(token);
     });
-    byId("texts-response").replaceChildren(places.length ? found : element("span", "nothing yet", "note"));
+    byId("texts-response").replaceChildren(tokens.length ? found : element("span", "nothing yet", "note"));
     byId("texts-legend").replaceChildren(...meanings.map(([kind, text]) => {
       const one = element("span");
       one.append(element("i", undefined, kind), text);
@@ -328,13 +285,13 @@ class Texts {
 
   // Tell a token; one before it whose bytes only begin a character has no place of its own, and is told with it.
   point(token) {
-    const { spans, places, words, logprobs, columns } = this.view, readout = byId("texts-readout");
+    const { spans, tokens, ids, logprobs, columns } = this.view, readout = byId("texts-readout");
     if (Number.isNaN(token)) return void (readout.textContent = "Point at a token for its id, log-probability, version and replica.");
     let first = token;
-    while (first > 0 && words[places[first - 1]][1] === "") first--;
+    while (first > 0 && tokens[first - 1] === "") first--;
     const all = (tell) => Array.from({ length: token - first + 1 }, (_, i) => tell(first + i)).join(", "), span = spans.find(({ start, end }) => start <= token && token < end);
-    const logprob = (i) => (Number.isNaN(logprobs[i]) ? "not known" : logprobs[i].toFixed(4).replace(/^-(0\.0+)$/, "$1"));
-    const parts = [`${first < token ? `tokens ${first} to ${token}` : `token ${token}`} of ${count(places.length)}`, `“${oneLine(words[places[token]][1])}”`, `id ${all((i) => words[places[i]][0])}`];
+    const logprob = (i) => (logprobs[i] === null ? "not known" : logprobs[i].toFixed(4).replace(/^-(0\.0+)$/, "$1"));
+    const parts = [`${first < token ? `tokens ${first} to ${token}` : `token ${token}`} of ${count(tokens.length)}`, `“${oneLine(tokens[token])}”`, `id ${all((i) => ids[i])}`];
     if (span?.version === null) parts.push("the environment wrote it, and nothing is learned of it");
     else parts.push(`log-probability ${all(logprob)}`);
     if (span && span.version !== null) parts.push(`version ${span.version}`, span.replica === null ? "replica not on record" : `replica ${span.replica}`);

@@ -34,7 +34,7 @@ from laminar_py.runtime.cluster.calls import (
     set_title,
     value_of,
 )
-from laminar_py.runtime.cluster.errors import NoAnswerError, RunFailedError
+from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.placement import Node, Place
 from laminar_py.runtime.cluster.variables import WORKERS_READ
 

@@ -112,7 +112,7 @@ def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuing: Tick, 
         replicas.assign(index, assignments)
     for index, trajectory_ids in scheduler.moves.take_called_off().items():
         replicas.send_order(index, CallOff(list(trajectory_ids)))
-    stats.generating(scheduler.views.in_flight > 0)
+    stats.set_generating(scheduler.views.in_flight > 0)
     if scheduler.dispatcher.has_more:
         issuing.wake()
 
@@ -141,7 +141,7 @@ async def generate(
             stats.on_report(report)
             replicas.check_weights(line, report)
             is_urgent |= views.by_index[index].idle or report.status.version != version
-        stats.generating(scheduler.views.in_flight > 0)
+        stats.set_generating(scheduler.views.in_flight > 0)
         if is_urgent:
             issuing.at_once()
         else:
@@ -385,12 +385,12 @@ class Controller:
         stats, scheduler = self._incarnation.stats, self._scheduler
         if trainer.step == 0:
             await self._unless_stopped(self._evaluator.first(trainer.moment))
-        stats.rl_phase(True)
+        stats.set_rl_phase(True)
         if scheduler.book.groups or not self._stop.asked.is_set():  # no work begins in a run that is about to end
             scheduler.admit()
             self._issuing.at_once()
         await train(trainer, scheduler=scheduler)
-        stats.rl_phase(False)
+        stats.set_rl_phase(False)
         scheduler.pause()
         if self._stop.asked.is_set():
             return False

@@ -26,7 +26,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger.live import own_disk, settle
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.observe.fleet import folder_bytes
-from laminar_py.observe.live import View, make_view
+from laminar_py.observe.live import View
 from laminar_py.observe.summary import Summary
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
@@ -153,7 +153,7 @@ def make_controller(opened: Opened, console: Console, views: ExitStack) -> Contr
     config = opened.config
     if config.staleness.unbounded(config.schedule):
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
-    view = make_view(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
+    view = View(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
     views.callback(view.close)
     return Controller(opened, view=view)
 

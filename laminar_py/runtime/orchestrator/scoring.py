@@ -203,9 +203,9 @@ class Scoring:
         if (fault := self.failures.fault) is not None:
             self._end(fault)
         if trajectory.trains and score.value is not None:
-            self._stats.scored(score.value, score.terms, trajectory.length)
+            self._stats.add_score(score.value, score.terms, trajectory.length)
             if trajectory.environment_s:
-                self._stats.turned(num_turns(trajectory.token_spans), trajectory.environment_s)
+                self._stats.add_turns(num_turns(trajectory.token_spans), trajectory.environment_s)
 
     def _finish_trial(self, score: Score) -> None:
         trial = self._trials.popleft()

@@ -192,11 +192,11 @@ class Trainer:
             stand_ins=batch.reweighted,
             attention_share=self._attention_share,
         )
-        self._stats.step_begins()
+        self._stats.begin_step()
         try:
             return await self._learn_packed(packed)
         finally:
-            self._stats.step_ends()
+            self._stats.end_step()
 
     async def _learn_packed(self, packed: Packed[FinishedTrajectory]) -> StepOutcome:
         lost = await self._learner.fetch(packed)
@@ -219,7 +219,7 @@ class Trainer:
     async def commit(self, batch: StepBatch, outcome: StepOutcome | None) -> None:
         """Record a step, and begin the evaluations that are due. Raises RunFailedError (`MAX_SKIPPED`)."""
         self.step += 1
-        row = self._stats.row(
+        row = self._stats.step_row(
             step=self.step,
             version=batch.version,
             batch=batch.trajectories,

@@ -270,7 +270,7 @@ class ReferenceStage:
             return await watched(answer, self._watch(part))
 
         answer = await self._keeper.call_with_restarts(call)
-        self._incarnation.stats.referred(answer.elapsed_s)
+        self._incarnation.stats.add_reference_time(answer.elapsed_s)
         return answer
 
     async def _start(self, parts: Sequence[Part]) -> None:

@@ -232,7 +232,7 @@ class Replicas:
             self._keepers[index].kill()
             await self._take_over(index)
             reason = str(error)
-        self._stats.left(index)
+        self._stats.remove_replica(index)
         self._incarnation.ledger.append(ReplicaLeft(index, reason))
         self.left[index] = reason
         self._issuing.at_once()  # its trajectories wait for others
@@ -366,7 +366,7 @@ class Replicas:
         await back_off(failures)
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
-        self._stats.joined(index)
+        self._stats.add_replica(index)
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.new_label(f"replica-{index}", parts[0].place.node)
         await self._close_line(index)  # of a failed start

@@ -1,46 +1,43 @@
-"""Changes against each wall, first things first, as keys of the config with the values that they have. Pure.
+"""Settings to change against the wall of a run, the best first, and predicted steps with other settings.
 
-The order is that of the field's experience: cheap and certain changes come before those that cost devices or
-freshness.
+`laminar advise` prints them. Cheap and certain changes come before changes that cost devices or freshness.
+Predictions use the formula of `compose`.
 """
 
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
 
 from laminar_py.config.algorithm import Correction, ReferencePass
 from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
-from laminar_py.observe.mean_step import MeanStep
+from laminar_py.observe import MeanStep, StageTimes, StepStage, Wall, compose, predict, without_wall
 
-SMALL_MICROBATCHES = 4  # for each rank and step, above which larger ones are worth a try
-WORKERS = 8  # times that many are advised at most
-FULL = 0.5  # share of the turns that environments may work on at a time from which on others wait for room
-SHARED = 4  # turns at a time in a process, above which they may hold each other up
-CROWDED = 0.3  # share of the time from which on a larger decode batch is worth a try
-WIDEST = 8  # no bound above is advised
-FIRST_BOUND = 4  # where there is none
-MUCH_LOST = 0.25  # share of the data's weight from which on no wider bound is advised
-
-
-class Wall(StrEnum):
-    """Limit of a run."""
-
-    GENERATION = "generation"
-    LONG_TAIL = "long tail"
-    ENVIRONMENT = "environment"
-    REWARD = "reward"
-    REFERENCE = "reference"
-    WEIGHTS = "weights"
-    LEARNER = "learner"
-    FRESHNESS = "freshness"
-    STALE_DATA = "stale data"
-    SPARSE_REWARD = "sparse reward"
-    CPU = "cpu cores"
+SMALL_MICROBATCHES = 4  # of a rank in a step; with more, larger ones are worth a try
+WORKERS = 8  # most times as many workers
+FULL = 0.5  # share of the room for turns above which turns wait for room
+SHARED = 4  # turns at a time in a process above which they may delay each other
+CROWDED = 0.3  # share of the time above which a larger decode batch is worth a try
+WIDEST = 8  # largest bound on staleness
+FIRST_BOUND = 4  # for a run without a bound
+MUCH_LOST = 0.25  # share of the data's weight above which no wider bound is advised
+SCALED = {  # settings that divide the seconds of a stage by as much as they grow
+    "rollout.replicas": StepStage.GENERATION,
+    "rollout.max_batch": StepStage.GENERATION,
+    "environment.workers": StepStage.ENVIRONMENT,
+    "environment.at_once": StepStage.ENVIRONMENT,
+    "reward.workers": StepStage.REWARD,
+    "learner.world_size": StepStage.LEARNER,
+    "packer.max_tokens": StepStage.LEARNER,
+    "relay.max_bytes_per_s": StepStage.WEIGHTS,
+}
+IN_FLIGHT = (
+    "rollout.batch_per_replica",
+    "rollout.max_batch",
+)  # shorten waits for environments, if these are the wall
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class Remedy:
 
 
 def remedies(wall: Wall, config: RunConfig, step: MeanStep) -> tuple[Remedy, ...]:
-    """Remedies for one wall; the first is to be tried first."""
+    """Return the remedies for one wall; try the first one first."""
     found = tuple(_BY_WALL[wall](config, step))
     if config.schedule is Schedule.ASYNC:
         return found
@@ -112,7 +109,7 @@ def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _environment(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    """Room for turns where that is taken, else others in the slots meanwhile; then the turns themselves."""
+    """Yield more room for turns where it is full, else more trajectories in flight; then faster turns."""
     environment = config.environment  # emulated ones have no room of their own
     room = math.inf if environment is None else environment.workers * environment.at_once
     told = f"about {step.away:.0f} are away at a time"
@@ -137,7 +134,7 @@ def _more_in_flight(config: RunConfig) -> Iterator[Remedy]:
     if rollout.on_new_weights is OnNewWeights.DRAIN:
         change = f"{rollout.batch_per_replica} -> {2 * rollout.batch_per_replica}"
         yield Remedy("rollout.batch_per_replica", change, why)
-    else:  # what is away counts as running there
+    else:  # a trajectory counts as running there while its environment works
         yield Remedy("rollout.max_batch", f"{rollout.max_batch} -> {2 * rollout.max_batch}", why)
 
 
@@ -156,7 +153,7 @@ def _reward(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _idle_cores(config: RunConfig, step: MeanStep) -> int:
-    """Whole cores that nothing keeps busy; any number where they are not known, as on a cluster's machines."""
+    """Return the number of idle cores; a huge number where it is unknown, as on a cluster's machines."""
     if step.use is None or not step.use.cores or config.cluster.address is not None:
         return sys.maxsize
     return int(step.use.cores * (1 - step.use.cpu))
@@ -209,7 +206,7 @@ def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _rarer_versions(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    """Half as many versions, with the bound that they need, unless either is too old."""
+    """Yield half as many versions with the staleness bound that they need, unless data would be too old."""
     every, bound = 2 * config.learner.publish_every, config.staleness.enforced
     oldest = every - (config.schedule is not Schedule.ONE_STEP)
     if oldest <= WIDEST and step.age.lost <= MUCH_LOST:
@@ -219,7 +216,7 @@ def _rarer_versions(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _wider_bound(config: RunConfig, step: MeanStep, *, more: int, why: str) -> Iterator[Remedy]:
-    """A bound wider by `more`, unless it is wide enough, or the data too old already."""
+    """Yield a staleness bound wider by `more`, unless it is at `WIDEST` or the data is too old already."""
     bound = config.staleness.max_staleness
     if bound is not None and bound < WIDEST and step.age.lost <= MUCH_LOST:
         yield Remedy("staleness.max_staleness", f"{bound} -> {min(bound + more, WIDEST)}", why)
@@ -269,7 +266,7 @@ def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    """Savings of work first, then other machines: more processes would only share these cores."""
+    """Yield savings of work, then other machines, since more processes would share the same cores."""
     generation_s, learner_s = step.times.generation_s, step.times.learner_s
     if step.crowded_share > CROWDED and generation_s >= learner_s:
         yield from _larger_batch(config, step)
@@ -308,3 +305,60 @@ _BY_WALL = {
     Wall.SPARSE_REWARD: _sparse,
     Wall.CPU: _cpu,
 }
+
+
+# ---- predictions
+
+
+def what_if(step: MeanStep, stage: StepStage, factor: float = 2.0) -> float:
+    """Predict the seconds of a step with `factor` times as much of a stage, e.g. twice the replicas.
+
+    A step never takes less than its work on all cores, since more processes share the cores.
+    """
+    times = step.times
+    predicted = predict(step.schedule, measured_s=step.measured_s, now=times, then=times.faster(stage, factor))
+    return max(predicted, min(step.cpu_s, step.measured_s))
+
+
+def what_if_set(step: MeanStep, wall: Wall, remedy: Remedy) -> float:
+    """Predict the seconds of a step with the new value of a remedy against a wall.
+
+    A remedy that scales no stage is taken to remove the wall, so its prediction is the best case.
+    """
+    stage = scaled_by(wall, remedy)
+    if stage is not None:
+        return what_if(step, stage, float(remedy.new) / float(remedy.old))
+    return max(without_wall(wall, step).measured_s, min(step.cpu_s, step.measured_s))
+
+
+def scaled_by(wall: Wall, remedy: Remedy) -> StepStage | None:
+    """Return the stage whose seconds a remedy divides by the growth of its setting; None: no stage."""
+    if wall is Wall.ENVIRONMENT and remedy.key in IN_FLIGHT:
+        return StepStage.ENVIRONMENT
+    return SCALED.get(remedy.key)
+
+
+def steps_under(step: MeanStep) -> dict[Schedule, tuple[float, StepStage]]:
+    """Predict the seconds of a step under each schedule, and the stage that takes most of it."""
+    found: dict[Schedule, tuple[float, StepStage]] = {}
+    for schedule in Schedule:
+        times = _times_under(schedule, step)
+        own = schedule is step.schedule
+        step_s = step.measured_s if own else max(compose(schedule, times), step.cpu_s)
+        found[schedule] = step_s, max(StepStage, key=times.seconds_of)
+    return found
+
+
+def _times_under(schedule: Schedule, step: MeanStep) -> StageTimes:
+    """Return the times of the stages under a schedule; a batch takes as long as its longest trajectory."""
+    times = step.times
+    if schedule in (step.schedule, Schedule.ASYNC):
+        return times
+    moved = max(times.weights_s, step.transfer_s + step.load_s)
+    longer = max(1.0, step.longest_s / max(times.generation_s + times.environment_s, 1e-9))
+    return replace(
+        times,
+        generation_s=times.generation_s * longer,
+        environment_s=times.environment_s * longer,
+        weights_s=moved,
+    )

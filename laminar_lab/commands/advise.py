@@ -1,0 +1,56 @@
+"""`laminar advise`: settings to change against the wall of a run, with their predicted gains."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from laminar_py.cli import console, print_line
+
+if TYPE_CHECKING:
+    from laminar_py.observe import MeanStep
+
+NAMES = {"generation": "the replicas", "reward": "the scorers", "learner": "the learner ranks"}
+LEAST_S = 0.005  # of a stage, below which a prediction says nothing
+app = typer.Typer()
+
+
+@app.command(epilog="Example: laminar advise runs/quickstart-1")
+def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")]) -> None:
+    """Say what to change first against what limits a run, and predict a step with other settings and schedules."""
+    from laminar_lab.advice import remedies, what_if_set
+    from laminar_py.observe import format_seconds, make_table, read_report
+
+    report = read_report(run)
+    diagnosis, config = report.diagnosis, report.snapshot.config
+    if diagnosis is None or config is None:
+        print_line("no learner step was completed, so what limits the run is unknown")
+        return
+    wall, step = diagnosis.binding.wall, diagnosis.mean_step
+    print_line(f"limited by {str(wall).upper()}: {diagnosis.binding.evidence}")
+    print_line(
+        f"a step takes {format_seconds(step.measured_s)}; the tables have the goodput that a change would give"
+    )
+    rows = []
+    for remedy in remedies(wall, config, step):
+        gain = step.measured_s / what_if_set(step, wall, remedy)
+        rows.append((remedy.key, remedy.change, f"at most {gain:.2f} x", remedy.why))
+    console.print(make_table("\nWhat to change, the best first", "setting", ("change", "goodput", "why"), rows))
+    predicted = [
+        (change, format_seconds(step_s), f"{step.measured_s / step_s:.2f} x") for change, step_s in _what_ifs(step)
+    ]
+    console.print(make_table("\nOther runs", "with", ("a step", "goodput"), predicted))
+
+
+def _what_ifs(step: "MeanStep") -> Iterator[tuple[str, float]]:
+    """Yield predicted seconds of a step with twice as much of a stage, and under other schedules."""
+    from laminar_lab.advice import steps_under, what_if
+    from laminar_py.observe import StepStage
+
+    for stage, name in NAMES.items():
+        if step.times.seconds_of(StepStage(stage)) >= LEAST_S:
+            yield f"twice {name}", what_if(step, StepStage(stage))
+    for schedule, (step_s, stage) in steps_under(step).items():
+        if schedule is not step.schedule:
+            yield f"schedule={schedule} (most of it {stage})", step_s

@@ -1,0 +1,244 @@
+"""Runs side by side: how soon each reaches a common level, and its results at equal device-hours.
+
+`laminar compare` prints the tables. They compare evaluations of the first set where every run has two or more,
+else the reward in training. A run has reached a level at its first point at or above it; no value between two
+evaluations is interpolated. Runs whose configs differ only in their seeds share a column of the table of sets.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rich.console import Group
+
+from laminar_lab.curves import Point, count_devices, evaluation_curves, format_mean, read_costs, reward_curve
+from laminar_py.config import RunConfig
+from laminar_py.observe import FIGURES, NAMES, Measure, RunReport, format_seconds, make_table, read_report
+
+_STAGES = (0.25, 0.5, 0.75, 1.0)  # of the way from the best start to the worst end
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run with its report and its curves."""
+
+    report: RunReport
+    config: RunConfig
+    by_set: dict[str, list[Point]]  # evaluations, the first set first
+    reward: list[Point]  # in training
+
+    @cached_property
+    def evaluated(self) -> list[Point]:
+        """Evaluations of the first set."""
+        return next(iter(self.by_set.values()), [])
+
+    @cached_property
+    def device_hours(self) -> float:
+        """Device-hours so far, of the fleet that the config names."""
+        return self.report.rl_s * count_devices(self.config)[0] / 3600
+
+
+def read_run(run: Path) -> ComparedRun:
+    """Read a run folder. Raises `ConfigError` if `run` is none, or nothing has finished in it."""
+    report = read_report(run)
+    config = report.snapshot.config
+    assert config is not None, "a report has a config"
+    steps, sizes = report.snapshot.samples.steps, read_costs(run).sizes
+    by_set = evaluation_curves(config, report.snapshot.history.evaluations, steps, sizes)
+    return ComparedRun(report, config, by_set, reward_curve(config, steps, sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A level of quality, and for each run the first point at or above it; None: the run never reached it."""
+
+    level: float
+    points: tuple[Point | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SeedGroup:
+    """Runs of one config and their results at equal device-hours.
+
+    E.g. `SeedGroup((0, 1), {"aime": (0.31, 0.35)})` for the first two runs.
+    """
+
+    runs: tuple[int, ...]  # places among the compared runs
+    at_equal: dict[str, tuple[float, ...]]  # by set, of each run with a result by then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Figures of several runs; a tuple has one entry for each run, in their order."""
+
+    measure: str  # "accuracy", "mean reward" of an evaluation, or "reward" in training
+    reached: tuple[Reached, ...]
+    device_hours: float  # of the run with the fewest
+    at_equal: tuple[Point | None, ...]  # the last point within `device_hours`
+    reward_at_equal: tuple[Point | None, ...]  # in training
+    groups: tuple[SeedGroup, ...]  # in the order of their first runs
+
+
+def compare(runs: Sequence[ComparedRun]) -> Comparison:
+    """Compare two runs or more."""
+    evaluated = all(len(run.evaluated) >= 2 for run in runs)
+    curves = [run.evaluated if evaluated else run.reward for run in runs]
+    points = [point for run in runs for point in run.evaluated]
+    is_accuracy = all(point.figures is None or point.figures.is_accuracy for point in points)
+    budget = min(run.device_hours for run in runs)
+    return Comparison(
+        measure="reward" if not evaluated else "accuracy" if is_accuracy else "mean reward",
+        reached=tuple(
+            Reached(level, tuple(_first_at(curve, level) for curve in curves)) for level in _levels(curves)
+        ),
+        device_hours=budget,
+        at_equal=tuple(_last_within(curve, budget) for curve in curves),
+        reward_at_equal=tuple(_last_within(run.reward, budget) for run in runs),
+        groups=_group_by_seed(runs, budget),
+    )
+
+
+def _group_by_seed(runs: Sequence[ComparedRun], budget: float) -> tuple[SeedGroup, ...]:
+    """Group runs of one config; `budget` is the device-hours of their results."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, run in enumerate(runs):
+        places[_config_without_seed(run.config)].append(place)
+    sets = list(dict.fromkeys(name for run in runs for name in run.by_set))
+
+    def results(group: Sequence[int], name: str) -> tuple[float, ...]:
+        found = (_last_within(runs[place].by_set.get(name, ()), budget) for place in group)
+        return tuple(point.value for point in found if point is not None)
+
+    return tuple(
+        SeedGroup(tuple(group), {name: results(group, name) for name in sets}) for group in places.values()
+    )
+
+
+def _config_without_seed(config: RunConfig) -> str:
+    """Return a config as JSON without its name, its seed, its folder and its trackers."""
+    tree = config.model_dump(mode="json", exclude={"name", "seed", "runs", "tracking"})
+    (tree["warm_start"] or {}).pop("cache", None)
+    return json.dumps(tree, sort_keys=True)
+
+
+def _levels(curves: Sequence[Sequence[Point]]) -> list[float]:
+    """Return levels between the best start and the worst end, none if the curves do not overlap."""
+    if not all(curves):
+        return []
+    start = max(curve[0].value for curve in curves)
+    end = min(max(point.value for point in curve) for curve in curves)
+    return [start + (end - start) * stage for stage in _STAGES] if end > start else []
+
+
+def _first_at(curve: Sequence[Point], level: float) -> Point | None:
+    return next((point for point in curve if point.value >= level - 1e-9), None)
+
+
+def _last_within(curve: Sequence[Point], device_hours: float) -> Point | None:
+    inside = [point for point in curve if point.device_hours <= device_hours * (1 + 1e-9)]
+    return inside[-1] if inside else None
+
+
+# ---- tables
+
+
+@dataclass(frozen=True, slots=True)
+class CompareRow:
+    """A row of a table: a value of each run, None where it is unknown, and its format."""
+
+    name: str
+    values: list[float | None]
+    format: Callable[[float], str]
+
+
+def comparison_tables(runs: Sequence[ComparedRun], comparison: Comparison) -> Iterator[Group]:
+    """Yield tables of speed, of staleness, of quality against time and device-hours, and of all sets by seeds."""
+    heads, reports = short_names([run.report for run in runs]), [run.report for run in runs]
+    speed = [
+        CompareRow(one.compared, [one.number(report) for report in reports], one.format)
+        for one in FIGURES
+        if one.compared
+    ]
+    yield _table("Speed and tails", heads, [*speed, *_tail_rows(reports)])
+    yield make_table("\nStaleness of consumed trajectories", "versions", heads, _staleness_rows(reports))
+    measure = comparison.measure
+    if comparison.reached:
+        yield _table(f"\nUntil {measure} is", heads, list(_reached_rows(comparison)))
+    kinds = ", ".join(dict.fromkeys("{} x {}".format(*count_devices(run.config)) for run in runs))
+    title = f"\nAt equal device-hours: {comparison.device_hours:.3g} ({kinds})"
+    yield _table(title, heads, list(_equal_rows(comparison)))
+    sets = list(comparison.groups[0].at_equal)
+    if len(sets) > 1 or (sets and len(comparison.groups) < len(runs)):
+        title = "\nSets at these device-hours: mean ± half of the 95 % t-interval over the runs of one config"
+        rows = ([name, *(format_mean(group.at_equal[name]) for group in comparison.groups)] for name in sets)
+        yield make_table(title, "set", [_group_name(heads, group) for group in comparison.groups], rows)
+
+
+def _group_name(heads: Sequence[str], group: SeedGroup) -> str:
+    first, *others = group.runs
+    return heads[first] + (f" and {len(others)} more" if others else "")
+
+
+def short_names(reports: Sequence[RunReport]) -> list[str]:
+    """Return the names of the folders, or whole paths where two names are equal."""
+    names = [Path(report.run).name for report in reports]
+    shown = names if len(set(names)) == len(names) else [report.run for report in reports]
+    return [f"{name} (simulated)" if one.simulation else name for name, one in zip(shown, reports, strict=True)]
+
+
+def _table(title: str, heads: list[str], rows: Sequence[CompareRow]) -> Group:
+    return make_table(title, "", heads, ((row.name, *_cells(row)) for row in rows))
+
+
+def _cells(row: CompareRow) -> Iterator[str]:
+    """Yield the value of each run, with its ratio to the first run."""
+    first = row.values[0]
+    for place, value in enumerate(row.values):
+        if value is None:
+            yield "-"
+        else:
+            ratio = f" ({value / first:.2f}x)" if place and first else ""
+            yield f"{row.format(value)}{ratio}"
+
+
+def _tail_rows(reports: Sequence[RunReport]) -> Iterator[CompareRow]:
+    for measure in (Measure.GENERATION, Measure.ENVIRONMENT, Measure.END_TO_END):
+        name, found = NAMES[measure], [report.tails.get(measure) for report in reports]
+        if measure is Measure.ENVIRONMENT and not any(found):
+            continue
+        yield CompareRow(f"{name} p50", [None if one is None else one.p50 for one in found], format_seconds)
+        yield CompareRow(f"{name} p95", [None if one is None else one.p95 for one in found], format_seconds)
+        yield CompareRow(f"{name} p95/p50", [None if one is None else one.tail for one in found], "{:.2f}".format)
+
+
+def _staleness_rows(reports: Sequence[RunReport]) -> Iterator[list[str]]:
+    found = [report.staleness for report in reports]
+    yield ["mean", *("-" if one is None else f"{one.mean:.2f}" for one in found)]
+    yield ["max", *("-" if one is None else str(one.max) for one in found)]
+    for staleness in sorted({key for one in found if one is not None for key in one.counts}):
+        shares = [0.0 if one is None else one.counts.get(staleness, 0) / sum(one.counts.values()) for one in found]
+        yield [str(staleness), *(f"{share:.1%} {'#' * round(10 * share):<10}" for share in shares)]
+
+
+def _reached_rows(comparison: Comparison) -> Iterator[CompareRow]:
+    for reached in comparison.reached:
+        level, points = f"{reached.level:.3f}", reached.points
+        yield CompareRow(f"{level}: time", _values(lambda point: point.rl_s, points), format_seconds)
+        yield CompareRow("  trained tokens", _values(lambda point: float(point.tokens), points), "{:,.0f}".format)
+        yield CompareRow("  device-hours", _values(lambda point: point.device_hours, points), "{:.3g}".format)
+
+
+def _equal_rows(comparison: Comparison) -> Iterator[CompareRow]:
+    points = comparison.at_equal
+    yield CompareRow(comparison.measure, _values(lambda point: point.value, points), "{:.3f}".format)
+    yield CompareRow("  last known at", _values(lambda point: point.device_hours, points), "{:.3g}".format)
+    if comparison.measure != "reward":
+        rewards = _values(lambda point: point.value, comparison.reward_at_equal)
+        yield CompareRow("reward in training", rewards, "{:.3f}".format)
+
+
+def _values(value: Callable[[Point], float], points: Sequence[Point | None]) -> list[float | None]:
+    return [None if point is None else value(point) for point in points]

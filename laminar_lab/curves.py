@@ -1,0 +1,180 @@
+"""Learning against its costs: evaluations and reward over time, trained tokens and device-hours.
+
+The launcher, its page and `laminar compare` read curves here. A device is a GPU where the run has any: of engines
+(attached servers included), the learner, and servers of the reward. Without GPUs a device is a process: a replica,
+a rank of the learner, or a reference stage. A replica counts while it is in the fleet, all other devices during
+the whole RL phase.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+
+from laminar_py.config import RunConfig, load_config
+from laminar_py.ledger import read_evaluations, read_rows
+from laminar_py.observe import read_steps, summary_seconds
+from laminar_py.records import StepRow
+from laminar_py.records.evaluations import SetFigures
+from laminar_py.records.events import Evaluated
+from laminar_py.records.metrics import FleetRow
+
+# 0.975 quantiles of Student's t by degrees of freedom, from 1; beyond the table within 0.001
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+Z_975 = 1.96  # of the normal distribution
+REWARD_STEPS = 10  # steps whose mean is a point of the reward's curve
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Return half of the 95 % t-interval of the mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    degrees = len(values) - 1
+    quantile = T_975[degrees - 1] if degrees <= len(T_975) else Z_975 + 2.372 / (degrees - 1.2)
+    return quantile * stdev(values) / sqrt(len(values))
+
+
+def format_mean(values: Sequence[float], *, digits: int = 3) -> str:
+    """Return the mean with half of its 95 % t-interval, e.g. "0.412 ± 0.031"; without interval for one value."""
+    if not values:
+        return "–"
+    half = half_width(values)
+    return f"{fmean(values):,.{digits}f}" + ("" if half is None else f" ± {half:,.{digits}f}")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSizes:
+    """Number of replicas over seconds of RL, from `fleet.jsonl`: `replicas[i]` from `at_s[i]` on."""
+
+    at_s: tuple[float, ...] = ()
+    replicas: tuple[int, ...] = ()
+
+    def replica_seconds(self, rl_s: float) -> float:
+        """Return replica seconds until `rl_s`; the first number holds from the start of RL."""
+        edges = [0.0, *self.at_s[1:], math.inf]
+        spans = zip(edges, edges[1:], self.replicas, strict=False)
+        return sum(max(0.0, min(rl_s, end) - start) * count for start, end, count in spans)
+
+
+def fleet_sizes(rows: Iterable[FleetRow]) -> FleetSizes:
+    """Return the fleet sizes in these rows, reading each row once."""
+    changes: list[tuple[float, int]] = []
+    for row in rows:
+        if not changes or len(row.running) != changes[-1][1]:
+            changes.append((row.rl_s, len(row.running)))
+    return FleetSizes(tuple(at_s for at_s, _ in changes), tuple(count for _, count in changes))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of RL, CPU seconds of a run's processes on its controller's host, and fleet sizes."""
+
+    rl_s: float  # so far, the largest in any file
+    core_s: float
+    sizes: FleetSizes
+
+
+def read_costs(folder: Path) -> Costs:
+    """Read the costs of a run row by row, since a week has half a million rows."""
+    done_s = (row.rl_s for row in read_rows(folder / "metrics.jsonl", StepRow))
+    rl_s, core_s, before_s = max(summary_seconds(folder), *done_s, 0.0), 0.0, math.inf
+
+    def count(rows: Iterable[FleetRow]) -> Iterator[FleetRow]:
+        nonlocal rl_s, core_s, before_s
+        for row in rows:
+            core_s += max(0.0, row.rl_s - before_s) * row.cores * (row.own_cpu_use or 0.0)
+            rl_s, before_s = max(rl_s, row.rl_s), row.rl_s
+            yield row
+
+    sizes = fleet_sizes(count(read_rows(folder / "fleet.jsonl", FleetRow)))
+    return Costs(rl_s, core_s, sizes)
+
+
+def count_devices(config: RunConfig) -> tuple[int, str]:
+    """Return the number and the kind of a run's devices: "GPU", "emulated GPU" or "process"."""
+    rollout, learner = config.rollout, config.learner
+    if config.emulation is not None:
+        return rollout.replicas + config.emulation.learner_devices, "emulated GPU"
+    attached = rollout.replicas * rollout.engine.gpus if rollout.engine.hosts else 0
+    if gpus := config.gpus + attached:
+        return gpus, "GPU"
+    return rollout.replicas + learner.world_size + config.algorithm.refers_in_stage, "process"
+
+
+def device_seconds(config: RunConfig, sizes: FleetSizes, rl_s: float) -> float:
+    """Return the seconds of a run's devices until `rl_s`; `config` has the replicas at any moment."""
+    devices, kind = count_devices(config)
+    if not sizes.replicas:
+        return devices * rl_s
+    rollout = config.rollout
+    each = rollout.engine.gpus if kind == "GPU" else 1
+    return (devices - each * rollout.replicas) * rl_s + each * sizes.replica_seconds(rl_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A value, and the run's costs by then.
+
+    E.g. a reward is `Point(step=30, rl_s=29.0, tokens=240_000, device_hours=0.024, value=0.91)`.
+    """
+
+    step: int
+    rl_s: float
+    tokens: int  # trained
+    device_hours: float
+    value: float  # of an evaluation its mean reward
+    figures: SetFigures | None = None  # of an evaluation
+
+
+def read_curves(run: Path) -> dict[str, list[Point]]:
+    """Read the evaluations of each set, in the order of time, with the sets in the order of the config.
+
+    Raises `ConfigError` where `run` is no run folder.
+    """
+    config = load_config(run / "config.yaml", [])
+    return evaluation_curves(config, read_evaluations(run), read_steps(run), read_costs(run).sizes)
+
+
+def evaluation_curves(
+    config: RunConfig, evaluations: Iterable[Evaluated], steps: Sequence[StepRow], sizes: FleetSizes
+) -> dict[str, list[Point]]:
+    """Return the curve of each set from evaluations in the order of time."""
+    point = _point_maker(config, steps, sizes)
+    curves: dict[str, list[Point]] = {name: [] for name in config.eval.sets}
+    for event in evaluations:
+        curves.setdefault(event.set_name, []).append(point(event.step, event.rl_s, event.figures))
+    return {name: points for name, points in curves.items() if points}
+
+
+def reward_curve(config: RunConfig, steps: Sequence[StepRow], sizes: FleetSizes | None = None) -> list[Point]:
+    """Return the mean reward of the last `REWARD_STEPS` steps, at each step."""
+    point = _point_maker(config, steps, sizes or FleetSizes())
+    rewards = [row.reward for row in steps]
+    return [
+        point(row.step, row.rl_s, fmean(rewards[max(0, place + 1 - REWARD_STEPS) : place + 1]))
+        for place, row in enumerate(steps)
+    ]
+
+
+def _point_maker(
+    config: RunConfig, steps: Sequence[StepRow], sizes: FleetSizes
+) -> Callable[[int, float, SetFigures | float], Point]:
+    """Return a function that makes a point from a step, its seconds of RL, and a value or an evaluation."""
+    at = np.array([0.0, *(row.rl_s for row in steps)])
+    tokens = np.array([0.0, *(row.trained_tokens for row in steps)])
+
+    def make_point(step: int, rl_s: float, found: SetFigures | float) -> Point:
+        return Point(
+            step=step,
+            rl_s=rl_s,
+            tokens=int(np.interp(rl_s, at, tokens)),
+            device_hours=device_seconds(config, sizes, rl_s) / 3600,
+            value=found.mean.value if isinstance(found, SetFigures) else found,
+            figures=found if isinstance(found, SetFigures) else None,
+        )
+
+    return make_point

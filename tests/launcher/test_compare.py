@@ -1,0 +1,190 @@
+"""Curves of runs, and runs side by side."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from laminar_lab.commands.compare import app
+from laminar_lab.compare import ComparedRun, compare
+from laminar_lab.curves import FleetSizes, Point, count_devices, device_seconds, fleet_sizes, read_curves
+from laminar_py.config.loading import dump_config, load_config
+from laminar_py.config.section import ConfigError
+from laminar_py.records.metrics import FleetRow
+from tests.analytics.builders import make_fleet_row, make_step_row, write_rows
+from tests.analytics.ledgers import write_small_run
+from tests.builders import make_evaluated
+from tests.ledger.runs import begin, open_ledger
+from tests.runs.runs import REPO
+
+QUICKSTART = load_config(REPO / "configs/quickstart.yaml", [])
+
+
+def make_run(rl_s, devices, *accuracy, rewards=(), config=QUICKSTART, **sets):
+    """A run of so many replicas with a curve: pairs of seconds and value; of further sets too."""
+
+    def curve(pairs):
+        return [
+            Point(step=step, rl_s=at, tokens=round(100 * at), device_hours=at * devices / 3600, value=value)
+            for step, (at, value) in enumerate(pairs)
+        ]
+
+    by_set = {"first": curve(accuracy)} | {name: curve(pairs) for name, pairs in sets.items()}
+    run = ComparedRun(SimpleNamespace(rl_s=rl_s), config, by_set, curve(rewards))
+    run.__dict__["device_hours"] = rl_s * devices / 3600
+    return run
+
+
+def test_runs_that_differ_in_their_seeds_stand_together_with_every_set_at_equal_device_hours():
+    def made(rl_s, *settings, hard):
+        config = load_config(REPO / "configs/quickstart.yaml", ["tracking.kinds=[]", *settings])
+        return make_run(rl_s, 1, (0.0, 0.1), (rl_s, 0.9), config=config, hard=hard)
+
+    other, *seeds = (
+        made(7200.0, "learner.lr=1e-5", "seed=1", hard=[(3600.0, 0.8)]),
+        made(3600.0, "seed=1", "name=a", "warm_start.cache=one", hard=[(0.0, 0.2), (3600.0, 0.4)]),
+        made(7200.0, "seed=2", "name=b", "warm_start.cache=two", hard=[(0.0, 0.2), (3600.0, 0.6), (7200.0, 0.9)]),
+    )
+    found = compare([seeds[0], other, seeds[1]])
+    assert found.device_hours == 1.0
+    assert [group.runs for group in found.groups] == [(0, 2), (1,)]
+    assert found.groups[0].at_equal == {"first": (0.9, 0.1), "hard": (0.4, 0.6)}
+    assert found.groups[1].at_equal == {"first": (0.1,), "hard": (0.8,)}
+
+
+def test_levels_lie_between_the_best_start_and_the_worst_end_and_count_when_first_reached():
+    slow = make_run(100.0, 4, (0.0, 0.2), (50.0, 0.5), (100.0, 0.6))
+    fast = make_run(80.0, 4, (0.0, 0.1), (20.0, 0.6), (80.0, 0.9))
+    found = compare([slow, fast])
+    assert found.measure == "accuracy"
+    assert [reached.level for reached in found.reached] == pytest.approx([0.3, 0.4, 0.5, 0.6])
+    assert [[point.rl_s for point in reached.points] for reached in found.reached] == [
+        [50.0, 20.0],
+        [50.0, 20.0],
+        [50.0, 20.0],
+        [100.0, 20.0],
+    ]
+
+
+def test_quality_is_compared_at_the_device_hours_that_all_have_had():
+    small = make_run(3600.0, 2, (0.0, 0.0), (3600.0, 0.5))
+    large = make_run(1800.0, 8, (0.0, 0.0), (450.0, 0.3), (900.0, 0.6), (1800.0, 0.9))
+    found = compare([small, large])
+    assert found.device_hours == 2.0
+    assert [point.value for point in found.at_equal] == [0.5, 0.6]
+
+
+def test_beside_accuracy_stands_the_reward_in_training_which_is_known_at_each_step():
+    rare = make_run(100.0, 1, (0.0, 0.2), (100.0, 0.9), rewards=((10.0, 0.3), (50.0, 0.7), (100.0, 0.9)))
+    often = make_run(50.0, 1, (0.0, 0.2), (50.0, 0.6), rewards=((10.0, 0.3), (50.0, 0.6)))
+    found = compare([rare, often])
+    assert [(point.rl_s, point.value) for point in found.at_equal] == [(0.0, 0.2), (50.0, 0.6)]
+    assert [point.value for point in found.reward_at_equal] == [0.7, 0.6]
+
+
+def test_without_two_evaluations_of_each_the_reward_is_compared():
+    known = make_run(10.0, 1, (0.0, 0.2), (9.0, 0.8), rewards=((1.0, 0.1), (9.0, 0.7)))
+    other = make_run(10.0, 1, (0.0, 0.2), rewards=((1.0, 0.1), (9.0, 0.5)))
+    found = compare([known, other])
+    assert found.measure == "reward"
+    assert found.reached[-1].level == 0.5
+
+
+def test_a_run_that_never_rises_above_the_others_start_has_no_common_level():
+    high, low = (make_run(9.0, 1, (0.0, start), (9.0, start + 0.1)) for start in (0.5, 0.1))
+    assert compare([high, low]).reached == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "expected"),
+    [
+        ("configs/quickstart", [], (3, "process")),
+        ("configs/emulation/repack", ["emulation.learner_devices=4", "rollout.replicas=3"], (7, "emulated GPU")),
+        ("experiments/math_long_cot/7b_8gpu", ["rollout.replicas=5", "learner.world_size=3"], (8, "GPU")),
+    ],
+)
+def test_devices_are_those_of_replicas_and_learner(config, settings, expected):
+    assert count_devices(load_config(REPO / f"{config}.yaml", settings)) == expected
+
+
+def row(rl_s, running):
+    """A sample of these replicas, by number."""
+    none = [0] * len(running)
+    kv = [0.5] * len(running)
+    rest = {"versions": none, "waiting": none, "generated_tokens": 0, "kv_s": 0.0, "kv_use": kv}
+    return FleetRow(rl_s=rl_s, replicas=list(running), running=list(running.values()), **rest)
+
+
+def test_device_hours_count_each_replica_as_long_as_it_was_there():
+    sizes = fleet_sizes([row(1.0, {0: 1, 1: 1}), row(2.0, {0: 1, 1: 1}), row(10.0, dict.fromkeys(range(6), 1))])
+    assert sizes == FleetSizes((1.0, 10.0), (2, 6))
+    assert [sizes.replica_seconds(at_s) for at_s in (5.0, 10.0, 12.0)] == [10.0, 20.0, 32.0]
+    config = load_config(REPO / "configs/emulation/repack.yaml", ["rollout.replicas=6"])
+    learner = count_devices(config)[0] - 6
+    assert device_seconds(config, sizes, 12.0) == pytest.approx(32.0 + 12.0 * learner)
+    assert device_seconds(config, FleetSizes(), 12.0) == pytest.approx(12.0 * (6 + learner))
+
+
+async def test_a_curve_has_each_set_with_its_costs_in_the_order_of_time(tmp_path):
+    config = load_config(
+        REPO / "configs/quickstart.yaml",
+        ["eval.sets={easy: easy.jsonl, hard: hard.jsonl, rare: rare.jsonl}", "rollout.replicas=3"],
+    )
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    write_rows(tmp_path / "metrics.jsonl", [make_step_row(1, 10.0, trained_tokens=1_000)])
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        for index, (name, mean, rl_s) in enumerate(
+            [("hard", 0.25, 0.0), ("easy", 0.5, 0.0), ("easy", 1.0, 10.0), ("easy", 0.75, 5.0)]
+        ):
+            ledger.append(make_evaluated(mean, rl_s=rl_s, set_name=name, index=index))
+    curves = read_curves(tmp_path)
+    assert list(curves) == ["easy", "hard"]
+    easy = curves["easy"]
+    assert [(point.rl_s, point.value, point.tokens) for point in easy] == [
+        (0.0, 0.5, 0),
+        (5.0, 0.75, 500),
+        (10.0, 1.0, 1_000),
+    ]
+    assert easy[2].device_hours == pytest.approx(10.0 * (3 + 1) / 3600)
+    assert easy[0].figures.mean.low < 0.5 < easy[0].figures.mean.high
+    assert {k: one.value for k, one in easy[0].figures.pass_at.items()} == {1: 0.5}
+
+
+@pytest.fixture
+async def run(tmp_path):
+    folder = tmp_path / "small-1"
+    folder.mkdir()
+    await write_small_run(folder)
+    shutil.copy(REPO / "configs/quickstart.yaml", folder / "config.yaml")
+    rows = [make_step_row(step, float(step), reward=0.25 * step, trained_tokens=10 * step) for step in (1, 2, 3)]
+    write_rows(folder / "metrics.jsonl", rows)
+    write_rows(folder / "fleet.jsonl", [make_fleet_row(float(at), [4, 4], [0.5, 0.5]) for at in (1, 2, 3)])
+    return folder
+
+
+def invoke(*arguments):
+    return CliRunner(env={"COLUMNS": "80"}).invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+async def test_runs_stand_side_by_side(run):
+    other = shutil.copytree(run, run.with_name("small-2"))
+    output = invoke(run, other).stdout
+    for words in ("goodput, useful tokens/s", "small-2", "(1.00x)", "At equal device-hours", "Until reward is"):
+        assert words in output
+    assert json.loads(invoke(run, run, "--json").stdout)["measure"] == "reward"
+    with pytest.raises(ConfigError, match="one run cannot be compared"):
+        invoke(run)
+
+
+async def test_runs_that_differ_in_their_seeds_are_one_column_of_sets(run):
+    other = shutil.copytree(run, run.with_name("small-2"))
+    with (other / "config.yaml").open("a") as file:
+        file.write("seed: 7\n")
+    output = invoke(run, other).stdout
+    assert "small-1 and 1 more" in output
+    assert "0.500 ± 0.000" in output
+    (group,) = json.loads(invoke(run, other, "--json").stdout)["groups"]
+    assert (group["runs"], list(group["at_equal"].values())) == ([0, 1], [[0.5, 0.5]])

@@ -1,0 +1,280 @@
+"""Advice against the wall of a run: which settings to change, and what a change would give."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from laminar_lab.advice import Remedy, remedies, steps_under, what_if, what_if_set
+from laminar_lab.commands.advise import app
+from laminar_py.config.loading import load_config
+from laminar_py.config.rollout import Schedule
+from laminar_py.observe.diagnosis import Wall, diagnose
+from laminar_py.observe.mean_step import Age, StepStage
+from tests.analytics.scripted import CONFIG, WITH_ENVIRONMENT, scripted
+from tests.analytics.test_diagnosis import FULL, WALLS, mean_step_of, on_full_cores
+
+JUDGE = "{kind: judge, %s}"
+
+
+def advised(step, *overrides):
+    """The wall of a run with this mean step, and the remedies against it."""
+    environment = [WITH_ENVIRONMENT] if step.times.environment_s else []
+    config = load_config(CONFIG, [f"schedule={step.schedule}", *environment, *overrides])
+    wall = diagnose(step, config).binding.wall
+    return SimpleNamespace(wall=wall, remedies=remedies(wall, config, step))
+
+
+async def test_the_command_names_what_to_change_and_predicts_a_step(tmp_path):
+    async with scripted(tmp_path) as script:
+        for step in range(1, 4):
+            at, id = 10.0 * step, f"g{step}.0"
+            script.issue(at, id)
+            script.finish(at + 1, id)
+            script.score(at + 1.5, id)
+            script.step(at + 9.5, step, id, waited_s=1.0)
+    done = CliRunner().invoke(app, [str(tmp_path)], catch_exceptions=False)
+    for words in ("limited by LEARNER: ", "learner.world_size", "twice the learner ranks", "schedule=sync"):
+        assert words in done.output
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ASYNC, Schedule.ONE_STEP])
+def test_where_generation_is_95_percent_of_34_s_twice_the_learner_leaves_34_s(schedule):
+    step = mean_step_of(schedule, measured_s=34.0, generation_s=0.95 * 34.0, learner_s=1.7)
+    assert what_if(step, StepStage.LEARNER) == pytest.approx(34.0)
+    assert what_if(step, StepStage.GENERATION) < 18.0
+
+
+def test_under_sync_the_same_saves_what_the_learner_took():
+    step = mean_step_of(Schedule.SYNC, measured_s=34.0, generation_s=0.95 * 34.0, learner_s=1.7)
+    assert what_if(step, StepStage.LEARNER) == pytest.approx(34.0 - 0.85)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "cores", "settings", "changes"),
+    [
+        (0.1, 64, (), ["1 -> 8"]),
+        (0.4, 4, (), ["1 -> 3"]),
+        (0.6, 2, (), []),
+        (0.6, 2, ("cluster.address=auto",), ["1 -> 8"]),  # whose other machines are not seen
+        (0.6, 0, (), ["1 -> 8"]),
+    ],
+)
+def test_no_more_scorers_are_advised_than_there_are_idle_cores_for(cpu, cores, settings, changes):
+    step = replace(mean_step_of(reward_s=9.8), use=replace(FULL, cpu=cpu, own_cpu=cpu, cores=cores))
+    found = remedies(Wall.REWARD, load_config(CONFIG, ["reward.workers=1", *settings]), step)
+    assert [one.change for one in found if one.key == "reward.workers"] == changes
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        ([f"reward.use=[{JUDGE % 'servers: j'}]", "reward.servers={j: {model: m}}"], "1 -> 8"),
+        ([f"reward.use=[{JUDGE % 'servers: j'}]", "reward.servers={j: {model: m, gpus: 0}}"], None),
+        ([f"reward.use=[math, {JUDGE % 'urls: [http://10.0.0.4:30000/v1], model: m'}]"], "1 -> 8"),
+        (["reward.use=[math]"], None),
+    ],
+)
+def test_scorers_that_wait_for_servers_need_no_idle_cores(settings, change):
+    step = replace(mean_step_of(reward_s=9.8), use=FULL)
+    found = remedies(Wall.REWARD, load_config(CONFIG, ["reward.workers=1", *settings]), step)
+    assert next((one.change for one in found if one.key == "reward.workers"), None) == change
+
+
+@pytest.mark.parametrize(
+    ("away", "overrides", "keys"),
+    [
+        (3.0, ("rollout.on_new_weights=drain",), ["rollout.batch_per_replica", "staleness.max_staleness"]),
+        (3.0, ("rollout.on_new_weights=resume",), ["rollout.max_batch", "staleness.max_staleness"]),
+        (5.0, (), ["environment.at_once", "environment.workers"]),  # of eight that may work
+        (5.0, ("environment.at_once=64",), ["rollout.batch_per_replica", "staleness.max_staleness"]),
+    ],
+)
+def test_against_environments_come_room_for_them_where_they_lack_it_and_others_in_the_slots(away, overrides, keys):
+    step = replace(mean_step_of(**WALLS[Wall.ENVIRONMENT]), away=away)
+    found = advised(step, *overrides).remedies
+    assert [one.key for one in found][:2] == keys
+    assert found[-1].key == "environment"
+
+
+def test_where_no_core_is_idle_no_more_processes_of_environments_are_advised():
+    step = replace(mean_step_of(**WALLS[Wall.ENVIRONMENT]), away=7.0, use=replace(FULL, own_cpu=0.5))
+    assert "environment.workers" not in [one.key for one in advised(step).remedies]
+
+
+def test_more_in_flight_shortens_environments_where_they_are_the_wall_and_generation_elsewhere():
+    step, more = mean_step_of(**WALLS[Wall.ENVIRONMENT]), Remedy("rollout.max_batch", "64 -> 128", "")
+    assert what_if_set(step, Wall.ENVIRONMENT, more) == pytest.approx(10.0 - 7.8 / 2)
+    assert what_if_set(step, Wall.GENERATION, more) == pytest.approx(10.0 - 2.0 / 2)
+
+
+def test_a_reference_pass_inside_the_learner_is_moved_out_of_it():
+    inside = replace(mean_step_of(learner_s=9.8), reference_in_learner=True, reference_s=5.0)
+    found = advised(inside, "algorithm.kl_coef=0.01")
+    assert found.remedies[0].key == "algorithm.reference_pass"
+
+
+@pytest.mark.parametrize(
+    ("wall", "overrides", "key"),
+    [
+        (Wall.REWARD, (), "reward.workers"),
+        (Wall.LEARNER, ("learner.recompute=all",), "learner.recompute"),
+        (Wall.LEARNER, (), "learner.world_size"),
+        (Wall.WEIGHTS, ("relay.max_bytes_per_s=1e5",), "relay.max_bytes_per_s"),
+        (Wall.WEIGHTS, (), "relay.topology"),
+        (Wall.LONG_TAIL, (), "rollout.on_new_weights"),
+        (Wall.FRESHNESS, (), "staleness.max_staleness"),
+        (Wall.REWARD, ("schedule=sync",), "schedule"),
+    ],
+)
+def test_the_first_remedy_is_a_key_of_the_config(wall, overrides, key):
+    assert advised(mean_step_of(**WALLS[wall]), *overrides).remedies[0].key == key
+
+
+def test_on_full_cores_more_replicas_promise_at_most_a_tenth_and_the_cores_are_the_wall():
+    idle = mean_step_of(generation_s=9.9)
+    assert 10.0 / what_if(idle, StepStage.GENERATION) > 1.5
+    full = on_full_cores(generation_s=9.9)
+    for stage in StepStage:
+        assert 10.0 / what_if(full, stage) <= 1.1
+    assert what_if(full, StepStage.GENERATION) == pytest.approx(9.8)
+    assert ("rollout.replicas", "2 -> 4") not in [(one.key, one.change) for one in advised(full).remedies]
+
+
+def test_on_full_cores_what_saves_work_is_advised_before_more_machines():
+    few = replace(on_full_cores(generation_s=9.9), crowded_share=0.9)
+    assert [one.key for one in advised(few).remedies][:2] == ["rollout.max_batch", "cluster.address"]
+    slow = replace(on_full_cores(learner_s=9.9), microbatches=9.0)
+    assert [one.key for one in advised(slow).remedies][:2] == ["packer.max_tokens", "cluster.address"]
+
+
+def test_data_that_is_mostly_too_old_is_a_wall_and_a_narrower_bound_its_remedy():
+    step = replace(mean_step_of(generation_s=9.9, learner_s=9.9), age=Age(lost=0.38, kl={"3-4": 0.03}))
+    found = advised(step, "staleness.max_staleness=6")
+    assert found.wall is Wall.STALE_DATA
+    assert (found.remedies[0].key, found.remedies[0].change) == ("staleness.max_staleness", "6 -> 3")
+    assert advised(step, "staleness.max_staleness=null").remedies[0].change == "none -> 4"
+
+
+@pytest.mark.parametrize("wall", [Wall.FRESHNESS, Wall.LONG_TAIL, Wall.WEIGHTS])
+@pytest.mark.parametrize("bound", [0, 1, 3, 5, 7, 8, 40])
+def test_no_bound_above_eight_is_advised(wall, bound):
+    found = advised(mean_step_of(**WALLS[wall]), f"staleness.max_staleness={bound}")
+    assert found.wall is wall
+    bounds = [one.change for one in found.remedies if one.key == "staleness.max_staleness"]
+    assert len(bounds) == (bound < 8)
+    assert all(bound < int(change.split(" -> ")[1]) <= 8 for change in bounds)
+    assert found.remedies
+
+
+@pytest.mark.parametrize("wall", [Wall.FRESHNESS, Wall.WEIGHTS])
+def test_where_much_of_the_weight_is_gone_no_wider_bound_is_advised_nor_rarer_versions(wall):
+    step = replace(mean_step_of(**WALLS[wall]), age=Age(lost=0.3, kl={}))
+    found = advised(step)
+    assert found.wall is wall
+    assert not {"staleness.max_staleness", "learner.publish_every"} & {one.key for one in found.remedies}
+
+
+def test_slow_weights_have_a_remedy_left_where_settings_have_none():
+    step = replace(mean_step_of(**WALLS[Wall.WEIGHTS]), age=Age(lost=0.3, kl={}))
+    found = advised(step, "learner.lora.rank=16", "relay.topology=auto")
+    assert [one.key for one in found.remedies] == ["relay.host"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "every", "why"),
+    [
+        ("async", 2, "fewer versions travel, with staleness.max_staleness=3"),
+        ("async", 4, "fewer versions travel, with staleness.max_staleness=7"),
+        ("async", 5, None),
+        ("one_step", 4, "fewer versions travel, with staleness.max_staleness=8"),
+        ("one_step", 5, None),
+    ],
+)
+def test_rarer_versions_are_advised_while_what_they_make_stale_is_within_eight_steps(schedule, every, why):
+    bound = every - (schedule == "async")
+    step = mean_step_of(Schedule(schedule), **WALLS[Wall.WEIGHTS])
+    found = advised(step, f"learner.publish_every={every}", f"staleness.max_staleness={bound}")
+    assert found.wall is Wall.WEIGHTS
+    assert [one.why for one in found.remedies if one.key == "learner.publish_every"] == ([why] if why else [])
+
+
+@pytest.mark.parametrize(("bound", "changes"), [(40, ["12 -> 9", "40 -> 8"]), (None, ["12 -> 5", "none -> 4"])])
+def test_a_narrower_bound_that_rare_versions_forbid_comes_with_more_frequent_ones(bound, changes):
+    step = replace(mean_step_of(generation_s=9.9, learner_s=9.9), age=Age(lost=0.6, kl={}))
+    settings = ("learner.publish_every=12", f"staleness.max_staleness={'null' if bound is None else bound}")
+    found = advised(step, *settings)
+    assert found.wall is Wall.STALE_DATA
+    assert [one.change for one in found.remedies[:2]] == changes
+    load_config(
+        CONFIG,
+        [f"{one.key}={one.change.split(' -> ')[1]}" for one in found.remedies[:2]],
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), "repacking, which needs drain, ends with it"),
+        (("repack.planner=paper",), "ends with it: leave out repack.planner=paper too"),
+        (("repack.planner=none",), None),
+    ],
+)
+def test_the_end_of_drain_says_that_repacking_ends_with_it(overrides, words):
+    settings = ("rollout.on_new_weights=drain", *overrides)
+    first = advised(mean_step_of(**WALLS[Wall.LONG_TAIL]), *settings).remedies[0]
+    assert first.change == "drain -> resume"
+    assert "repacking" not in first.why if words is None else words in first.why
+
+
+@pytest.mark.parametrize(
+    ("wall", "remedy", "step_s"),
+    [
+        (Wall.REWARD, Remedy("reward.workers", "2 -> 5", ""), 10.0 - 9.8 + 9.8 * 2 / 5),
+        (Wall.WEIGHTS, Remedy("relay.max_bytes_per_s", "300000 -> 3000000, or none", ""), 10.0 - 9.5 * 0.9),
+        (Wall.LONG_TAIL, Remedy("rollout.on_new_weights", "drain -> resume", ""), 10.0 - 7.0),
+        (Wall.FRESHNESS, Remedy("staleness.max_staleness", "0 -> 2", ""), 4.0),
+    ],
+)
+def test_a_remedy_is_predicted_at_the_very_value_that_it_sets(wall, remedy, step_s):
+    assert what_if_set(mean_step_of(**WALLS[wall]), wall, remedy) == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_on_full_cores_the_first_remedy_of_every_wall_promises_at_most_a_tenth(wall):
+    step = on_full_cores(**WALLS[wall])
+    config = load_config(CONFIG, ["relay.max_bytes_per_s=3e5", WITH_ENVIRONMENT])
+    first = remedies(wall, config, step)[0]
+    assert 1.0 <= step.measured_s / what_if_set(step, wall, first) <= 1.1
+
+
+def test_every_remedy_names_a_setting_that_exists():
+    steps = [mean_step_of(**times) for times in WALLS.values()]
+    steps += [on_full_cores(generation_s=9.9), replace(steps[0], age=Age(lost=0.6, kl={}))]
+    for step in steps:
+        found = advised(step, "learner.recompute=all", "relay.max_bytes_per_s=1e5")
+        for remedy in found.remedies:
+            section = type(load_config(CONFIG, []))
+            for name in remedy.key.split("."):
+                assert name in section.model_fields, remedy.key
+                section = section.model_fields[name].annotation
+                section = next(
+                    (kind for kind in getattr(section, "__args__", ()) if kind is not type(None)), section
+                )
+
+
+def test_a_step_is_predicted_with_more_of_a_stage_and_under_other_schedules():
+    step = mean_step_of(learner_s=9.8, generation_s=2.0)
+    assert what_if(step, StepStage.GENERATION) == pytest.approx(10.0)
+    assert what_if(step, StepStage.LEARNER) == pytest.approx(5.1)
+    step_s, longest = steps_under(step)[Schedule.SYNC]
+    assert (step_s, longest) == (pytest.approx(11.8), StepStage.LEARNER)
+
+
+def test_a_limit_on_scoring_is_advised_only_where_it_is_shorter():
+    found = advised(mean_step_of(**WALLS[Wall.REWARD]), "reward.timeout_s=0.3")
+    assert "reward.timeout_s" not in [remedy.key for remedy in found.remedies]
+    found = advised(mean_step_of(**WALLS[Wall.REWARD]), "reward.timeout_s=5")
+    assert "reward.timeout_s" in [remedy.key for remedy in found.remedies]
