@@ -4,7 +4,7 @@ The fields of `TrajectoryRow` are the columns of the table `trajectory` in `sche
 """
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
 import msgspec
@@ -122,6 +122,14 @@ def read_rows(
     query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number LIMIT ?"
     cursor = connection.execute(query, (*values, -1 if limit is None else limit))
     return (msgspec.convert(row, TrajectoryRow) for row in cursor)
+
+
+def read_unchecked(
+    connection: sqlite3.Connection, where: str, values: tuple[object, ...]
+) -> Iterator[TrajectoryRow]:
+    """Iterate over rows as `read_rows` does, with values as they are stored: a damaged row raises no error."""
+    query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number"
+    return (TrajectoryRow(**dict(zip(COLUMNS, row, strict=True))) for row in connection.execute(query, values))
 
 
 def read_prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt | None:

@@ -116,7 +116,7 @@ def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
 
 def _record(run: Path) -> list[str]:
     """Return the names of the record's files in a run's folder."""
-    payload = sorted((run / ARCHIVE_NAME).glob("*.parquet")) + segments_in(segments_path(run))
+    payload = segments_in(run / ARCHIVE_NAME) + segments_in(segments_path(run))
     return [name for name in RECORD if (run / name).is_file()] + [str(path.relative_to(run)) for path in payload]
 
 

@@ -235,7 +235,7 @@ def read_life(run: Path, trajectory_id: str, *, model: Path | None = None) -> tu
 def _read(run: Path, trajectory_ids: Sequence[str], model: Path | None) -> list[tuple[Story, FullSample]]:
     found = find_model(ledger_path(run).parent, model)
     with reading(run) as connection:
-        responses = StoredResponses(ledger_path(run).parent, connection)
+        responses = StoredResponses(run, connection)
         stories = [read_story(connection, responses, trajectory_id) for trajectory_id in trajectory_ids]
         prompts = list({told.row.prompt_id for told in stories})
         by_prompt: dict[str, list[SampleRow]] = {prompt: [] for prompt in prompts}

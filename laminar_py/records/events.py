@@ -77,7 +77,7 @@ class PartDied(Event, frozen=True):
 
 
 class Archived(Event, frozen=True):
-    """Responses of trajectories are in a Parquet file for good, e.g. `Archived("archive/0.parquet", 64, 8192,
+    """Responses of trajectories are in a file for good, e.g. `Archived("archive/pieces-17-0.segment", 64, 8192,
     digest)`."""
 
     path: str  # in the run folder

@@ -1,4 +1,4 @@
-"""Settled responses move to Parquet and stay findable."""
+"""Settled responses move to the archive and stay findable."""
 
 import json
 import os
@@ -114,8 +114,7 @@ async def test_a_crash_before_references_are_forgotten_leaves_pieces_in_both_pla
     assert verify(tmp_path) == []
 
 
-async def test_a_lost_archive_is_found_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive, "_ROW_GROUP_BYTES", 20)
+async def test_a_lost_archive_is_found_out(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         await settle(ledger)
         await move_to_archive(ledger, 1)
@@ -202,10 +201,9 @@ async def test_a_changed_file_of_the_archive_is_refused_in_one_line_and_not_open
     use(tmp_path)
     for name in (
         "laminar_py.ledger.responses",
-        "laminar_py.ledger.audit.stored",
         "laminar_py.ledger.audit.responses",
     ):
-        monkeypatch.setattr(f"{name}.file_pieces", lambda *_: pytest.fail("opened, which can end the process"))
+        monkeypatch.setattr(f"{name}.file_pieces", lambda *_: pytest.fail("opened"))
     whole = file.read_bytes()
     file.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
     message = f"archive={file}: was changed since it was written; restore it"
@@ -307,7 +305,7 @@ async def test_what_can_be_read_is_archived_though_other_pieces_cannot(tmp_path)
         await ledger.archived([answer.event], [4])
         await ledger.record_lost_pieces(answer.unreadable.keys(), answer.unreadable[1])
         assert await ledger.settled_pieces(1) == []
-    assert [piece.trajectory for piece in file_pieces(*archive_files(tmp_path))] == [4]
+    assert [piece.row.trajectory for piece in file_pieces(*archive_files(tmp_path))] == [4]
     assert read_response(tmp_path, "g3.0").ids.tolist() == tokens("g3.0", 0, 4)[0].tolist()
     assert USES["export"](tmp_path) == 4
     assert verify(tmp_path) == []

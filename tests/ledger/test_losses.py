@@ -159,7 +159,7 @@ async def test_a_response_of_two_hosts_is_in_two_files_and_read_as_one(tmp_path)
         before = read_response(tmp_path, "g1.0")
         answers, numbers = await archive_by_host(ledger, 1)
         await ledger.archived([one.event for one in answers], numbers)
-    assert [[piece.trajectory for piece in file_pieces(path)] for path in archive_files(tmp_path)] == [
+    assert [[piece.row.trajectory for piece in file_pieces(path)] for path in archive_files(tmp_path)] == [
         [1, 2],
         [2, 2, 3],
     ]

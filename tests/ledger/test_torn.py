@@ -52,7 +52,7 @@ async def test_what_was_told_and_is_cut_costs_its_trajectory_alone_and_is_named(
                 assert "ends before byte" in answer.unreadable[2]
         await ledger.archived([answer.event], [1])
         await ledger.record_lost_pieces([2], answer.unreadable[2])
-    found = [{piece.trajectory for piece in file_pieces(path)} for path in archive_files(tmp_path)]
+    found = [{piece.row.trajectory for piece in file_pieces(path)} for path in archive_files(tmp_path)]
     assert found == [{1}] * len(found)
     assert len(read_response(tmp_path, "g0.0").ids) == 5
     assert verify(tmp_path) == []

@@ -237,7 +237,7 @@ async def test_what_the_oldest_one_that_is_kept_may_need_is_not_archived(tmp_pat
     assert live.id == f"g{STEPS}.0"
     response = PayloadReader(segments_path(tmp_path)).load(one.at for one in live.tokens).response(live.tokens)
     assert len(response.sampling_mask.counts) == len(response.ids) == live.tokens[-1].end > 0
-    archived = [piece.trajectory for path in archive_files(tmp_path) for piece in file_pieces(path)]
+    archived = [piece.row.trajectory for path in archive_files(tmp_path) for piece in file_pieces(path)]
     assert len(set(archived)) == STEPS - 1
 
 

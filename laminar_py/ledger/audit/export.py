@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 import msgspec
 
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.audit.stored import stored_responses
 from laminar_py.ledger.database import reading
+from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import COLUMNS, TrajectoryRow, read_rows
 from laminar_py.ledger.segments.payload import Payload
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Prompt
 
 if TYPE_CHECKING:
-    import sqlite3
-
     import pyarrow as pa
 
 _BLOCK = 4096
@@ -55,8 +53,10 @@ def export(run: Path, out: Path, *, responses: bool = False) -> int:
         raise ConfigError(f"out={out}: there is no folder {out.parent}; make it")
     unfinished = out.with_name(f"{out.name}.tmp")
     with reading(run) as connection:
-        rows: Iterator[ExportRow]
-        rows = _with_responses(run, connection) if responses else ((row, None) for row in read_rows(connection))
+        rows: Iterator[ExportRow] = ((row, None) for row in read_rows(connection))
+        if responses:
+            stored = StoredResponses(run, connection).all_responses()
+            rows = ((row, _response(prompt, payload)) for row, prompt, payload in stored)
         try:
             if out.suffix == ".jsonl":
                 count = _write_jsonl(unfinished, rows)
@@ -66,11 +66,6 @@ def export(run: Path, out: Path, *, responses: bool = False) -> int:
         finally:
             unfinished.unlink(missing_ok=True)
     return count
-
-
-def _with_responses(run: Path, connection: "sqlite3.Connection") -> Iterator[ExportRow]:
-    for row, prompt, payload in stored_responses(run, connection):
-        yield row, _response(prompt, payload)
 
 
 def _response(prompt: Prompt | None, payload: Payload) -> ExportedResponse:

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 from laminar_py.config.reward import RewardConfig, TermConfig
-from laminar_py.ledger.audit.stored import stored_responses
 from laminar_py.ledger.database import LedgerError, reading
+from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import TrajectoryRow, decode_event
 from laminar_py.ledger.segments.payload import Payload
 from laminar_py.records.evaluations import set_of
@@ -81,7 +81,7 @@ class _Roundings:
 def recorded_scores(run: Path) -> Iterator[RecordedScore]:
     """Responses of a run that were scored, or could not be. Raises `LedgerError` where a prompt is lost."""
     with reading(run) as connection:
-        stored = stored_responses(run, connection)
+        stored = StoredResponses(run, connection).all_responses()
         while block := list(islice(stored, _BLOCK)):
             terms = _recorded_terms(connection, [row for row, _, _ in block])
             for row, prompt, payload in block:

@@ -136,7 +136,7 @@ def check_apart(run: Path, numbers: Collection[int]) -> TaskResult:
     """Check responses that several files of the archive have together."""
     with reading(run) as connection:
         check = ResponseCheck(connection, _reader(run))
-        check.check_rows_apart(numbers, StoredResponses(ledger_path(run).parent, connection))
+        check.check_rows_apart(numbers, StoredResponses(run, connection))
         return TaskResult(violations=check.violations)
 
 

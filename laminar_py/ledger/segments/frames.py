@@ -65,7 +65,7 @@ def make_frame(piece: AnyPiece) -> Frame:
     if isinstance(piece, Piece):
         same = len(piece.ids) == len(piece.logprobs)
         assert same, f"{piece.trajectory_id}: {len(piece.logprobs)} bytes of logprobs for {len(piece.ids)} of ids"
-    description, body = describe(piece), b"".join(arrays_of(piece))
+    description, body = _describe(piece), b"".join(_arrays_of(piece))
     digest = frame_digest(description, [body])
     head = _HEAD.pack(_KIND, len(description), len(body), digest)
     return Frame([head + description, body], len(head) + len(description) + len(body), digest)
@@ -100,7 +100,7 @@ def whole_frames(data: memoryview) -> Iterator[AnyPiece]:
         place = end
 
 
-def describe(piece: AnyPiece) -> bytes:
+def _describe(piece: AnyPiece) -> bytes:
     """Return the description of a piece: all but its arrays."""
     if isinstance(piece, ColumnPiece):
         return _encoder.encode(_ColumnHead(piece.trajectory_id, piece.name, piece.values.dtype))
@@ -120,7 +120,7 @@ def describe(piece: AnyPiece) -> bytes:
     )
 
 
-def arrays_of(piece: AnyPiece) -> list[bytes]:
+def _arrays_of(piece: AnyPiece) -> list[bytes]:
     """Return the arrays of a piece, in file order."""
     if isinstance(piece, ColumnPiece):
         return [piece.values.data]
