@@ -59,7 +59,7 @@ INSERT = f"INSERT INTO piece VALUES ({', '.join('?' * len(COLUMNS))})"
 
 
 class StoredPiece(msgspec.Struct, frozen=True, gc=False):
-    """The piece that a reference names. `fault` says why it cannot be read, or how it differs from the reference."""
+    """The piece of a reference; `fault` says why it is unreadable, or how it differs from the reference."""
 
     row: PieceRow
     piece: AnyPiece | None

@@ -33,7 +33,7 @@ class StoredResponses:
     def __init__(self, run: Path, connection: sqlite3.Connection) -> None:
         self.run = ledger_path(run).parent
         self._connection = connection
-        self._reader = PayloadReader(segments_path(self.run))
+        self.reader = PayloadReader(segments_path(self.run))
         self._recorded: dict[Path, bool] = {}
 
     def response(self, row: TrajectoryRow) -> Payload:
@@ -47,7 +47,7 @@ class StoredResponses:
     def pieces(self, row: TrajectoryRow) -> list[StoredPiece]:
         """Read the pieces of a trajectory. Raises `LedgerError` if a file of the archive was changed."""
         rows = piece_rows(self._connection, "number = ?", (row.number,))
-        return list(stored_pieces(self._reader, rows)) or self._archived(row)
+        return list(stored_pieces(self.reader, rows)) or self._archived(row)
 
     def all_responses(self) -> Iterator[ResponseRow]:
         """Iterate over all trajectories with prompts and responses, each once; archived ones come first.
@@ -56,7 +56,7 @@ class StoredResponses:
         if another response cannot be read.
         """
         archived = (file_pieces(path) for path in archive_files(self.run) if self._is_recorded(path))
-        referenced = stored_pieces(self._reader, piece_rows(self._connection))
+        referenced = stored_pieces(self.reader, piece_rows(self._connection))
         done: set[int] = set()  # a crash may leave equal pieces in two places
         for source in chain(archived, (referenced,)):
             groups = ((number, list(own)) for number, own in groupby(source, key=lambda one: one.row.trajectory))

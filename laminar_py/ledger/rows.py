@@ -58,13 +58,13 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     ended_s: float | None = None  # consumed or dropped
 
 
-class KindAccount(msgspec.Struct, frozen=True):
+class KindAccount(msgspec.Struct):
     """Law 1 for one kind, e.g. `KindAccount(issued=10, consumed=6, dropped={DropReason.STALE: 1}, live=3)`."""
 
-    issued: int
-    consumed: int
-    dropped: dict[DropReason, int]
-    live: int
+    issued: int = 0
+    consumed: int = 0
+    dropped: dict[DropReason, int] = {}
+    live: int = 0
 
     @property
     def balanced(self) -> bool:
@@ -75,8 +75,12 @@ class KindAccount(msgspec.Struct, frozen=True):
 class Accounting(msgspec.Struct, frozen=True):
     """Counts of issued, consumed, dropped and live trajectories, for training and evaluations."""
 
-    train: KindAccount
-    eval: KindAccount
+    train: KindAccount = msgspec.field(default_factory=KindAccount)
+    eval: KindAccount = msgspec.field(default_factory=KindAccount)
+
+    def of_kind(self, kind: Kind) -> KindAccount:
+        """Return the counts of one kind."""
+        return self.train if kind is Kind.TRAIN else self.eval
 
     @property
     def balanced(self) -> bool:
@@ -165,24 +169,16 @@ def _prompt(stored: tuple[str, int, str, bytes, str, str, bytes]) -> Prompt:
 
 def read_accounting(connection: sqlite3.Connection) -> Accounting:
     """Count the rows of all trajectories."""
-    counts = connection.execute(
+    accounting = Accounting()
+    for kind, status, reason, count in connection.execute(
         "SELECT kind, status, drop_reason, count(*) FROM trajectory GROUP BY kind, status, drop_reason"
-    ).fetchall()
-    train, evaluation = (_count(counts, kind) for kind in (Kind.TRAIN, Kind.EVAL))
-    return Accounting(train, evaluation)
-
-
-def _count(counts: list[tuple[str, str, str | None, int]], kind: Kind) -> KindAccount:
-    issued = consumed = live = 0
-    dropped: dict[DropReason, int] = {}
-    for of_kind, status, reason, count in counts:
-        if of_kind != kind:
-            continue
-        issued += count
+    ):
+        account = accounting.of_kind(Kind(kind))
+        account.issued += count
         if status == Status.CONSUMED:
-            consumed += count
+            account.consumed += count
         elif reason is not None:
-            dropped[DropReason(reason)] = count
+            account.dropped[DropReason(reason)] = count
         else:
-            live += count
-    return KindAccount(issued, consumed, dropped, live)
+            account.live += count
+    return accounting

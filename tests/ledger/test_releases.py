@@ -1,4 +1,4 @@
-"""Ledgers of other releases: another schema is refused, events that this release does not know are passed over."""
+"""Ledgers of other releases: another schema is refused, events that this release does not know are skipped."""
 
 import sqlite3
 
@@ -52,7 +52,7 @@ async def test_an_event_of_a_later_release_is_passed_over_and_said(tmp_path):
     connection.close()
     assert story(tmp_path, "g0.0").events[-1].event == "praised"
     verdict = prove(tmp_path)
-    assert "events of a later release, passed over: 1 praised" in verdict.notes
+    assert "skipped events of a later release: 1 praised" in verdict.notes
     assert {found.rule for found in verdict.violations} == {"rows"}, "its last event is one that nobody knows"
 
 

@@ -1,4 +1,4 @@
-"""Comparison of stored responses with the rows of their trajectories. `audit.tasks` calls it.
+"""Comparison of stored responses with the rows of their trajectories. `audit.verify` calls it.
 
 It checks tokens, log-probabilities, spans, turns, sampling masks, routed experts and columns. Memory holds one
 trajectory at a time. `audit.replay` proves the rows themselves.
@@ -21,7 +21,6 @@ from laminar_py.ledger.pieces import NO_COLUMN, StoredPiece, is_whole, piece_row
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_unchecked
 from laminar_py.ledger.segments.payload import Payload, join
-from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.start import is_simulated
 from laminar_py.records.codec import BoolArray, IntArray, response_digest
 from laminar_py.records.events import StreamCut
@@ -32,7 +31,7 @@ from laminar_py.records.spans import Span, clip_spans, decode_spans, replace_spa
 class ResponseCheck:
     """Compares responses and gathers `violations`."""
 
-    def __init__(self, connection: sqlite3.Connection, reader: PayloadReader) -> None:
+    def __init__(self, run: Path, connection: sqlite3.Connection) -> None:
         self.numbers: list[int] = []  # trajectories with pieces
         self.apart: list[
             int
@@ -40,7 +39,7 @@ class ResponseCheck:
         self.violations: list[Violation] = []
         self.num_elsewhere = 0  # trajectories with pieces on another host
         self._connection = connection
-        self._reader = reader
+        self._responses = StoredResponses(run, connection)
         self._simulated = is_simulated(connection)
 
     def check_stored(self, first: int, last: int) -> list[int]:
@@ -49,7 +48,7 @@ class ResponseCheck:
         Returns the trajectories that have tokens and no reference.
         """
         references = piece_rows(self._connection, "number BETWEEN ? AND ?", (first, last))
-        self._check_pieces(stored_pieces(self._reader, references), first, last)
+        self._check_pieces(stored_pieces(self._responses.reader, references), first, last)
         rows = self._connection.execute(
             "SELECT number FROM trajectory WHERE length > 0 AND number BETWEEN ? AND ?", (first, last)
         )
@@ -62,12 +61,12 @@ class ResponseCheck:
         if one is not None:
             self._check_pieces(chain((one,), pieces), one.row.trajectory, 2**62, in_file=True)
 
-    def check_rows_apart(self, numbers: Iterable[int], responses: StoredResponses) -> None:
+    def check_rows_apart(self, numbers: Iterable[int]) -> None:
         """Check the responses of trajectories whose pieces are in several archive files."""
         for number in numbers:
             for row in read_unchecked(self._connection, "number = ?", (number,)):
                 with suppress(LedgerError):  # another task reports a changed file
-                    self.violations += _check(self._connection, responses.pieces(row), row)
+                    self.violations += _check(self._connection, self._responses.pieces(row), row)
 
     def _check_pieces(
         self, all_pieces: Iterable[StoredPiece], first: int, last: int, *, in_file: bool = False

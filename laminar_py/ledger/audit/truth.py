@@ -2,34 +2,17 @@
 
 Spans without a version are tokens of environments; the loss leaves them out for that reason alone. The check
 reports tokens whose stored and final marks differ, and environment tokens with properties of sampled ones.
-`audit.responses` calls it for each response, and `audit.tasks` along the log.
+`audit.responses` calls it for each response.
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from laminar_py.ledger.audit.checks import Check
-from laminar_py.ledger.audit.violations import Rule, Violation
-from laminar_py.ledger.rows import TrajectoryRow
 from laminar_py.ledger.segments.payload import Payload
 from laminar_py.records.codec import BoolArray
-from laminar_py.records.events import AnyEvent, Consumed
 from laminar_py.records.pieces import Piece
 from laminar_py.records.spans import Span, clip_spans, sampled_mask, shift_spans
-from laminar_py.records.trajectory import Kind
-
-
-class TruthCheck(Check):
-    """Checks that each consumed trajectory has a token that an engine sampled."""
-
-    event_types = (Consumed,)
-
-    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Check a consumption by the learner."""
-        if row is None or row.kind is Kind.EVAL or row.oldest_version is not None:
-            return []
-        return [Violation(Rule.TRUTH, row.id, "was trained on, but no engine sampled a token of it")]
 
 
 def check_truth(response: Payload, spans: tuple[Span, ...]) -> Iterator[str]:
