@@ -1,24 +1,28 @@
-"""Recovery reads from the ledger the state with which a new controller continues a run.
+"""Start and recovery of a run: the first events of a controller, and the state from which a new one continues.
 
-It only reads; the caller appends the events that it returns. A partial response continues behind its last stored
-token.
+Recovery only reads the ledger; the caller appends the events that it returns. A partial response continues behind
+its last stored token.
 """
 
 import math
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import chain, groupby
 from pathlib import Path
 
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.database import LedgerError, reading
+from laminar_py.ledger.database import SCHEMA_VERSION, LedgerError, reading
 from laminar_py.ledger.machine import undo
 from laminar_py.ledger.pieces import PieceRow, columns_of, piece_rows, spans_of, tokens_of
-from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, sample_prompts
+from laminar_py.ledger.rows import decode_event, read_prompt
 from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.records.ages import WeightAges
-from laminar_py.records.events import AnyEvent, Checkpointed, Ready, RolledBack, RunStarted, Scored, Undone
+from laminar_py.records.events import AnyEvent, Checkpointed, Ready, RolledBack, RunStarted, Scaled, Scored, Undone
 from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.spans import decode_spans, replace_spans
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
@@ -47,12 +51,8 @@ class Recovered:
     eval_requests: dict[str, str] = field(default_factory=dict)  # of the last start, by evaluation set
 
 
-def _wherever(checkpoint: Checkpointed) -> bool:
-    return True
-
-
 def recover(
-    run: Path, *, ledger: Path | None = None, there: Callable[[Checkpointed], bool] = _wherever
+    run: Path, *, ledger: Path | None = None, there: Callable[[Checkpointed], bool] = lambda _: True
 ) -> Recovered:
     """Read the state of a run that ended or was killed, at its newest checkpoint for which `there` is true.
 
@@ -84,6 +84,38 @@ def recover(
         )
 
 
+def first_events(
+    config: RunConfig,
+    *,
+    incarnation: int,
+    host: str,
+    data: dict[str, str],
+    resumed_step: int | None = None,
+    simulated: bool = False,
+) -> list[AnyEvent]:
+    """Return the events of a controller's start and of its fleet; `data` has a digest for each data source."""
+    started = RunStarted(
+        incarnation=incarnation,
+        host=host,
+        pid=os.getpid(),
+        schema=SCHEMA_VERSION,
+        config_digest=blake2b(config.model_dump_json().encode(), digest_size=16).hexdigest(),
+        drain=config.rollout.on_new_weights is OnNewWeights.DRAIN,
+        max_staleness=config.staleness.enforced,
+        resumed_step=resumed_step,
+        data=data,
+        eval_requests=config.eval.requests(config.rollout.sampling.params()),
+        simulated=simulated,
+    )
+    return [started, Scaled(tuple(range(config.rollout.replicas)), config.rollout.engine.servers)]
+
+
+def is_simulated(connection: sqlite3.Connection) -> bool:
+    """Return whether a record is of a simulation, which generates no tokens."""
+    started = _last_start(connection)
+    return started is not None and started.simulated
+
+
 def last_start(run: Path) -> RunStarted | None:
     """Return the event of a run's last start, None without one. Raises `ConfigError`."""
     with reading(run) as connection:
@@ -91,9 +123,16 @@ def last_start(run: Path) -> RunStarted | None:
 
 
 def known_prompts(run: Path, *, most: int) -> list[Prompt]:
-    """Return at most `most` recorded prompts, spread evenly, with one of each task. Raises `ConfigError`."""
+    """Return about `most` recorded prompts, spread evenly by id, and one of each task.
+
+    Each has the place in the stream for which it was first issued. Raises `ConfigError`.
+    """
     with reading(run) as connection:
-        return sample_prompts(connection, most=most)
+        ids = [id for (id,) in connection.execute("SELECT id FROM prompt ORDER BY id")]
+        chosen = set(ids[:: max(-(-len(ids) // most), 1)])
+        by_task = connection.execute("SELECT min(id) FROM prompt GROUP BY task LIMIT ?", (most,))
+        chosen.update(id for (id,) in by_task)
+        return [prompt for id in sorted(chosen) if (prompt := read_prompt(connection, id)) is not None]
 
 
 def is_finished(run: Path) -> bool:
@@ -235,7 +274,10 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
         if (credit := credits.get(row.id)) is not None:
             row.roles = credit.roles
             row.earned = credit.earned if isinstance(credit, Scored) else None
-        row.prompt, row.tokens, row.columns = _prompt(connection, row), tokens_of(own), columns_of(own)
+        prompt = read_prompt(connection, row.prompt_id, index=row.prompt_index)
+        if prompt is None:
+            raise LedgerError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; start a new run")
+        row.prompt, row.tokens, row.columns = prompt, tokens_of(own), columns_of(own)
         row.token_spans = spans
         row.used_s = used_s.get(row.id, 0.0)
         if row.status is Status.CONSUMED:
@@ -256,10 +298,3 @@ def _credits(connection: sqlite3.Connection, where: str, step: int) -> dict[str,
     )
     events = (decode_event(body) for (body,) in rows)
     return {event.trajectory_id: event for event in events if isinstance(event, Scored | Ready)}
-
-
-def _prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt:
-    prompt = read_prompt(connection, row)
-    if prompt is None:
-        raise LedgerError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; start a new run")
-    return prompt

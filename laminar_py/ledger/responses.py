@@ -72,7 +72,11 @@ class StoredResponses:
         if not is_whole(tokens, row.length):  # the rest came from another host, to another file; or all is lost
             tokens = split(self.pieces(row))[0]
         lost = any(piece.is_lost for piece in tokens)
-        return row, read_prompt(self._connection, row), join([]) if lost else _joined(row, tokens)
+        return (
+            row,
+            read_prompt(self._connection, row.prompt_id, index=row.prompt_index),
+            join([]) if lost else _joined(row, tokens),
+        )
 
     def _archived(self, row: TrajectoryRow) -> list[StoredPiece]:
         """Read the pieces of a trajectory from archive files written after its last event."""

@@ -5,12 +5,13 @@ The fields of `TrajectoryRow` are the columns of the table `trajectory` in `sche
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
-from laminar_py.records.events import AnyEvent
+from laminar_py.records.events import AnyEvent, Finished
+from laminar_py.records.spans import decode_spans, num_turns
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 
 
@@ -96,8 +97,6 @@ def column_values(row: TrajectoryRow) -> tuple[object, ...]:
     return msgspec.structs.astuple(row)[: len(COLUMNS)]
 
 
-PROMPT_COLUMNS = "id, idx, text, ids, answer, task, fields"
-
 KINDS = frozenset(
     str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)
 )  # names of event types in the log
@@ -136,35 +135,45 @@ def read_unchecked(
     return (TrajectoryRow(**dict(zip(COLUMNS, row, strict=True))) for row in connection.execute(query, values))
 
 
-def read_prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt | None:
-    """Return the prompt of a trajectory, with its place in the stream; None if it was not stored."""
-    stored = connection.execute(f"SELECT {PROMPT_COLUMNS} FROM prompt WHERE id = ?", (row.prompt_id,)).fetchone()
-    return None if stored is None else msgspec.structs.replace(_prompt(stored), index=row.prompt_index)
-
-
-def sample_prompts(connection: sqlite3.Connection, *, most: int) -> list[Prompt]:
-    """Return about `most` stored prompts, evenly by id, and one of each task.
-
-    Each has the place in the stream for which it was first issued.
-    """
-    ids = [id for (id,) in connection.execute("SELECT id FROM prompt ORDER BY id")]
-    chosen = set(ids[:: max(-(-len(ids) // most), 1)])
-    chosen.update(id for (id,) in connection.execute("SELECT min(id) FROM prompt GROUP BY task LIMIT ?", (most,)))
-    query = f"SELECT {PROMPT_COLUMNS} FROM prompt WHERE id = ?"
-    return [_prompt(connection.execute(query, (id,)).fetchone()) for id in sorted(chosen)]
-
-
-def _prompt(stored: tuple[str, int, str, bytes, str, str, bytes]) -> Prompt:
-    id, index, text, ids, answer, task, fields = stored
+def read_prompt(connection: sqlite3.Connection, id: str, *, index: int | None = None) -> Prompt | None:
+    """Return a prompt, at place `index` of the stream, by default its first place; None if it was not stored."""
+    query = "SELECT idx, text, ids, answer, task, fields FROM prompt WHERE id = ?"
+    stored = connection.execute(query, (id,)).fetchone()
+    if stored is None:
+        return None
+    first, text, ids, answer, task, fields = stored
     return Prompt(
         id=id,
-        index=index,
+        index=first if index is None else index,
         text=text,
         ids=np.frombuffer(ids, np.int32),
         answer=answer,
         task=task,
         fields_json=fields,
     )
+
+
+class FinishedTurns(NamedTuple):
+    """Turns of a finished trajectory, e.g. `FinishedTurns(17, Kind.TRAIN, 3, 0.42)`."""
+
+    number: int
+    kind: Kind
+    turns: int  # of the model
+    environment_s: float  # work of its environment, over all replicas
+
+
+def read_turns(connection: sqlite3.Connection) -> Iterator[FinishedTurns]:
+    """Iterate over the turns of all finished trajectories, unordered. Raises `msgspec.DecodeError` for bad spans.
+
+    Reports call it only for runs with an environment, since it scans all events, which have no index.
+    """
+    rows = connection.execute(
+        "SELECT number, trajectory.kind, spans, coalesce(json_extract(body, '$.environment_s'), 0.0) FROM event"
+        " CROSS JOIN trajectory ON id = subject WHERE event.kind = ? AND spans IS NOT NULL",
+        (Finished.__struct_config__.tag,),
+    )
+    for number, kind, spans, environment_s in rows:
+        yield FinishedTurns(number, Kind(kind), num_turns(decode_spans(spans)), environment_s)
 
 
 def read_accounting(connection: sqlite3.Connection) -> Accounting:

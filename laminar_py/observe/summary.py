@@ -11,10 +11,9 @@ import msgspec
 
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set
-from laminar_py.ledger.rows import decode_event, read_accounting
+from laminar_py.ledger.recovery import is_simulated
+from laminar_py.ledger.rows import decode_event, read_accounting, read_turns
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.start import is_simulated
-from laminar_py.ledger.turns import read_turns
 from laminar_py.observe.stats import Stats, quantile, turn_figures
 from laminar_py.records.evaluations import SetFigures
 from laminar_py.records.events import Checkpointed, Evaluated, Relayed, Repacked

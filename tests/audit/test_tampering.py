@@ -196,7 +196,7 @@ def forge_shorter(run):
     (segment,) = segments_in(segments_path(run))
     kind, size, length, _ = struct.unpack_from("<4sIQ16s", whole := segment.read_bytes())
     body = whole[struct.calcsize("<4sIQ16s") :][: size + length - 4]
-    digest = frame_digest(body[:size], [body[size:]])
+    digest = frame_digest(body[:size], body[size:])
     forged = struct.pack("<4sIQ16s", kind, size, length - 4, digest) + body
     segment.write_bytes(forged)
     connection = sqlite3.connect(run / LEDGER_NAME)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.ledger.file_systems import network_kind
+from laminar_py.ledger.live import network_kind
 
 ROOT = "27 1 0:0 / / rw,relatime - ext4 /dev/vda rw"
 

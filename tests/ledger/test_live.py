@@ -12,7 +12,7 @@ from laminar_py.ledger import live
 from laminar_py.ledger.audit.verify import prove, verify
 from laminar_py.ledger.database import LEDGER_NAME, is_copy, log_path, reading
 from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.live import copy_ledger, own_disk, settle
+from laminar_py.ledger.live import copy_ledger, ledger_disk, place_ledger
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.seal import seal_digest, seal_run
@@ -71,7 +71,7 @@ def issued(ledger):
 
 
 async def test_the_run_folder_has_a_whole_ledger_as_of_the_last_copy_and_no_log_of_sqlites(run, disk):
-    assert settle(run, disk) == []
+    assert place_ledger(run, disk) == []
     async with led(run) as ledger:
         begin(ledger)
         await ledger.commit()
@@ -88,7 +88,7 @@ async def test_the_run_folder_has_a_whole_ledger_as_of_the_last_copy_and_no_log_
 
 
 async def test_a_reader_of_a_copy_sees_one_state_whatever_is_copied_meanwhile(run, disk):
-    settle(run, disk)
+    place_ledger(run, disk)
     async with led(run) as ledger:
         begin(ledger)
         await ledger.commit()
@@ -102,7 +102,7 @@ async def test_a_reader_of_a_copy_sees_one_state_whatever_is_copied_meanwhile(ru
 
 
 async def test_at_its_end_all_of_a_run_is_in_its_folder_and_is_sealed_there(run, disk):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run, prompts=[0])
     assert not run.live_folder(disk).exists()
     seal_run(run.path)
@@ -113,11 +113,11 @@ async def test_at_its_end_all_of_a_run_is_in_its_folder_and_is_sealed_there(run,
 
 
 async def test_a_seal_is_broken_in_the_folder_before_it_is_gone(run, disk):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run)
     seal_run(run.path)
     digest, again = seal_digest(run.path), RunFolder(run.path)
-    assert settle(again, disk) == []
+    assert place_ledger(again, disk) == []
     async with led(again):
         with reading(run.path) as connection:
             (body,) = connection.execute("SELECT body FROM event WHERE kind = 'sealbroken'").fetchone()
@@ -127,11 +127,11 @@ async def test_a_seal_is_broken_in_the_folder_before_it_is_gone(run, disk):
 
 
 async def test_a_run_that_was_killed_goes_on_from_its_live_ledger_on_the_same_host(run, disk):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run, killed=True, prompts=[0])
     assert issued(run.path) == []
     again = RunFolder(run.path)
-    assert settle(again, disk) == []
+    assert place_ledger(again, disk) == []
     assert [live.id for live in recover(run.path, ledger=again.live_ledger).live] == ["g0.0"]
     await start(again, incarnation=2)
     assert issued(run.path) == ["g0.0"]
@@ -139,70 +139,70 @@ async def test_a_run_that_was_killed_goes_on_from_its_live_ledger_on_the_same_ho
 
 
 async def test_on_another_host_it_goes_on_from_the_copy_and_says_what_is_lost(run, disk, tmp_path):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run, killed=True, prompts=[0])
     (tmp_path / "other").mkdir()
     again = RunFolder(run.path)
-    lost = f"{run.ledger}: is a copy that host-1 made before it ended; what came after it is lost"
-    assert settle(again, tmp_path / "other") == [lost]
+    lost = f"{run.ledger}: is a copy that host-1 made before it ended; later events are lost"
+    assert place_ledger(again, tmp_path / "other") == [lost]
     await start(again, incarnation=2)
     assert issued(run.path) == []
     assert verify(run.path) == []
 
 
 async def test_a_run_that_ended_loses_nothing_on_another_host(run, disk, tmp_path):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run, prompts=[0])
     (tmp_path / "other").mkdir()
     again = RunFolder(run.path)
-    assert settle(again, tmp_path / "other") == []
+    assert place_ledger(again, tmp_path / "other") == []
     assert issued(again.live_ledger) == ["g0.0"]
 
 
 async def test_a_live_ledger_is_put_aside_where_the_run_went_on_elsewhere(run, disk, tmp_path):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run, killed=True, prompts=[0])
     left = head(run.live_ledger)
     (tmp_path / "other").mkdir()
     elsewhere = RunFolder(run.path)
-    settle(elsewhere, tmp_path / "other")
+    place_ledger(elsewhere, tmp_path / "other")
     await start(elsewhere, incarnation=2, prompts=[1])
     back = RunFolder(run.path)
     aside = run.live_folder(disk).with_name(f"{run.live_folder(disk).name}.1")
-    told = f"{run.live_ledger}: does not go on from {run.ledger}, so it is not taken; it is kept in {aside}"
-    assert settle(back, disk) == [told]
+    told = f"{run.live_ledger}: does not continue {run.ledger}, so it is not used; it is kept in {aside}"
+    assert place_ledger(back, disk) == [told]
     assert head(aside / LEDGER_NAME) == left
     assert issued(back.live_ledger) == ["g1.0"]
 
 
 async def test_a_live_ledger_of_an_earlier_run_in_that_place_is_put_aside(run, disk):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run, killed=True)
     run.ledger.unlink()
     again = RunFolder(run.path)
-    (told,) = settle(again, disk)
-    assert "is of another run, not of" in told
+    (told,) = place_ledger(again, disk)
+    assert "belongs to another run than" in told
     assert not again.live_ledger.exists()
 
 
 async def test_a_live_ledger_that_a_disk_tore_is_put_aside(run, disk):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run, killed=True)
     run.live_ledger.write_bytes(b"x" * 5000)
-    aside, lost = settle(RunFolder(run.path), disk)
+    aside, lost = place_ledger(RunFolder(run.path), disk)
     assert "it is kept in" in aside
-    assert lost.endswith("what came after it is lost")
+    assert lost.endswith("later events are lost")
 
 
 @pytest.mark.parametrize("left", ["ledger.sqlite.tmp", "ledger.sqlite-wal", "ledger.sqlite"])
 async def test_what_was_being_taken_when_it_was_killed_is_taken_anew(run, disk, left):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run, prompts=[0])
     folder = run.live_folder(disk)
     folder.mkdir()
     (folder / left).touch()
     again = RunFolder(run.path)
-    assert settle(again, disk) == []
+    assert place_ledger(again, disk) == []
     assert [path.name for path in folder.iterdir()] == [LEDGER_NAME]
     assert issued(again.live_ledger) == ["g0.0"]
 
@@ -217,7 +217,7 @@ async def test_a_run_that_was_killed_on_a_disk_goes_on_over_a_network_with_all_o
     run.ledger.write_bytes(whole)
     log_path(run.ledger).write_bytes(log)  # closing folded it
     again = RunFolder(run.path)
-    assert settle(again, disk) == []
+    assert place_ledger(again, disk) == []
     await start(again, incarnation=2)
     assert {path.name for path in run.path.iterdir()} == {LEDGER_NAME, "segments", "segments.kept"}
     assert issued(run.path) == ["g0.0"]
@@ -225,21 +225,21 @@ async def test_a_run_that_was_killed_on_a_disk_goes_on_over_a_network_with_all_o
 
 
 async def test_a_run_that_comes_from_a_network_goes_on_in_its_folder(run, disk):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run, killed=True, prompts=[0])
     again = RunFolder(run.path)
-    (lost,) = settle(again, None)
-    assert lost.endswith("what came after it is lost")
+    (lost,) = place_ledger(again, None)
+    assert lost.endswith("later events are lost")
     assert again.live_ledger == run.ledger
     async with open_ledger(run.path) as ledger:
         begin(ledger, incarnation=2, versions=(1,))
     assert not is_copy(run.ledger)
-    assert settle(RunFolder(run.path), None) == []
+    assert place_ledger(RunFolder(run.path), None) == []
     assert verify(run.path) == []
 
 
 async def test_what_is_archived_is_beside_the_copy(run, disk):
-    settle(run, disk)
+    place_ledger(run, disk)
     async with led(run) as ledger:
         begin(ledger)
         make_ready(ledger, "g0.0")
@@ -251,7 +251,7 @@ async def test_what_is_archived_is_beside_the_copy(run, disk):
 
 
 async def test_of_a_killed_run_what_other_hosts_have_is_noted_and_no_violation(run, disk):
-    settle(run, disk)
+    place_ledger(run, disk)
     await start(run, killed=True, prompts=[0])
     async with led(RunFolder(run.path), killed=True):
         pass
@@ -266,16 +266,16 @@ async def test_of_a_killed_run_what_other_hosts_have_is_noted_and_no_violation(r
 
 
 async def test_a_run_that_goes_back_to_a_copy_knows_it(run, disk):
-    settle(run, disk)
+    place_ledger(run, disk)
     assert not run.went_back, "it begins"
     await start(run, killed=True, prompts=[0])
     again = RunFolder(run.path)
-    settle(again, disk)
+    place_ledger(again, disk)
     assert not again.went_back, "its live ledger is there"
     assert again.segments.readlink() == run.segments.readlink(), "and so is what it stored"
     elsewhere = RunFolder(run.path)
     (disk / "other").mkdir()
-    settle(elsewhere, disk / "other")
+    place_ledger(elsewhere, disk / "other")
     assert elsewhere.went_back
 
 
@@ -286,8 +286,8 @@ def on(*network):
 
 def test_only_a_run_over_a_network_needs_another_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(live, "network_kind", on(tmp_path / "net"))
-    assert own_disk(tmp_path / "runs", tmp_path / "missing") is None
-    assert own_disk(tmp_path / "net", tmp_path) == tmp_path
+    assert ledger_disk(tmp_path / "runs", tmp_path / "missing") is None
+    assert ledger_disk(tmp_path / "net", tmp_path) == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_where_no_disk_is_fit_the_run_is_refused_in_one_line(tmp_path, monkeypat
     monkeypatch.setattr(live, "network_kind", on(tmp_path / "net"))
     (tmp_path / "net").mkdir()
     with pytest.raises(ConfigError) as refusal:
-        own_disk(tmp_path / "net/runs", tmp_path / disk)
+        ledger_disk(tmp_path / "net/runs", tmp_path / disk)
     runs = tmp_path / "net/runs"
     assert str(refusal.value) == (
         f"runs_local={tmp_path / disk}: {fault}, and no ledger can be written in {runs}, which lies on nfs4;"
@@ -309,13 +309,11 @@ def test_a_folder_that_another_user_made_in_its_place_is_refused_in_one_line(run
     run.live_folder(disk).mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     with pytest.raises(
-        ConfigError, match=r"^runs_local=.*: laminar-ledger-net-small-1-.* is another user's; name"
+        ConfigError, match=r"^runs_local=.*: laminar-ledger-net-small-1-.* in it belongs to another user; name"
     ):
-        settle(run, disk)
+        place_ledger(run, disk)
 
 
 def test_a_place_that_cannot_be_made_is_refused_in_one_line(run, disk):
-    with pytest.raises(
-        ConfigError, match=r"^runs_local=.*/gone: laminar-ledger-.* cannot be made there \(No such"
-    ):
-        settle(run, disk / "gone")
+    with pytest.raises(ConfigError, match=r"^runs_local=.*/gone: cannot create laminar-ledger-.* there \(No such"):
+        place_ledger(run, disk / "gone")

@@ -78,7 +78,7 @@ def test_over_a_network_a_killed_run_goes_on_from_its_own_disk_or_from_its_last_
         code, output = train.finish()
     assert code == 0, output
     (lost,) = [line for line in output.splitlines() if line.startswith(f"{run.ledger}: ")]
-    assert lost.endswith("made before it ended; what came after it is lost")
+    assert lost.endswith("made before it ended; later events are lost")
     assert not has_event(run.path, second)
     assert prove(run.path).violations == []
     assert prove(run.path).notes[0].startswith("sealed: ")

@@ -18,10 +18,10 @@ from laminar_py.ledger.audit.truth import check_truth, last_sampled, sampled_in
 from laminar_py.ledger.audit.violations import Rule, Violation
 from laminar_py.ledger.database import LedgerError
 from laminar_py.ledger.pieces import NO_COLUMN, StoredPiece, is_whole, piece_rows, spans_of, split, stored_pieces
+from laminar_py.ledger.recovery import is_simulated
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_unchecked
 from laminar_py.ledger.segments.payload import Payload, join
-from laminar_py.ledger.start import is_simulated
 from laminar_py.records.codec import BoolArray, IntArray, response_digest
 from laminar_py.records.events import StreamCut
 from laminar_py.records.pieces import Piece, SamplingMask, unpack_mask

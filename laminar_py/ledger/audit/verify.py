@@ -31,8 +31,8 @@ from laminar_py.ledger.audit.replay import Replay, check_hashes
 from laminar_py.ledger.audit.responses import ResponseCheck
 from laminar_py.ledger.audit.violations import Rule, Violation
 from laminar_py.ledger.database import LedgerError, ledger_path, reading, unlike_schema
+from laminar_py.ledger.recovery import is_simulated
 from laminar_py.ledger.seal import differences, read_seal, seal_digest
-from laminar_py.ledger.start import is_simulated
 from laminar_py.records.codec import prompt_digest
 from laminar_py.records.events import Event
 

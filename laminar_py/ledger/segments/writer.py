@@ -22,15 +22,16 @@ _AT_ONCE = 512  # buffers per call; the kernel takes 1,024
 
 
 class SegmentWriter:
-    """Writes segments of one process, e.g. `SegmentWriter(folder, "replica-3")`.
+    """Writes segments of one process, e.g. `SegmentWriter(folder, "replica-3")`; with another suffix a `Journal`.
 
     A piece creates the first file.
     """
 
-    def __init__(self, folder: Path, part: str, *, roll_bytes: int = ROLL_BYTES) -> None:
+    def __init__(self, folder: Path, part: str, *, roll_bytes: int = ROLL_BYTES, suffix: str = SEGMENT) -> None:
         self._folder = folder
         self._part = part
         self._roll_bytes = roll_bytes
+        self._suffix = suffix
         self._file: int | None = None
         self._name = ""
         self._size = 0
@@ -75,13 +76,17 @@ class SegmentWriter:
             self._name, self._size = new_name(self._part), 0
             make_folder(self._folder)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._file = os.open(self._folder / f"{self._name}{SEGMENT}", flags, 0o600)
+            self._file = os.open(self._folder / f"{self._name}{self._suffix}", flags, 0o600)
         return self._file
 
     def _end_file(self) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        if self._suffix == SEGMENT:
             self._unsynced.append(self._file)
-            self._file = None
+        else:
+            os.close(self._file)  # a crash of the process leaves the bytes, and a loss of power may take journals
+        self._file = None
 
 
 class Journal:
@@ -94,20 +99,14 @@ class Journal:
 
     def __init__(self, folder: Path, part: str, *, roll_bytes: int = JOURNAL_ROLL_BYTES) -> None:
         self._folder = folder
-        self._part = part
-        self._roll_bytes = roll_bytes
-        self._file: int | None = None
-        self._size = 0
+        self._writer = SegmentWriter(folder, part, roll_bytes=roll_bytes, suffix=JOURNAL)
         self._entries: dict[Path, set[str]] = {}  # running trajectories in each file, the current file last
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Append tokens of running trajectories since their last entry. Raises `OSError`."""
-        if pieces:
-            frames = [make_frame(piece) for piece in pieces]
-            file = self._open()
-            append(file, [buffer for frame in frames for buffer in frame.buffers], at=self._size)
-            self._size += sum(frame.num_bytes for frame in frames)
-            next(reversed(self._entries.values())).update(piece.trajectory_id for piece in pieces)
+        if refs := self._writer.write_all(pieces):
+            path = self._folder / f"{refs[0].segment}{JOURNAL}"
+            self._entries.setdefault(path, set()).update(piece.trajectory_id for piece in pieces)
 
     def forget(self, trajectory_id: str) -> None:
         """Forget a trajectory that left, and delete older files without running trajectories."""
@@ -120,24 +119,10 @@ class Journal:
 
     def close(self) -> None:
         """Delete all journals, since the process ends and has reported everything."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._writer.close()
         for path in self._entries:
             path.unlink(missing_ok=True)
         self._entries.clear()
-
-    def _open(self) -> int:
-        if self._file is not None and (self._size >= self._roll_bytes or not os.fstat(self._file).st_nlink):
-            os.close(self._file)
-            self._file = None
-        if self._file is None:
-            make_folder(self._folder)
-            path = self._folder / f"{new_name(self._part)}{JOURNAL}"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._file, self._size = os.open(path, flags, 0o600), 0
-            self._entries[path] = set()
-        return self._file
 
 
 def tokens_ref(piece: Piece, at: PieceRef) -> TokensRef:
