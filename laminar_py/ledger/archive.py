@@ -110,7 +110,7 @@ def file_pieces(path: Path, number: int | None = None) -> Iterator[StoredPiece]:
 def record_of(path: Path, connection: sqlite3.Connection) -> Archived | None:
     """Return the event of an archive file; None if a crash came before its event.
 
-    The name of a file has an event number; the events of all files of one call follow that event directly.
+    The name of a file has an event number. The events of one call's files follow that event directly.
     """
     query = "SELECT CAST(body AS BLOB) FROM event WHERE seq > ? AND kind = 'archived' ORDER BY seq"
     seq = re.fullmatch(rf"pieces-(\d{{12}})-\d+{re.escape(SEGMENT)}", path.name)

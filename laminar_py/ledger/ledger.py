@@ -217,7 +217,7 @@ class Ledger:
     def unpublished(self) -> list[Published]:
         """Return versions that relays or replicas have above the highest published version, ascending.
 
-        Their learner died before `VersionPublished` was on record. The size is 0 if only a replica named the
+        Their learner crashed before `VersionPublished` was on record. The size is 0 if only a replica named the
         version.
         """
         return sorted(self.machine.marks.unpublished.values(), key=lambda one: one.version)

@@ -85,7 +85,7 @@ class Marks:
 
     @property
     def seen_version(self) -> int:
-        """The highest version that any event names; a learner may die before it reports its publish."""
+        """The highest version that any event names; a learner may crash before it reports its publish."""
         return max(self.unpublished, default=self.version)
 
     def published(self, version: int) -> None:
@@ -194,7 +194,7 @@ class Machine:
         return row
 
     def adopt(self, left: LiveTrajectory) -> None:
-        """Replace the row of a live trajectory by a whole one that recovery built."""
+        """Replace the row of a live trajectory by the complete row that recovery built."""
         row = self.live.pop(left.id, left)
         left.last_seq = row.last_seq
         self.live[left.id] = left

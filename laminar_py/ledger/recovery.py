@@ -246,7 +246,7 @@ def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str,
 
 
 def _used_s(connection: sqlite3.Connection) -> dict[str, float]:
-    """Return seconds of generation of each live interrupted trajectory, from its events."""
+    """Return the seconds of generation by live interrupted trajectory, from events."""
     rows = connection.execute(
         "WITH live AS MATERIALIZED"
         " (SELECT id, first_seq FROM trajectory WHERE status IN ('running', 'interrupted'))"

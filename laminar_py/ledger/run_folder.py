@@ -60,7 +60,7 @@ class RunFolder:
 
     @property
     def has_ledger(self) -> bool:
-        """Whether it has a ledger; an empty file is one whose creation was interrupted."""
+        """Whether it has a ledger; a crash during its creation leaves an empty file."""
         return self.ledger.is_file() and self.ledger.stat().st_size > 0
 
     @property

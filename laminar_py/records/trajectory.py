@@ -73,7 +73,7 @@ class DropReason(StrEnum):
     GROUP_LOST = "group_lost"  # too few members of its group are left
     ENVIRONMENT_FAILED = "environment_failed"  # the environment raised, or its answer was invalid
     ENVIRONMENT_TIMEOUT = "environment_timeout"  # the environment took too long
-    ENVIRONMENT_LOST = "environment_lost"  # the environment died and cannot be rebuilt
+    ENVIRONMENT_LOST = "environment_lost"  # the environment crashed and cannot be rebuilt
     REWARD_FAILED = "reward_failed"  # the reward function raised
     REWARD_TIMEOUT = "reward_timeout"  # the reward function took too long
     RUN_ENDED = "run_ended"  # an evaluation was under way when the run ended

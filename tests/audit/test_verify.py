@@ -233,18 +233,8 @@ def other_bytes(ledger):
 
 
 def other_bytes_in_a_relay(ledger):
-    ledger.append(
-        Relayed(
-            node="relay-2",
-            version=1,
-            digest="digest0",
-            num_bytes=10,
-            base=None,
-            wire_bytes=10,
-            first_byte_s=0.1,
-            elapsed_s=0.2,
-        )
-    )
+    held = {"num_bytes": 10, "base": None, "wire_bytes": 10, "first_byte_s": 0.1, "elapsed_s": 0.2}
+    ledger.append(Relayed(node="relay-2", version=1, digest="digest0", **held))
 
 
 def unpublished_load(ledger):

@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -12,12 +13,12 @@ from laminar_py.ledger import live
 from laminar_py.ledger.audit.verify import prove, verify
 from laminar_py.ledger.database import LEDGER_NAME, is_copy, log_path, reading
 from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.live import copy_ledger, ledger_disk, place_ledger
+from laminar_py.ledger.live import copy_ledger, ledger_disk, network_kind, place_ledger
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.seal import seal_digest, seal_run
 from laminar_py.records.events import RunEnded, SealBroken
-from tests.ledger.runs import Ticks, archive, begin, checkpoint, consume, make_ready, open_ledger, read_response
+from tests.ledger.runs import Ticks, begin, make_ready, open_ledger, read_response
 
 
 @pytest.fixture
@@ -238,18 +239,6 @@ async def test_a_run_that_comes_from_a_network_goes_on_in_its_folder(run, disk):
     assert verify(run.path) == []
 
 
-async def test_what_is_archived_is_beside_the_copy(run, disk):
-    place_ledger(run, disk)
-    async with led(run) as ledger:
-        begin(ledger)
-        make_ready(ledger, "g0.0")
-        ledger.append_all(consume(1, 0, "g0.0"))
-        ledger.append(checkpoint(1, 0))
-        assert await archive(ledger, 1) == 1
-    assert len(list(run.archive.iterdir())) == 1
-    assert verify(run.path) == []
-
-
 async def test_of_a_killed_run_what_other_hosts_have_is_noted_and_no_violation(run, disk):
     place_ledger(run, disk)
     await start(run, killed=True, prompts=[0])
@@ -317,3 +306,41 @@ def test_a_folder_that_another_user_made_in_its_place_is_refused_in_one_line(run
 def test_a_place_that_cannot_be_made_is_refused_in_one_line(run, disk):
     with pytest.raises(ConfigError, match=r"^runs_local=.*/gone: cannot create laminar-ledger-.* there \(No such"):
         place_ledger(run, disk / "gone")
+
+
+ROOT = "27 1 0:0 / / rw,relatime - ext4 /dev/vda rw"
+
+
+def mounts(folder, kind):
+    """A list in which the device of a folder has a file system of that kind."""
+    device = os.stat(folder).st_dev
+    mine = f"31 27 {os.major(device)}:{os.minor(device)} /runs /mnt/my\\040runs rw shared:7"
+    return f"{ROOT}\n{mine} - {kind} server:/runs rw\n"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "wekafs", "fuse.sshfs"],
+)
+def test_what_goes_over_a_network_is_named(tmp_path, kind):
+    assert network_kind(tmp_path, mounts(tmp_path, kind)) == kind
+    assert network_kind(tmp_path / "not/yet/there", mounts(tmp_path, kind)) == kind
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk", "fuse.mergerfs"])
+def test_disks_of_this_host_and_its_memory_are_no_network(tmp_path, kind):
+    assert network_kind(tmp_path, mounts(tmp_path, kind)) is None
+
+
+def test_a_link_to_a_folder_is_where_that_folder_is(tmp_path):
+    (tmp_path / "link").symlink_to("/proc/self", target_is_directory=True)
+    assert network_kind(tmp_path / "link", mounts(tmp_path, "nfs4")) is None
+
+
+def test_a_device_that_is_not_listed_is_no_network(tmp_path):
+    assert network_kind(tmp_path, ROOT) is None
+
+
+def test_this_hosts_own_list_is_read(tmp_path):
+    assert network_kind(tmp_path / "a") == network_kind(tmp_path)
+    assert network_kind(Path("/dev/shm")) is None

@@ -53,6 +53,7 @@ from laminar_py.records.events import (
     RunEnded,
     RunStarted,
     Stepped,
+    VersionLoaded,
     VersionPublished,
 )
 from laminar_py.records.pieces import (
@@ -65,7 +66,7 @@ from laminar_py.records.pieces import (
     unpack_experts,
     unpack_mask,
 )
-from laminar_py.records.replica import Held, Move, Progress, ReplicaReport, Survey, WeightLoad
+from laminar_py.records.replica import Held, Move, Progress, ReplicaReport, Survey
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import (
@@ -264,7 +265,14 @@ def report(told: Told, store: Store, *, generated: int) -> ReplicaReport:
         generated=generated,
         progress=tuple(progress(said, store) for said in told.said),
         loads=tuple(
-            WeightLoad(version, f"digest{version}", seconds, checksum) for version, seconds, checksum in told.loads
+            VersionLoaded(
+                replica=told.replica,
+                version=version,
+                digest=f"digest{version}",
+                elapsed_s=seconds,
+                checksum=checksum,
+            )
+            for version, seconds, checksum in told.loads
         ),
         lost=told.lost,
     )

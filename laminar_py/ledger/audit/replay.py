@@ -60,7 +60,8 @@ class Replay:
     """Applies the events of a log again and compares the outcome with the stored tables.
 
     A row is compared when its trajectory has ended, and then forgotten. Only trajectories with an undone
-    consumption, and those that are live at the end of the log, wait. Stored rows are read once, in order of issue.
+    consumption, and trajectories that are live at the end of the log, wait. Stored rows are read once, in order of
+    issue.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:

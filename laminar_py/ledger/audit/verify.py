@@ -153,7 +153,7 @@ def _workers(processes: int) -> Iterator[Submit]:
 
 
 def _check_layout(run: Path) -> Proof:
-    """Check that SQLite finds the file undamaged, and that its tables are those of the schema."""
+    """Check that SQLite finds the file undamaged, and that it has the tables of the schema."""
     with reading(run) as connection:
         faults = [message for (message,) in connection.execute("PRAGMA integrity_check(10)") if message != "ok"]
         found = [Violation(Rule.LOG, "file", message) for message in faults]

@@ -3,7 +3,7 @@
 Each process that reads pieces has one client, which its threads share. `segments.store` is the server and
 `segments.wire` the protocol. A piece is lost only if its store says so. After any other failure, also a stranger
 at the port, the client retries for `retry_s`, each time at the store's latest address. All requests of a process
-share these seconds, so that a process waits for a dead host once (`tests/segments/test_fetch.py`).
+share these seconds, so that a process waits for a lost host once (`tests/segments/test_fetch.py`).
 """
 
 import hmac

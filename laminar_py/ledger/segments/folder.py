@@ -1,6 +1,6 @@
-"""The folder of a host in which segments and journals lie: what is there, and what is deleted.
+"""The folder of a host with segments and journals: lists of its files, and their deletion.
 
-Its functions run on the host, called by the controller (`workers.payload`).
+The functions run on the host; the controller calls them (`workers.payload`).
 """
 
 import time
@@ -14,20 +14,20 @@ from laminar_py.records.codec import decode, encode
 
 
 class SegmentFile(msgspec.Struct, frozen=True, array_like=True):
-    """A segment that is there, e.g. `SegmentFile("replica-3-1-17.18f2a.9e41", 65536, 2.5)`."""
+    """A segment of a host, e.g. `SegmentFile("replica-3-1-17.18f2a.9e41", 65536, 2.5)`."""
 
     name: str
     num_bytes: int
-    age_s: float  # since something was written to it
+    age_s: float  # since the last write to it
 
 
 def segments_in(folder: Path) -> list[Path]:
-    """Segments there, those of a part in the order of their making."""
+    """Return the segments in a folder; segments of one process are in order of creation."""
     return sorted(folder.glob(f"*{SEGMENT}"))
 
 
 def segments_here(folder: str) -> bytes:
-    """Segments of this host, a list of `SegmentFile` in the order of their making."""
+    """Return the segments of this host as `list[SegmentFile]`, in the order of `segments_in`."""
     now = time.time()
     found = ((path, path.stat()) for path in segments_in(Path(folder)))
     return encode(
@@ -36,13 +36,13 @@ def segments_here(folder: str) -> bytes:
 
 
 def labels_here(folder: str) -> bytes:
-    """Labels of which there is a segment or a journal on this host, a `list[str]`."""
+    """Return the labels with a segment or a journal on this host, as `list[str]`."""
     paths = (*Path(folder).glob(f"*{SEGMENT}"), *Path(folder).glob(f"*{JOURNAL}"))
     return encode(sorted({part_of(path.name) for path in paths}))
 
 
 def discard(folder: str, names: bytes) -> bytes:
-    """Delete files by their names, a `list[str]` of patterns; their number. Some may be gone already."""
+    """Delete files that match a `list[str]` of patterns, if they still exist; return their number."""
     paths = [path for name in decode(list[str], names) for path in Path(folder).glob(Path(name).name)]
     for path in paths:
         path.unlink(missing_ok=True)
@@ -50,5 +50,5 @@ def discard(folder: str, names: bytes) -> bytes:
 
 
 def segment_files(names: Iterable[str]) -> list[str]:
-    """File names of segments."""
+    """Return the file names of segments."""
     return [f"{name}{SEGMENT}" for name in names]

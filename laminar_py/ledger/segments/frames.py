@@ -23,7 +23,7 @@ AnyPiece: TypeAlias = Piece | ColumnPiece
 _HEAD = struct.Struct("<4sIQ16s")  # kind, bytes of the description, bytes of the arrays, digest
 _SIZES = struct.Struct("<IQ")
 _KIND = b"LPP1"
-_ARRAYS = "ids", "logprobs", "mask", "experts"  # of a piece of tokens, in file order
+_ARRAYS = "ids", "logprobs", "mask", "experts"  # arrays of a `Piece`, in file order
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[tuple[AnyPiece, list[int | None]]] = msgspec.msgpack.Decoder(

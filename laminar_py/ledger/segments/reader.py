@@ -79,7 +79,7 @@ class Loaded:
 
 
 class PayloadReader:
-    """Reads segments in this host's `folder`, and those of other hosts by `fetch`."""
+    """Reads segments in this host's `folder`, and segments of other hosts with `fetch`."""
 
     def __init__(self, folder: Path, *, fetch: PieceFetch | None = None) -> None:
         self._folder = folder

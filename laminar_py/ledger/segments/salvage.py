@@ -29,7 +29,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SalvageRequest(msgspec.Struct, frozen=True):
-    """Trajectories that ran on crashed replicas, by id, and the pattern of the names of their journals.
+    """Trajectories that ran on crashed replicas, by id, and a pattern of journal names.
 
     Salvaged tokens go to a segment under `label`.
     """

@@ -1,7 +1,7 @@
 """Writers of segments and journals: files of pieces to which one process appends, on its own host.
 
 Replicas, scorers and the reference model have a writer each. The bytes of a piece are written to the file before
-its reference exists, so a killed process loses nothing that has a reference (law 1). `sync` brings the bytes to
+its reference exists, so a killed process loses no referenced piece (law 1). `sync` brings the bytes to
 disk, against a loss of power. A segment of `ROLL_BYTES` is full; `segments.folder` deletes it when no piece of it
 is needed. A failed write is undone, so frames always lie end to end. A deleted file gets no further pieces.
 """
