@@ -101,7 +101,7 @@ def file_pieces(path: Path, number: int | None = None) -> Iterator[StoredPiece]:
             (start,) = _END.unpack(file.read())
             file.seek(start)
             rows = decode(list[PieceRow], file.read(place - start))
-    except (OSError, ValueError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, OverflowError, msgspec.DecodeError) as error:
         raise LedgerError(f"archive={path}: cannot be read ({error}); restore it") from error
     with closing(PayloadReader(path.parent)) as reader:
         yield from stored_pieces(reader, (row for row in rows if number in (None, row.trajectory)))

@@ -21,7 +21,6 @@ from laminar_py.records.events import Dropped
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 from tests.ledger.runs import (
-    archive,
     begin,
     consume,
     issue,
@@ -189,14 +188,3 @@ async def test_half_of_a_response_in_the_archive_is_a_violation_but_where_the_re
     found = [(one.rule, one.subject) for one in verify(tmp_path)]
     assert (Rule.SPANS, "g1.0") in found
     assert len({subject for _, subject in found}) == 1
-
-
-async def test_nothing_is_lost_of_what_is_in_the_archive(tmp_path):
-    async with open_ledger(tmp_path) as ledger:
-        await settled_on_two_hosts(ledger)
-        assert await archive(ledger, 1) == 3
-        assert await ledger.segments() == set()
-    for path in segments_in(segments_path(tmp_path)):
-        path.unlink()
-    assert verify(tmp_path) == []
-    assert [len(read_response(tmp_path, id).ids) for id in ("g0.0", "g1.0", "g2.0")] == [5, 5, 4]

@@ -103,13 +103,6 @@ def test_a_run_that_goes_on_has_what_was_kept_on_its_controllers_disk(tmp_path, 
     assert [path.name for path in segments_in(third.place)] == names(ref)
 
 
-def test_segments_of_a_run_that_was_not_over_a_network_come_along(tmp_path):
-    host = Host(tmp_path, "disk")
-    ref = SegmentWriter(host.folder, "replica-0-1-0").write(random_piece(tokens=20))
-    link_local(host.folder, host.place)
-    assert [path.name for path in segments_in(host.place)] == names(ref)
-
-
 @pytest.mark.parametrize("calls", range(8))
 def test_killed_anywhere_over_its_end_a_run_has_all_of_it(host, monkeypatch, calls):
     refs = [host.write() for _ in range(3)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from laminar_py.ledger.segments.frames import make_frame, whole_frames
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.writer import Journal, SegmentWriter, new_name, part_of, write_whole
+from laminar_py.ledger.segments.writer import Journal, SegmentWriter, part_of, write_whole
 from tests.segments.pieces import make_piece, random_piece
 
 DISK_BYTES = 256 * 2**10
@@ -89,11 +89,6 @@ def test_buffers_are_written_whole_however_little_the_kernel_takes_at_once(sizes
         patch.setattr(os, "writev", writev)
         write_whole(7, buffers)
     assert taken == b"".join(buffers)
-
-
-def test_no_two_names_are_the_same():
-    names = {new_name("replica-3") for _ in range(1000)}
-    assert len(names) == 1000
 
 
 def test_a_thread_may_bring_to_disk_what_another_writes(tmp_path):

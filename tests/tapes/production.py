@@ -313,7 +313,7 @@ class Left:
         self.state = recover(run)
         if loses_checkpoint and self.step:
             lost = self.step
-            self.state = recover(run, there=lambda checkpoint: checkpoint.step != lost)
+            self.state = recover(run, exists=lambda checkpoint: checkpoint.step != lost)
         with reading(run) as connection:
             (published,) = connection.execute("SELECT coalesce(max(version), -1) FROM version").fetchone()
             self.highest_version = max((one.version for one in unpublished(connection)), default=published)
