@@ -20,10 +20,9 @@ import msgspec
 from laminar_py.ledger.database import ARCHIVE_NAME, LedgerError, segments_path
 from laminar_py.ledger.pieces import PieceRow, StoredPiece, stored_pieces
 from laminar_py.ledger.rows import decode_event
-from laminar_py.ledger.segments.folder import segments_in
 from laminar_py.ledger.segments.frames import make_frame
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.writer import SEGMENT
+from laminar_py.ledger.segments.writer import SEGMENT, segments_in
 from laminar_py.records.codec import decode, encode, file_digest
 from laminar_py.records.events import Archived
 from laminar_py.records.host import sync

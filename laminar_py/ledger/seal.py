@@ -25,7 +25,7 @@ from laminar_py.ledger.database import (
     open_writer,
     segments_path,
 )
-from laminar_py.ledger.segments.folder import segments_in
+from laminar_py.ledger.segments.writer import segments_in
 from laminar_py.records.codec import DIGEST_BYTES, file_digest
 from laminar_py.records.host import sync, write_file
 

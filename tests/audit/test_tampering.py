@@ -14,13 +14,13 @@ import struct
 import pytest
 
 from laminar_py.ledger.archive import archive_files
+from laminar_py.ledger.audit.checks import Rule, Violation
 from laminar_py.ledger.audit.verify import prove, verify
-from laminar_py.ledger.audit.violations import Rule, Violation
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.pieces import piece_rows
 from laminar_py.ledger.seal import seal_run
-from laminar_py.ledger.segments.folder import segments_in
 from laminar_py.ledger.segments.frames import frame_digest
+from laminar_py.ledger.segments.writer import segments_in
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
     Assigned,

@@ -15,7 +15,7 @@ from laminar_py.ledger.database import LEDGER_NAME, LedgerError, reading, segmen
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import read_rows
-from laminar_py.ledger.segments.folder import segments_in
+from laminar_py.ledger.segments.writer import segments_in
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Assigned, Dropped
 from laminar_py.records.spans import Span

@@ -6,16 +6,15 @@ import sqlite3
 import pytest
 
 from laminar_py.ledger.archive import archive_files, file_pieces
+from laminar_py.ledger.audit.checks import Rule
 from laminar_py.ledger.audit.export import export
 from laminar_py.ledger.audit.stories import story
 from laminar_py.ledger.audit.verify import verify
-from laminar_py.ledger.audit.violations import Rule
 from laminar_py.ledger.database import LedgerError, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import read_rows
-from laminar_py.ledger.segments.folder import segments_in
-from laminar_py.ledger.segments.writer import SegmentWriter
+from laminar_py.ledger.segments.writer import SegmentWriter, segments_in
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped
 from laminar_py.records.spans import Span

@@ -1,11 +1,11 @@
 """Segments of a run that were cut anywhere in their last frame: what audit and archive make of them."""
 
 from laminar_py.ledger.archive import archive_files, file_pieces
+from laminar_py.ledger.audit.checks import Rule
 from laminar_py.ledger.audit.verify import verify
-from laminar_py.ledger.audit.violations import Rule
 from laminar_py.ledger.database import segments_path
-from laminar_py.ledger.segments.folder import segments_in
 from laminar_py.ledger.segments.frames import make_frame
+from laminar_py.ledger.segments.writer import segments_in
 from tests.ledger.runs import archive, begin, consume, make_ready, open_ledger, read_response, write_archive
 from tests.segments.pieces import make_piece
 

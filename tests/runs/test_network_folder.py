@@ -10,8 +10,8 @@ from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.audit.verify import prove, verify
 from laminar_py.ledger.database import LEDGER_NAME, is_copy, reading
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.segments.folder import segments_in
 from laminar_py.ledger.segments.local import is_local
+from laminar_py.ledger.segments.writer import segments_in
 from tests.runs.runs import ALONE, TrainProcess, forget_versions, wait_until_gone
 
 KEEP_ALL = "learner.keep_checkpoints=9"  # and the segments that they need

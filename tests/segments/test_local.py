@@ -6,10 +6,9 @@ import stat
 import pytest
 
 from laminar_py.ledger.segments import local
-from laminar_py.ledger.segments.folder import segment_files, segments_in
 from laminar_py.ledger.segments.local import drop_local, is_local, keep_here, lead_to_kept, link_local
 from laminar_py.ledger.segments.reader import ElsewhereError, PayloadReader
-from laminar_py.ledger.segments.writer import SegmentWriter
+from laminar_py.ledger.segments.writer import SegmentWriter, segment_files, segments_in
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PayloadLostError
 from tests.segments.pieces import random_piece

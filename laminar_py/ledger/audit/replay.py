@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from laminar_py.ledger.audit.violations import Rule, Violation
+from laminar_py.ledger.audit.checks import Rule, Violation
 from laminar_py.ledger.database import create
 from laminar_py.ledger.machine import IllegalEventError, Machine
 from laminar_py.ledger.rows import COLUMNS, KINDS, column_values, decode_event, decode_events, read_accounting

@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.ledger.archive import file_pieces
-from laminar_py.ledger.audit.truth import check_truth, last_sampled, sampled_in
-from laminar_py.ledger.audit.violations import Rule, Violation
+from laminar_py.ledger.audit.checks import Rule, Violation
 from laminar_py.ledger.database import LedgerError
 from laminar_py.ledger.pieces import NO_COLUMN, StoredPiece, is_whole, piece_rows, spans_of, split, stored_pieces
 from laminar_py.ledger.recovery import is_simulated
@@ -25,7 +24,7 @@ from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.records.codec import BoolArray, IntArray, response_digest
 from laminar_py.records.events import StreamCut
 from laminar_py.records.pieces import Piece, SamplingMask, unpack_mask
-from laminar_py.records.spans import Span, clip_spans, decode_spans, replace_spans
+from laminar_py.records.spans import Span, clip_spans, decode_spans, replace_spans, sampled_mask, shift_spans
 
 
 class ResponseCheck:
@@ -147,7 +146,7 @@ def _check(connection: sqlite3.Connection, stored: list[StoredPiece], row: Traje
         return
     for message in _check_tokens(response, [piece.row.digest for piece in tokens], row):
         yield Violation(Rule.SPANS, row.id, message)
-    for message in check_truth(response, _final_spans(response, row)):
+    for message in _check_truth(response, _final_spans(response, row)):
         yield Violation(Rule.TRUTH, row.id, message)
     for message in chain(_check_masks(pieces, row), _check_experts(connection, response, row)):
         yield Violation(Rule.RECORDING, row.id, message)
@@ -193,7 +192,7 @@ def _check_masks(pieces: list[Piece], row: TrajectoryRow) -> Iterator[str]:
     Tokens before it may come from an incarnation that recorded no masks.
     """
     for piece in dropwhile(lambda piece: piece.mask is None, pieces):
-        if piece.mask is None and sampled_in(piece).any() and row.digest is not None:
+        if piece.mask is None and _sampled_in(piece).any() and row.digest is not None:
             yield f"the tokens from {piece.start} on have no sampling mask, those before them have"
         elif piece.mask is not None:
             yield from _check_mask(unpack_mask(piece.mask), piece)
@@ -204,7 +203,7 @@ def _check_mask(mask: SamplingMask, piece: Piece) -> Iterator[str]:
     if len(mask.counts) != len(ids):
         yield f"the {len(ids)} tokens from {piece.start} on have sampling masks of {len(mask.counts)}"
         return
-    strays = np.flatnonzero(sampled_in(piece) & ~_has_its_token(mask, ids))
+    strays = np.flatnonzero(_sampled_in(piece) & ~_has_its_token(mask, ids))
     if len(strays):
         first = strays[0]
         yield f"token {piece.start + first} ({ids[first]}) is not in its sampling mask; {len(strays)} such"
@@ -227,7 +226,7 @@ def _check_experts(connection: sqlite3.Connection, response: Payload, row: Traje
     prompt = connection.execute("SELECT length(ids) / 4 FROM prompt WHERE id = ?", (row.prompt_id,)).fetchone()
     if prompt is None or row.digest is None:
         return
-    last = last_sampled(_final_spans(response, row))  # no engine read the environment's tokens after it
+    last = _last_sampled(_final_spans(response, row))  # no engine read the environment's tokens after it
     positions, stored = prompt[0] + last - 1, experts.start + experts.positions
     if stored != positions and not (stored < positions and _ended_cut_off(connection, row)):
         yield f"the routed experts of {stored} of its {positions} positions are stored"
@@ -241,3 +240,58 @@ def _ended_cut_off(connection: sqlite3.Connection, row: TrajectoryRow) -> bool:
     )
     cuts = (decode_event(body) for (body,) in cursor)
     return any(isinstance(cut, StreamCut) and cut.length == row.length for cut in cuts)
+
+
+def _check_truth(response: Payload, spans: tuple[Span, ...]) -> Iterator[str]:
+    """Iterate over faults of environment tokens in a response (law 9); `spans` are its final spans.
+
+    Spans without a version are tokens of environments; the loss leaves them out for that reason alone. A fault is
+    a token whose stored and final marks differ, or an environment token with a property of sampled tokens.
+    """
+    count = len(response.ids)
+    sampled = sampled_mask(response.spans, count)
+    moved = np.flatnonzero(sampled_mask(spans, count) != sampled)
+    if len(moved):
+        stored = "sampled by an engine" if sampled[moved[0]] else "written by an environment"
+        yield f"token {moved[0]} was stored as {stored}, but not finished as such; {len(moved)} such tokens"
+    yield from _overlong(spans)
+    if sampled.all():
+        return
+    strays = np.flatnonzero(~sampled & (response.logprobs != 0))
+    if len(strays):
+        value = response.logprobs[strays[0]]
+        yield _told(strays[0], f"has a log-probability of {value:g}, not 0", count=len(strays))
+    mask = response.sampling_mask
+    if mask is not None and len(mask.counts) == count:  # else `_check_mask` reports it
+        strays = np.flatnonzero(~sampled & (mask.counts > 0))
+        if len(strays):
+            yield _told(strays[0], "has a sampling mask", count=len(strays))
+    for span in spans:
+        if span.version is None and span.kv_version is not None:
+            yield _told(span.start, f"has a KV cache of version {span.kv_version}", count=span.end - span.start)
+
+
+def _overlong(spans: tuple[Span, ...]) -> Iterator[str]:
+    """Iterate over turns of the model that exceed their environment's limit."""
+    start, limit = 0, None
+    for span in spans:
+        if span.version is None:
+            start, limit = span.end, span.turn_limit
+        elif limit is not None and span.end - start > limit:
+            yield f"the turn from token {start} on exceeds its environment's limit of {limit} tokens"
+            limit = None
+
+
+def _told(place: int | np.intp, what: str, *, count: int) -> str:
+    return f"token {place}, which an environment wrote, {what}; {count} such"
+
+
+def _sampled_in(piece: Piece) -> BoolArray:
+    """Return [n] whether an engine sampled each token of a piece."""
+    own = shift_spans(clip_spans(piece.spans, piece.start), -piece.start)
+    return sampled_mask(own, piece.end - piece.start)
+
+
+def _last_sampled(spans: tuple[Span, ...]) -> int:
+    """Return the end of the last sampled token, 0 without any."""
+    return max((span.end for span in spans if span.version is not None), default=0)

@@ -24,12 +24,13 @@ from laminar_py.ledger.audit.checks import (
     ConsumptionCheck,
     FiguresCheck,
     LossCheck,
+    Rule,
     StepCheck,
+    Violation,
     WeightsCheck,
 )
 from laminar_py.ledger.audit.replay import Replay, check_hashes
 from laminar_py.ledger.audit.responses import ResponseCheck
-from laminar_py.ledger.audit.violations import Rule, Violation
 from laminar_py.ledger.database import LedgerError, ledger_path, reading, unlike_schema
 from laminar_py.ledger.recovery import is_simulated
 from laminar_py.ledger.seal import differences, read_seal, seal_digest

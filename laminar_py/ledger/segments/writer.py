@@ -2,18 +2,21 @@
 
 Replicas, scorers and the reference model have a writer each. The bytes of a piece are written to the file before
 its reference exists, so a killed process loses no referenced piece (law 1). `sync` brings the bytes to
-disk, against a loss of power. A segment of `ROLL_BYTES` is full; `segments.folder` deletes it when no piece of it
-is needed. A failed write is undone, so frames always lie end to end. A deleted file gets no further pieces.
+disk, against a loss of power. A segment of `ROLL_BYTES` is full; `discard` deletes it when no piece of it is
+needed. A failed write is undone, so frames always lie end to end. A deleted file gets no further pieces.
 """
 
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from laminar_py.ledger.segments.frames import AnyPiece, Buffer, make_frame
 from laminar_py.ledger.segments.local import make_folder
+from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, PieceRef, TokensRef, unpack_experts
 
 ROLL_BYTES, JOURNAL_ROLL_BYTES = 64 * 2**20, 16 * 2**20
@@ -162,3 +165,47 @@ def write_whole(file: int, buffers: Sequence[Buffer]) -> None:
                 written -= len(rest.pop(0))
             if rest:
                 rest[0] = memoryview(rest[0])[written:]
+
+
+# ---- files of a host: the controller calls these functions on it (`workers.payload`)
+
+
+class SegmentFile(msgspec.Struct, frozen=True, array_like=True):
+    """A segment of a host, e.g. `SegmentFile("replica-3-1-17.18f2a.9e41", 65536, 2.5)`."""
+
+    name: str
+    num_bytes: int
+    age_s: float  # since the last write to it
+
+
+def segments_in(folder: Path) -> list[Path]:
+    """Return the segments in a folder; segments of one process are in order of creation."""
+    return sorted(folder.glob(f"*{SEGMENT}"))
+
+
+def segments_here(folder: str) -> bytes:
+    """Return the segments of this host as `list[SegmentFile]`, in the order of `segments_in`."""
+    now = time.time()
+    found = ((path, path.stat()) for path in segments_in(Path(folder)))
+    return encode(
+        [SegmentFile(path.name.removesuffix(SEGMENT), stat.st_size, now - stat.st_mtime) for path, stat in found]
+    )
+
+
+def labels_here(folder: str) -> bytes:
+    """Return the labels with a segment or a journal on this host, as `list[str]`."""
+    paths = (*Path(folder).glob(f"*{SEGMENT}"), *Path(folder).glob(f"*{JOURNAL}"))
+    return encode(sorted({part_of(path.name) for path in paths}))
+
+
+def discard(folder: str, names: bytes) -> bytes:
+    """Delete files that match a `list[str]` of patterns, if they still exist; return their number."""
+    paths = [path for name in decode(list[str], names) for path in Path(folder).glob(Path(name).name)]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return encode(len(paths))
+
+
+def segment_files(names: Iterable[str]) -> list[str]:
+    """Return the file names of segments."""
+    return [f"{name}{SEGMENT}" for name in names]
