@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.ledger.audit.violations import Rule
+from laminar_py.ledger.audit.checks import Rule
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "laws.md").read_text()

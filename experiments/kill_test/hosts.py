@@ -21,7 +21,7 @@ from laminar_lab.bench.report import Row, show
 from laminar_py.ledger.audit.queries import Filters, accounting, listing
 from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.segments.folder import segments_in
+from laminar_py.ledger.segments.writer import segments_in
 from laminar_py.records.trajectory import DropReason
 from tests.runs.fake_cluster import FakeCluster
 

@@ -16,11 +16,11 @@ from laminar_py.ledger import (
     RunFolder,
     append_row,
     first_events,
+    ledger_disk,
     new_run,
     open_rows,
-    own_disk,
+    place_ledger,
     seal_run,
-    settle,
 )
 from laminar_py.observe import Stats, summarise, watch_fleet
 from laminar_py.records import Prompt, StepRow
@@ -35,10 +35,10 @@ HOST = "simulated"  # in place of a host's name
 
 def new_simulated_run(config: RunConfig) -> RunFolder:
     """Make and lock the next `runs/simulated-<name>-<n>`, which `--resume` does not find. Raises `ConfigError`."""
-    disk = own_disk(config.runs, config.runs_local)
+    disk = ledger_disk(config.runs, config.runs_local)
     run = new_run(config.model_copy(update={"name": f"simulated-{config.name}"}))
     run.lock()
-    settle(run, disk)
+    place_ledger(run, disk)
     return run
 
 

@@ -97,8 +97,7 @@ def audit_run(
 @audit.command(epilog="Example: laminar audit runs/quickstart-1 verify")
 def verify(context: typer.Context) -> None:
     """Check the seal and every rule of the ledger, and print each violation. Exit code 1 if a law is broken."""
-    from laminar_py.ledger.audit.tasks import SIMULATED
-    from laminar_py.ledger.audit.verify import prove
+    from laminar_py.ledger.audit.verify import SIMULATED, prove
 
     proof = prove(context.obj)
     for note in proof.notes:

@@ -12,7 +12,7 @@ from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.segments.salvage import Known, Salvaged
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.events import Cut, Restamped, VersionLoaded
+from laminar_py.records.events import Cut, Restamped
 from laminar_py.records.host import Clock
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.spans import clip_spans, num_turns, replace_spans
@@ -84,15 +84,7 @@ class Reports:
     async def on_report(self, report: ReplicaReport) -> None:
         """Record a replica's loaded versions, its trajectories' progress, and its free places."""
         for load in report.loads:
-            self._book.record(
-                VersionLoaded(
-                    replica=report.replica,
-                    version=load.version,
-                    digest=load.digest,
-                    elapsed_s=load.elapsed_s,
-                    checksum=load.checksum,
-                )
-            )
+            self._book.record(load)
         for progress in report.progress:
             trajectory = self._book.live.get(progress.trajectory_id)
             if trajectory is not None and trajectory.accepts(progress):

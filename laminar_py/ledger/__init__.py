@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from laminar_py.ledger.database import reading as reading
     from laminar_py.ledger.evaluations import read_evaluations as read_evaluations
     from laminar_py.ledger.ledger import Ledger as Ledger
-    from laminar_py.ledger.live import own_disk as own_disk
-    from laminar_py.ledger.live import settle as settle
+    from laminar_py.ledger.live import ledger_disk as ledger_disk
+    from laminar_py.ledger.live import place_ledger as place_ledger
     from laminar_py.ledger.machine import Machine as Machine
+    from laminar_py.ledger.recovery import first_events as first_events
     from laminar_py.ledger.row_files import append_row as append_row
     from laminar_py.ledger.row_files import open_rows as open_rows
     from laminar_py.ledger.row_files import read_last as read_last
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from laminar_py.ledger.run_folder import newest_run as newest_run
     from laminar_py.ledger.run_folder import runs_of as runs_of
     from laminar_py.ledger.seal import seal_run as seal_run
-    from laminar_py.ledger.start import first_events as first_events
     from laminar_py.ledger.trajectory import LiveTrajectory as LiveTrajectory
     from laminar_py.ledger.trajectory import issued as issued
 else:

@@ -24,7 +24,7 @@ SEAL_NAME = "seal.json"
 _APPLICATION_ID = 0x6C616D69  # "lami", in the header of the SQLite file
 _SCHEMA = Path(__file__).with_name("schema.sql")
 _MODES = 18, b"\x01\x01"  # offset of the read and write modes in the file, and their bytes without a WAL
-_BUSY_S = 30.0  # for a reader, on the writer's checkpoint; for the writer, on a dying predecessor
+_BUSY_S = 30.0  # for a reader, on the writer's checkpoint; for the writer, on an earlier controller that ends
 
 
 class LedgerError(ConfigError):
@@ -110,7 +110,7 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
 
 @contextmanager
 def reading(run: Path) -> Iterator[sqlite3.Connection]:
-    """Open a read-only connection that sees one state of the ledger, whatever is written meanwhile."""
+    """Open a read-only connection that sees one state of the ledger while others write."""
     path = ledger_path(run)
     with closing(open_reader(path, immutable=_is_fixed(path))) as connection, _complaints(path):
         connection.execute("BEGIN")
@@ -161,7 +161,7 @@ def _complaints(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        reason = " ".join(str(error).split())  # it may quote what was damaged
+        reason = " ".join(str(error).split())  # it may quote damaged text
         raise LedgerError(
             f"ledger={path}: cannot be read ({reason}); restore the file with its -wal file, or start a new run"
         ) from error

@@ -60,7 +60,7 @@ def read_evaluations(run: Path) -> list[Evaluated]:
 
 
 def evaluations_on_record(connection: sqlite3.Connection) -> list[Evaluated]:
-    """Return every evaluation of a ledger, without those of undone versions, sorted by `in_order`."""
+    """Return the evaluations of a ledger, except of undone versions, sorted by `in_order`."""
     rows = connection.execute(
         "SELECT body FROM evaluation CROSS JOIN event USING (seq) LEFT JOIN version USING (version)"
         " WHERE NOT coalesce(undone, 0) ORDER BY evaluation.seq"
@@ -88,7 +88,7 @@ def settled(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
 
 
 def of_first_set(evaluations: Iterable[Evaluated], names: Iterable[str]) -> list[Evaluated]:
-    """Return evaluations of the first of the config's set `names` that has any.
+    """Return the evaluations of one set: the first of the config's set `names` with an evaluation.
 
     The first pass on record may be of another set after a crash, so it cannot decide.
     """
@@ -99,7 +99,7 @@ def of_first_set(evaluations: Iterable[Evaluated], names: Iterable[str]) -> list
 
 
 def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, EvalAnswer]:
-    """Return the answers of a pass by trajectory: scored ones, and those whose scoring failed."""
+    """Return the answers of a pass by trajectory, both scored and failed ones."""
     rows = [
         row for row in read_rows(connection, "kind = 'eval' AND group_id = ?", (group_id,)) if _is_answered(row)
     ]

@@ -14,34 +14,31 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from laminar_py.ledger.archive import SETTLED
 from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer, reading
 from laminar_py.ledger.live import copy_ledger
-from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock, Tally
+from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock
 from laminar_py.ledger.pieces import NO_COLUMN, PieceRow, piece_rows
 from laminar_py.ledger.recovery import unpublished
-from laminar_py.ledger.rows import (
-    Accounting,
-    KindAccount,
-    column_values,
-    read_accounting,
-)
+from laminar_py.ledger.rows import Accounting, column_values, read_accounting
 from laminar_py.ledger.seal import seal_digest
 from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
-from laminar_py.ledger.writer import Stamped, Unwritten, Writer, end_of
+from laminar_py.ledger.writer import Stamped, Unwritten, Writer
 from laminar_py.records.events import AnyEvent, Archived, SealBroken, TokensLost
 from laminar_py.records.host import Clock
 from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.spans import Span, encode_spans
-from laminar_py.records.trajectory import Prompt, Status
+from laminar_py.records.trajectory import Prompt
 from laminar_py.records.weights import Published
 
 FLUSH_S = 0.2
-ENDED = frozenset({Status.CONSUMED, Status.DROPPED})
 _FORGET = 4096  # most trajectories whose references one transaction deletes
+
+T = TypeVar("T")
 
 
 class Ledger:
@@ -71,7 +68,6 @@ class Ledger:
         self._batch = Unwritten()
         self._prompts: set[str] = set()  # ids in the batch
         self._dirty: dict[str, LiveTrajectory] = {}  # rows that the next batch writes
-        self._ends: dict[str, LiveTrajectory] = {}  # rows of which the next batch writes only the end
         self._in_flight: dict[str, LiveTrajectory] = {}  # rows of the batch being written
         self._waiters: list[asyncio.Future[None]] = []  # commits that wait for the next batch
         self._served: list[asyncio.Future[None]] = []  # commits that wait for the batch being written
@@ -89,7 +85,7 @@ class Ledger:
         """
         self._writer = Writer(await asyncio.to_thread(open_writer, self._path), host=self._host)
         self._reader = open_reader(self._path)
-        self._seq = self._writer.seq
+        self._seq: int = self._writer.seq
         await asyncio.to_thread(_restore, self.machine, self._reader)
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._write_batches(), name="ledger")
@@ -136,7 +132,7 @@ class Ledger:
         row = self.machine.apply(self._seq + 1, event, wall=wall, mono=mono)
         self._seq += 1
         if row is not None:
-            self._note_changed(row)
+            self._dirty[row.id] = row
         self._batch.events.append(Stamped(self._seq, wall, mono, event))
         self._schedule()
 
@@ -221,7 +217,7 @@ class Ledger:
     def unpublished(self) -> list[Published]:
         """Return versions that relays or replicas have above the highest published version, ascending.
 
-        Their learner died before `VersionPublished` was on record. The size is 0 if only a replica named the
+        Their learner crashed before `VersionPublished` was on record. The size is 0 if only a replica named the
         version.
         """
         return sorted(self.machine.marks.unpublished.values(), key=lambda one: one.version)
@@ -229,24 +225,29 @@ class Ledger:
     async def settled_pieces(self, step: int) -> list[PieceRow]:
         """Return references that a resume from `step` or later does not need, ordered by trajectory."""
         await self.commit()
-        return await asyncio.to_thread(_settled, self._path, step)
+        with_bytes = f"({SETTLED}) AND segment != ''"
+        return await self._read(lambda connection: list(piece_rows(connection, with_bytes, (step,))))
 
     @property
     def seq(self) -> int:
         """Number of the last event."""
-        seq: int = self._seq
-        return seq
+        return self._seq
 
     async def archived(self, files: Sequence[Archived], numbers: Sequence[int]) -> None:
         """Record archive files with the pieces of trajectories, and delete the references to segments."""
         for event in files:
             self.append(event)
-        await self._forget(numbers)
+        for first in range(0, len(numbers), _FORGET):
+            self._batch.forgotten += numbers[first : first + _FORGET]
+            await self.commit()
 
     async def record_lost_pieces(self, numbers: Collection[int], reason: str) -> None:
         """Record that stored pieces of trajectories can no longer be read."""
         if numbers:
-            ids = await asyncio.to_thread(_ids_of, self._path, numbers)
+            query = "SELECT id FROM trajectory WHERE number = ?"
+            ids = await self._read(
+                lambda connection: [id for one in numbers for (id,) in connection.execute(query, (one,))]
+            )
             self.append(TokensLost(trajectory_ids=tuple(ids), reason=reason))
             self._batch.lost += numbers
             await self.commit()
@@ -254,17 +255,22 @@ class Ledger:
     async def holders(self, segments: Collection[str]) -> list[int]:
         """Return numbers of trajectories with a piece in one of these segments."""
         await self.commit()
-        return await asyncio.to_thread(_holders, self._path, segments)
+        query = "SELECT DISTINCT trajectory, segment FROM piece WHERE segment != ''"
+        found = await self._read(lambda connection: connection.execute(query).fetchall())
+        return sorted({number for number, segment in found if segment in segments})
 
     async def segments(self) -> set[str]:
         """Return all segments that references name."""
         await self.commit()
-        return await asyncio.to_thread(_segments, self._path)
+        query = "SELECT DISTINCT segment FROM piece WHERE segment != ''"
+        return await self._read(lambda connection: {segment for (segment,) in connection.execute(query)})
 
-    async def _forget(self, numbers: Sequence[int]) -> None:
-        for first in range(0, len(numbers), _FORGET):
-            self._batch.forgotten += numbers[first : first + _FORGET]
-            await self.commit()
+    async def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        def read() -> T:
+            with reading(self._path) as connection:
+                return query(connection)
+
+        return await asyncio.to_thread(read)
 
     # ---- the writing task
 
@@ -278,8 +284,7 @@ class Ledger:
         batch, self._batch, self._timer = self._batch, Unwritten(), None
         # columns now, plain strings for enums: binding an enum costs SQLite a search for its adapter
         batch.rows = [msgspec.to_builtins(column_values(row)) for row in self._dirty.values()]
-        batch.ends = [end_of(row) for row in self._ends.values()]
-        self._in_flight, self._dirty, self._ends = self._ends | self._dirty, {}, {}
+        self._in_flight, self._dirty = self._dirty, {}
         self._prompts.clear()
         return batch
 
@@ -310,11 +315,6 @@ class Ledger:
             if not waiter.done() and self._failure is not None:
                 waiter.set_exception(self._failure)
 
-    def _note_changed(self, row: LiveTrajectory) -> None:
-        """Add a row to the next batch: whole, or only its end if nothing else of it changed."""
-        ends = row.status in ENDED and row.id not in self._dirty
-        (self._ends if ends else self._dirty)[row.id] = row
-
     def _recall(self, trajectory_id: str) -> LiveTrajectory | None:
         return next(iter(live_rows(self._reader, "id = ?", (trajectory_id,))), None)
 
@@ -324,36 +324,11 @@ class Ledger:
         assert not self._closing, f"{self._path} is closed"
 
 
-def _settled(ledger: Path, step: int) -> list[PieceRow]:
-    with reading(ledger) as connection:
-        return list(piece_rows(connection, f"({SETTLED}) AND segment != ''", (step,)))
-
-
-def _holders(ledger: Path, segments: Collection[str]) -> list[int]:
-    with reading(ledger) as connection:
-        found = connection.execute("SELECT DISTINCT trajectory, segment FROM piece WHERE segment != ''")
-        return sorted({number for number, segment in found if segment in segments})
-
-
-def _ids_of(ledger: Path, numbers: Collection[int]) -> list[str]:
-    with reading(ledger) as connection:
-        query = "SELECT id FROM trajectory WHERE number = ?"
-        return [id for number in numbers for (id,) in connection.execute(query, (number,))]
-
-
-def _segments(ledger: Path) -> set[str]:
-    with reading(ledger) as connection:
-        return {
-            segment for (segment,) in connection.execute("SELECT DISTINCT segment FROM piece WHERE segment != ''")
-        }
-
-
 def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
     """Load the state on disk into a fresh machine."""
     rows = live_rows(connection, "status NOT IN ('consumed', 'dropped')")
     machine.live.update({row.id: row for row in rows})
-    accounting = read_accounting(connection)
-    machine.train, machine.eval = _tally(accounting.train), _tally(accounting.eval)
+    machine.counts = read_accounting(connection)
     marks = connection.execute(
         "SELECT (SELECT coalesce(max(number), 0) FROM trajectory),"
         " (SELECT coalesce(max(incarnation), 0) FROM incarnation),"
@@ -370,9 +345,3 @@ def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
     ).fetchone()
     if clock is not None:
         machine.clock = RunClock(*clock)
-
-
-def _tally(account: KindAccount) -> Tally:
-    tally = Tally(account.issued, account.consumed)
-    tally.dropped.update(account.dropped)
-    return tally

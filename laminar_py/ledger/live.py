@@ -1,13 +1,14 @@
-"""The live ledger of a run whose folder lies on a file system over a network, where SQLite's log does not work.
+"""The live ledger of a run whose folder lies on a network file system, where SQLite's write-ahead log cannot work.
 
-Its controller writes it on a disk of its own host, and copies it into the run's folder when it starts, at each
-checkpoint and when it ends; whoever else reads the run reads that copy. What a resume finds, and goes on from:
+The controller writes the live ledger on a disk of its own host. It copies the ledger into the run's folder at the
+start, at each checkpoint and at the end; other readers read the copy. A resume continues from one of them:
 
-live ledger that goes on from the copy (its controller was killed) -> the live one
-no live ledger (it ended, or ran on another host)                  -> the copy
-live ledger that does not (the run went on elsewhere meanwhile)    -> the copy; the other is put aside
+live ledger with the last event of the copy (the controller was killed)  -> the live ledger
+no live ledger (the run ended, or ran on another host)                   -> the copy
+live ledger without the last event of the copy (another host resumed)    -> the copy; the live ledger is renamed
 
-Invariant: the run's folder holds a whole ledger at any moment, and the newest checkpoint on record in it is there.
+The run's folder always holds a complete ledger and the newest checkpoint that is recorded in it
+(`tests/ledger/test_live.py`).
 """
 
 import os
@@ -18,16 +19,34 @@ from pathlib import Path
 
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import LEDGER_NAME, LedgerError, is_copy, log_path, reading, write_copy
-from laminar_py.ledger.file_systems import network_kind
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.local import link_local
 from laminar_py.records.host import sync
 
+_MOUNTS = Path("/proc/self/mountinfo")
+_NETWORK = {
+    *("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "9p", "afs", "auristorfs", "coda", "ncpfs", "davfs"),
+    *("lustre", "gpfs", "mmfs", "beegfs", "beegfs_nodev", "ceph", "wekafs", "glusterfs", "orangefs", "pvfs2"),
+    *("panfs", "gfs", "gfs2", "ocfs2", "acfs"),  # the last four: disks that several hosts share
+}
+_FUSE = "fuse."
+_LOCAL_FUSE = {
+    "fuse-overlayfs",
+    "mergerfs",
+    "unionfs",
+    "bindfs",
+    "ntfs-3g",
+    "gocryptfs",
+    "encfs",
+    "cryfs",
+    "lxcfs",
+}
 
-def own_disk(folder: Path, disk: Path) -> Path | None:
-    """The disk for the live ledger of a run in `folder`; None where that is written in the run's folder itself.
 
-    Raises `ConfigError` where it cannot be on `disk`.
+def ledger_disk(folder: Path, disk: Path) -> Path | None:
+    """Return the disk for the live ledger of a run in `folder`; None if the run's folder can hold it.
+
+    Raises `ConfigError` if a live ledger is needed and cannot be on `disk`.
     """
     kind = network_kind(folder)
     if kind is None:
@@ -44,31 +63,66 @@ def own_disk(folder: Path, disk: Path) -> Path | None:
     )
 
 
-def settle(run: RunFolder, disk: Path | None) -> list[str]:
-    """Have the `live_ledger` of a run that this process owns on `disk`; without one it is in the run's folder.
+def place_ledger(run: RunFolder, disk: Path | None) -> list[str]:
+    """Set `run.live_ledger` of a run that this process owns, and restore the file from the copy if need be.
 
-    Segments are on `disk` of each host then. Lines for the user on what is put aside, and on what is lost. Raises
-    `ConfigError`.
+    With a `disk` the ledger is there, and segments are on the disk of each host; without, both are in the run's
+    folder. Returns lines for the user about a renamed ledger and about lost events. Raises `ConfigError`.
     """
-    told = []
+    lines = []
     if disk is not None:
-        folder = _own_folder(run.live_folder(disk))
+        folder = _private_folder(run.live_folder(disk))
         run.live_ledger = live = folder / LEDGER_NAME
-        if _is_laid_out(live):
-            if run.has_ledger and _goes_on(live, run.ledger):
+        if live.is_file() and live.stat().st_size > 0:
+            if run.has_ledger and _continues(live, run.ledger):
                 _link_segments(run, disk)
                 return []
-            told.append(_put_aside(folder, run))
+            lines.append(_rename_folder(folder, run))
         _restore(run, live)
         run.went_back = run.has_ledger
         _link_segments(run, disk)
-    if run.has_ledger and (host := _left_by(run.ledger)):
-        told.append(f"{run.ledger}: is a copy that {host} made before it ended; what came after it is lost")
-    return told
+    if run.has_ledger and (host := _killed_host(run.ledger)):
+        lines.append(f"{run.ledger}: is a copy that {host} made before it ended; later events are lost")
+    return lines
+
+
+def copy_ledger(live: Path, ledger: Path) -> None:
+    """Copy a live ledger into the run's folder; return when the copy is on disk.
+
+    Until then the earlier copy stays. SQLite's files beside it come from a run that wrote the ledger in place.
+    """
+    unfinished = ledger.with_name(f"{ledger.name}.tmp")
+    write_copy(live, unfinished)
+    for end in ("-wal", "-shm"):
+        ledger.with_name(f"{ledger.name}{end}").unlink(missing_ok=True)
+    unfinished.replace(ledger)
+    sync(ledger.parent)
+
+
+def network_kind(folder: Path, mounts: str | None = None) -> str | None:
+    """Return the type of a folder's network file system, e.g. "nfs4"; None for a disk of this host.
+
+    The folder need not exist. `mounts` replaces the kernel's `/proc/self/mountinfo`.
+    """
+    kind = _kind(folder, _MOUNTS.read_text() if mounts is None else mounts)
+    is_remote = kind in _NETWORK or (kind.startswith(_FUSE) and kind.removeprefix(_FUSE) not in _LOCAL_FUSE)
+    return kind if is_remote else None
+
+
+def _kind(folder: Path, mounts: str) -> str:
+    """Find the type by device number, which no later mount hides; "" if no line has the number, as in Btrfs."""
+    place = folder.resolve()
+    device = next(path for path in (place, *place.parents) if path.exists()).stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.splitlines():
+        mount, _, source = line.partition(" - ")
+        if mount.split()[2] == number:
+            return source.split()[0]
+    return ""
 
 
 def _link_segments(run: RunFolder, disk: Path) -> None:
-    """Have segments on the disk of each host."""
+    """Link the run's segments to the disk of each host. Raises `ConfigError`."""
     place = run.local_segments(disk.resolve())
     try:
         link_local(run.segments, place)
@@ -79,68 +133,51 @@ def _link_segments(run: RunFolder, disk: Path) -> None:
         ) from None
 
 
-def copy_ledger(live: Path, ledger: Path) -> None:
-    """Put what a live ledger holds into the run's folder; return when it is on disk.
-
-    Until then the copy before it is there. What SQLite left beside that is of a run that was written in place.
-    """
-    unfinished = ledger.with_name(f"{ledger.name}.tmp")
-    write_copy(live, unfinished)
-    for end in ("-wal", "-shm"):
-        ledger.with_name(f"{ledger.name}{end}").unlink(missing_ok=True)
-    unfinished.replace(ledger)
-    sync(ledger.parent)
-
-
-def _own_folder(folder: Path) -> Path:
-    """A folder of this user alone, made if need be."""
+def _private_folder(folder: Path) -> Path:
+    """Return a folder of this user alone, which is created if missing. Raises `ConfigError`."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"runs_local={folder.parent}: {folder.name} cannot be made there ({error.strerror}); name another"
+            f"runs_local={folder.parent}: cannot create {folder.name} there ({error.strerror}); name another"
             " folder"
         ) from None
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(
-            f"runs_local={folder.parent}: {folder.name} in it is another user's; name another folder"
+            f"runs_local={folder.parent}: {folder.name} in it belongs to another user; name another folder"
         )
     return folder
 
 
-def _is_laid_out(ledger: Path) -> bool:
-    return ledger.is_file() and ledger.stat().st_size > 0
-
-
-def _goes_on(live: Path, copy: Path) -> bool:
-    """True where the last event of the copy is one of the live ledger: its hash covers all before it."""
+def _continues(live: Path, copy: Path) -> bool:
+    """Whether the live ledger has the last event of the copy, whose hash covers all events before it."""
     with reading(copy) as connection:
         last = connection.execute("SELECT seq, hash FROM head").fetchone()
     try:
         with reading(live) as connection:
             found = connection.execute("SELECT 1 FROM event WHERE seq = ? AND hash = ?", last).fetchone()
-    except LedgerError:  # a disk that lost something
+    except LedgerError:  # the disk lost something
         return False
     return found is not None
 
 
-def _put_aside(folder: Path, run: RunFolder) -> str:
-    """Keep a live ledger under another name, and make room for the one that the run goes on with."""
+def _rename_folder(folder: Path, run: RunFolder) -> str:
+    """Rename the folder of another live ledger, and create an empty one; return a line for the user."""
     names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     folder.rename(aside)
     folder.mkdir(mode=0o700)
-    why = "does not go on from" if run.has_ledger else "is of another run, not of"
-    return f"{folder / LEDGER_NAME}: {why} {run.ledger}, so it is not taken; it is kept in {aside}"
+    why = "does not continue" if run.has_ledger else "belongs to another run than"
+    return f"{folder / LEDGER_NAME}: {why} {run.ledger}, so it is not used; it is kept in {aside}"
 
 
 def _restore(run: RunFolder, live: Path) -> None:
-    """Have the run's ledger on the own disk, if it has one; whole once it is there, with the log beside it."""
-    for left in live.parent.iterdir():
-        left.unlink()
+    """Copy the run's ledger, if it has one, to the live ledger; the file gets its name when it is complete."""
+    for old in live.parent.iterdir():
+        old.unlink()
     if run.has_ledger:
-        if log_path(run.ledger).is_file():  # it was written in place
+        if log_path(run.ledger).is_file():  # an earlier controller wrote the ledger in place
             shutil.copyfile(log_path(run.ledger), log_path(live))
         unfinished = live.with_name(f"{live.name}.tmp")
         shutil.copyfile(run.ledger, unfinished)
@@ -149,8 +186,8 @@ def _restore(run: RunFolder, live: Path) -> None:
         sync(live.parent)
 
 
-def _left_by(ledger: Path) -> str:
-    """Host whose controller had not ended when a copy was made; "" for one that ended, and for no copy."""
+def _killed_host(ledger: Path) -> str:
+    """Return the host whose killed controller left a copy; "" if the controller ended or this is no copy."""
     if not is_copy(ledger):
         return ""
     with reading(ledger) as connection:

@@ -6,14 +6,14 @@ by the work in flight. An event that is illegal in the current state raises `Ill
 changes nothing; that is a bug, and it ends the run (law 1).
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import NoReturn
 from weakref import WeakValueDictionary
 
-from laminar_py.ledger.rows import Accounting, KindAccount
+from laminar_py.ledger.rows import Accounting
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import (
     AnyEvent,
@@ -48,7 +48,7 @@ from laminar_py.records.spans import (
     replace_spans,
     sampled_versions,
 )
-from laminar_py.records.trajectory import DropReason, Kind, Status
+from laminar_py.records.trajectory import Kind, Status
 from laminar_py.records.weights import Published
 
 TrajectoryEvent = (
@@ -71,15 +71,6 @@ class IllegalEventError(AssertionError):
     """An event is illegal in the state that the earlier events led to."""
 
 
-@dataclass(slots=True)
-class Tally:
-    """Counts of one kind of trajectory; live ones are counted separately, so that law 1 can be checked."""
-
-    issued: int = 0
-    consumed: int = 0
-    dropped: Counter[DropReason] = field(default_factory=Counter)
-
-
 @dataclass(slots=True, kw_only=True)
 class Marks:
     """The highest numbers on record; later events must exceed them."""
@@ -94,7 +85,7 @@ class Marks:
 
     @property
     def seen_version(self) -> int:
-        """The highest version that any event names; a learner may die before it reports its publish."""
+        """The highest version that any event names; a learner may crash before it reports its publish."""
         return max(self.unpublished, default=self.version)
 
     def published(self, version: int) -> None:
@@ -138,8 +129,7 @@ class Machine:
         self._ended: WeakValueDictionary[str, LiveTrajectory] = (
             WeakValueDictionary()
         )  # consumed, still referenced somewhere
-        self.train = Tally()
-        self.eval = Tally()
+        self.counts = Accounting()  # without live ones, which are counted separately, so that law 1 can be checked
         self.marks = Marks()
         self.clock = RunClock()
         self._now = 0.0  # time of the event being applied
@@ -204,19 +194,17 @@ class Machine:
         return row
 
     def adopt(self, left: LiveTrajectory) -> None:
-        """Replace the row of a live trajectory by a whole one that recovery built."""
+        """Replace the row of a live trajectory by the complete row that recovery built."""
         row = self.live.pop(left.id, left)
         left.last_seq = row.last_seq
         self.live[left.id] = left
 
     def accounting(self) -> Accounting:
         """Return counts of issued, consumed, dropped and live trajectories; looks at each live one."""
-        live = Counter(row.kind for row in self.live.values())
-        train, evaluation = (
-            KindAccount(tally.issued, tally.consumed, dict(tally.dropped), live[kind])
-            for tally, kind in ((self.train, Kind.TRAIN), (self.eval, Kind.EVAL))
-        )
-        return Accounting(train, evaluation)
+        accounting = deepcopy(self.counts)
+        for kind in Kind:
+            accounting.of_kind(kind).live = sum(row.kind is kind for row in self.live.values())
+        return accounting
 
     # ---- trajectories
 
@@ -238,7 +226,7 @@ class Machine:
             issued_s=self._now,
         )
         self.live[event.trajectory_id] = row
-        self._tally(row).issued += 1
+        self.counts.of_kind(row.kind).issued += 1
         return row
 
     def _assigned(self, event: Assigned) -> LiveTrajectory:
@@ -317,7 +305,7 @@ class Machine:
         row.step, row.version = event.step, event.version
         row.staleness, row.weight = event.staleness, event.weight
         self._ended[row.id] = self.live.pop(row.id)
-        self._tally(row).consumed += 1
+        self.counts.of_kind(row.kind).consumed += 1
         return row
 
     def _undone(self, event: Undone) -> LiveTrajectory:
@@ -327,7 +315,7 @@ class Machine:
             _refuse(event, f"it {state}")
         undo(row)
         self.live[row.id] = row
-        self._tally(row).consumed -= 1
+        self.counts.of_kind(row.kind).consumed -= 1
         return row
 
     def _dropped(self, event: Dropped) -> LiveTrajectory:
@@ -336,7 +324,8 @@ class Machine:
             _refuse(event, "it is not live")
         row.status, row.ended_s = Status.DROPPED, self._now
         row.drop_reason, row.drop_detail = event.reason, event.detail
-        self._tally(row).dropped[event.reason] += 1
+        dropped = self.counts.of_kind(row.kind).dropped
+        dropped[event.reason] = dropped.get(event.reason, 0) + 1
         return row
 
     # ---- the rest of the run
@@ -378,9 +367,6 @@ class Machine:
         if row.status not in allowed:
             _refuse(event, f"it is {row.status}")
         return row
-
-    def _tally(self, row: LiveTrajectory) -> Tally:
-        return self.train if row.kind is Kind.TRAIN else self.eval
 
 
 def undo(row: LiveTrajectory) -> None:

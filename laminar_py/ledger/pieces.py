@@ -1,7 +1,8 @@
 """References to stored pieces in SQLite, and the pieces that they name.
 
 The ledger writes references; recovery, archive and audit read them. SQLite has the place of a piece, a segment its
-bytes. Pieces that no checkpoint needs are in the archive instead (`ledger.archive`).
+bytes. Pieces that no checkpoint needs are in the archive instead, whose files have references of their own
+(`ledger.archive`).
 """
 
 import sqlite3
@@ -10,7 +11,7 @@ from itertools import islice
 
 import msgspec
 
-from laminar_py.ledger.segments.frames import AnyPiece, Buffer, arrays_of, describe, frame_digest, rebuild
+from laminar_py.ledger.segments.frames import AnyPiece
 from laminar_py.ledger.segments.reader import ElsewhereError, PayloadReader
 from laminar_py.ledger.segments.writer import tokens_ref
 from laminar_py.records.columns import Dtype
@@ -57,19 +58,12 @@ COLUMNS = PieceRow.__struct_fields__
 INSERT = f"INSERT INTO piece VALUES ({', '.join('?' * len(COLUMNS))})"
 
 
-class StoredPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A stored piece of trajectory number `trajectory`, unchanged.
+class StoredPiece(msgspec.Struct, frozen=True, gc=False):
+    """The piece of a reference; `fault` says why it is unreadable, or how it differs from the reference."""
 
-    `fault` says why it cannot be read, or how it differs from its reference.
-    """
-
-    trajectory: int
-    name: str
-    start: int
-    digest: bytes
+    row: PieceRow
     piece: AnyPiece | None
     fault: str = ""
-    counted: PieceRow | None = None  # the reference, if a simulation only counted its tokens
 
     @property
     def is_lost(self) -> bool:
@@ -82,31 +76,16 @@ class StoredPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.fault == ELSEWHERE
 
     @property
+    def is_counted(self) -> bool:
+        """Whether a simulation only counted its tokens."""
+        return self.fault == NOT_GENERATED
+
+    @property
     def tokens(self) -> Piece:
         """The piece of response tokens. Raises `PayloadLostError` if it cannot be read."""
         if not isinstance(self.piece, Piece):
             raise PayloadLostError(self.fault or "a column in the place of tokens")
         return self.piece
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether it is unchanged, and so is its reference."""
-        if self.piece is None or self.fault:
-            return False
-        return self.digest == frame_digest(describe(self.piece), arrays_of(self.piece))
-
-
-def rebuilt(
-    trajectory: int, name: str, start: int, digest: bytes, description: Buffer, arrays: Buffer
-) -> StoredPiece:
-    """Build a stored piece from its parts, which may have been changed."""
-    piece: AnyPiece | None = None
-    fault = ""
-    try:
-        piece = rebuild(description, arrays)
-    except PayloadLostError as error:
-        fault = str(error)
-    return StoredPiece(trajectory=trajectory, name=name, start=start, digest=digest, piece=piece, fault=fault)
 
 
 def piece_rows(
@@ -137,15 +116,7 @@ def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[S
                     fault = ELSEWHERE
                 except PayloadLostError as error:
                     fault = str(error)
-            yield StoredPiece(
-                trajectory=row.trajectory,
-                name=row.name,
-                start=row.start,
-                digest=row.digest,
-                piece=piece,
-                fault=fault,
-                counted=row if fault == NOT_GENERATED else None,
-            )
+            yield StoredPiece(row, piece, fault)
 
 
 def _matches(row: PieceRow, piece: AnyPiece) -> bool:
@@ -189,10 +160,10 @@ def spans_of(rows: Sequence[PieceRow]) -> tuple[Span, ...]:
 
 def split(pieces: Sequence[StoredPiece]) -> tuple[list[StoredPiece], list[StoredPiece]]:
     """Split a trajectory's pieces into tokens and columns, without duplicates that a crash left."""
-    once = list({(piece.name, piece.start, piece.digest): piece for piece in pieces}.values())
-    return [one for one in once if one.name == NO_COLUMN], [one for one in once if one.name != NO_COLUMN]
+    once = list({(one.row.name, one.row.start, one.row.digest): one for one in pieces}.values())
+    return [one for one in once if one.row.name == NO_COLUMN], [one for one in once if one.row.name != NO_COLUMN]
 
 
 def column_values(pieces: Sequence[StoredPiece]) -> dict[str, ColumnPiece]:
     """Return the readable columns among a trajectory's pieces, by name."""
-    return {one.name: one.piece for one in pieces if isinstance(one.piece, ColumnPiece)}
+    return {one.row.name: one.piece for one in pieces if isinstance(one.piece, ColumnPiece)}

@@ -1,24 +1,38 @@
-"""Recovery reads from the ledger the state with which a new controller continues a run.
+"""Start and recovery of a run: the first events of a controller, and the state from which a new one continues.
 
-It only reads; the caller appends the events that it returns. A partial response continues behind its last stored
-token.
+Recovery only reads the ledger; the caller appends the events that it returns. A partial response continues behind
+its last stored token.
 """
 
 import math
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import chain, groupby
 from pathlib import Path
 
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.database import LedgerError, reading
+from laminar_py.ledger.database import SCHEMA_VERSION, LedgerError, reading
 from laminar_py.ledger.machine import undo
 from laminar_py.ledger.pieces import PieceRow, columns_of, piece_rows, spans_of, tokens_of
-from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, sample_prompts
+from laminar_py.ledger.rows import decode_event, read_prompt
 from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.records.ages import WeightAges
-from laminar_py.records.events import AnyEvent, Checkpointed, Ready, RolledBack, RunStarted, Scored, Undone
+from laminar_py.records.events import (
+    AnyEvent,
+    Checkpointed,
+    Interrupted,
+    Ready,
+    RolledBack,
+    RunStarted,
+    Scaled,
+    Scored,
+    Undone,
+)
 from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.spans import decode_spans, replace_spans
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
@@ -47,20 +61,16 @@ class Recovered:
     eval_requests: dict[str, str] = field(default_factory=dict)  # of the last start, by evaluation set
 
 
-def _wherever(checkpoint: Checkpointed) -> bool:
-    return True
-
-
 def recover(
-    run: Path, *, ledger: Path | None = None, there: Callable[[Checkpointed], bool] = _wherever
+    run: Path, *, ledger: Path | None = None, exists: Callable[[Checkpointed], bool] = lambda _: True
 ) -> Recovered:
-    """Read the state of a run that ended or was killed, at its newest checkpoint for which `there` is true.
+    """Read the state of a run that ended or was killed, at its newest checkpoint for which `exists` is true.
 
     `ledger` names the file if it lies outside the run's folder. Raises `ConfigError` if the file cannot be read,
     if every recorded checkpoint is gone, or if the newest remaining one is older than the archive.
     """
     with reading(ledger or run) as connection:
-        checkpoint = newest_there(checkpoints_on_record(connection), there)
+        checkpoint = newest_existing(checkpoints_on_record(connection), exists)
         step = checkpoint.step if checkpoint else 0
         events = tuple(rollback_events(connection, step, "controller_died"))
         live = tuple(_live(connection, step))
@@ -84,6 +94,38 @@ def recover(
         )
 
 
+def first_events(
+    config: RunConfig,
+    *,
+    incarnation: int,
+    host: str,
+    data: dict[str, str],
+    resumed_step: int | None = None,
+    simulated: bool = False,
+) -> list[AnyEvent]:
+    """Return the events of a controller's start and of its fleet; `data` has a digest for each data source."""
+    started = RunStarted(
+        incarnation=incarnation,
+        host=host,
+        pid=os.getpid(),
+        schema=SCHEMA_VERSION,
+        config_digest=blake2b(config.model_dump_json().encode(), digest_size=16).hexdigest(),
+        drain=config.rollout.on_new_weights is OnNewWeights.DRAIN,
+        max_staleness=config.staleness.enforced,
+        resumed_step=resumed_step,
+        data=data,
+        eval_requests=config.eval.requests(config.rollout.sampling.params()),
+        simulated=simulated,
+    )
+    return [started, Scaled(tuple(range(config.rollout.replicas)), config.rollout.engine.servers)]
+
+
+def is_simulated(connection: sqlite3.Connection) -> bool:
+    """Return whether a record is of a simulation, which generates no tokens."""
+    started = _last_start(connection)
+    return started is not None and started.simulated
+
+
 def last_start(run: Path) -> RunStarted | None:
     """Return the event of a run's last start, None without one. Raises `ConfigError`."""
     with reading(run) as connection:
@@ -91,9 +133,16 @@ def last_start(run: Path) -> RunStarted | None:
 
 
 def known_prompts(run: Path, *, most: int) -> list[Prompt]:
-    """Return at most `most` recorded prompts, spread evenly, with one of each task. Raises `ConfigError`."""
+    """Return about `most` recorded prompts, spread evenly by id, and one of each task.
+
+    Each has the place in the stream for which it was first issued. Raises `ConfigError`.
+    """
     with reading(run) as connection:
-        return sample_prompts(connection, most=most)
+        ids = [id for (id,) in connection.execute("SELECT id FROM prompt ORDER BY id")]
+        chosen = set(ids[:: max(-(-len(ids) // most), 1)])
+        by_task = connection.execute("SELECT min(id) FROM prompt GROUP BY task LIMIT ?", (most,))
+        chosen.update(id for (id,) in by_task)
+        return [prompt for id in sorted(chosen) if (prompt := read_prompt(connection, id)) is not None]
 
 
 def is_finished(run: Path) -> bool:
@@ -187,12 +236,14 @@ def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
     return [event for event in events if isinstance(event, Checkpointed)]
 
 
-def newest_there(recorded: Sequence[Checkpointed], there: Callable[[Checkpointed], bool]) -> Checkpointed | None:
-    """Return the first checkpoint for which `there` is true, None if none was made.
+def newest_existing(
+    recorded: Sequence[Checkpointed], exists: Callable[[Checkpointed], bool]
+) -> Checkpointed | None:
+    """Return the first checkpoint for which `exists` is true, None if none was made.
 
     Raises `ConfigError` if all are gone.
     """
-    found = next(filter(there, recorded), None)
+    found = next(filter(exists, recorded), None)
     if found is None and recorded:
         raise ConfigError(
             f"checkpoint={recorded[0].path}: this folder and all older checkpoints are gone; restore it in the"
@@ -206,60 +257,47 @@ def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str,
     return {group: index for group, index in rows if group in groups}
 
 
-def _used_s(connection: sqlite3.Connection) -> dict[str, float]:
-    """Return seconds of generation of each live interrupted trajectory, from its events."""
-    rows = connection.execute(
-        "WITH live AS MATERIALIZED"
-        " (SELECT id, first_seq FROM trajectory WHERE status IN ('running', 'interrupted'))"
-        " SELECT subject, max(json_extract(body, '$.used_s')) FROM event"
-        " WHERE seq > (SELECT min(first_seq) FROM live) AND kind = 'interrupted'"
-        " AND subject IN (SELECT id FROM live) GROUP BY subject"
-    )
-    return {id: used_s or 0.0 for id, used_s in rows}
-
-
 def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
     where = f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}"
-    used_s, credits = _used_s(connection), _credits(connection, where, step)
+    rows = {row.id: row for row in live_rows(connection, where, (step,))}
+    for event in _events_of(connection, where, step):
+        match event:
+            case Interrupted():
+                rows[event.trajectory_id].used_s = event.used_s
+            case Scored():
+                row = rows[event.trajectory_id]
+                row.said, row.earned, row.roles = event.said, event.earned, event.roles
+            case Ready():
+                rows[event.trajectory_id].roles = event.roles
     pieces: dict[int, list[PieceRow]] = {}
     for piece in piece_rows(connection, where, (step,)):
         pieces.setdefault(piece.trajectory, []).append(piece)
-    for row in live_rows(connection, where, (step,)):
+    for row in rows.values():
         own = pieces.get(row.number, [])
         if row.length and not own:
             raise LedgerError(
                 f"trajectory={row.id}: its {row.length} tokens are in the archive, since no checkpoint of its time"
                 " was kept; resume from a later checkpoint"
             )
-        spans = spans_of(own) if row.spans is None else replace_spans(spans_of(own), decode_spans(row.spans))
-        if (credit := credits.get(row.id)) is not None:
-            row.roles = credit.roles
-            row.earned = credit.earned if isinstance(credit, Scored) else None
-        row.prompt, row.tokens, row.columns = _prompt(connection, row), tokens_of(own), columns_of(own)
-        row.token_spans = spans
-        row.used_s = used_s.get(row.id, 0.0)
+        prompt = read_prompt(connection, row.prompt_id, index=row.prompt_index)
+        if prompt is None:
+            raise LedgerError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; start a new run")
+        row.prompt, row.tokens, row.columns = prompt, tokens_of(own), columns_of(own)
+        row.token_spans = spans_of(own)
+        if row.spans is not None:
+            row.token_spans = replace_spans(row.token_spans, decode_spans(row.spans))
         if row.status is Status.CONSUMED:
             undo(row)
         yield row
 
 
-def _credits(connection: sqlite3.Connection, where: str, step: int) -> dict[str, Scored | Ready]:
-    """Return the last event with rewards of tokens or roles, by trajectory that meets the SQL condition."""
+def _events_of(connection: sqlite3.Connection, where: str, step: int) -> Iterator[AnyEvent]:
+    """Iterate over the interruptions, scores and advantages of trajectories that meet an SQL condition."""
     rows = connection.execute(
         f"WITH wanted AS MATERIALIZED (SELECT id, first_seq FROM trajectory WHERE {where})"
         " SELECT CAST(body AS BLOB) FROM event"
-        " WHERE seq > (SELECT min(first_seq) FROM wanted) AND kind IN ('scored', 'ready')"
-        " AND subject IN (SELECT id FROM wanted)"
-        " AND (json_extract(body, '$.earned') IS NOT NULL OR json_extract(body, '$.roles') IS NOT NULL)"
-        " ORDER BY seq",
+        " WHERE seq > (SELECT min(first_seq) FROM wanted) AND kind IN ('interrupted', 'scored', 'ready')"
+        " AND subject IN (SELECT id FROM wanted) ORDER BY seq",
         (step,),
     )
-    events = (decode_event(body) for (body,) in rows)
-    return {event.trajectory_id: event for event in events if isinstance(event, Scored | Ready)}
-
-
-def _prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt:
-    prompt = read_prompt(connection, row)
-    if prompt is None:
-        raise LedgerError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; start a new run")
-    return prompt
+    return (decode_event(body) for (body,) in rows)

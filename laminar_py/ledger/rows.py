@@ -4,13 +4,14 @@ The fields of `TrajectoryRow` are the columns of the table `trajectory` in `sche
 """
 
 import sqlite3
-from collections.abc import Iterable, Sequence
-from typing import get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
-from laminar_py.records.events import AnyEvent
+from laminar_py.records.events import AnyEvent, Finished
+from laminar_py.records.spans import decode_spans, num_turns
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 
 
@@ -58,13 +59,13 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     ended_s: float | None = None  # consumed or dropped
 
 
-class KindAccount(msgspec.Struct, frozen=True):
+class KindAccount(msgspec.Struct):
     """Law 1 for one kind, e.g. `KindAccount(issued=10, consumed=6, dropped={DropReason.STALE: 1}, live=3)`."""
 
-    issued: int
-    consumed: int
-    dropped: dict[DropReason, int]
-    live: int
+    issued: int = 0
+    consumed: int = 0
+    dropped: dict[DropReason, int] = {}
+    live: int = 0
 
     @property
     def balanced(self) -> bool:
@@ -75,8 +76,12 @@ class KindAccount(msgspec.Struct, frozen=True):
 class Accounting(msgspec.Struct, frozen=True):
     """Counts of issued, consumed, dropped and live trajectories, for training and evaluations."""
 
-    train: KindAccount
-    eval: KindAccount
+    train: KindAccount = msgspec.field(default_factory=KindAccount)
+    eval: KindAccount = msgspec.field(default_factory=KindAccount)
+
+    def of_kind(self, kind: Kind) -> KindAccount:
+        """Return the counts of one kind."""
+        return self.train if kind is Kind.TRAIN else self.eval
 
     @property
     def balanced(self) -> bool:
@@ -91,8 +96,6 @@ def column_values(row: TrajectoryRow) -> tuple[object, ...]:
     """Return the values of `COLUMNS`, enums as they are."""
     return msgspec.structs.astuple(row)[: len(COLUMNS)]
 
-
-PROMPT_COLUMNS = "id, idx, text, ids, answer, task, fields"
 
 KINDS = frozenset(
     str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)
@@ -124,29 +127,24 @@ def read_rows(
     return (msgspec.convert(row, TrajectoryRow) for row in cursor)
 
 
-def read_prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt | None:
-    """Return the prompt of a trajectory, with its place in the stream; None if it was not stored."""
-    stored = connection.execute(f"SELECT {PROMPT_COLUMNS} FROM prompt WHERE id = ?", (row.prompt_id,)).fetchone()
-    return None if stored is None else msgspec.structs.replace(_prompt(stored), index=row.prompt_index)
+def read_unchecked(
+    connection: sqlite3.Connection, where: str, values: tuple[object, ...]
+) -> Iterator[TrajectoryRow]:
+    """Iterate over rows as `read_rows` does, with values as they are stored: a damaged row raises no error."""
+    query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number"
+    return (TrajectoryRow(**dict(zip(COLUMNS, row, strict=True))) for row in connection.execute(query, values))
 
 
-def sample_prompts(connection: sqlite3.Connection, *, most: int) -> list[Prompt]:
-    """Return about `most` stored prompts, evenly by id, and one of each task.
-
-    Each has the place in the stream for which it was first issued.
-    """
-    ids = [id for (id,) in connection.execute("SELECT id FROM prompt ORDER BY id")]
-    chosen = set(ids[:: max(-(-len(ids) // most), 1)])
-    chosen.update(id for (id,) in connection.execute("SELECT min(id) FROM prompt GROUP BY task LIMIT ?", (most,)))
-    query = f"SELECT {PROMPT_COLUMNS} FROM prompt WHERE id = ?"
-    return [_prompt(connection.execute(query, (id,)).fetchone()) for id in sorted(chosen)]
-
-
-def _prompt(stored: tuple[str, int, str, bytes, str, str, bytes]) -> Prompt:
-    id, index, text, ids, answer, task, fields = stored
+def read_prompt(connection: sqlite3.Connection, id: str, *, index: int | None = None) -> Prompt | None:
+    """Return a prompt, at place `index` of the stream, by default its first place; None if it was not stored."""
+    query = "SELECT idx, text, ids, answer, task, fields FROM prompt WHERE id = ?"
+    stored = connection.execute(query, (id,)).fetchone()
+    if stored is None:
+        return None
+    first, text, ids, answer, task, fields = stored
     return Prompt(
         id=id,
-        index=index,
+        index=first if index is None else index,
         text=text,
         ids=np.frombuffer(ids, np.int32),
         answer=answer,
@@ -155,26 +153,41 @@ def _prompt(stored: tuple[str, int, str, bytes, str, str, bytes]) -> Prompt:
     )
 
 
+class FinishedTurns(NamedTuple):
+    """Turns of a finished trajectory, e.g. `FinishedTurns(17, Kind.TRAIN, 3, 0.42)`."""
+
+    number: int
+    kind: Kind
+    turns: int  # of the model
+    environment_s: float  # work of its environment, over all replicas
+
+
+def read_turns(connection: sqlite3.Connection) -> Iterator[FinishedTurns]:
+    """Iterate over the turns of all finished trajectories, unordered. Raises `msgspec.DecodeError` for bad spans.
+
+    Reports call it only for runs with an environment, since it scans all events, which have no index.
+    """
+    rows = connection.execute(
+        "SELECT number, trajectory.kind, spans, coalesce(json_extract(body, '$.environment_s'), 0.0) FROM event"
+        " CROSS JOIN trajectory ON id = subject WHERE event.kind = ? AND spans IS NOT NULL",
+        (Finished.__struct_config__.tag,),
+    )
+    for number, kind, spans, environment_s in rows:
+        yield FinishedTurns(number, Kind(kind), num_turns(decode_spans(spans)), environment_s)
+
+
 def read_accounting(connection: sqlite3.Connection) -> Accounting:
     """Count the rows of all trajectories."""
-    counts = connection.execute(
+    accounting = Accounting()
+    for kind, status, reason, count in connection.execute(
         "SELECT kind, status, drop_reason, count(*) FROM trajectory GROUP BY kind, status, drop_reason"
-    ).fetchall()
-    train, evaluation = (_count(counts, kind) for kind in (Kind.TRAIN, Kind.EVAL))
-    return Accounting(train, evaluation)
-
-
-def _count(counts: list[tuple[str, str, str | None, int]], kind: Kind) -> KindAccount:
-    issued = consumed = live = 0
-    dropped: dict[DropReason, int] = {}
-    for of_kind, status, reason, count in counts:
-        if of_kind != kind:
-            continue
-        issued += count
+    ):
+        account = accounting.of_kind(Kind(kind))
+        account.issued += count
         if status == Status.CONSUMED:
-            consumed += count
+            account.consumed += count
         elif reason is not None:
-            dropped[DropReason(reason)] = count
+            account.dropped[DropReason(reason)] = count
         else:
-            live += count
-    return KindAccount(issued, consumed, dropped, live)
+            account.live += count
+    return accounting

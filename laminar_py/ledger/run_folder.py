@@ -38,10 +38,10 @@ class RunFolder:
         self.path = path
         self.config = path / "config.yaml"
         self.ledger = path / LEDGER_NAME  # read by everybody
-        self.live_ledger = self.ledger  # written by its controller; see `live.settle`
+        self.live_ledger = self.ledger  # written by its controller; see `live.place_ledger`
         self.archive = path / "archive"
         self.segments = segments_path(path)  # of this host
-        self.went_back = False  # to a copy, since the live ledger is gone; see `live.settle`
+        self.went_back = False  # to a copy, since the live ledger is gone; see `live.place_ledger`
         self.metrics = path / "metrics.jsonl"
         self.fleet = path / "fleet.jsonl"
         self.summary = path / "summary.json"
@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def has_ledger(self) -> bool:
-        """Whether it has a ledger; an empty file is one whose creation was interrupted."""
+        """Whether it has a ledger; a crash during its creation leaves an empty file."""
         return self.ledger.is_file() and self.ledger.stat().st_size > 0
 
     @property

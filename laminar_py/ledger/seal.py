@@ -25,7 +25,7 @@ from laminar_py.ledger.database import (
     open_writer,
     segments_path,
 )
-from laminar_py.ledger.segments.folder import segments_in
+from laminar_py.ledger.segments.writer import segments_in
 from laminar_py.records.codec import DIGEST_BYTES, file_digest
 from laminar_py.records.host import sync, write_file
 
@@ -116,7 +116,7 @@ def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
 
 def _record(run: Path) -> list[str]:
     """Return the names of the record's files in a run's folder."""
-    payload = sorted((run / ARCHIVE_NAME).glob("*.parquet")) + segments_in(segments_path(run))
+    payload = segments_in(run / ARCHIVE_NAME) + segments_in(segments_path(run))
     return [name for name in RECORD if (run / name).is_file()] + [str(path.relative_to(run)) for path in payload]
 
 

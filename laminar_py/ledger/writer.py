@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 
 from laminar_py.ledger.pieces import INSERT, PieceRow
-from laminar_py.ledger.rows import COLUMNS, TrajectoryRow
+from laminar_py.ledger.rows import COLUMNS
 from laminar_py.records.codec import event_hash, prompt_digest
 from laminar_py.records.events import (
     AnyEvent,
@@ -41,19 +41,6 @@ _UPSERT_TRAJECTORY = (
     f"INSERT INTO trajectory VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (number) DO UPDATE SET "
     + ", ".join(f"{column} = excluded.{column}" for column in COLUMNS[COLUMNS.index("status") :])
 )
-
-_END = (  # columns that change when a trajectory is consumed or dropped
-    "status",
-    "last_seq",
-    "drop_reason",
-    "drop_detail",
-    "step",
-    "version",
-    "staleness",
-    "weight",
-    "ended_s",
-)
-_UPDATE_END = f"UPDATE trajectory SET {', '.join(f'{column} = ?' for column in _END)} WHERE number = ?"
 
 # Statements by which events that are not about a trajectory change other tables; event fields are the parameters.
 _STATEMENTS: dict[type, tuple[str, ...]] = {
@@ -101,7 +88,6 @@ class Unwritten:
 
     events: list[Stamped] = field(default_factory=list)
     rows: list[tuple[object, ...]] = field(default_factory=list)  # trajectory rows as columns
-    ends: list[tuple[object, ...]] = field(default_factory=list)  # `end_of` further rows
     prompts: list[Prompt] = field(default_factory=list)
     pieces: list[PieceRow] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)  # trajectories with unreadable pieces
@@ -130,7 +116,6 @@ class Writer:
             rows, head = self._chain(batch.events)
             connection.executemany("INSERT INTO event VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
             connection.executemany(_UPSERT_TRAJECTORY, batch.rows)
-            connection.executemany(_UPDATE_END, batch.ends)
             self._store_prompts(batch.prompts)
             connection.executemany(INSERT, map(msgspec.structs.astuple, batch.pieces))
             connection.executemany(
@@ -172,13 +157,6 @@ class Writer:
             )
             rows.append((seq, wall, mono, host, kind, subject, body.decode(), previous))
         return rows, (seq, previous)
-
-
-def end_of(row: TrajectoryRow) -> tuple[object, ...]:
-    """Return the columns `_END` of a row, and its number."""
-    reason = None if row.drop_reason is None else row.drop_reason.value
-    end = row.status.value, row.last_seq, reason, row.drop_detail
-    return (*end, row.step, row.version, row.staleness, row.weight, row.ended_s, row.number)
 
 
 _encoder = msgspec.json.Encoder()

@@ -207,7 +207,7 @@ def read_stories(
     """Read trajectories as `read_samples` does, each with its events."""
     found = find_model(ledger_path(run).parent, model)
     with reading(run) as connection:
-        responses = StoredResponses(ledger_path(run).parent, connection)
+        responses = StoredResponses(run, connection)
         stories = [read_story_from(connection, responses, trajectory_id) for trajectory_id in trajectory_ids]
         prompts = list({story.row.prompt_id for story in stories})
         by_prompt: dict[str, list[SampleRow]] = {prompt: [] for prompt in prompts}

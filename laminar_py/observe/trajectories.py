@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.ledger.rows import decode_event
-from laminar_py.ledger.turns import FinishedTurns, read_turns
+from laminar_py.ledger.rows import FinishedTurns, decode_event, read_turns
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.events import Assigned, Dropped, Finished, Interrupted
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind, Status

@@ -6,7 +6,6 @@ and the objective reads `terms.columns[name]`. Every scored trajectory has every
 a response without one counts as a failed reward.
 """
 
-from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -63,35 +62,3 @@ class ColumnError(ValueError):
 def token_values(array: Array) -> TokenValues:
     """Record of an array [L], whose dtype is one of `Dtype`."""
     return TokenValues(Dtype(array.dtype.name), array.tobytes())
-
-
-def check_columns(columns: Sequence[Column], given: Mapping[str, Array], *, length: int) -> dict[str, TokenValues]:
-    """Check the arrays that a reward function gave, and return the declared ones as records; others are ignored.
-
-    Raises `ColumnError` for a column that is missing, not finite, or of another type or length than `length`.
-    """
-    found = {}
-    for column in columns:
-        if column.source is Source.SCORER:
-            if column.name not in given:
-                raise ColumnError(f"the reward function gave no column {column.name!r}, which the algorithm needs")
-            found[column.name] = token_values(check_array(column, given[column.name], length=length))
-    return found
-
-
-def check_array(column: Column, array: Array, *, length: int) -> Array:
-    """Cast an array [length] to a column's type. Raises `ColumnError` if its numbers do not fit."""
-    if array.shape != (length,):
-        raise ColumnError(
-            f"column {column.name!r} has shape {array.shape}; return one number for each of {length} tokens"
-        )
-    integral = array.dtype.kind in "bui"
-    if not integral and (array.dtype.kind != "f" or column.dtype is Dtype.INT32):
-        raise ColumnError(f"column {column.name!r} holds {array.dtype}; return {column.dtype}")
-    if not np.isfinite(array).all():
-        raise ColumnError(f"column {column.name!r} holds a number that is not finite")
-    with np.errstate(over="ignore"):
-        cast = array.astype(column.dtype.value)
-    if not np.isfinite(cast).all() or (integral and column.dtype is Dtype.INT32 and (cast != array).any()):
-        raise ColumnError(f"column {column.name!r} holds a number beyond {column.dtype}")
-    return cast

@@ -32,7 +32,7 @@ class RefusedError(ValueError):
 
 
 class PauseMode(StrEnum):
-    """What `InferenceEngine.pause` does with running requests (SGLang's three modes)."""
+    """Effect of `InferenceEngine.pause` on running requests (SGLang's three modes)."""
 
     ABORT = "abort"  # end them and deliver their partial responses
     RETRACT = "retract"  # put them back into the queue and prefill them again

@@ -25,11 +25,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to an environment: the response up to the end of a turn of the model, or empty before the first
-    turn.
+    """Request to an environment: the response up to the end of the model's turn, empty before the first turn.
 
     E.g. `ModelTurn(trajectory_id="g3.1", problem=problem, response_ids=ids, spans=(Span(7, 0, 41),))`. It carries
-    the whole response, so that another process can rebuild an environment that died.
+    the whole response, so that another process can rebuild a crashed environment.
     """
 
     trajectory_id: str

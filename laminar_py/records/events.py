@@ -70,14 +70,14 @@ class PartStarted(Event, frozen=True):
 
 
 class PartDied(Event, frozen=True):
-    """The supervisor found a part dead or hanging, e.g. `PartDied("replica-1", "exit code -9")`."""
+    """The supervisor found that a part crashed or hangs, e.g. `PartDied("replica-1", "exit code -9")`."""
 
     part: str
     reason: str
 
 
 class Archived(Event, frozen=True):
-    """Responses of trajectories are in a Parquet file for good, e.g. `Archived("archive/0.parquet", 64, 8192,
+    """Responses of trajectories are in a file for good, e.g. `Archived("archive/pieces-17-0.segment", 64, 8192,
     digest)`."""
 
     path: str  # in the run folder
@@ -132,7 +132,7 @@ class Interrupted(Event, frozen=True, kw_only=True):
 class StreamCut(Event, frozen=True):
     """A stream broke off before the engine's last delta, e.g. `StreamCut("g3.1", 2, 41)`.
 
-    Until the trajectory continues, two facts stay open: the exact place of a change of version under it, and the
+    Until the trajectory continues, two facts stay open: the exact token at which its version changed, and the
     experts that its tokens were routed to.
     """
 
@@ -142,7 +142,7 @@ class StreamCut(Event, frozen=True):
 
 
 class Restamped(Event, frozen=True):
-    """The engine's last delta corrected the place of a change of version, e.g. `Restamped("g3.1", spans)`."""
+    """The engine's last delta corrected the token of a version's change, e.g. `Restamped("g3.1", spans)`."""
 
     trajectory_id: str
     spans: tuple[Span, ...]  # cover the whole response so far

@@ -100,7 +100,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OrderFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """State of the order of problems, e.g. `OrderFigures(open_levels=2, solved={"1": 0.9, "2": 0.2})`."""
+    """State of the problem order, e.g. `OrderFigures(open_levels=2, solved={"1": 0.9, "2": 0.2})`."""
 
     open_levels: int = 0  # `curriculum`: number over all sources
     solved: dict[str, float] = {}  # `curriculum`: level -> share of solved responses in its last groups

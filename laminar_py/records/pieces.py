@@ -29,7 +29,7 @@ class PayloadLostError(Exception):
     """A piece cannot be read: its host, its file or its bytes are gone. The message says which."""
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Piece(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False, tag="tokens"):
     """Response tokens [start, start + n) of a trajectory, from one assignment to a replica, e.g. 41 tokens of
     "g3.1":
 
@@ -56,7 +56,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.start + len(self.ids) // 4
 
 
-class ColumnPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ColumnPiece(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False, tag="column"):
     """A column of one response, e.g. `ColumnPiece(trajectory_id="g3.1", name="token_rewards", values=values)`."""
 
     trajectory_id: str

@@ -7,6 +7,7 @@ import msgspec
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import EngineStatus, SamplingParams
 from laminar_py.records.environment import Problem
+from laminar_py.records.events import VersionLoaded
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
@@ -97,15 +98,6 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     held_s: float = 0.0  # seconds that it kept its version only for trajectories whose environments work
 
 
-class WeightLoad(msgspec.Struct, frozen=True):
-    """A replica loaded a version, e.g. `WeightLoad(7, digest, 0.8)`."""
-
-    version: int
-    digest: str
-    elapsed_s: float
-    checksum: str | None = None  # `InferenceEngine.checksum` after the load; None: not verified
-
-
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a replica to the controller, e.g. `ReplicaReport(replica=2, status=status, admissible=16,
     received=48)`."""
@@ -116,7 +108,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     received: int  # new trajectories in its life; the controller subtracts later ones from `admissible`
     generated: int = 0  # training tokens since the last report
     progress: tuple[Progress, ...] = ()
-    loads: tuple[WeightLoad, ...] = ()
+    loads: tuple[VersionLoaded, ...] = ()
     lost: tuple[str, ...] = ()  # assigned trajectories whose version no relay has any more
 
 
@@ -127,4 +119,4 @@ class Move:
     trajectory_id: str
     source: int  # replica
     destination: int  # replica
-    prefill: int  # tokens whose KV cache the destination computes anew; 0 if it had not begun
+    prefill: int  # tokens that the destination prefills again; 0 before the first token

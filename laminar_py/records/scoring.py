@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -177,24 +177,3 @@ class PoolAddresses(msgspec.Struct, frozen=True):
 
     number: int  # counts updates: the higher number is the newer
     pools: dict[str, list[ServerAddress]]
-
-
-class ScorerHandle(Protocol):
-    """A scorer, in whatever process it runs. The scoring stage calls it."""
-
-    @property
-    def at_once(self) -> int:
-        """Number of responses that it works on at the same time."""
-        ...
-
-    async def submit_responses(self, responses: Sequence[Unscored]) -> None:
-        """Hand over responses. Each gets one score; a failure is a score with its reason."""
-        ...
-
-    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
-        """Hand over partial responses to terms that work ahead; no answer comes back."""
-        ...
-
-    async def next_scores(self) -> list[Score]:
-        """Wait until a score is there and return all that are."""
-        ...

@@ -6,8 +6,8 @@ function here returns is in order, holds no empty span, and merges neighbours th
 
 Tokens stand in the order in which they came. Most follow all tokens before them, and the response is one sequence
 behind its prompt. A span that `follows` fewer begins a branch: the conversation continued from an earlier place,
-or started anew. A learner sees one sequence for each leaf of the tree. Each token is trained on (`own`) in exactly
-one of these sequences; the others have it as context (`tests/records/test_spans.py`).
+or started with an empty context. A learner sees one sequence for each leaf of the tree. Each token is trained on
+(`own`) in exactly one of these sequences; the others have it as context (`tests/records/test_spans.py`).
 """
 
 import sys
@@ -84,7 +84,7 @@ def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tup
 
 
 def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Put the spans `by` in place of the spans of the same tokens, or append them.
+    """Replace the spans of some tokens by `by`, or append them.
 
     E.g. 7: [0, 5) by 8: [4, 9) makes 7: [0, 4), 8: [4, 9).
     """
@@ -134,7 +134,7 @@ def sampled_mask(spans: Iterable[Span], length: int) -> BoolArray:
 
 
 def num_turns(spans: Iterable[Span]) -> int:
-    """Number of turns of the model: stretches of sampled tokens, however many versions each has."""
+    """Number of the model's turns: stretches of sampled tokens, each of one or more versions."""
     turns, sampled = 0, False
     for span in spans:
         turns += span.version is not None and not sampled

@@ -73,7 +73,7 @@ class DropReason(StrEnum):
     GROUP_LOST = "group_lost"  # too few members of its group are left
     ENVIRONMENT_FAILED = "environment_failed"  # the environment raised, or its answer was invalid
     ENVIRONMENT_TIMEOUT = "environment_timeout"  # the environment took too long
-    ENVIRONMENT_LOST = "environment_lost"  # the environment died and cannot be rebuilt
+    ENVIRONMENT_LOST = "environment_lost"  # the environment crashed and cannot be rebuilt
     REWARD_FAILED = "reward_failed"  # the reward function raised
     REWARD_TIMEOUT = "reward_timeout"  # the reward function took too long
     RUN_ENDED = "run_ended"  # an evaluation was under way when the run ended
@@ -98,7 +98,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     fields_json: bytes = b"{}"  # other fields of its line, for the reward alone, e.g. `b'{"level": 3}'`
 
 
-class _Sample(msgspec.Struct, frozen=True, kw_only=True):
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of a finished sample that do not depend on whether its tokens are at hand."""
 
     id: str
@@ -126,7 +126,7 @@ class _Sample(msgspec.Struct, frozen=True, kw_only=True):
         return min(span.version for span in self.spans if span.version is not None)
 
 
-class FinishedTrajectory(_Sample, frozen=True, kw_only=True):
+class FinishedTrajectory(Sample, frozen=True, kw_only=True):
     """A finished sample by reference, e.g. "g3.1" with 41 response tokens in one piece under version 7:
 
     `FinishedTrajectory(id="g3.1", tokens=(TokensRef(0, 41, at),), num_trained=41, spans=(Span(7, 0, 41),), ...)`.
@@ -149,7 +149,7 @@ class FinishedTrajectory(_Sample, frozen=True, kw_only=True):
         return [*(tokens.at for tokens in self.tokens), *(column.at for column in self.columns.values())]
 
 
-class Trajectory(_Sample, frozen=True, kw_only=True):
+class Trajectory(Sample, frozen=True, kw_only=True):
     """A finished sample with its tokens, e.g. "g3.1" with 41 response tokens under version 7:
 
     `Trajectory(id="g3.1", response_ids=ids, logprobs=logprobs, loss_mask=mask, spans=(Span(7, 0, 41),), ...)`.

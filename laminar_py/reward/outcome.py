@@ -19,9 +19,9 @@ from laminar_py.records.columns import (
     Array,
     Column,
     ColumnError,
+    Dtype,
+    Source,
     TokenValues,
-    check_array,
-    check_columns,
     token_values,
 )
 from laminar_py.records.scoring import Reward, ScoringRequest
@@ -94,7 +94,7 @@ def check_reward(given: GivenReward, columns: Sequence[Column], *, length: int) 
     Raises `ColumnError` if the value or a column has a wrong type, shape or size.
     """
     wanted = [column for column in columns if column.name in given.columns]
-    found = check_columns(wanted, given.columns, length=length)
+    found = _check_columns(wanted, given.columns, length=length)
     if not given.value.ndim:
         if given.value.dtype.kind in "biuf" and abs(given.value) <= LARGEST:
             return Outcome(
@@ -104,7 +104,7 @@ def check_reward(given: GivenReward, columns: Sequence[Column], *, length: int) 
             f"the reward function returned {given.shown}; return a finite number up to {LARGEST:g}, or one for"
             f" each of {length} tokens"
         )
-    rewards = check_array(PROCESS_REWARDS, given.value, length=length)
+    rewards = _check_array(PROCESS_REWARDS, given.value, length=length)
     with np.errstate(over="ignore"):
         total = float(rewards.sum())
     if not max(np.abs(rewards).max(initial=0.0), abs(total)) <= LARGEST:
@@ -113,6 +113,40 @@ def check_reward(given: GivenReward, columns: Sequence[Column], *, length: int) 
         )
     columns_found = found | {TOKEN_REWARDS: token_values(rewards)}
     return Outcome(value=total, columns=columns_found, text=given.text, said=given.said)
+
+
+def _check_columns(
+    columns: Sequence[Column], given: Mapping[str, Array], *, length: int
+) -> dict[str, TokenValues]:
+    """Check the arrays that a reward function gave, and return the declared ones as records; others are ignored.
+
+    Raises `ColumnError` for a column that is missing, not finite, or of another type or length than `length`.
+    """
+    found = {}
+    for column in columns:
+        if column.source is Source.SCORER:
+            if column.name not in given:
+                raise ColumnError(f"the reward function gave no column {column.name!r}, which the algorithm needs")
+            found[column.name] = token_values(_check_array(column, given[column.name], length=length))
+    return found
+
+
+def _check_array(column: Column, array: Array, *, length: int) -> Array:
+    """Cast an array [length] to a column's type. Raises `ColumnError` if its numbers do not fit."""
+    if array.shape != (length,):
+        raise ColumnError(
+            f"column {column.name!r} has shape {array.shape}; return one number for each of {length} tokens"
+        )
+    integral = array.dtype.kind in "bui"
+    if not integral and (array.dtype.kind != "f" or column.dtype is Dtype.INT32):
+        raise ColumnError(f"column {column.name!r} holds {array.dtype}; return {column.dtype}")
+    if not np.isfinite(array).all():
+        raise ColumnError(f"column {column.name!r} holds a number that is not finite")
+    with np.errstate(over="ignore"):
+        cast = array.astype(column.dtype.value)
+    if not np.isfinite(cast).all() or (integral and column.dtype is Dtype.INT32 and (cast != array).any()):
+        raise ColumnError(f"column {column.name!r} holds a number beyond {column.dtype}")
+    return cast
 
 
 def describe(error: BaseException) -> str:

@@ -8,8 +8,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
-from laminar_py.records.scoring import Score, ScorerHandle, Unfinished, Unscored
+from laminar_py.records.scoring import Score, Unfinished, Unscored
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,27 @@ SMOOTHING = 0.1  # weight of the newest score in the mean time of a score
 
 class ScorerCrashedError(Exception):
     """The process of a scorer has died. A `ScorerHandle` raises it, and the stage starts a replacement."""
+
+
+class ScorerHandle(Protocol):
+    """A scorer, in whatever process it runs. The scoring stage calls it."""
+
+    @property
+    def at_once(self) -> int:
+        """Number of responses that it works on at the same time."""
+        ...
+
+    async def submit_responses(self, responses: Sequence[Unscored]) -> None:
+        """Hand over responses. Each gets one score; a failure is a score with its reason."""
+        ...
+
+    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
+        """Hand over partial responses to terms that work ahead; no answer comes back."""
+        ...
+
+    async def next_scores(self) -> list[Score]:
+        """Wait for a score, and return all available scores."""
+        ...
 
 
 class ScorerLoad:

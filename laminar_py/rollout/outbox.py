@@ -8,8 +8,9 @@ import math
 from dataclasses import dataclass, field
 
 from laminar_py.records.engine import EngineStatus
+from laminar_py.records.events import VersionLoaded
 from laminar_py.records.host import Clock
-from laminar_py.records.replica import Assignment, Progress, ReplicaReport, WeightLoad
+from laminar_py.records.replica import Assignment, Progress, ReplicaReport
 
 GATHER_S = 0.1
 
@@ -22,7 +23,7 @@ class Outbox:
     clock: Clock
     gather_s: float = GATHER_S  # for which news gathers
     progress: list[Progress] = field(default_factory=list)
-    loads: list[WeightLoad] = field(default_factory=list)
+    loads: list[VersionLoaded] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # trajectories whose version no relay has
     generated: int = 0  # training tokens
     urgent: asyncio.Event = field(default_factory=asyncio.Event)  # there is news to report

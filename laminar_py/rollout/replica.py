@@ -22,8 +22,9 @@ from pathlib import Path
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.records.engine import EngineLostError, EngineStatus, InferenceEngine, PauseMode, SamplingParams
 from laminar_py.records.environment import Environments
+from laminar_py.records.events import VersionLoaded
 from laminar_py.records.host import Clock
-from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.records.trajectory import Kind
 from laminar_py.records.weights import PulledVersion, VersionLostError, WeightSource
 from laminar_py.repack.signals import EngineSpeed
@@ -90,7 +91,15 @@ class WeightLoader:
         self.version = pulled.version
         self._streams.serving.set()
         elapsed = self._out.clock.now() - began
-        self._out.loads.append(WeightLoad(pulled.version, pulled.digest, elapsed, checksum))
+        self._out.loads.append(
+            VersionLoaded(
+                replica=self._out.index,
+                version=pulled.version,
+                digest=pulled.digest,
+                elapsed_s=elapsed,
+                checksum=checksum,
+            )
+        )
         log.info("replica %d serves version %d after %.3f s", self._out.index, pulled.version, elapsed)
 
 

@@ -80,9 +80,9 @@ async def test_without_responses_an_export_is_the_table(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("there.jsonl", "is there already; name a new file"),
-        ("out.csv", "its suffix says neither .jsonl nor .parquet"),
-        ("no/out.jsonl", "there is no folder"),
+        ("there.jsonl", "exists already; name a new file"),
+        ("out.csv", "its suffix is neither .jsonl nor .parquet"),
+        ("no/out.jsonl", "does not exist; create it"),
     ],
 )
 async def test_an_export_that_cannot_be_is_refused_and_leaves_nothing(tmp_path, out, message):

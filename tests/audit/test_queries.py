@@ -3,7 +3,6 @@
 import pytest
 
 from laminar_py.ledger.audit.queries import Filters, accounting, listing, staleness_histogram
-from laminar_py.ledger.audit.stories import read_story
 from laminar_py.ledger.rows import KindAccount
 from laminar_py.records.events import Dropped
 from laminar_py.records.trajectory import DropReason, Kind, Status
@@ -60,16 +59,3 @@ async def test_staleness_is_counted_for_what_was_trained_on(tmp_path):
 async def test_listing_passes_what_meets_all_filters(tmp_path, filters, ids):
     await a_run(tmp_path)
     assert [row.id for row in listing(tmp_path, filters)] == ids
-
-
-async def test_a_listing_may_be_cut_short(tmp_path):
-    await a_run(tmp_path)
-    assert [row.id for row in listing(tmp_path, Filters(), limit=2)] == ["g0.0", "g0.1"]
-
-
-async def test_a_bad_question_is_answered_in_one_line(tmp_path):
-    await a_run(tmp_path)
-    with pytest.raises(ValueError, match=r"trajectory=g9\.9: not in"):
-        read_story(tmp_path, "g9.9")
-    with pytest.raises(ValueError, match="staleness=~3: not a comparison"):
-        list(listing(tmp_path, Filters(staleness="~3")))

@@ -4,8 +4,8 @@ import sqlite3
 
 import pytest
 
+from laminar_py.ledger.audit.checks import Rule
 from laminar_py.ledger.audit.verify import verify
-from laminar_py.ledger.audit.violations import Rule
 from laminar_py.ledger.database import LEDGER_NAME, open_writer
 from laminar_py.ledger.writer import Stamped, Unwritten, Writer
 from laminar_py.records.columns import token_values
@@ -22,7 +22,7 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, Kind
-from tests.builders import make_experts, make_mask
+from tests.builders import make_evaluated, make_experts, make_mask
 from tests.ledger.runs import (
     begin,
     consume,
@@ -31,6 +31,7 @@ from tests.ledger.runs import (
     make_ready,
     open_ledger,
     run_to,
+    score,
     store,
     store_columns,
     tokens,
@@ -98,30 +99,21 @@ async def test_a_good_run_has_no_findings(tmp_path):
         ("DELETE FROM step", "rows", "step of event 26"),
         ("UPDATE prompt SET answer = '5' WHERE id = 'p1'", "rows", "prompt p1"),
         ("DELETE FROM prompt WHERE id = 'p1'", "rows", "g1.0"),
-        ("UPDATE piece SET segment = segment || 'x' WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET segment = '../../x' WHERE trajectory = 2", "spans", "g1.0"),
-        ("UPDATE piece SET segment = CAST(x'00' AS TEXT) WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET segment = '' WHERE trajectory = 2", "rows", "g1.0"),
         ("UPDATE piece SET segment = '(counted)' WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET offset = offset + 1 WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET offset = -1 WHERE trajectory = 2", "spans", "g1.0"),
-        ("UPDATE piece SET num_bytes = num_bytes - 1 WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET num_bytes = 1 << 60 WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET digest = zeroblob(16) WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET spans = '[[1,0,5]]' WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET spans = '[[' WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET start = 1 WHERE trajectory = 2", "spans", "g1.0"),
-        ("UPDATE piece SET end = 6 WHERE trajectory = 5 AND name = ''", "spans", "g3.0"),
         ("UPDATE piece SET routed = 0 WHERE trajectory = 5 AND name = ''", "spans", "g3.0"),
-        ("UPDATE piece SET dtype = 'int32' WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET trajectory = 99 WHERE trajectory = 2", "spans", "g1.0"),
         ("DELETE FROM piece WHERE trajectory = 5 AND name = ''", "spans", "g3.0"),
         ("UPDATE piece SET name = 'hints' WHERE trajectory = 5 AND name = ''", "rows", "column hints of g3.0"),
         ("UPDATE piece SET name = 'hints' WHERE name = 'token_rewards'", "rows", "column hints of g3.0"),
-        ("UPDATE piece SET dtype = 'int32' WHERE name = 'token_rewards'", "rows", "column token_rewards of g3.0"),
-        ("UPDATE piece SET end = 5 WHERE name = 'token_rewards'", "rows", "column token_rewards of g3.0"),
-        ("UPDATE piece SET routed = 5 WHERE name = 'token_rewards'", "rows", "column token_rewards of g3.0"),
-        ("UPDATE piece SET offset = 0 WHERE name = 'token_rewards'", "rows", "column token_rewards of g3.0"),
         ("UPDATE trajectory SET restamped = 5 WHERE id = 'g0.0'", "rows", "g0.0"),
     ],
 )
@@ -233,18 +225,8 @@ def other_bytes(ledger):
 
 
 def other_bytes_in_a_relay(ledger):
-    ledger.append(
-        Relayed(
-            node="relay-2",
-            version=1,
-            digest="digest0",
-            num_bytes=10,
-            base=None,
-            wire_bytes=10,
-            first_byte_s=0.1,
-            elapsed_s=0.2,
-        )
-    )
+    held = {"num_bytes": 10, "base": None, "wire_bytes": 10, "first_byte_s": 0.1, "elapsed_s": 0.2}
+    ledger.append(Relayed(node="relay-2", version=1, digest="digest0", **held))
 
 
 def unpublished_load(ledger):
@@ -368,3 +350,15 @@ async def test_a_partial_run_is_judged_by_what_is_there(tmp_path):
         finish(ledger, "g0.0", [(0, 0, 5)])
         await ledger.commit()
         assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize(("reward", "is_found"), [(1.0, False), (0.0, True)])
+async def test_figures_that_do_not_follow_from_the_answers_are_found(tmp_path, reward, is_found):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        issue(ledger, "e0-heldout.0", kind=Kind.EVAL)
+        run_to(ledger, "e0-heldout.0", [(1, 0, 7)])
+        score(ledger, "e0-heldout.0", [(1, 0, 7)], reward=reward)
+        ledger.append(make_evaluated(1.0, version=1, step=1, problems=1, length=7))
+    lines = [str(violation) for violation in verify(tmp_path)]
+    assert any("evaluation e0-heldout: says accuracy 1.000" in line for line in lines) == is_found

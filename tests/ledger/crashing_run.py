@@ -8,7 +8,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from laminar_py.ledger.live import settle
+from laminar_py.ledger.live import place_ledger
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Interrupted, VersionPublished
@@ -31,7 +31,7 @@ from tests.ledger.runs import (
 
 async def lead(folder: Path, disk: Path | None = None) -> None:
     run = RunFolder(folder)
-    assert settle(run, disk) == []
+    assert place_ledger(run, disk) == []
     recovered = recover(folder, ledger=run.live_ledger) if run.has_ledger else None
     async with open_ledger(run.live_ledger.parent, copy=run.ledger if disk else None) as ledger:
         incarnation = recovered.incarnation if recovered else 1

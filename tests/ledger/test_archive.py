@@ -1,4 +1,4 @@
-"""Settled responses move to Parquet and stay findable."""
+"""Settled responses move to the archive and stay findable."""
 
 import json
 import os
@@ -15,10 +15,9 @@ from laminar_py.ledger.database import LEDGER_NAME, LedgerError, reading, segmen
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import read_rows
-from laminar_py.ledger.segments.folder import segments_in
+from laminar_py.ledger.segments.writer import segments_in
 from laminar_py.records.columns import token_values
-from laminar_py.records.events import Assigned, Dropped, Restamped
-from laminar_py.records.pieces import SamplingMask, pack_mask
+from laminar_py.records.events import Assigned, Dropped
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 from tests.builders import make_experts
@@ -27,7 +26,6 @@ from tests.ledger.runs import (
     begin,
     checkpoint,
     consume,
-    finish,
     issue,
     make_ready,
     open_ledger,
@@ -114,8 +112,7 @@ async def test_a_crash_before_references_are_forgotten_leaves_pieces_in_both_pla
     assert verify(tmp_path) == []
 
 
-async def test_a_lost_archive_is_found_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive, "_ROW_GROUP_BYTES", 20)
+async def test_a_lost_archive_is_found_out(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         await settle(ledger)
         await move_to_archive(ledger, 1)
@@ -123,27 +120,6 @@ async def test_a_lost_archive_is_found_out(tmp_path, monkeypatch):
     (file,) = (tmp_path / "archive").iterdir()
     os.remove(file)
     assert {finding.subject for finding in verify(tmp_path)} == {"g0.0", "g3.0", f"archive/{file.name}"}
-
-
-async def test_masks_experts_and_corrected_spans_are_in_the_archive_too(tmp_path):
-    spans = (Span(0, 0, 2), Span(1, 2, 7, 0))
-    async with open_ledger(tmp_path) as ledger:
-        begin(ledger, versions=(0, 1))
-        issue(ledger, "g0.0")
-        run_to(ledger, "g0.0", [(0, 0, 3), (1, 3, 7)], recorded=True)
-        ledger.append(Restamped("g0.0", spans))
-        finish(ledger, "g0.0", [(0, 0, 2), (1, 2, 7, 0)])
-        ledger.append_all(consume(1, 1, "g0.0"))
-        ledger.append(checkpoint(1, 1))
-        await ledger.commit()
-        stored = read_story(tmp_path, "g0.0").response
-        assert stored.routed_experts == make_experts(0, 9)
-        assert await move_to_archive(ledger, 1) == 1
-    moved = read_story(tmp_path, "g0.0").response
-    assert moved.spans == spans
-    assert pack_mask(moved.sampling_mask) == pack_mask(stored.sampling_mask)
-    assert moved.routed_experts == stored.routed_experts == make_experts(0, 9)
-    assert verify(tmp_path) == []
 
 
 async def test_experts_that_came_without_tokens_survive_a_crash_of_the_archive(tmp_path):
@@ -162,22 +138,6 @@ async def test_experts_that_came_without_tokens_survive_a_crash_of_the_archive(t
     assert sum(len(list(file_pieces(path))) for path in archive_files(tmp_path)) == 6
     assert read_story(tmp_path, "g0.0").response.routed_experts == make_experts(0, 7)
     assert verify(tmp_path) == []
-
-
-async def test_tokens_without_a_mask_were_drawn_from_the_whole_vocabulary(tmp_path):
-    """As of a run that was resumed with a cut that it had not before."""
-    async with open_ledger(tmp_path) as ledger:
-        begin(ledger)
-        issue(ledger, "g0.0")
-        ledger.append(Assigned("g0.0", 0, 1, 0))
-        mask = SamplingMask(np.array([2, 1], np.int32), np.array([3, 5, 9], np.int32))
-        for start, end, recorded in ((0, 3, None), (3, 5, mask)):
-            spans = (Span(0, start, end),)
-            store(ledger, "g0.0", start, end, spans, sampling_mask=recorded)
-    found = read_response(tmp_path, "g0.0")
-    assert found.sampling_mask.counts.tolist() == [0, 0, 0, 2, 1]
-    assert found.sampling_mask.ids.tolist() == [3, 5, 9]
-    assert found.routed_experts is None
 
 
 async def archived_run(run):
@@ -202,10 +162,9 @@ async def test_a_changed_file_of_the_archive_is_refused_in_one_line_and_not_open
     use(tmp_path)
     for name in (
         "laminar_py.ledger.responses",
-        "laminar_py.ledger.audit.stored",
         "laminar_py.ledger.audit.responses",
     ):
-        monkeypatch.setattr(f"{name}.file_pieces", lambda *_: pytest.fail("opened, which can end the process"))
+        monkeypatch.setattr(f"{name}.file_pieces", lambda *_: pytest.fail("opened"))
     whole = file.read_bytes()
     file.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
     message = f"archive={file}: was changed since it was written; restore it"
@@ -226,7 +185,7 @@ async def test_a_resume_that_needs_what_is_in_the_archive_is_refused_in_one_line
     await archived_run(tmp_path)
     assert [one.id for one in recover(tmp_path).live] == ["g2.0"]
     with pytest.raises(LedgerError, match=r"trajectory=g1\.0: .* in the archive") as refused:
-        recover(tmp_path, there=lambda one: one.step == 1)  # g1.0 would be ready again
+        recover(tmp_path, exists=lambda one: one.step == 1)  # g1.0 would be ready again
     assert "\n" not in str(refused.value)
 
 
@@ -296,21 +255,6 @@ async def test_a_file_of_the_archive_leaves_out_what_cannot_be_read_whole_and_na
     assert "ends before byte" in answer.unreadable[4]
     (path,) = archive_files(tmp_path)
     assert list(file_pieces(path)) == [], "half of a response is of no use"
-
-
-async def test_what_can_be_read_is_archived_though_other_pieces_cannot(tmp_path):
-    async with open_ledger(tmp_path) as ledger:
-        await settle(ledger)
-        rows = await ledger.settled_pieces(1)
-        flip(tmp_path, rows[0].offset + rows[0].num_bytes - 1)
-        answer = await write_archive(ledger, 1)
-        await ledger.archived([answer.event], [4])
-        await ledger.record_lost_pieces(answer.unreadable.keys(), answer.unreadable[1])
-        assert await ledger.settled_pieces(1) == []
-    assert [piece.trajectory for piece in file_pieces(*archive_files(tmp_path))] == [4]
-    assert read_response(tmp_path, "g3.0").ids.tolist() == tokens("g3.0", 0, 4)[0].tolist()
-    assert USES["export"](tmp_path) == 4
-    assert verify(tmp_path) == []
 
 
 def flip(run, place):

@@ -9,7 +9,7 @@ import time
 from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, log_path, reading, write_copy
-from laminar_py.ledger.live import settle
+from laminar_py.ledger.live import place_ledger
 from laminar_py.ledger.run_folder import RunFolder
 
 KILLS = 6
@@ -54,6 +54,6 @@ def test_over_a_network_it_goes_on_after_every_crash_with_every_committed_step(t
         assert highest >= said[-1]
         assert last == incarnation
     again = RunFolder(run.path)
-    assert settle(again, disk) == []
+    assert place_ledger(again, disk) == []
     write_copy(again.live_ledger, run.ledger)
     assert verify(run.path) == []

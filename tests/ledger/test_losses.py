@@ -6,22 +6,20 @@ import sqlite3
 import pytest
 
 from laminar_py.ledger.archive import archive_files, file_pieces
+from laminar_py.ledger.audit.checks import Rule
 from laminar_py.ledger.audit.export import export
 from laminar_py.ledger.audit.stories import story
 from laminar_py.ledger.audit.verify import verify
-from laminar_py.ledger.audit.violations import Rule
 from laminar_py.ledger.database import LedgerError, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import read_rows
-from laminar_py.ledger.segments.folder import segments_in
-from laminar_py.ledger.segments.writer import SegmentWriter
+from laminar_py.ledger.segments.writer import SegmentWriter, segments_in
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 from tests.ledger.runs import (
-    archive,
     begin,
     consume,
     issue,
@@ -159,7 +157,7 @@ async def test_a_response_of_two_hosts_is_in_two_files_and_read_as_one(tmp_path)
         before = read_response(tmp_path, "g1.0")
         answers, numbers = await archive_by_host(ledger, 1)
         await ledger.archived([one.event for one in answers], numbers)
-    assert [[piece.trajectory for piece in file_pieces(path)] for path in archive_files(tmp_path)] == [
+    assert [[piece.row.trajectory for piece in file_pieces(path)] for path in archive_files(tmp_path)] == [
         [1, 2],
         [2, 2, 3],
     ]
@@ -189,14 +187,3 @@ async def test_half_of_a_response_in_the_archive_is_a_violation_but_where_the_re
     found = [(one.rule, one.subject) for one in verify(tmp_path)]
     assert (Rule.SPANS, "g1.0") in found
     assert len({subject for _, subject in found}) == 1
-
-
-async def test_nothing_is_lost_of_what_is_in_the_archive(tmp_path):
-    async with open_ledger(tmp_path) as ledger:
-        await settled_on_two_hosts(ledger)
-        assert await archive(ledger, 1) == 3
-        assert await ledger.segments() == set()
-    for path in segments_in(segments_path(tmp_path)):
-        path.unlink()
-    assert verify(tmp_path) == []
-    assert [len(read_response(tmp_path, id).ids) for id in ("g0.0", "g1.0", "g2.0")] == [5, 5, 4]

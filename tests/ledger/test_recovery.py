@@ -18,7 +18,6 @@ from laminar_py.records.events import (
     Relayed,
     Restamped,
     RolledBack,
-    RunStarted,
     Undone,
     VersionLoaded,
     VersionPublished,
@@ -211,18 +210,7 @@ async def test_undone_trajectories_are_consumed_again_and_the_laws_hold(tmp_path
         await run_past_its_checkpoint(ledger)
     recovered = recover(tmp_path)
     async with open_ledger(tmp_path) as ledger:
-        ledger.append(
-            RunStarted(
-                incarnation=recovered.incarnation,
-                host="host-1",
-                pid=8,
-                schema=1,
-                config_digest="c0",
-                drain=False,
-                max_staleness=None,
-                resumed_step=1,
-            )
-        )
+        begin(ledger, incarnation=recovered.incarnation, versions=())
         ledger.append_all(recovered.events)
         await ledger.commit()
         assert verify(tmp_path) == []
@@ -245,16 +233,8 @@ async def test_a_learner_that_died_alone_is_undone_in_the_running_ledger(tmp_pat
     assert verify(tmp_path) == []
 
 
-RELAYED = Relayed(
-    node="relay-0",
-    version=3,
-    digest="digest3",
-    num_bytes=10,
-    base=None,
-    wire_bytes=0,
-    first_byte_s=0.0,
-    elapsed_s=0.0,
-)
+HELD = {"num_bytes": 10, "base": None, "wire_bytes": 0, "first_byte_s": 0.0, "elapsed_s": 0.0}
+RELAYED = Relayed(node="relay-0", version=3, digest="digest3", **HELD)
 LOADED = VersionLoaded(replica=0, version=3, digest="digest3", elapsed_s=0.1)
 
 
@@ -274,17 +254,8 @@ async def test_a_version_that_anybody_had_is_never_numbered_again(tmp_path, spok
         begin(ledger, incarnation=2, versions=())
         assert (ledger.newest_version, ledger.newest_published) == (3, 1)
         for orphan in ledger.unpublished():
-            ledger.append(
-                VersionPublished(
-                    version=orphan.version,
-                    step=1,
-                    incarnation=2,
-                    parent=1,
-                    digest=orphan.digest,
-                    num_bytes=orphan.num_bytes,
-                    stall_s=0.0,
-                )
-            )
+            made = {"version": orphan.version, "digest": orphan.digest, "num_bytes": orphan.num_bytes}
+            ledger.append(VersionPublished(**made, step=1, incarnation=2, parent=1, stall_s=0.0))
         assert ledger.unpublished() == []
     assert verify(tmp_path) == []
 

@@ -1,4 +1,4 @@
-"""Ledgers of other releases: another schema is refused, events that this release does not know are passed over."""
+"""Ledgers of other releases: another schema is refused, events that this release does not know are skipped."""
 
 import sqlite3
 
@@ -8,7 +8,6 @@ from laminar_py.ledger.audit.stories import story
 from laminar_py.ledger.audit.verify import prove
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, LedgerError, open_writer
 from laminar_py.ledger.recovery import recover
-from laminar_py.records.events import RunStarted
 from tests.ledger.runs import begin, make_ready, open_ledger
 
 
@@ -33,17 +32,7 @@ async def test_a_ledger_of_another_schema_is_refused_in_one_line_and_stays_as_it
 
 async def test_an_event_of_a_later_release_is_passed_over_and_said(tmp_path):
     async with open_ledger(tmp_path) as ledger:
-        ledger.append(
-            RunStarted(
-                incarnation=1,
-                host="host-1",
-                pid=7,
-                schema=SCHEMA_VERSION,
-                config_digest="c0",
-                drain=False,
-                max_staleness=None,
-            )
-        )
+        begin(ledger, versions=(0,))
         make_ready(ledger, "g0.0")
     connection = sqlite3.connect(tmp_path / LEDGER_NAME)
     with connection:
@@ -52,7 +41,7 @@ async def test_an_event_of_a_later_release_is_passed_over_and_said(tmp_path):
     connection.close()
     assert story(tmp_path, "g0.0").events[-1].event == "praised"
     verdict = prove(tmp_path)
-    assert "events of a later release, passed over: 1 praised" in verdict.notes
+    assert "skipped events of a later release: 1 praised" in verdict.notes
     assert {found.rule for found in verdict.violations} == {"rows"}, "its last event is one that nobody knows"
 
 
@@ -62,16 +51,8 @@ def append_unknown(connection, kind, subject):
 
     seq, previous = connection.execute("SELECT seq, hash FROM head").fetchone()
     body = f'{{"event":"{kind}","trajectory_id":"{subject}"}}'
-    hash = event_hash(
-        previous,
-        seq=seq + 1,
-        wall=1.0,
-        mono=1.0,
-        host="host-1",
-        kind=kind,
-        subject=subject,
-        body=body.encode(),
-    )
+    stamp = {"seq": seq + 1, "wall": 1.0, "mono": 1.0, "host": "host-1"}
+    hash = event_hash(previous, **stamp, kind=kind, subject=subject, body=body.encode())
     connection.execute(
         "INSERT INTO event VALUES (?, 1.0, 1.0, 'host-1', ?, ?, ?, ?)", (seq + 1, kind, subject, body, hash)
     )

@@ -51,7 +51,7 @@ def removed(run):
 
 
 def added(run):
-    shutil.copy(next((run / "archive").iterdir()), run / "archive" / "pieces-999.parquet")
+    shutil.copy(next((run / "archive").iterdir()), run / "archive" / "pieces-999.segment")
 
 
 def truncated(run):
@@ -81,7 +81,7 @@ def torn(run):
         (edited, "summary.json", "was changed: its digest differs from the seal"),
         (lengthened, "metrics.jsonl", "was changed: it has 15 bytes, the seal says 14"),
         (removed, "archive/pieces-", "is missing"),
-        (added, "archive/pieces-999.parquet", "was added after the run was sealed"),
+        (added, "archive/pieces-999.segment", "was added after the run was sealed"),
         (truncated, LEDGER_NAME, "was changed: it has"),
         (written, LEDGER_NAME, "was changed"),
         (unsealed, SEAL_NAME, "was changed; restore it"),

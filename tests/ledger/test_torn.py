@@ -1,11 +1,11 @@
 """Segments of a run that were cut anywhere in their last frame: what audit and archive make of them."""
 
 from laminar_py.ledger.archive import archive_files, file_pieces
+from laminar_py.ledger.audit.checks import Rule
 from laminar_py.ledger.audit.verify import verify
-from laminar_py.ledger.audit.violations import Rule
 from laminar_py.ledger.database import segments_path
-from laminar_py.ledger.segments.folder import segments_in
 from laminar_py.ledger.segments.frames import make_frame
+from laminar_py.ledger.segments.writer import segments_in
 from tests.ledger.runs import archive, begin, consume, make_ready, open_ledger, read_response, write_archive
 from tests.segments.pieces import make_piece
 
@@ -52,7 +52,7 @@ async def test_what_was_told_and_is_cut_costs_its_trajectory_alone_and_is_named(
                 assert "ends before byte" in answer.unreadable[2]
         await ledger.archived([answer.event], [1])
         await ledger.record_lost_pieces([2], answer.unreadable[2])
-    found = [{piece.trajectory for piece in file_pieces(path)} for path in archive_files(tmp_path)]
+    found = [{piece.row.trajectory for piece in file_pieces(path)} for path in archive_files(tmp_path)]
     assert found == [{1}] * len(found)
     assert len(read_response(tmp_path, "g0.0").ids) == 5
     assert verify(tmp_path) == []

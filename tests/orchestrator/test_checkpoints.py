@@ -233,11 +233,11 @@ async def test_what_the_oldest_one_that_is_kept_may_need_is_not_archived(tmp_pat
             step_once(ledger, step, recorded=True)
             await save(checkpoints, disk, step)
     shutil.rmtree(tmp_path / "checkpoints" / name(STEPS))
-    (live,) = recover(tmp_path, there=RunFolder(tmp_path).has).live
+    (live,) = recover(tmp_path, exists=RunFolder(tmp_path).has).live
     assert live.id == f"g{STEPS}.0"
     response = PayloadReader(segments_path(tmp_path)).load(one.at for one in live.tokens).response(live.tokens)
     assert len(response.sampling_mask.counts) == len(response.ids) == live.tokens[-1].end > 0
-    archived = [piece.trajectory for path in archive_files(tmp_path) for piece in file_pieces(path)]
+    archived = [piece.row.trajectory for path in archive_files(tmp_path) for piece in file_pieces(path)]
     assert len(set(archived)) == STEPS - 1
 
 
@@ -265,7 +265,7 @@ async def test_a_torn_one_is_refused_and_without_it_the_one_before_is_taken(tmp_
     print_fallback(run, console)
     told = "checkpoints/step-2 is gone: the run goes back to step 1, checkpoints/step-1\n"
     assert console.export_text() == told
-    recovered = recover(tmp_path, there=run.has)
+    recovered = recover(tmp_path, exists=run.has)
     assert recovered.checkpoint == checkpoint(1, 1)
     assert recovered.events == (RolledBack(1, "controller_died"), Undone("g2.0", 2))
     (tmp_path / "checkpoints/step-1").rename(tmp_path / "elsewhere")
@@ -363,7 +363,7 @@ def test_kill_9_goes_back_to_the_newest_on_record_and_that_is_there(tmp_path, mo
     died = subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S, check=False)
     assert died.returncode == -signal.SIGKILL
     assert folders(tmp_path) == [name(1), name(2)]
-    recovered = recover(tmp_path, there=RunFolder(tmp_path).has)
+    recovered = recover(tmp_path, exists=RunFolder(tmp_path).has)
     assert recovered.checkpoint.path == f"checkpoints/{name(step)}"
     assert [event for event in recovered.events if isinstance(event, Undone)] == [Undone(id, 2) for id in undone]
     assert [live.id for live in recovered.live] == undone

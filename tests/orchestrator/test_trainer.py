@@ -206,7 +206,7 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_trains_again(tmp_pat
         async with generating(fleet), asyncio.timeout(PATIENCE_S):
             await train(trainer, scheduler=fleet.scheduler)
         assert (trainer.step, learner.steps, learner.saves) == (2, 3, 4)
-    assert recover(tmp_path, there=RunFolder(tmp_path).has).checkpoint.step == 2
+    assert recover(tmp_path, exists=RunFolder(tmp_path).has).checkpoint.step == 2
     assert verify(tmp_path) == []
 
 
@@ -340,5 +340,5 @@ async def test_a_run_that_fails_waits_for_no_batch_under_sync_and_leaves_a_check
         trainer._stop.fail("something else")
         await asyncio.wait_for(running, PATIENCE_S)
         assert trainer._stop.fault == "nothing can be scored"
-    assert recover(tmp_path, there=RunFolder(tmp_path).has).checkpoint.step == trainer.step >= 1
+    assert recover(tmp_path, exists=RunFolder(tmp_path).has).checkpoint.step == trainer.step >= 1
     assert verify(tmp_path) == []

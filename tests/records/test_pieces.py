@@ -2,16 +2,12 @@
 
 import contextlib
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.ledger.segments.frames import make_frame, read_frame
-from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import (
-    Piece,
     RoutedExperts,
     SamplingMask,
     join_experts,
@@ -21,8 +17,7 @@ from laminar_py.records.pieces import (
     unpack_experts,
     unpack_mask,
 )
-from laminar_py.records.spans import Span
-from tests.builders import make_experts, make_mask
+from tests.builders import make_experts
 
 ROWS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=8)
 
@@ -64,28 +59,3 @@ def test_bytes_that_are_no_recording_are_at_most_a_value_error(data):
     for unpack, record in ((unpack_mask, SamplingMask), (unpack_experts, RoutedExperts)):
         with contextlib.suppress(ValueError):
             assert isinstance(unpack(data), record)
-
-
-def test_what_is_recorded_crosses_a_process():
-    ids = np.arange(5, dtype=np.int32)
-    experts = make_experts(0, 7)
-    piece = Piece(
-        trajectory_id="g0.0",
-        epoch=1,
-        start=0,
-        spans=(Span(7, 0, 5),),
-        ids=ids.tobytes(),
-        logprobs=np.zeros(5, np.float32).tobytes(),
-        mask=pack_mask(make_mask(ids)),
-        experts=pack_experts(experts),
-    )
-    frame = make_frame(piece)
-    received = read_frame(memoryview(b"".join(frame.buffers)), frame.digest)
-    assert received == piece
-    assert rows_of(unpack_mask(received.mask)) == rows_of(make_mask(ids))
-    assert unpack_experts(received.experts) == experts
-    without = make_frame(msgspec.structs.replace(piece, mask=None, experts=None))
-    bare = read_frame(memoryview(b"".join(without.buffers)), without.digest)
-    assert (bare.mask, bare.experts) == (None, None)
-    assert decode(RoutedExperts, encode(experts)) == experts
-    assert experts.positions == 7

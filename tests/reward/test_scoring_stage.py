@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from laminar_py.records.scoring import NO_IDS, PartialResponse, Score, ScorerHandle, Unfinished, Unscored
-from laminar_py.reward.stage import MOST_IN_HAND, ScorerCrashedError, ScoringStage
+from laminar_py.records.scoring import NO_IDS, PartialResponse, Score, Unfinished, Unscored
+from laminar_py.reward.stage import MOST_IN_HAND, ScorerCrashedError, ScorerHandle, ScoringStage
 from tests.reward.requests import make_requests
 
 PATIENCE_S = 60.0

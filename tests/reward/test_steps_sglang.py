@@ -24,7 +24,6 @@ from laminar_py.engines.sglang import server as server_module
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.stored import stored_responses
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.responses import StoredResponses
@@ -157,7 +156,7 @@ async def check_scores(prm: ModelServer, run: Path) -> None:
     groups = defaultdict(list)
     with reading(run) as connection:
         responses = StoredResponses(run, connection)
-        for row, prompt, payload in stored_responses(run, connection):
+        for row, prompt, payload in responses.all_responses():
             if row.reward is None:
                 continue
             ends = step_ends(payload.ids, decode, ENDS)

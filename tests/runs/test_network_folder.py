@@ -10,8 +10,8 @@ from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.audit.verify import prove, verify
 from laminar_py.ledger.database import LEDGER_NAME, is_copy, reading
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.segments.folder import segments_in
 from laminar_py.ledger.segments.local import is_local
+from laminar_py.ledger.segments.writer import segments_in
 from tests.runs.runs import ALONE, TrainProcess, forget_versions, wait_until_gone
 
 KEEP_ALL = "learner.keep_checkpoints=9"  # and the segments that they need
@@ -78,7 +78,7 @@ def test_over_a_network_a_killed_run_goes_on_from_its_own_disk_or_from_its_last_
         code, output = train.finish()
     assert code == 0, output
     (lost,) = [line for line in output.splitlines() if line.startswith(f"{run.ledger}: ")]
-    assert lost.endswith("made before it ended; what came after it is lost")
+    assert lost.endswith("made before it ended; later events are lost")
     assert not has_event(run.path, second)
     assert prove(run.path).violations == []
     assert prove(run.path).notes[0].startswith("sealed: ")

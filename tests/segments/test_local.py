@@ -6,10 +6,9 @@ import stat
 import pytest
 
 from laminar_py.ledger.segments import local
-from laminar_py.ledger.segments.folder import segment_files, segments_in
 from laminar_py.ledger.segments.local import drop_local, is_local, keep_here, lead_to_kept, link_local
 from laminar_py.ledger.segments.reader import ElsewhereError, PayloadReader
-from laminar_py.ledger.segments.writer import SegmentWriter
+from laminar_py.ledger.segments.writer import SegmentWriter, segment_files, segments_in
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PayloadLostError
 from tests.segments.pieces import random_piece
@@ -101,13 +100,6 @@ def test_a_run_that_goes_on_has_what_was_kept_on_its_controllers_disk(tmp_path, 
     third = Host(tmp_path, "third")  # the run was killed, and goes on on yet another host
     link_local(host.folder, third.place)
     assert [path.name for path in segments_in(third.place)] == names(ref)
-
-
-def test_segments_of_a_run_that_was_not_over_a_network_come_along(tmp_path):
-    host = Host(tmp_path, "disk")
-    ref = SegmentWriter(host.folder, "replica-0-1-0").write(random_piece(tokens=20))
-    link_local(host.folder, host.place)
-    assert [path.name for path in segments_in(host.place)] == names(ref)
 
 
 @pytest.mark.parametrize("calls", range(8))

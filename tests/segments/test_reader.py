@@ -84,9 +84,9 @@ def test_a_reference_to_something_else_is_a_loss_and_no_piece(writer, reader):
     for ref in (elsewhere, wrong):
         with pytest.raises(PayloadLostError):
             loaded.piece(ref)
-    with pytest.raises(PayloadLostError, match="tokens, where a column was to be"):
+    with pytest.raises(PayloadLostError, match="a Piece instead of a ColumnPiece"):
         loaded.column(ColumnRef(Dtype.FLOAT32, tokens))
-    with pytest.raises(PayloadLostError, match="a column, where tokens were to be"):
+    with pytest.raises(PayloadLostError, match="a ColumnPiece instead of a Piece"):
         loaded.response([TokensRef(0, 5, column)])
 
 

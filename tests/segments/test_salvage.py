@@ -64,24 +64,6 @@ def test_a_gap_ends_what_is_given_back(tmp_path, journal):
     assert salvaged(tmp_path, {"a": (1, 0)})[0]["a"][1] == make_piece("a", tokens=10)
 
 
-def test_a_torn_tail_costs_the_entry_that_it_is_of(tmp_path):
-    journal = Journal(tmp_path, "replica-3")
-    journal.write([make_piece("a"), make_piece("b")])
-    journal.write([make_piece("a", start=5), make_piece("b", start=5)])
-    (path,) = tmp_path.glob("*.journal")
-    whole = path.read_bytes()
-    for end in (len(whole) - 1, len(whole) - 50, 10, 0):
-        path.write_bytes(whole[:end])
-        found, _ = salvaged(tmp_path, {"a": (1, 0), "b": (1, 0)})
-        assert all(piece == make_piece(id, tokens=piece.end) for id, (_, piece) in found.items())
-        assert {id: piece.end for id, (_, piece) in found.items()} == {
-            len(whole) - 1: {"a": 10, "b": 5},
-            len(whole) - 50: {"a": 10, "b": 5},
-            10: {},
-            0: {},
-        }[end]
-
-
 def test_journals_of_other_parts_are_not_read(tmp_path, journal):
     Journal(tmp_path, "replica-33").write([make_piece("a")])
     Journal(tmp_path, "replica-4").write([make_piece("a")])

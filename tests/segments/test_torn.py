@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from laminar_py.ledger.segments.fetch import StoreClient
-from laminar_py.ledger.segments.frames import read_frame, whole_frames
+from laminar_py.ledger.segments.frames import read_frame
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, salvage
 from laminar_py.ledger.segments.writer import SEGMENT, Journal, SegmentWriter
@@ -59,12 +59,6 @@ def test_a_store_gives_all_that_was_told_and_names_what_is_cut(tmp_path, written
             with pytest.raises(PayloadLostError, match=f"{last.segment}: ends before byte"):
                 loaded.piece(last)
     client.close()
-
-
-def test_who_reads_a_file_from_its_beginning_stops_before_the_cut(written):
-    (*_, last), path = written
-    for _ in cuts(path, last.offset):
-        assert list(whole_frames(memoryview(path.read_bytes()))) == PIECES[:2]
 
 
 def test_salvage_gives_back_what_was_noted_before_the_cut(tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from laminar_py.ledger.segments.frames import make_frame, whole_frames
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.writer import Journal, SegmentWriter, new_name, part_of, write_whole
+from laminar_py.ledger.segments.writer import Journal, SegmentWriter, part_of, write_whole
 from tests.segments.pieces import make_piece, random_piece
 
 DISK_BYTES = 256 * 2**10
@@ -89,11 +89,6 @@ def test_buffers_are_written_whole_however_little_the_kernel_takes_at_once(sizes
         patch.setattr(os, "writev", writev)
         write_whole(7, buffers)
     assert taken == b"".join(buffers)
-
-
-def test_no_two_names_are_the_same():
-    names = {new_name("replica-3") for _ in range(1000)}
-    assert len(names) == 1000
 
 
 def test_a_thread_may_bring_to_disk_what_another_writes(tmp_path):
@@ -178,3 +173,48 @@ def test_a_write_that_a_limit_cuts_short_is_taken_back(tmp_path):
     )
     assert done.stdout == "File too large\n"
     assert frames_in(tmp_path) == [make_piece("a"), make_piece("d")]
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_entries_are_there_as_soon_as_they_are_written(tmp_path):
+    journal = Journal(tmp_path / "new", "replica-3")
+    journal.write([])
+    assert not (tmp_path / "new").exists(), "the first file is made with the first entry"
+    entries = [make_piece("a"), make_piece("b"), make_piece("a", start=5)]
+    journal.write(entries[:2])
+    journal.write(entries[2:])
+    assert frames_in(tmp_path / "new") == entries
+    assert len(files(tmp_path / "new")) == 1
+
+
+def test_a_file_goes_when_all_trajectories_in_it_have_left(tmp_path):
+    journal = Journal(tmp_path, "replica-3", roll_bytes=1)
+    journal.write([make_piece("a"), make_piece("b")])
+    journal.write([make_piece("b", start=5)])
+    journal.write([make_piece("c")])
+    first, second, third = files(tmp_path)
+    journal.forget("a")
+    assert files(tmp_path) == [first, second, third]
+    journal.forget("unknown")
+    journal.forget("b")
+    assert files(tmp_path) == [third]
+    journal.forget("c")
+    assert files(tmp_path) == [third], "the present one stays"
+    journal.write([make_piece("d")])
+    journal.forget("none")
+    assert len(files(tmp_path)) == 1, "and goes when there is another"
+    assert frames_in(tmp_path) == [make_piece("d")]
+
+
+def test_the_end_of_a_part_in_peace_leaves_no_file(tmp_path):
+    journal = Journal(tmp_path, "replica-3", roll_bytes=1)
+    for id in "abc":
+        journal.write([make_piece(id)])
+    journal.close()
+    assert files(tmp_path) == []
+    journal.close()
+    journal.write([make_piece("d")])
+    assert frames_in(tmp_path) == [make_piece("d")]

@@ -53,6 +53,7 @@ from laminar_py.records.events import (
     RunEnded,
     RunStarted,
     Stepped,
+    VersionLoaded,
     VersionPublished,
 )
 from laminar_py.records.pieces import (
@@ -65,7 +66,7 @@ from laminar_py.records.pieces import (
     unpack_experts,
     unpack_mask,
 )
-from laminar_py.records.replica import Held, Move, Progress, ReplicaReport, Survey, WeightLoad
+from laminar_py.records.replica import Held, Move, Progress, ReplicaReport, Survey
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import (
@@ -264,7 +265,14 @@ def report(told: Told, store: Store, *, generated: int) -> ReplicaReport:
         generated=generated,
         progress=tuple(progress(said, store) for said in told.said),
         loads=tuple(
-            WeightLoad(version, f"digest{version}", seconds, checksum) for version, seconds, checksum in told.loads
+            VersionLoaded(
+                replica=told.replica,
+                version=version,
+                digest=f"digest{version}",
+                elapsed_s=seconds,
+                checksum=checksum,
+            )
+            for version, seconds, checksum in told.loads
         ),
         lost=told.lost,
     )
@@ -305,7 +313,7 @@ class Left:
         self.state = recover(run)
         if loses_checkpoint and self.step:
             lost = self.step
-            self.state = recover(run, there=lambda checkpoint: checkpoint.step != lost)
+            self.state = recover(run, exists=lambda checkpoint: checkpoint.step != lost)
         with reading(run) as connection:
             (published,) = connection.execute("SELECT coalesce(max(version), -1) FROM version").fetchone()
             self.highest_version = max((one.version for one in unpublished(connection)), default=published)

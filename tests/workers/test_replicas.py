@@ -17,10 +17,10 @@ from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.codec import decode
 from laminar_py.records.engine import EngineStatus
-from laminar_py.records.events import Dropped, PartDied, ReplicaLeft
+from laminar_py.records.events import Dropped, PartDied, ReplicaLeft, VersionLoaded
 from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.replica import ReplicaReport, WeightLoad
+from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 from laminar_py.relay.sockets import PeerClient, RelayKeys, peer_sockets
@@ -425,7 +425,7 @@ async def test_a_replica_whose_weights_differ_from_anothers_of_that_version_is_r
     world = World(monkeypatch, tmp_path)
 
     def loads(version, checksum):
-        return (WeightLoad(version, "d", 1.0, checksum=checksum),)
+        return (VersionLoaded(replica=0, version=version, digest="d", elapsed_s=1.0, checksum=checksum),)
 
     async with kept(world) as (first, second):
         first.actor.report(received=8, admissible=0, loads=loads(0, "one"))

@@ -53,7 +53,7 @@ class RecordingCosts:
     """Measurements of the recording process, in seconds of CPU where not said otherwise."""
 
     trajectories: int
-    elapsed_s: float  # wall, from the first event until all is on disk; moving to Parquet not counted
+    elapsed_s: float  # wall, from the first event until all is on disk; archiving not counted
     append_s: float  # in the event loop's thread, with what makes the events
     write_s: float  # in the writer's
     archive_s: float
@@ -156,7 +156,7 @@ def _recording_rows(recorded: RecordingCosts, read: RecordingCosts) -> list[Row]
     count = recorded.trajectories
     conditions = (
         f"{count} trajectories: 8 events, 2 pieces and about 100 tokens each, 256 a step, a commit each step; one"
-        " core; issued to on disk, without moving to Parquet"
+        " core; issued to on disk, without archiving"
     )
     asked = (
         f"{read.trajectories} trajectories, a thread of the same core counts all rows up to five times a second"
@@ -171,7 +171,7 @@ def _recording_rows(recorded: RecordingCosts, read: RecordingCosts) -> list[Row]
             "archive_cpu",
             recorded.archive_s / max(recorded.archived, 1) * 1e6,
             "us/trajectory",
-            "after every checkpoint, one in ten steps; Parquet and deletion",
+            "after every checkpoint, one in ten steps; copies and deletion",
         ),
         Row("accounting_while_read", read.trajectories / read.elapsed_s, "trajectories/s", asked),
         Row("read_while_written", statistics.median(read.reads_s) * 1e3 if read.reads_s else None, "ms", asked),
@@ -180,7 +180,7 @@ def _recording_rows(recorded: RecordingCosts, read: RecordingCosts) -> list[Row]
 
 def _disk_rows(run: Path, recorded: RecordingCosts) -> list[Row]:
     ledger = (run / LEDGER_NAME).stat().st_size
-    archive = sum(path.stat().st_size for path in (run / "archive").glob("*.parquet"))
+    archive = sum(path.stat().st_size for path in (run / "archive").glob("*.segment"))
     conditions = "random tokens and log-probabilities, which nothing compresses; all but the last archived"
     per_million = MILLION / recorded.trajectories
     return [

@@ -1,4 +1,4 @@
-"""Checks that follow the event log; each checks one rule or two, and remembers little. `audit.tasks` runs them.
+"""Rules of the record, their violations, and the checks that follow the event log. `audit.verify` runs them.
 
 `check_event` gets every event of the types in `event_types`, in order, with the row of its trajectory before the
 event. `end` returns the violations that only the whole log shows.
@@ -6,10 +6,12 @@ event. `end` returns the violations that only the whole log shows.
 
 import sqlite3
 from collections import Counter
+from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from laminar_py.ledger.audit.violations import Rule, Violation
+import msgspec
+
 from laminar_py.ledger.evaluations import UNSCORED, answer_of
 from laminar_py.ledger.rows import TrajectoryRow
 from laminar_py.records.ages import WeightAges
@@ -38,6 +40,50 @@ from laminar_py.records.spans import versions_of
 from laminar_py.records.trajectory import Kind
 
 
+class Rule(StrEnum):
+    """A rule of the record, with the number of its law in docs/laws.md."""
+
+    law: int
+
+    def __new__(cls, name: str, law: int) -> "Rule":
+        rule = str.__new__(cls, name)
+        rule._value_, rule.law = name, law
+        return rule
+
+    SEAL = "seal", 11  # a finished run is unchanged since its seal
+    LOG = "log", 11  # the event log is whole and unchanged
+    ORDER = "order", 11  # every event was possible when it happened
+    ROWS = "rows", 11  # the tables agree with the events
+    ACCOUNTING = "accounting", 1  # issued = consumed + dropped + live
+    CONSUMPTION = "consumption", 1  # no trajectory is consumed twice; each step counts its own
+    SPANS = "spans", 2  # every response token is stored unchanged, with its version
+    TRUTH = "truth", 9  # environment tokens are marked as such; only sampled tokens are trained on
+    ARCHIVE = "archive", 11  # archive files are unchanged
+    RECORDING = "recording", 4  # recorded masks and experts are complete and fit the tokens
+    DRAIN = "drain", 2  # one version per trajectory, if promised
+    STALENESS = "staleness", 12  # as recorded, and within the bound
+    VERSIONS = "versions", 2  # numbers are not reused, and an engine's versions do not go back
+    WEIGHTS = "weights", 3  # loaded bytes are the published ones
+    DROPS = "drops", 6  # every drop has a reason
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """A breach of one rule, e.g. `Violation(Rule.LOG, "event 17", "was changed")`."""
+
+    rule: Rule
+    subject: str
+    message: str
+
+    @property
+    def law(self) -> int:
+        """Number of the broken law."""
+        return self.rule.law
+
+    def __str__(self) -> str:
+        # one line, whatever damaged text it quotes
+        return " ".join(f"law {self.law}: {self.rule}: {self.subject}: {self.message}".split())
+
+
 class Check(Protocol):
     """A check along the event log."""
 
@@ -52,9 +98,10 @@ class Check(Protocol):
         return []
 
 
-class StalenessCheck(Check):
-    """Checks that a recorded staleness is right by `records.ages`, and within the run's bound.
+class ConsumptionCheck(Check):
+    """Checks the trajectories that the learner consumed.
 
+    A recorded staleness is right by `records.ages` and within the run's bound, and an engine sampled a token.
     `VersionPublished` may follow the first consumption of a trajectory with that version.
     """
 
@@ -73,8 +120,10 @@ class StalenessCheck(Check):
         if isinstance(event, VersionPublished):
             early = self._early.pop(event.version, [])
             return [violation for consumed in early for violation in self._judge(consumed, event.version)]
-        if not isinstance(event, Consumed) or row is None or row.oldest_version is None or row.kind is Kind.EVAL:
+        if not isinstance(event, Consumed) or row is None or row.kind is Kind.EVAL:
             return []
+        if row.oldest_version is None:
+            return [Violation(Rule.TRUTH, row.id, "was trained on, but no engine sampled a token of it")]
         if not self._ages.knows_version(row.oldest_version):
             self._early.setdefault(row.oldest_version, []).append(event)
             return []
@@ -90,31 +139,13 @@ class StalenessCheck(Check):
         return [Violation(Rule.STALENESS, event.trajectory_id, message) for message in found]
 
 
-class DrainCheck(Check):
-    """Checks that a finished trajectory has one version, if the run promises `drain`."""
-
-    event_types = (RunStarted, Finished)
-
-    def __init__(self) -> None:
-        self._promised = False
-
-    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Check a finished trajectory."""
-        if isinstance(event, RunStarted):
-            self._promised = event.drain
-        if not isinstance(event, Finished) or not self._promised:
-            return []
-        versions = sorted(versions_of(event.spans))
-        if len(versions) <= 1:
-            return []
-        return [Violation(Rule.DRAIN, event.trajectory_id, f"has tokens of the versions {versions}")]
-
-
 class WeightsCheck(Check):
     """Checks that versions are published once, loaded and used as published, and never go back on a replica.
 
-    A replica may report a version before its learner does, so findings on unpublished versions wait. A running or
-    killed run may leave findings on the version after the highest published one; they are no violations.
+    A finished trajectory has one version if the run promises `drain`. Replicas with the same layout have the same
+    checksum of a version. A replica may report a version before its learner does, so findings on unpublished
+    versions wait. A running or killed run may leave findings on the version after the highest published one; they
+    are no violations.
     """
 
     event_types = (
@@ -132,6 +163,8 @@ class WeightsCheck(Check):
         self._loaded: dict[str, int] = {}  # by process, since its start
         self._waiting: dict[int, list[Violation]] = {}  # by version, in case it is never published
         self._early: dict[int, set[str]] = {}  # digests loaded before the publish, by version
+        self._verified: dict[tuple[int, int], VersionLoaded] = {}  # first, by version and number of GPUs
+        self._drains = False
         self._open = False  # whether the run has no recorded end
 
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
@@ -147,12 +180,11 @@ class WeightsCheck(Check):
             case Relayed():
                 return self._compare(event.node, "holds", event.version, event.digest)
             case Finished():
-                # one by one, since a set difference with dictionary keys would look at all keys
-                for version in (one for one in versions_of(event.spans) if one not in self._digests):
-                    message = f"has tokens of version {version}, which was never published"
-                    self._wait(version, Violation(Rule.VERSIONS, event.trajectory_id, message))
-            case RunStarted() | RunEnded():
-                self._open = isinstance(event, RunStarted)
+                return self._finished(event)
+            case RunStarted():
+                self._open, self._drains = True, event.drain
+            case RunEnded():
+                self._open = False
         return []
 
     def end(self) -> list[Violation]:
@@ -173,6 +205,16 @@ class WeightsCheck(Check):
         message = f"was loaded as {sorted(others)} and published as {event.digest}"
         return [Violation(Rule.WEIGHTS, f"version {event.version}", message)] if others else []
 
+    def _finished(self, event: Finished) -> list[Violation]:
+        versions = versions_of(event.spans)
+        # one by one, since a set difference with dictionary keys would look at all keys
+        for version in (one for one in versions if one not in self._digests):
+            message = f"has tokens of version {version}, which was never published"
+            self._wait(version, Violation(Rule.VERSIONS, event.trajectory_id, message))
+        if self._drains and len(versions) > 1:
+            return [Violation(Rule.DRAIN, event.trajectory_id, f"has tokens of the versions {sorted(versions)}")]
+        return []
+
     def _load(self, event: VersionLoaded) -> list[Violation]:
         part = f"replica-{event.replica}"
         found = self._compare(part, "loaded", event.version, event.digest)
@@ -180,7 +222,17 @@ class WeightsCheck(Check):
         if before is not None and event.version < before:
             found.append(Violation(Rule.VERSIONS, part, f"went back from version {before} to {event.version}"))
         self._loaded[part] = event.version
-        return found
+        return found + self._compare_checksum(event)
+
+    def _compare_checksum(self, event: VersionLoaded) -> list[Violation]:
+        """Compare the checksum of a verified load with the first one of the same layout."""
+        if event.checksum is None:
+            return []
+        first = self._verified.setdefault((event.version, event.checksum.count("-")), event)
+        if first.checksum == event.checksum:
+            return []
+        held = f"is {first.checksum} in replica-{first.replica} and {event.checksum} in replica-{event.replica}"
+        return [Violation(Rule.WEIGHTS, f"version {event.version}", held)]
 
     def _compare(self, part: str, did: str, version: int, digest: str) -> list[Violation]:
         """Compare a process's digest of a version with the learner's."""
@@ -193,25 +245,6 @@ class WeightsCheck(Check):
             message = f"{did} version {version} as {digest}, but it was published as {published}"
             return [Violation(Rule.WEIGHTS, part, message)]
         return []
-
-
-class ChecksumCheck(Check):
-    """Checks that replicas with the same layout have the same checksum of a version."""
-
-    event_types = (VersionLoaded,)
-
-    def __init__(self) -> None:
-        self._verified: dict[tuple[int, int], VersionLoaded] = {}  # first, by version and number of GPUs
-
-    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Check a verified load."""
-        if not isinstance(event, VersionLoaded) or event.checksum is None:
-            return []
-        first = self._verified.setdefault((event.version, event.checksum.count("-")), event)
-        if first.checksum == event.checksum:
-            return []
-        held = f"is {first.checksum} in replica-{first.replica} and {event.checksum} in replica-{event.replica}"
-        return [Violation(Rule.WEIGHTS, f"version {event.version}", held)]
 
 
 class StepCheck(Check):
@@ -272,43 +305,33 @@ class FiguresCheck(Check):
         return []
 
 
-class ArchiveCheck(Check):
-    """Checks that recorded archive files exist; `audit.tasks` compares their bytes."""
+class LossCheck(Check):
+    """Checks that recorded archive files exist, and that every lost piece is recorded as lost.
 
-    event_types = (Archived,)
+    `audit.verify` compares the bytes of the files.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    event_types = (Archived, TokensLost)
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
         self._folder = folder
+        self._connection = connection
+        self._recorded: set[str] = set()  # trajectories recorded as lost
 
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Look for a recorded file."""
+        """Look for a recorded file, or note trajectories recorded as lost."""
+        if isinstance(event, TokensLost):
+            self._recorded.update(event.trajectory_ids)
         if not isinstance(event, Archived) or (self._folder / event.path).is_file():
             return []
         return [Violation(Rule.ARCHIVE, event.path, f"is missing, with {event.num_trajectories} trajectories")]
 
-
-class LossCheck(Check):
-    """Checks that every lost piece is recorded as lost."""
-
-    event_types = (TokensLost,)
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-        self._untold: list[str] = []
-
-    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Note trajectories recorded as lost."""
-        if isinstance(event, TokensLost):
-            self._told.update(event.trajectory_ids)
-        return []
-
-    def compare(self, connection: sqlite3.Connection) -> None:
-        """Find lost pieces without an event; call it after the last event."""
-        query = "SELECT DISTINCT id FROM piece JOIN trajectory ON number = trajectory WHERE segment = ''"
-        self._untold = [id for (id,) in connection.execute(query) if id not in self._told]
-
     def end(self) -> list[Violation]:
         """Return the lost pieces without an event."""
+        query = "SELECT DISTINCT id FROM piece JOIN trajectory ON number = trajectory WHERE segment = ''"
+        message = "its tokens are marked as lost, but no event says so"
         return [
-            Violation(Rule.ROWS, id, "its tokens are marked as lost, but no event says so") for id in self._untold
+            Violation(Rule.ROWS, id, message)
+            for (id,) in self._connection.execute(query)
+            if id not in self._recorded
         ]

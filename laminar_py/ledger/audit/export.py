@@ -1,7 +1,7 @@
-"""Trajectories of a run as a file for other tools: JSONL or Parquet. Reads the ledger and its archive only.
+"""Export of a run's trajectories for other tools, as JSONL or Parquet. `laminar audit RUN export` calls it.
 
-Called by `laminar audit RUN export`. Every column of the table `trajectory`; with responses also the prompt, token
-ids, log-probabilities and spans. Memory holds one block of trajectories. The file appears when it is whole.
+A row has every column of the table `trajectory`, and with responses also prompt, token ids, log-probabilities and
+spans. Memory holds one block of trajectories. The file gets its name when it is complete.
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 import msgspec
 
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.audit.stored import stored_responses
 from laminar_py.ledger.database import reading
+from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import COLUMNS, TrajectoryRow, read_rows
 from laminar_py.ledger.segments.payload import Payload
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Prompt
 
 if TYPE_CHECKING:
-    import sqlite3
-
     import pyarrow as pa
 
 _BLOCK = 4096
@@ -35,28 +33,30 @@ class ExportedResponse(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     prompt_ids: list[int]  # [P]
     response_ids: list[int]  # [L]
-    logprobs: list[float]  # [L], of the policy that sampled
-    token_spans: tuple[Span, ...]  # cover [0, L); each is version, start, end, KV version
+    logprobs: list[float]  # [L] of the policy that sampled the tokens
+    token_spans: tuple[Span, ...]  # cover [0, L)
 
 
 ExportRow = tuple[TrajectoryRow, ExportedResponse | None]
 
 
 def export(run: Path, out: Path, *, responses: bool = False) -> int:
-    """Write all trajectories to `out`, a new file, JSONL or Parquet by its suffix; give their number.
+    """Write all trajectories to a new file, JSONL or Parquet by its suffix; return their number.
 
-    In the order of issue; with `responses` those in the archive come first, as they stand. Raises `ConfigError`.
+    Rows are in order of issue; with `responses`, archived trajectories come first. Raises `ConfigError`.
     """
     if out.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"out={out}: its suffix says neither .jsonl nor .parquet; name a file with one of them")
+        raise ConfigError(f"out={out}: its suffix is neither .jsonl nor .parquet; use one of them")
     if out.exists():
-        raise ConfigError(f"out={out}: is there already; name a new file")
+        raise ConfigError(f"out={out}: exists already; name a new file")
     if not out.parent.is_dir():
-        raise ConfigError(f"out={out}: there is no folder {out.parent}; make it")
+        raise ConfigError(f"out={out}: folder {out.parent} does not exist; create it")
     unfinished = out.with_name(f"{out.name}.tmp")
     with reading(run) as connection:
-        rows: Iterator[ExportRow]
-        rows = _with_responses(run, connection) if responses else ((row, None) for row in read_rows(connection))
+        rows: Iterator[ExportRow] = ((row, None) for row in read_rows(connection))
+        if responses:
+            stored = StoredResponses(run, connection).all_responses()
+            rows = ((row, _response(prompt, payload)) for row, prompt, payload in stored)
         try:
             if out.suffix == ".jsonl":
                 count = _write_jsonl(unfinished, rows)
@@ -66,11 +66,6 @@ def export(run: Path, out: Path, *, responses: bool = False) -> int:
         finally:
             unfinished.unlink(missing_ok=True)
     return count
-
-
-def _with_responses(run: Path, connection: "sqlite3.Connection") -> Iterator[ExportRow]:
-    for row, prompt, payload in stored_responses(run, connection):
-        yield row, _response(prompt, payload)
 
 
 def _response(prompt: Prompt | None, payload: Payload) -> ExportedResponse:
@@ -86,7 +81,7 @@ def _response(prompt: Prompt | None, payload: Payload) -> ExportedResponse:
 
 
 def _fields(row: TrajectoryRow, response: ExportedResponse | None) -> dict[str, object]:
-    """Columns of a trajectory, then those of its response, by name."""
+    """Return the columns of a trajectory and of its response, by name."""
     columns: dict[str, object] = dict(zip(COLUMNS, msgspec.to_builtins(row), strict=True))
     return columns if response is None else {**columns, **msgspec.to_builtins(response)}
 

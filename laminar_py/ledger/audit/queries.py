@@ -1,6 +1,6 @@
-"""Answers about a run from its ledger, for the command line. Reads only.
+"""Queries of a run's ledger for the command line. Reads only.
 
-`run` is a run folder (or a ledger file); all raise a one-line `ConfigError` if there is no readable ledger.
+`run` is a run's folder or a ledger file. Every function raises `ConfigError` without a readable ledger.
 """
 
 import re
@@ -14,7 +14,7 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import Accounting, TrajectoryRow, read_accounting, read_rows
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
-LARGEST = 2**63 - 1  # number that SQLite has
+LARGEST = 2**63 - 1  # integer of SQLite
 _COMPARISON = re.compile(r"(>=|<=|!=|>|<|=)?\s*(-?\d+(?:\.\d+)?)")
 _READS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 
@@ -31,23 +31,23 @@ class Filters:
     kind: Kind | None = None
     group: str | None = None
     prompt: str | None = None
-    eval_set: str | None = None  # that they answer
-    replica: int | None = None  # the last one that had it
-    version: int | None = None  # one that made tokens of it
-    staleness: str | None = None  # comparisons
-    step: str | None = None  # that consumed it
+    eval_set: str | None = None
+    replica: int | None = None  # the last replica
+    version: int | None = None  # a version of some of its tokens
+    staleness: str | None = None  # comparison, as are the next three
+    step: str | None = None  # step that consumed it
     reward: str | None = None
     length: str | None = None
 
 
 def accounting(run: Path) -> Accounting:
-    """Issued, consumed, dropped by reason and live, at this moment."""
+    """Return counts of issued, consumed, dropped and live trajectories."""
     with reading(run) as connection:
         return read_accounting(connection)
 
 
 def staleness_histogram(run: Path) -> dict[int, int]:
-    """How many trajectories the learner consumed at each staleness, lowest first."""
+    """Return the number of consumed trajectories by staleness, lowest first."""
     with reading(run) as connection:
         rows = connection.execute(
             "SELECT staleness, count(*) FROM trajectory WHERE status = 'consumed' AND kind = 'train'"
@@ -57,14 +57,14 @@ def staleness_histogram(run: Path) -> dict[int, int]:
 
 
 def listing(run: Path, filters: Filters, *, limit: int | None = None) -> Iterator[TrajectoryRow]:
-    """Trajectories that pass all filters, in the order of issue. Raises `ConfigError` on a bad comparison."""
+    """Iterate over trajectories that pass all filters, in order of issue. Raises `ConfigError`."""
     where, values = condition(filters)
     with reading(run) as connection:
         yield from read_rows(connection, where, values, limit=limit)
 
 
 def count(run: Path, filters: Filters) -> int:
-    """Number of trajectories that pass all filters. Raises `ConfigError` on a bad comparison."""
+    """Return the number of trajectories that pass all filters. Raises `ConfigError` for a bad comparison."""
     where, values = condition(filters)
     with reading(run) as connection:
         (found,) = connection.execute(f"SELECT count(*) FROM trajectory WHERE {where}", values).fetchone()
@@ -72,7 +72,7 @@ def count(run: Path, filters: Filters) -> int:
 
 
 def condition(filters: Filters) -> tuple[str, tuple[object, ...]]:
-    """Filters as an SQL condition on `trajectory`, and the values of its marks. Raises `ConfigError`."""
+    """Return filters as an SQL condition on `trajectory` with its parameters. Raises `ConfigError`."""
     wanted: dict[str, str | int | float | None] = {
         "status = ?": filters.status,
         "drop_reason = ?": filters.reason,
@@ -98,7 +98,7 @@ def condition(filters: Filters) -> tuple[str, tuple[object, ...]]:
 
 
 def parse_comparison(text: str, *, field: str) -> tuple[str, float]:
-    """Sign and number of a comparison: `>3` gives `(">", 3.0)`, `3` gives `("=", 3.0)`."""
+    """Return sign and number of a comparison, e.g. `(">", 3.0)` for `>3`. Raises `ConfigError`."""
     match = _COMPARISON.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"{field}={text}: not a comparison; write for example '>3', '<=1' or '2'")
@@ -106,16 +106,16 @@ def parse_comparison(text: str, *, field: str) -> tuple[str, float]:
 
 
 def select(run: Path, statement: str, *, show: Callable[[list[str], Iterator[tuple[object, ...]]], None]) -> None:
-    """Have `show` look at columns and rows of an SQL statement, which may do nothing but read.
+    """Run an SQL statement, and call `show` with its columns and rows.
 
-    Raises `ConfigError` if it does, or is none.
+    Raises `ConfigError` for a statement that is invalid or does more than read.
     """
     with reading(run) as connection:
         connection.set_authorizer(_may_read)
         try:
             cursor = connection.execute(statement)
             if cursor.description is None:
-                raise sqlite3.ProgrammingError("it asks nothing")
+                raise sqlite3.ProgrammingError("it returns no rows")
             show([column for column, *_ in cursor.description], cursor)
         except (sqlite3.Error, sqlite3.Warning) as error:
             raise ConfigError(

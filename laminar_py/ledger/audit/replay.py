@@ -1,60 +1,114 @@
-"""The tables against a replay of the events. Driven by `audit.verify`.
+"""Replay of the event log: its chain of hashes, its events in order, and the tables that follow from them.
 
-A row is compared when its trajectory is done with, and then forgotten; only those whose consumption is undone
-somewhere in the log, and those that are live at its end, wait. Stored rows are read once, in the order of issue.
+`audit.verify` calls it. A log may hold events of a later release. Their hashes are checked like all others, and
+the replay skips the events.
 """
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from laminar_py.ledger.audit.violations import Rule, Violation
+from laminar_py.ledger.audit.checks import Rule, Violation
 from laminar_py.ledger.database import create
 from laminar_py.ledger.machine import IllegalEventError, Machine
-from laminar_py.ledger.rows import COLUMNS, column_values, read_accounting
+from laminar_py.ledger.rows import COLUMNS, KINDS, column_values, decode_event, decode_events, read_accounting
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.ledger.writer import SIDE_TABLES, apply_to_tables
+from laminar_py.ledger.writer import SIDE_TABLES, Stamped, apply_to_tables
+from laminar_py.records.codec import CHAIN_START, event_hash
 from laminar_py.records.events import AnyEvent, Consumed, Event, Finished, Interrupted, Restamped, StreamCut
 from laminar_py.records.trajectory import Status
 
+_BLOCK = 4096  # events that are decoded at once
 _AT_ONCE = 256  # rows
 _FROM_PIECES = frozenset({"length", "oldest_version", "newest_version"})  # known from events once finished
-_OF_LENGTH: frozenset[type[Event]] = frozenset({Interrupted, StreamCut, Finished, Restamped})
+_WITH_LENGTH: frozenset[type[Event]] = frozenset({Interrupted, StreamCut, Finished, Restamped})
+
+
+def check_hashes(connection: sqlite3.Connection, first: int, last: int | None) -> Iterator[Violation]:
+    """Iterate over violations by the hashes of events `first` to `last`; None: to the end of the log.
+
+    The hash before the first event counts as right, since the check of the range before verifies it.
+    """
+    stored = connection.execute("SELECT hash FROM event WHERE seq = ?", (first - 1,)).fetchone()
+    previous = CHAIN_START if first == 1 else stored[0] if stored else None
+    before = first - 1
+    # body as bytes: a changed byte need not be valid text
+    cursor = connection.execute(
+        "SELECT seq, wall, mono, host, kind, subject, CAST(body AS BLOB), hash FROM event"
+        " WHERE seq BETWEEN ? AND ? ORDER BY seq",
+        (first, last or 2**62),
+    )
+    for seq, wall, mono, host, kind, subject, body, noted in cursor:
+        columns = {"wall": wall, "mono": mono, "host": host, "kind": kind, "subject": subject, "body": body}
+        if seq != before + 1:
+            yield Violation(Rule.LOG, f"event {before + 1}", f"is missing; the next one is {seq}")
+        elif previous is not None and event_hash(previous, seq=seq, **columns) != noted:
+            yield Violation(Rule.LOG, f"event {seq}", f"({kind} {subject}) was changed or inserted")
+        before, previous = seq, noted
+    if last is None:
+        head = connection.execute("SELECT seq, hash FROM head").fetchone()
+        if head != (before, previous):
+            written = "its end is not on record" if head is None else f"{head[0]} were written"
+            yield Violation(Rule.LOG, "end", f"the log ends with event {before}, but {written}")
+    elif before != last:
+        yield Violation(Rule.LOG, f"event {before + 1}", f"is missing, and so are all up to {last}")
 
 
 class Replay:
-    """The events applied again, compared with the stored tables; `violations` has the differences."""
+    """Applies the events of a log again and compares the outcome with the stored tables.
+
+    A row is compared when its trajectory has ended, and then forgotten. Only trajectories with an undone
+    consumption, and trajectories that are live at the end of the log, wait. Stored rows are read once, in order of
+    issue.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.violations: list[Violation] = []
+        self.unknown: Counter[str] = Counter()  # events of a later release, by kind
         self._connection = connection
         self._again = sqlite3.connect(":memory:", isolation_level=None)
         create(self._again)
         undone = connection.execute("SELECT DISTINCT subject FROM event WHERE kind = 'undone'")
         self._undone = {subject for (subject,) in undone}
-        self._waiting: dict[str, LiveTrajectory] = {}  # done with, but for an undone step
+        self._waiting: dict[str, LiveTrajectory] = {}  # ended, but one of their steps is undone
         self._stored = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM trajectory ORDER BY number")
         self._read = 0  # the last number that was read
-        self._ahead: dict[int, tuple[object, ...]] = {}  # stored rows whose trajectories are not done with
+        self._ahead: dict[int, tuple[object, ...]] = {}  # stored rows of trajectories that have not ended
         self._machine = Machine()
 
+    def read_events(self) -> Iterator[Stamped]:
+        """Iterate over the events of the log in order; note unreadable and unknown ones."""
+        cursor = self._connection.execute(
+            "SELECT seq, wall, mono, kind, CAST(body AS BLOB) FROM event ORDER BY seq"
+        )
+        while block := cursor.fetchmany(_BLOCK):
+            try:
+                events = decode_events([row[4] for row in block])
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                yield from self._one_by_one(block)
+                continue
+            for (seq, wall, mono, _, _), event in zip(block, events, strict=True):
+                yield Stamped(seq, wall, mono, event)
+
     def row_before(self, event: AnyEvent) -> LiveTrajectory | None:
-        """The row of the event's trajectory, if that is live."""
+        """Return the row of an event's trajectory, None if it is not live."""
         return self._machine.live.get(getattr(event, "trajectory_id", ""))
 
-    def apply_event(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> None:
-        """Apply event number `seq`, stamped by the two clocks; say so if that cannot be."""
-        if type(event) in _OF_LENGTH:
+    def apply_event(self, stamped: Stamped) -> None:
+        """Apply an event. An illegal event is a violation."""
+        event = stamped.event
+        if type(event) in _WITH_LENGTH:
             self._grow(event)
         try:
-            row = self._machine.apply(seq, event, wall=wall, mono=mono)
+            row = self._machine.apply(stamped.seq, event, wall=stamped.wall, mono=stamped.mono)
         except IllegalEventError as error:
             rule = Rule.CONSUMPTION if isinstance(event, Consumed) else Rule.ORDER
-            self.violations.append(Violation(rule, f"event {seq}", str(error)))
+            self.violations.append(Violation(rule, f"event {stamped.seq}", str(error)))
             return
         if row is None:
-            apply_to_tables(self._again, seq, event)
+            apply_to_tables(self._again, stamped.seq, event)
         elif row.status is Status.CONSUMED or row.status is Status.DROPPED:
             if row.id in self._undone:
                 self._waiting[row.id] = row
@@ -62,7 +116,7 @@ class Replay:
                 self._compare(row)
 
     def end(self) -> None:
-        """Compare everything that could not be compared before."""
+        """Compare all rows that still wait, then the other tables and the accounting."""
         live = self._machine.live
         for row in live.values():
             self._compare(row)
@@ -77,8 +131,20 @@ class Replay:
         self.violations += self._compare_accounting()
         self._again.close()
 
+    def _one_by_one(self, block: list[tuple[int, float, float, str, bytes]]) -> Iterator[Stamped]:
+        for seq, wall, mono, kind, body in block:
+            if kind not in KINDS:
+                self.unknown[kind] += 1
+                continue
+            try:
+                event = decode_event(body)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                self.violations.append(Violation(Rule.LOG, f"event {seq}", f"({kind}) cannot be read: {error}"))
+            else:
+                yield Stamped(seq, wall, mono, event)
+
     def _grow(self, event: AnyEvent) -> None:
-        """Let the row have the length that the event tells: pieces are compared elsewhere."""
+        """Give a row the length that an event states, since `audit.responses` compares the pieces."""
         row = self.row_before(event)
         if row is None:
             return

@@ -1,6 +1,6 @@
-"""Rewards of a run computed again from its record: requests as scorers had them, and what they gave then.
+"""Recorded scores of a run, to compute its rewards again: the request of each scorer, and its reward.
 
-Called by `laminar rescore`, which has the requests scored. Reads the ledger and its archive only.
+`laminar rescore` calls it and scores the requests. It reads the ledger, segments and archive.
 """
 
 import sqlite3
@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 from laminar_py.config.reward import RewardConfig, TermConfig
-from laminar_py.ledger.audit.stored import stored_responses
 from laminar_py.ledger.database import LedgerError, reading
+from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import TrajectoryRow, decode_event
 from laminar_py.ledger.segments.payload import Payload
 from laminar_py.records.evaluations import set_of
@@ -25,17 +25,17 @@ NOT_SCORED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
 
 @dataclass(frozen=True, slots=True)
 class RecordedScore:
-    """A response and its reward in the ledger, None where it could not be scored, with terms as far as known."""
+    """A response and its recorded reward, which is None if the scoring failed."""
 
     request: ScoringRequest
     reward: float | None
-    terms: Mapping[str, float] = field(default_factory=dict)  # values by name
+    terms: Mapping[str, float] = field(default_factory=dict)  # values by name, if recorded
 
     def difference(self, score: Score, reward: RewardConfig) -> str | None:
-        """Line on a reward that is another today, e.g. `g3.1: 1 on record, 0 now`; None where they agree.
+        """Return a line on a reward that differs today, e.g. `g3.1: 1 on record, 0 now`; None if both agree.
 
-        Terms are compared one by one, each with its own rounding, where the same ones are on record.
-        Where there was no reward there may be one today: a server was away, or a call was too slow.
+        If the recorded terms are the terms of today, each is compared with its own rounding. A response without a
+        recorded reward may have one today, since a server was down or a call too slow.
         """
         if self.reward is None:
             return None
@@ -45,7 +45,7 @@ class RecordedScore:
         now = {term.name: term.value for term in score.terms}
         same_terms = now.keys() == self.terms.keys()
         for name in now if same_terms else ():
-            if abs(now[name] - self.terms[name]) > roundings.of(name) * max(1.0, abs(self.terms[name])):
+            if abs(now[name] - self.terms[name]) > roundings.of_value(name) * max(1.0, abs(self.terms[name])):
                 told = f"{name} {self.terms[name]:g} on record, {now[name]:g} now"
                 return f"{score.trajectory_id}: {told} (reward {self.reward:g}, {score.value:g})"
         is_known = same_terms and len(now) > 0
@@ -57,7 +57,7 @@ class RecordedScore:
 
 @dataclass(frozen=True, slots=True)
 class _Roundings:
-    """Roundings of a task's terms, of which a function may give several values under names of its own."""
+    """Roundings of a task's terms. A function may return several values under names that begin with its term's."""
 
     config: Sequence[TermConfig]
 
@@ -65,11 +65,11 @@ class _Roundings:
     def largest(self) -> float:
         return max(term.rounding for term in self.config)
 
-    def of(self, name: str) -> float:
+    def of_value(self, name: str) -> float:
         return self._term(name).rounding
 
     def of_sum(self, values: Mapping[str, float]) -> float:
-        """Difference of the sum where each value has its own, times the term's weight."""
+        """Return the rounding of the weighted sum of these values."""
         each = ((self._term(name), abs(value)) for name, value in values.items())
         return sum(abs(term.weight) * term.rounding * max(1.0, value) for term, value in each)
 
@@ -79,9 +79,9 @@ class _Roundings:
 
 
 def recorded_scores(run: Path) -> Iterator[RecordedScore]:
-    """Responses of a run that were scored, or could not be. Raises `LedgerError` where a prompt is lost."""
+    """Iterate over the scored responses of a run, and failed ones. Raises `LedgerError` if a prompt is lost."""
     with reading(run) as connection:
-        stored = stored_responses(run, connection)
+        stored = StoredResponses(run, connection).all_responses()
         while block := list(islice(stored, _BLOCK)):
             terms = _recorded_terms(connection, [row for row, _, _ in block])
             for row, prompt, payload in block:
@@ -112,7 +112,7 @@ def _request(row: TrajectoryRow, prompt: Prompt, payload: Payload) -> ScoringReq
 
 
 def _recorded_terms(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> dict[str, dict[str, float]]:
-    """Values of the terms on record, by trajectory: events have no index, so those of a block are read at once."""
+    """Return the recorded values of terms, by trajectory of a block, in one scan, since events have no index."""
     wanted = {row.id for row in rows}
     found = connection.execute(
         "SELECT subject, body FROM event WHERE seq BETWEEN ? AND ? AND kind = ? ORDER BY seq",

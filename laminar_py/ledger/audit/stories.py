@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.database import LedgerError, ledger_path, reading
+from laminar_py.ledger.database import LedgerError, reading
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import KINDS, TrajectoryRow, decode_event, read_rows
 from laminar_py.ledger.segments.payload import Payload, join
@@ -75,7 +75,7 @@ class Story:
 def read_story(run: Path, trajectory_id: str) -> Story:
     """Read the story of one trajectory. Raises `ConfigError` if it does not exist."""
     with reading(run) as connection:
-        return read_story_from(connection, StoredResponses(ledger_path(run).parent, connection), trajectory_id)
+        return read_story_from(connection, StoredResponses(run, connection), trajectory_id)
 
 
 def read_story_from(connection: sqlite3.Connection, responses: StoredResponses, trajectory_id: str) -> Story:

@@ -1,4 +1,4 @@
-"""Files of pieces of responses, and the store that serves them."""
+"""Files with pieces of responses, and the store that serves them."""
 
 from typing import TYPE_CHECKING
 

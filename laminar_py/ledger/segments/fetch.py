@@ -3,16 +3,18 @@
 Each process that reads pieces has one client, which its threads share. `segments.store` is the server and
 `segments.wire` the protocol. A piece is lost only if its store says so. After any other failure, also a stranger
 at the port, the client retries for `retry_s`, each time at the store's latest address. All requests of a process
-share these seconds, so that a process waits for a dead host once (`tests/segments/test_fetch.py`).
+share these seconds, so that a process waits for a lost host once (`tests/segments/test_fetch.py`).
 """
 
 import hmac
+import io
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 import laminar_py.ledger.segments.wire as wire
 from laminar_py.ledger.segments.reader import StoreAwayError
@@ -27,30 +29,7 @@ CONNECTIONS = 4  # at a time per fetch, and kept idle per store
 BLOCK_BYTES = 2**20  # per receive, which stays in the CPU cache
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between two tries; a pause doubles each time
 
-
-class StoreConnection:
-    """A connection to a store. The constructor raises `OSError`."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._socket = socket.create_connection(address, ANSWER_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._received = self._socket.makefile("rb", BLOCK_BYTES)
-
-    def send(self, data: bytes) -> None:
-        """Send all bytes. Raises `OSError`."""
-        self._socket.sendall(data)
-
-    def receive(self, size: int) -> bytes:
-        """Receive the next [size] bytes. Raises `OSError`."""
-        data: bytes = self._received.read(size)
-        if len(data) < size:
-            raise ConnectionError("the answer was cut off")
-        return data
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._received.close()
-        self._socket.close()
+_Connection: TypeAlias = io.BufferedRWPair
 
 
 class StoreClient:
@@ -64,7 +43,7 @@ class StoreClient:
         self._addresses = addresses
         self._retry_s = retry_s
         self._away: dict[str, tuple[float, float]] = {}  # first and last failure, by store that does not answer
-        self._idle: dict[str, list[StoreConnection]] = {}  # idle connections of each store
+        self._idle: dict[str, list[_Connection]] = {}  # idle connections of each store
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="fetch")
@@ -99,7 +78,7 @@ class StoreClient:
         while True:
             kept = self._pop_idle(store)
             try:
-                connection = kept or StoreConnection(wire.find_address(self._addresses, store))
+                connection = kept or _connect(wire.find_address(self._addresses, store))
                 pieces = self._request(store, connection, body, sizes)
             except OSError as error:
                 if kept is not None:  # the store closed it while it was idle
@@ -122,22 +101,23 @@ class StoreClient:
             self._away[store] = (since if now - until <= self._retry_s else now), now
             return now - self._away[store][0]
 
-    def _request(self, store: str, connection: StoreConnection, body: bytes, sizes: Sequence[int]) -> list[bytes]:
+    def _request(self, store: str, connection: _Connection, body: bytes, sizes: Sequence[int]) -> list[bytes]:
         """Send a request and receive pieces of these sizes; keep or close the connection.
 
         Raises `PayloadLostError`, and `OSError` if the store does not answer or another process answers.
         """
         request = wire.request_signature(self._key, body)
         try:
-            connection.send(wire.REQUEST_HEAD.pack(request, len(body)) + body)
-            signature, status, size = wire.ANSWER_HEAD.unpack(connection.receive(wire.ANSWER_HEAD.size))
-            line = b"" if status == AnswerStatus.PIECES else connection.receive(min(size, wire.LINE_BYTES))
+            connection.write(wire.REQUEST_HEAD.pack(request, len(body)) + body)
+            connection.flush()
+            signature, status, size = wire.ANSWER_HEAD.unpack(_receive(connection, wire.ANSWER_HEAD.size))
+            line = b"" if status == AnswerStatus.PIECES else _receive(connection, min(size, wire.LINE_BYTES))
             expected = wire.answer_signature(self._key, request, status, size, line)
             if not hmac.compare_digest(signature, expected):
                 raise ConnectionError("the process that answers does not have the run's key")
             if status == AnswerStatus.PIECES and size != sum(sizes):
                 raise ConnectionError(f"{size} bytes instead of {sum(sizes)}")
-            pieces = [connection.receive(one) for one in sizes] if status == AnswerStatus.PIECES else []
+            pieces = [_receive(connection, one) for one in sizes] if status == AnswerStatus.PIECES else []
         except OSError:
             connection.close()
             raise
@@ -149,18 +129,36 @@ class StoreClient:
             raise ConnectionError(reason)
         return pieces
 
-    def _pop_idle(self, store: str) -> StoreConnection | None:
+    def _pop_idle(self, store: str) -> _Connection | None:
         """Return an idle connection, None without any."""
         with self._lock:
             return self._idle[store].pop() if self._idle.get(store) else None
 
-    def _keep(self, store: str, connection: StoreConnection) -> None:
+    def _keep(self, store: str, connection: _Connection) -> None:
         with self._lock:
             kept = self._idle.setdefault(store, [])
             if len(kept) < CONNECTIONS and not self._closed.is_set():
                 kept.append(connection)
                 return
         connection.close()
+
+
+def _connect(address: tuple[str, int]) -> _Connection:
+    """Connect to a store. Raises `OSError`."""
+    connected = socket.create_connection(address, ANSWER_S)
+    with connected:  # the file keeps the socket open
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = connected.makefile("rwb", BLOCK_BYTES)
+        assert isinstance(connection, io.BufferedRWPair)
+        return connection
+
+
+def _receive(connection: _Connection, size: int) -> bytes:
+    """Receive the next [size] bytes. Raises `OSError`."""
+    data = connection.read(size)
+    if len(data) < size:
+        raise ConnectionError("the answer was cut off")
+    return data
 
 
 def split(refs: Sequence[PieceRef]) -> Iterator[list[PieceRef]]:

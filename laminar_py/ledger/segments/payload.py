@@ -1,4 +1,4 @@
-"""Responses as arrays, joined from their pieces. Called by whoever needs the tokens themselves. Pure."""
+"""Responses as arrays, joined from their pieces. Readers of tokens call it. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,23 +25,24 @@ class Payload:
 
     ids: IntArray  # [L]
     logprobs: FloatArray  # [L]
-    spans: tuple[Span, ...]  # cover [0, L), no two neighbours say the same
-    sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
+    spans: tuple[Span, ...]  # cover [0, L); neighbours differ
+    sampling_mask: SamplingMask | None = None  # L rows; an empty row: the whole vocabulary
     routed_experts: RoutedExperts | None = None  # from position 0 on
-    reward: float | None = None  # of the environment, where that ended it with one
-    roles: tuple[RoleCredit, ...] = ()  # that it gave rewards of their own
+    reward: float | None = None  # of the environment that ended the trajectory
+    roles: tuple[RoleCredit, ...] = ()  # rewards by role, if the environment gave any
 
 
-def join(pieces: Iterable[Piece]) -> Payload:
-    """The response that pieces of one trajectory make, in their order; ValueError names a gap, or a piece whose
-    log-probabilities are not of its tokens.
+def join(pieces: Iterable[Piece], *, start: int = 0) -> Payload:
+    """Join pieces of one trajectory, in order, from token `start` on.
+
+    Raises `ValueError` for a gap, and for a piece whose tokens and log-probabilities differ in number.
     """
     ids: list[bytes] = []
     logprobs: list[bytes] = []
     spans: tuple[Span, ...] = ()
     masks: list[SamplingMask] = []
     experts: list[RoutedExperts] = []
-    length, masked, reward, roles = 0, False, None, tuple[RoleCredit, ...]()
+    length, masked, reward, roles = start, False, None, tuple[RoleCredit, ...]()
     for piece in pieces:
         if piece.start != length:
             raise ValueError(f"tokens [{length}, {piece.start}) are missing or stored twice")
@@ -51,7 +52,7 @@ def join(pieces: Iterable[Piece]) -> Payload:
         logprobs.append(piece.logprobs)
         spans = replace_spans(spans, piece.spans)
         masked = masked or piece.mask is not None
-        masks.append(mask_of(piece))
+        masks.append(_mask_of(piece))
         length = piece.end
         reward, roles = piece.reward, piece.roles
         if piece.experts is not None:
@@ -67,8 +68,8 @@ def join(pieces: Iterable[Piece]) -> Payload:
     )
 
 
-def mask_of(piece: Piece) -> SamplingMask:
-    """Mask of a piece; one without was drawn from the whole vocabulary."""
+def _mask_of(piece: Piece) -> SamplingMask:
+    """Return the mask of a piece; without one, its tokens were drawn from the whole vocabulary."""
     if piece.mask is None:
         return SamplingMask(np.zeros(piece.end - piece.start, np.int32), np.empty(0, np.int32))
     return unpack_mask(piece.mask)

@@ -7,9 +7,9 @@ piece is checked against the digest of its reference (law 9). Threads may share 
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias, TypeVar
 
 from laminar_py.ledger.segments.frames import AnyPiece, read_frame
 from laminar_py.ledger.segments.local import is_local
@@ -17,9 +17,11 @@ from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.ledger.segments.writer import SEGMENT
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
 from laminar_py.records.spans import sampled_mask
-from laminar_py.records.trajectory import FinishedTrajectory, Trajectory
+from laminar_py.records.trajectory import FinishedTrajectory, Sample, Trajectory
 
 OPEN_FILES = 64  # kept open per reader
+
+P = TypeVar("P", Piece, ColumnPiece)
 
 
 class StoreAwayError(PayloadLostError):
@@ -30,15 +32,11 @@ class ElsewhereError(PayloadLostError):
     """A piece may be on another host of a running or killed run; this reader asks no store."""
 
 
-class PieceFetch(Protocol):
-    """Fetches pieces of another host from a store by name.
+PieceFetch: TypeAlias = Callable[[str, Sequence[PieceRef]], list[bytes]]
+"""Fetches the frames of pieces, in order, from the store of another host by name.
 
-    Raises `PayloadLostError` if a piece is lost, `StoreAwayError` if the store does not answer.
-    """
-
-    def __call__(self, store: str, refs: Sequence[PieceRef]) -> list[bytes]:
-        """Return the frames of pieces, in order."""
-        ...
+Raises `PayloadLostError` if a piece is lost, `StoreAwayError` if the store does not answer.
+"""
 
 
 class Loaded:
@@ -50,16 +48,13 @@ class Loaded:
     def response(self, tokens: Iterable[TokensRef]) -> Payload:
         """Join pieces to a response. Raises `PayloadLostError` if one is lost or they do not fit together."""
         try:
-            return join(self._tokens(one.at) for one in tokens)
+            return join(self._piece_of(Piece, one.at) for one in tokens)
         except ValueError as error:
             raise PayloadLostError(str(error)) from error
 
     def column(self, ref: ColumnRef) -> ColumnPiece:
         """Return a column. Raises `PayloadLostError`."""
-        piece = self.piece(ref.at)
-        if not isinstance(piece, ColumnPiece):
-            raise PayloadLostError(f"{ref.at.segment}: tokens, where a column was to be")
-        return piece
+        return self._piece_of(ColumnPiece, ref.at)
 
     def piece(self, ref: PieceRef) -> AnyPiece:
         """Return a piece. Raises `PayloadLostError`."""
@@ -71,15 +66,15 @@ class Loaded:
         except PayloadLostError as error:
             raise PayloadLostError(f"{ref.segment} from byte {ref.offset} on: {error}") from None
 
-    def _tokens(self, ref: PieceRef) -> Piece:
+    def _piece_of(self, kind: type[P], ref: PieceRef) -> P:
         piece = self.piece(ref)
-        if not isinstance(piece, Piece):
-            raise PayloadLostError(f"{ref.segment}: a column, where tokens were to be")
+        if not isinstance(piece, kind):
+            raise PayloadLostError(f"{ref.segment}: a {type(piece).__name__} instead of a {kind.__name__}")
         return piece
 
 
 class PayloadReader:
-    """Reads segments in this host's `folder`, and those of other hosts by `fetch`."""
+    """Reads segments in this host's `folder`, and segments of other hosts with `fetch`."""
 
     def __init__(self, folder: Path, *, fetch: PieceFetch | None = None) -> None:
         self._folder = folder
@@ -175,22 +170,10 @@ def complete_one(finished: FinishedTrajectory, loaded: Loaded) -> Trajectory:
     if length != finished.length:
         raise PayloadLostError(f"{length} of its {finished.length} tokens")
     return Trajectory(
-        id=finished.id,
-        prompt_id=finished.prompt_id,
-        group_id=finished.group_id,
-        sample_index=finished.sample_index,
-        kind=finished.kind,
-        prompt_ids=finished.prompt_ids,
+        **{name: getattr(finished, name) for name in Sample.__struct_fields__},
         response_ids=response.ids,
         logprobs=response.logprobs,
         loss_mask=sampled_mask(finished.spans if finished.num_trained else (), length),
-        spans=finished.spans,
-        finish_reason=finished.finish_reason,
-        reward=finished.reward,
-        advantage=finished.advantage,
-        advantage_scale=finished.advantage_scale,
-        weight=finished.weight,
-        roles=finished.roles,
         sampling_mask=response.sampling_mask,
         routed_experts=response.routed_experts,
         columns={name: loaded.column(column).values for name, column in finished.columns.items()},

@@ -1,8 +1,9 @@
-"""Salvage of what a dead replica's running trajectories had got and nobody was told, from its journals.
+"""Salvage of tokens that a crashed replica had not reported, from its journals.
 
-Runs on the host, called by the controller when a replica died (`workers.payload`). The pieces go to a new segment
-of that part, which is on disk before anybody hears of it; the journals stay until that is on record. Invariant:
-what is given back goes on exactly where the record ends, or is left out.
+It runs on the replica's host; the controller calls it after the crash (`workers.payload`). It writes the tokens to
+a new segment of the replica and syncs them before it answers. The controller deletes the journals when the tokens
+are on record. Salvaged tokens continue exactly where the record ends; other tokens are left out
+(`tests/segments/test_salvage.py`).
 """
 
 import mmap
@@ -13,33 +14,24 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.ledger.segments.frames import whole_frames
-from laminar_py.ledger.segments.payload import mask_of
+from laminar_py.ledger.segments.payload import join
 from laminar_py.ledger.segments.writer import JOURNAL, SegmentWriter, tokens_ref
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.pieces import (
-    Piece,
-    PieceRef,
-    TokensRef,
-    join_experts,
-    join_masks,
-    pack_experts,
-    pack_mask,
-    unpack_experts,
-)
-from laminar_py.records.spans import Span, replace_spans
+from laminar_py.records.pieces import Piece, PieceRef, TokensRef, pack_experts, pack_mask
+from laminar_py.records.spans import Span
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
-    """Epoch of a trajectory that a dead replica had, and how many of its tokens are on record."""
+    """Epoch of a trajectory that ran on a crashed replica, and its number of recorded tokens."""
 
     epoch: int
     length: int
 
 
 class SalvageRequest(msgspec.Struct, frozen=True):
-    """Trajectories that parts had when they died, by id; journals of these names tell more of them.
+    """Trajectories that ran on crashed replicas, by id, and a pattern of journal names.
 
-    What is found goes to a segment under `label`.
+    Salvaged tokens go to a segment under `label`.
     """
 
     pattern: str
@@ -48,7 +40,7 @@ class SalvageRequest(msgspec.Struct, frozen=True):
 
 
 class Salvaged(msgspec.Struct, frozen=True, kw_only=True):
-    """More tokens of one trajectory."""
+    """Salvaged tokens of one trajectory."""
 
     trajectory_id: str
     tokens: TokensRef
@@ -57,14 +49,14 @@ class Salvaged(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Salvage(msgspec.Struct, frozen=True):
-    """Answer of a host, with the journals that it was read from: to be discarded once it is on record."""
+    """Answer of a host: salvaged tokens, and the names of the journals, which the controller deletes later."""
 
     found: list[Salvaged]
     journals: list[str]
 
 
 def salvage(folder: str, request: bytes) -> bytes:
-    """`Salvage` for a `SalvageRequest`, from the journals in a folder of this host. Raises `OSError`."""
+    """Return a `Salvage` for a `SalvageRequest`, from the journals in a folder of this host. Raises `OSError`."""
     wanted = decode(SalvageRequest, request)
     journals = sorted(Path(folder).glob(f"{wanted.pattern}{JOURNAL}"))
     merged = continuations(chain.from_iterable(map(_entries, journals)), wanted.running)
@@ -76,7 +68,7 @@ def salvage(folder: str, request: bytes) -> bytes:
 
 
 def salvaged(piece: Piece, ref: PieceRef) -> Salvaged:
-    """Answer for a trajectory of which a piece was found, once that lies where `ref` says."""
+    """Return the answer for a salvaged piece that was written at `ref`."""
     return Salvaged(
         trajectory_id=piece.trajectory_id,
         tokens=tokens_ref(piece, ref),
@@ -86,22 +78,18 @@ def salvaged(piece: Piece, ref: PieceRef) -> Salvaged:
 
 
 def merge(pieces: Sequence[Piece]) -> Piece:
-    """Pieces of one trajectory that lie end to end as one."""
+    """Merge consecutive pieces of one trajectory."""
     if len(pieces) == 1:
         return pieces[0]
-    spans: tuple[Span, ...] = ()
-    for piece in pieces:
-        spans = replace_spans(spans, piece.spans)
-    masked = any(piece.mask is not None for piece in pieces)
-    experts = [unpack_experts(piece.experts) for piece in pieces if piece.experts is not None]
+    whole = join(pieces, start=pieces[0].start)
     return msgspec.structs.replace(
         pieces[-1],
         start=pieces[0].start,
-        spans=spans,
-        ids=b"".join(piece.ids for piece in pieces),
-        logprobs=b"".join(piece.logprobs for piece in pieces),
-        mask=pack_mask(join_masks([mask_of(piece) for piece in pieces])) if masked else None,
-        experts=pack_experts(join_experts(experts)) if experts else None,
+        spans=whole.spans,
+        ids=whole.ids.tobytes(),
+        logprobs=whole.logprobs.tobytes(),
+        mask=None if whole.sampling_mask is None else pack_mask(whole.sampling_mask),
+        experts=None if whole.routed_experts is None else pack_experts(whole.routed_experts),
     )
 
 
@@ -113,7 +101,7 @@ def _entries(path: Path) -> Iterator[Piece]:
 
 
 def continuations(pieces: Iterable[Piece], running: Mapping[str, Known]) -> list[Piece]:
-    """Continuation of each trajectory from where its record ends, of entries of a journal that lie end to end."""
+    """Merge journal entries that continue the record of each running trajectory without a gap."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         known = running.get(piece.trajectory_id)

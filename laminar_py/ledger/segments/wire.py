@@ -7,10 +7,10 @@ A store writes its address under its name into the run's folder, which all hosts
 they connect, so a restarted store may have another port.
 
 The key never travels (law 7). On a network without TLS an eavesdropper could use a bearer token to read
-everything, and so could a process that takes the port of a dead store. A signature is valid for its request only;
-a replayed request yields only bytes that the eavesdropper has already seen. Answers are signed too, so that no
-stranger at the port can declare pieces lost. The bytes of pieces are unsigned, since readers know their digests.
-The protocol does not hide the bytes.
+everything, and so could a process that takes the port of a crashed store. A signature is valid for its request
+only; a replayed request yields only bytes that the eavesdropper has already seen. Answers are signed too, so that
+no stranger at the port can declare pieces lost. The bytes of pieces are unsigned, since readers know their
+digests. The protocol does not hide the bytes.
 """
 
 import hmac

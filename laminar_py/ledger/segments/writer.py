@@ -1,19 +1,22 @@
 """Writers of segments and journals: files of pieces to which one process appends, on its own host.
 
 Replicas, scorers and the reference model have a writer each. The bytes of a piece are written to the file before
-its reference exists, so a killed process loses nothing that has a reference (law 1). `sync` brings the bytes to
-disk, against a loss of power. A segment of `ROLL_BYTES` is full; `segments.folder` deletes it when no piece of it
-is needed. A failed write is undone, so frames always lie end to end. A deleted file gets no further pieces.
+its reference exists, so a killed process loses no referenced piece (law 1). `sync` brings the bytes to
+disk, against a loss of power. A segment of `ROLL_BYTES` is full; `discard` deletes it when no piece of it is
+needed. A failed write is undone, so frames always lie end to end. A deleted file gets no further pieces.
 """
 
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from laminar_py.ledger.segments.frames import AnyPiece, Buffer, make_frame
 from laminar_py.ledger.segments.local import make_folder
+from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, PieceRef, TokensRef, unpack_experts
 
 ROLL_BYTES, JOURNAL_ROLL_BYTES = 64 * 2**20, 16 * 2**20
@@ -22,15 +25,16 @@ _AT_ONCE = 512  # buffers per call; the kernel takes 1,024
 
 
 class SegmentWriter:
-    """Writes segments of one process, e.g. `SegmentWriter(folder, "replica-3")`.
+    """Writes segments of one process, e.g. `SegmentWriter(folder, "replica-3")`; with another suffix a `Journal`.
 
     A piece creates the first file.
     """
 
-    def __init__(self, folder: Path, part: str, *, roll_bytes: int = ROLL_BYTES) -> None:
+    def __init__(self, folder: Path, part: str, *, roll_bytes: int = ROLL_BYTES, suffix: str = SEGMENT) -> None:
         self._folder = folder
         self._part = part
         self._roll_bytes = roll_bytes
+        self._suffix = suffix
         self._file: int | None = None
         self._name = ""
         self._size = 0
@@ -75,13 +79,17 @@ class SegmentWriter:
             self._name, self._size = new_name(self._part), 0
             make_folder(self._folder)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._file = os.open(self._folder / f"{self._name}{SEGMENT}", flags, 0o600)
+            self._file = os.open(self._folder / f"{self._name}{self._suffix}", flags, 0o600)
         return self._file
 
     def _end_file(self) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        if self._suffix == SEGMENT:
             self._unsynced.append(self._file)
-            self._file = None
+        else:
+            os.close(self._file)  # a crash of the process leaves the bytes, and a loss of power may take journals
+        self._file = None
 
 
 class Journal:
@@ -94,20 +102,14 @@ class Journal:
 
     def __init__(self, folder: Path, part: str, *, roll_bytes: int = JOURNAL_ROLL_BYTES) -> None:
         self._folder = folder
-        self._part = part
-        self._roll_bytes = roll_bytes
-        self._file: int | None = None
-        self._size = 0
+        self._writer = SegmentWriter(folder, part, roll_bytes=roll_bytes, suffix=JOURNAL)
         self._entries: dict[Path, set[str]] = {}  # running trajectories in each file, the current file last
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Append tokens of running trajectories since their last entry. Raises `OSError`."""
-        if pieces:
-            frames = [make_frame(piece) for piece in pieces]
-            file = self._open()
-            append(file, [buffer for frame in frames for buffer in frame.buffers], at=self._size)
-            self._size += sum(frame.num_bytes for frame in frames)
-            next(reversed(self._entries.values())).update(piece.trajectory_id for piece in pieces)
+        if refs := self._writer.write_all(pieces):
+            path = self._folder / f"{refs[0].segment}{JOURNAL}"
+            self._entries.setdefault(path, set()).update(piece.trajectory_id for piece in pieces)
 
     def forget(self, trajectory_id: str) -> None:
         """Forget a trajectory that left, and delete older files without running trajectories."""
@@ -120,24 +122,10 @@ class Journal:
 
     def close(self) -> None:
         """Delete all journals, since the process ends and has reported everything."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._writer.close()
         for path in self._entries:
             path.unlink(missing_ok=True)
         self._entries.clear()
-
-    def _open(self) -> int:
-        if self._file is not None and (self._size >= self._roll_bytes or not os.fstat(self._file).st_nlink):
-            os.close(self._file)
-            self._file = None
-        if self._file is None:
-            make_folder(self._folder)
-            path = self._folder / f"{new_name(self._part)}{JOURNAL}"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._file, self._size = os.open(path, flags, 0o600), 0
-            self._entries[path] = set()
-        return self._file
 
 
 def tokens_ref(piece: Piece, at: PieceRef) -> TokensRef:
@@ -177,3 +165,47 @@ def write_whole(file: int, buffers: Sequence[Buffer]) -> None:
                 written -= len(rest.pop(0))
             if rest:
                 rest[0] = memoryview(rest[0])[written:]
+
+
+# ---- files of a host: the controller calls these functions on it (`workers.payload`)
+
+
+class SegmentFile(msgspec.Struct, frozen=True, array_like=True):
+    """A segment of a host, e.g. `SegmentFile("replica-3-1-17.18f2a.9e41", 65536, 2.5)`."""
+
+    name: str
+    num_bytes: int
+    age_s: float  # since the last write to it
+
+
+def segments_in(folder: Path) -> list[Path]:
+    """Return the segments in a folder; segments of one process are in order of creation."""
+    return sorted(folder.glob(f"*{SEGMENT}"))
+
+
+def segments_here(folder: str) -> bytes:
+    """Return the segments of this host as `list[SegmentFile]`, in the order of `segments_in`."""
+    now = time.time()
+    found = ((path, path.stat()) for path in segments_in(Path(folder)))
+    return encode(
+        [SegmentFile(path.name.removesuffix(SEGMENT), stat.st_size, now - stat.st_mtime) for path, stat in found]
+    )
+
+
+def labels_here(folder: str) -> bytes:
+    """Return the labels with a segment or a journal on this host, as `list[str]`."""
+    paths = (*Path(folder).glob(f"*{SEGMENT}"), *Path(folder).glob(f"*{JOURNAL}"))
+    return encode(sorted({part_of(path.name) for path in paths}))
+
+
+def discard(folder: str, names: bytes) -> bytes:
+    """Delete files that match a `list[str]` of patterns, if they still exist; return their number."""
+    paths = [path for name in decode(list[str], names) for path in Path(folder).glob(Path(name).name)]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return encode(len(paths))
+
+
+def segment_files(names: Iterable[str]) -> list[str]:
+    """Return the file names of segments."""
+    return [f"{name}{SEGMENT}" for name in names]

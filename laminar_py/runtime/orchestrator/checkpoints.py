@@ -17,7 +17,7 @@ from pathlib import Path
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.marker import read_marker
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.recovery import checkpoints_on_record, newest_there
+from laminar_py.ledger.recovery import checkpoints_on_record, newest_existing
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Checkpointed
 from laminar_py.runtime.cluster.errors import PartCrashedError
@@ -46,7 +46,7 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
     Raises `ConfigError` if it is half written or damaged, or if all are gone.
     """
     recorded = on_record(run)
-    found = newest_there(recorded, run.has)
+    found = newest_existing(recorded, run.has)
     if found is None:
         return None
     try:

@@ -216,7 +216,7 @@ class Controller:
     def __init__(self, opened: Opened, *, view: View, source: EvalSource | None = None) -> None:
         config, run = opened.config, opened.run
         goes_on, ledger = opened.resumed and run.has_ledger, run.live_ledger
-        self._recovered: Recovered | None = recover(run.path, ledger=ledger, there=run.has) if goes_on else None
+        self._recovered: Recovered | None = recover(run.path, ledger=ledger, exists=run.has) if goes_on else None
         self._evaluations = read_evaluations(ledger) if goes_on else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         self._incarnation = incarnation = open_incarnation(opened, recovered=self._recovered)

@@ -11,7 +11,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.learner.marker import read_marker
-from laminar_py.ledger.recovery import newest_there
+from laminar_py.ledger.recovery import newest_existing
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Checkpointed
 from laminar_py.runtime.orchestrator.checkpoints import on_record
@@ -59,7 +59,7 @@ def run_of(source: Path) -> RunFolder:
 
 
 def _newest(run: RunFolder) -> Checkpointed:
-    found = newest_there(on_record(run), run.has)
+    found = newest_existing(on_record(run), run.has)
     if found is None:
         raise ConfigError(f"run={run.path}: has no checkpoint yet; wait for its first one")
     return found

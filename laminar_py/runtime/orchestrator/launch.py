@@ -23,7 +23,7 @@ from rich.console import Console
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.live import own_disk, settle
+from laminar_py.ledger.live import ledger_disk, place_ledger
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.observe.fleet import folder_bytes
 from laminar_py.observe.live import View
@@ -173,7 +173,7 @@ def lead(
     The console shows `what` runs. `begun` is a locked folder of a new run; without it, one is made after all parts
     have a place. A run that does not train (`trains`) reads no training data. Raises ConfigError, RunFailedError.
     """
-    disk = own_disk(resume.path if resume else config.runs, config.runs_local)
+    disk = ledger_disk(resume.path if resume else config.runs, config.runs_local)
     inputs = check_inputs(config, trains=trains)
     if resume:
         _take_up(resume, inputs, console, disk=disk)
@@ -209,7 +209,7 @@ def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, disk: Path | N
 
 
 def _settle_ledger(run: RunFolder, disk: Path | None, console: Console) -> None:
-    for line in settle(run, disk):
+    for line in place_ledger(run, disk):
         console.print(line, soft_wrap=True, highlight=False)
 
 

@@ -16,9 +16,8 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import control_settings, packing
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.ledger.database import LedgerError
-from laminar_py.ledger.recovery import Recovered
+from laminar_py.ledger.recovery import Recovered, first_events
 from laminar_py.ledger.seal import seal_run
-from laminar_py.ledger.start import first_events
 from laminar_py.records.trajectory import FinishedTrajectory, Prompt
 from laminar_py.repack.migration import Migration
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet

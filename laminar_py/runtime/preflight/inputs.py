@@ -29,7 +29,7 @@ from laminar_py.data.survey import UnknownWords, unknown_words
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
-from laminar_py.ledger.live import own_disk
+from laminar_py.ledger.live import ledger_disk
 from laminar_py.ledger.segments.local import LEAST_FREE
 from laminar_py.observe.trackers import check_trackers
 from laminar_py.records.host import visible
@@ -385,7 +385,7 @@ def store_field(config: RunConfig) -> str:
 
     Raises `ConfigError` if this host cannot have the folder.
     """
-    return "runs" if own_disk(config.runs, config.runs_local) is None else "runs_local"
+    return "runs" if ledger_disk(config.runs, config.runs_local) is None else "runs_local"
 
 
 def room_fault(field: str, folder: Path, *, where: str = "") -> str | None:

@@ -17,10 +17,16 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.archive import ArchiveAnswer, ArchiveRequest, archive_pieces, file_name
 from laminar_py.ledger.pieces import PieceRow
 from laminar_py.ledger.recovery import Recovered
-from laminar_py.ledger.segments.folder import SegmentFile, discard, labels_here, segment_files, segments_here
 from laminar_py.ledger.segments.local import drop_local, is_local, keep_here, lead_to_kept
 from laminar_py.ledger.segments.salvage import Known, Salvage, Salvaged, SalvageRequest, salvage
-from laminar_py.ledger.segments.writer import part_of
+from laminar_py.ledger.segments.writer import (
+    SegmentFile,
+    discard,
+    labels_here,
+    part_of,
+    segment_files,
+    segments_here,
+)
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PieceRef

@@ -20,8 +20,8 @@ from laminar_py.control.dispatcher import Tick
 from laminar_py.control.reports import HOST_LOST, REPLICA_DIED
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.engine import StoreFullError
-from laminar_py.records.events import PartDied, ReplicaLeft
-from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
+from laminar_py.records.events import PartDied, ReplicaLeft, VersionLoaded
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.relay.sockets import PeerServer
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.outbox import GATHER_S
@@ -160,7 +160,7 @@ class Replicas:
             self._relay_sent[line.replica] = relay
             line.send_order(Follow(relay))
 
-    def _compare_weights(self, line: Line, loads: Sequence[WeightLoad]) -> None:
+    def _compare_weights(self, line: Line, loads: Sequence[VersionLoaded]) -> None:
         """Lose a replica whose checksum of a version differs from the first one in the same layout."""
         for load in loads:
             if load.checksum is None:

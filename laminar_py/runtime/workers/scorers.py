@@ -15,8 +15,8 @@ import msgspec
 from laminar_py.config.reward import server_name
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.scoring import PoolAddresses, Score, ScorerHandle, ServerAddress, Unfinished, Unscored
-from laminar_py.reward.stage import ScorerCrashedError
+from laminar_py.records.scoring import PoolAddresses, Score, ServerAddress, Unfinished, Unscored
+from laminar_py.reward.stage import ScorerCrashedError, ScorerHandle
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -35,7 +35,7 @@ SERVER_FIRST_STARTS = 2  # failed first starts after which the run ends
 
 
 class RemoteScorer:
-    """Calls one scoring process; see `records.scoring.ScorerHandle`."""
+    """Calls one scoring process; see `reward.stage.ScorerHandle`."""
 
     def __init__(self, part: Part, at_once: int, payload: PayloadHosts) -> None:
         self._part = part

@@ -226,7 +226,7 @@ def test_an_error_of_our_own_is_no_failed_reward(monkeypatch: pytest.MonkeyPatch
     def broken(*_: object, **__: object) -> None:
         raise ValueError("ours")
 
-    monkeypatch.setattr(outcome, "check_columns", broken)
+    monkeypatch.setattr(outcome, "_check_columns", broken)
     with pytest.raises(ValueError, match="ours"):
         call(lambda request: 1.0, "a")
 
