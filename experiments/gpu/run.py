@@ -167,7 +167,7 @@ PIECES = (
         name="hop",
         arguments=(*LAMINAR, "bench", "relay", "--only", "hop", "--json"),
         limit_s=50,
-        on_cpu=("--repeats", "1"),
+        on_cpu=("repeats=1",),
         read=read_reports,
     ),
     learner_piece("selective_compiled", 120),

@@ -50,7 +50,7 @@ def main() -> None:
         done = campaign(run, args.only, args.kills, args.pause, random.Random(args.seed))
         check(run.finish() == 0, "the last incarnation did not finish")
         rows, holds = proof(run, done)
-        more, right = turn_rows(run, log)
+        more, right = turn_rows(run)
     show("kill_test", [*rows, *more], as_json=args.json)
     check(holds and right, "see the table")
 

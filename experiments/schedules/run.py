@@ -90,7 +90,7 @@ def rows(runs: Mapping[Schedule, Sequence[FinishedRun]], marks_s: Sequence[int])
             for name, figure in figures(marks_s).items()
         ]
     speeds = {schedule: [one.summary.trained_tokens_per_s for one in done] for schedule, done in runs.items()}
-    ratio = Ratio.of(speeds[Schedule.ASYNC], speeds[Schedule.SYNC])
+    ratio = Ratio.between(speeds[Schedule.ASYNC], speeds[Schedule.SYNC])
     return [Row("async_over_sync", ratio.median, "x trained tokens/s", f"{setting}; {ratio}"), *found]
 
 

@@ -129,7 +129,7 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
     """The figures, medians and ranges over the seeds; a time to accuracy only if every run reached it."""
     setting = f"quickstart task, model of 245,000 parameters, {len(ours)} seeds"
     speeds = [[run.tokens_per_s for run in side] for side in (ours, trl)]
-    ratio = Ratio.of(*speeds)
+    ratio = Ratio.between(*speeds)
     conditions = (
         f"{setting}, 32 prompts x 8, lr 1e-3, {os.cpu_count()} cores each; {ratio}; ours {spread(speeds[0])},"
         f" TRL {spread(speeds[1])} response tokens/s over steps {FIRST_STEP} to {LAST_STEP}"
@@ -141,7 +141,7 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
         print(f"accuracy {target:g} was not reached by every run: {times}", file=sys.stderr)
         return rows
     mine, theirs = ([pair[side] for pair in reached] for side in (0, 1))
-    ratio = Ratio.of(theirs, mine)
+    ratio = Ratio.between(theirs, mine)
     conditions = (
         f"{setting}; seconds of RL to {target:g} greedy accuracy on 300 held-out problems, looked at every"
         f" {EVAL_EVERY} steps off the clock; {ratio}; ours {spread(mine, '.1f')} s, TRL {spread(theirs, '.1f')} s"

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
-from laminar_lab.bench.report import machine, tell
+from laminar_lab.bench.report import log_line, machine
+from laminar_py.config import ConfigError
 from laminar_py.ledger import read_rows
 from laminar_py.observe import Summary
 from laminar_py.records import StepRow
@@ -33,6 +34,12 @@ class FinishedRun:
     summary: Summary
     steps: list[StepRow]
     fleet: list[FleetRow]
+
+
+def require_project_file(path: Path) -> None:
+    """Raise `ConfigError` where a file of the project is missing, since this runs in another folder."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; run this in the project's folder")
 
 
 def train(config: Path, settings: list[str], *, limit_s: float | None = None) -> FinishedRun:
@@ -111,7 +118,7 @@ class KeptResults:
         """Result of that name, measured if there is none; what `measure` raises leaves none."""
         path = self._folder / f"{name}.json"
         if path.exists():
-            tell(f"{name} was measured before: {path}")
+            log_line(f"{name} was measured before: {path}")
             return msgspec.json.decode(path.read_bytes(), type=kind)
         found = measure()
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """SGLang through our client: its overhead against a bare HTTP client, and what new weights cost running streams.
 
-Real servers on this machine's CPU, with
-models made from a seed; sides of a comparison take turns against one server.
+Real servers run on this machine's CPU, with models made from a seed. The sides of a comparison take turns against
+one server.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import aiohttp
 import numpy as np
 from transformers import Qwen3Config
 
-from laminar_lab.bench.report import Ratio, Row, Tell, spread
+from laminar_lab.bench.report import Ratio, Row, log_line, spread
 from laminar_lab.bench.workplace import write_model
 from laminar_py.config import ConfigError
 from laminar_py.config.cluster import Device
@@ -28,8 +28,8 @@ from laminar_py.engines.sglang import NO_FLAGS, Flag, Served, ServerSpec, SGLang
 from laminar_py.records import FinishReason, GenerateRequest, PauseMode, Recording, SamplingParams
 
 ROWS = (
-    "client_over_bare_http client_cpu_us_per_token refresh_in_place_s refresh_in_place_over_bare "
-    "refresh_drain_s refresh_resume_s refresh_retract_s refresh_retract_over_bare"
+    "client_over_bare_http client_cpu_us_per_token refresh_in_place_over_bare refresh_drain_s refresh_resume_s "
+    "refresh_retract_over_bare"
 )
 STREAMS = 32
 TOKENS = 256  # of each stream, for the overhead
@@ -45,7 +45,7 @@ NO_IDS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A served model and the two clients' ways to it."""
+    """A served model with its server, and our client of it."""
 
     engine: SGLangEngine
     server: SGLangServer
@@ -53,18 +53,18 @@ class ServedModel:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of a bare client."""
+        """Headers for a bare client."""
         return {"Authorization": f"Bearer {self.server.api_key}"}
 
 
-def rows(*, repeats: int = 3, tell: Tell) -> list[Row]:
-    """Measure each figure; `tell` gets a line for each. Raises `ConfigError` without an SGLang to run."""
+def rows(*, repeats: int = 3) -> list[Row]:
+    """Measure each figure. Raises `ConfigError` without an SGLang to run."""
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-        return asyncio.run(_rows(find_python(), Path(folder), repeats=repeats, tell=tell))
+        return asyncio.run(_rows(find_python(), Path(folder), repeats=repeats))
 
 
 def find_python() -> Path:
-    """The interpreter that has SGLang: `LAMINAR_SGLANG_PYTHON`, or the environment of `make test-sglang`."""
+    """Return the interpreter with SGLang: `LAMINAR_SGLANG_PYTHON`, or the environment of `make test-sglang`."""
     python = Path(os.environ.get("LAMINAR_SGLANG_PYTHON", ".venv-sglang/bin/python"))
     if not python.is_file():
         raise ConfigError(f"LAMINAR_SGLANG_PYTHON={python}: no such interpreter; `make test-sglang` makes it")
@@ -80,7 +80,7 @@ def cpu_server(
     record: tuple[Recording, ...] = (),
     flags: Mapping[str, Flag] = NO_FLAGS,
 ) -> SGLangServer:
-    """A server of that model on this machine's CPU, not started; its log is beside the model."""
+    """Make a server of that model on this machine's CPU, not started; its log is beside the model."""
     spec = ServerSpec(
         python=python,
         model_dir=model,
@@ -98,7 +98,7 @@ def cpu_server(
 
 @asynccontextmanager
 async def connected(server: SGLangServer, served: Served) -> AsyncIterator[SGLangEngine]:
-    """Our client of a running server, with the server's own weights as version 1."""
+    """Yield our client of a running server, with the server's own weights as version 1."""
     engine = SGLangEngine(server.url, api_key=server.api_key, served=served, stall_timeout_s=120)
     await engine.start()
     await engine.load_weights(server.spec.model_dir, 1)
@@ -106,15 +106,15 @@ async def connected(server: SGLangServer, served: Served) -> AsyncIterator[SGLan
     await engine.close()
 
 
-async def _rows(python: Path, folder: Path, *, repeats: int, tell: Tell) -> list[Row]:
+async def _rows(python: Path, folder: Path, *, repeats: int) -> list[Row]:
     small = write_model(folder / "small", _config(hidden=128, layers=2, intermediate=384))
     large = write_model(folder / "large", _config(hidden=512, layers=13, intermediate=1632))
     async with _serving(python, small) as rig:
-        overhead = await overhead_rows(rig, repeats, tell)
+        overhead = await overhead_rows(rig, repeats)
     async with _serving(python, large, flags={"disable-overlap-schedule": True}) as rig:
-        in_place = await _in_place_rows(rig, REFRESHES, tell)  # as a run launches it for that policy
+        in_place = await _in_place_rows(rig, REFRESHES)  # as a run launches it for that policy
     async with _serving(python, large) as rig:
-        return [*overhead, *in_place, *await _refreshes(rig, REFRESHES, tell)]
+        return [*overhead, *in_place, *await _refreshes(rig, REFRESHES)]
 
 
 def _config(*, hidden: int, layers: int, intermediate: int) -> Qwen3Config:
@@ -156,9 +156,9 @@ def _request(name: str, *, length: int, prefix: list[int] | None = None) -> Gene
 # ---- overhead
 
 
-async def overhead_rows(rig: ServedModel, rounds: int, tell: Tell) -> list[Row]:
-    """Speed of our client over a bare one, and CPU time that ours takes for a token, medians over `rounds`."""
-    # a bare client as ours is: a connection for each request, a large buffer
+async def overhead_rows(rig: ServedModel, rounds: int) -> list[Row]:
+    """Measure our client's speed over a bare one, and its CPU time for a token, medians over `rounds`."""
+    # the bare client has a connection for each request and a large buffer, as ours has
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     watch = asyncio.create_task(rig.engine.watch())  # as a replica does
     async with aiohttp.ClientSession(headers=rig.headers, connector=connector, read_bufsize=2**20) as session:
@@ -169,7 +169,7 @@ async def overhead_rows(rig: ServedModel, rounds: int, tell: Tell) -> list[Row]:
                 found[side].append(await client_round(streams[side], f"{side}{turn}"))
     watch.cancel()
     speeds, costs = ({side: [one[part] for one in taken[1:]] for side, taken in found.items()} for part in (0, 1))
-    ratio = Ratio.of(speeds["ours"], speeds["bare"])
+    ratio = Ratio.between(speeds["ours"], speeds["bare"])
     conditions = (
         f"{STREAMS} streams of {TOKENS} tokens, one token per event, model of 0.5 M parameters, {ratio}; bare:"
         f" reads the bytes and drops them, {median(speeds['bare']):,.0f} tokens/s"
@@ -183,12 +183,12 @@ async def overhead_rows(rig: ServedModel, rounds: int, tell: Tell) -> list[Row]:
         Row("client_cpu_us_per_token", median(costs["ours"]), "us", spent),
     ]
     for row in rows:
-        tell(f"{row.name} {row.value:.3f}: {row.conditions}")
+        log_line(f"{row.name} {row.value:.3f}: {row.conditions}")
     return rows
 
 
 async def client_round(stream: Callable[[str], Awaitable[None]], turn: str) -> tuple[float, float]:
-    """Tokens/s and this process's CPU microseconds a token for all streams at once, each a call with its name."""
+    """Run all streams at once, each by a call with its name; return tokens/s and CPU microseconds a token."""
     began, cpu_began_s = time.perf_counter(), time.process_time()
     await asyncio.gather(*(stream(f"{turn}.{i}") for i in range(STREAMS)))
     elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began_s
@@ -223,16 +223,16 @@ async def _bare(rig: ServedModel, session: aiohttp.ClientSession, name: str) -> 
 
 @dataclass(slots=True, kw_only=True)
 class Crowd:
-    """Streams that are kept running, and when their tokens came."""
+    """Streams that keep running, and the moments of their tokens."""
 
     engine: SGLangEngine
     length: int
     ids: dict[str, list[int]] = field(default_factory=dict)
-    times: dict[str, list[float]] = field(default_factory=dict)  # when each stream's deltas with tokens came
+    times: dict[str, list[float]] = field(default_factory=dict)  # arrivals of each stream's deltas with tokens
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self, turn: str | None = None) -> None:
-        """Start new streams, which a turn names, or each again from the tokens that it has."""
+        """Start new streams, which a turn names, or start each stream again from its tokens so far."""
         if turn is not None:
             self.ids = {f"{turn}.{i}": [] for i in range(STREAMS)}
             self.times = {name: [] for name in self.ids}
@@ -260,9 +260,11 @@ class Crowd:
         await asyncio.gather(*self.tasks)
 
     def pause_s(self, loaded: float, *, since: float = 0.0) -> float:
-        """Time without a token around the load at `loaded`, less the time between two tokens; mean of all streams.
+        """Return the time without a token around the load at `loaded`, less the usual gap.
 
-        Streams that begin after it waited from `since` on.
+        The mean of all streams.
+
+        Streams that begin after the load have waited from `since` on.
         """
         return mean(_pause_s(times, loaded, since) for times in self.times.values())
 
@@ -273,33 +275,29 @@ def _pause_s(times: list[float], loaded: float, since: float) -> float:
     return first - last - median(b - a for a, b in itertools.pairwise(times[-WARM_TOKENS:]))
 
 
-async def _refreshes(rig: ServedModel, count: int, tell: Tell) -> list[Row]:
+async def _refreshes(rig: ServedModel, count: int) -> list[Row]:
     bare = await _bare_updates(rig, count)
     retract, prefill = await _retracted(rig, count)
-    tell(f"retract {retract:.3f} s, bare update {bare:.3f} s and prefill alone {prefill:.3f} s")
+    log_line(f"retract {retract:.3f} s, bare update {bare:.3f} s and prefill alone {prefill:.3f} s")
     resume = await _resumed(rig, count)
     drain = await _drained(rig, count)
-    tell(f"resume {resume:.3f} s, drain {drain:.3f} s")
-    told = _conditions(count, bare)
-    more = f"{told}; re-prefill of the contexts alone {prefill * 1000:.0f} ms"
+    log_line(f"resume {resume:.3f} s, drain {drain:.3f} s")
+    setting = _conditions(count, bare)
+    more = f"{setting}; retraction {retract:.2f} s, re-prefill of the contexts alone {prefill * 1000:.0f} ms"
     return [
-        Row("refresh_drain_s", drain, "s", f"{told}; streams of {WARM_TOKENS} tokens that end together"),
+        Row("refresh_drain_s", drain, "s", f"{setting}; streams of {WARM_TOKENS} tokens that end together"),
         Row("refresh_resume_s", resume, "s", more),
-        Row("refresh_retract_s", retract, "s", more),
         Row("refresh_retract_over_bare", retract / (bare + prefill), "x", more),
     ]
 
 
-async def _in_place_rows(rig: ServedModel, count: int, tell: Tell) -> list[Row]:
+async def _in_place_rows(rig: ServedModel, count: int) -> list[Row]:
     bare = await _bare_updates(rig, count)
     async with _running(rig, "p") as crowd:
         in_place = median([(await _pause(rig, crowd, PauseMode.IN_PLACE))[0] for _ in range(count)])
-    tell(f"in_place {in_place:.3f} s, bare update {bare:.3f} s")
-    told = f"{_conditions(count, bare)}; no overlapped steps"
-    return [
-        Row("refresh_in_place_s", in_place, "s", told),
-        Row("refresh_in_place_over_bare", in_place / bare, "x", told),
-    ]
+    log_line(f"in_place {in_place:.3f} s, bare update {bare:.3f} s")
+    conditions = f"{_conditions(count, bare)}; no overlapped steps; in place {in_place * 1000:.0f} ms"
+    return [Row("refresh_in_place_over_bare", in_place / bare, "x", conditions)]
 
 
 def _conditions(count: int, bare: float) -> str:
@@ -324,7 +322,7 @@ async def _bare_updates(rig: ServedModel, count: int) -> float:
 
 @asynccontextmanager
 async def _running(rig: ServedModel, turn: str) -> AsyncIterator[Crowd]:
-    """Streams that all have some tokens; aborted at the end."""
+    """Yield streams that all have some tokens; the end of the context aborts them."""
     crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
     crowd.start(turn)
     await crowd.grown(WARM_TOKENS)
@@ -335,7 +333,10 @@ async def _running(rig: ServedModel, turn: str) -> AsyncIterator[Crowd]:
 
 
 async def _pause(rig: ServedModel, crowd: Crowd, mode: PauseMode) -> tuple[float, dict[str, list[int]]]:
-    """Pause of running streams for a new version, and what each had when it began; what is aborted starts anew."""
+    """Load a version under running streams; return their pause, and their tokens at its begin.
+
+    Restarts aborted ones.
+    """
     await rig.engine.pause(mode)
     if mode is PauseMode.ABORT:
         await crowd.done()
@@ -355,7 +356,7 @@ async def _load_next(rig: ServedModel) -> float:
 
 
 async def _retracted(rig: ServedModel, count: int) -> tuple[float, float]:
-    """Pause by retraction, and the prefill of the same contexts on the idle server, in turn."""
+    """Measure the pause by retraction, and the prefill of the same contexts on the idle server, in turn."""
     pauses, prefills = [], []
     for turn in range(count):
         async with _running(rig, f"t{turn}") as crowd:

@@ -41,7 +41,7 @@ class StepBatches:
         lengths = draw_lengths(self.sequences, median=self.median, seed=number)
         return make_trajectories(lengths, vocab=self.model.vocab_size)
 
-    def tell(self) -> str:
+    def conditions(self) -> str:
         """Conditions, for a table."""
         return (
             f"arrays, forward and backward; {self.sequences} log-normal lengths (median {self.median}, p95 5 times"
@@ -108,10 +108,10 @@ def speed_rows(batches: StepBatches) -> list[Row]:
         "sorted": lambda number: padded(_by_length, number),
     }
     rates = in_turn(sides, rounds=batches.repeats)
-    over = {name: Ratio.of(rates["packed"], rates[name]) for name in ("padded", "sorted")}
-    setting = f"{batches.tell()}; padded: {PADDED_ROWS} rows each to its longest"
+    over = {name: Ratio.between(rates["packed"], rates[name]) for name in ("padded", "sorted")}
+    setting = f"{batches.conditions()}; padded: {PADDED_ROWS} rows each to its longest"
     return [
-        Row("packed_tokens_per_s", statistics.median(rates["packed"]), RATE, batches.tell()),
+        Row("packed_tokens_per_s", statistics.median(rates["packed"]), RATE, batches.conditions()),
         Row("packed_over_padded", over["padded"].median, "x, in order of arrival", setting),
         Row("packed_over_sorted", over["sorted"].median, "x, padded rows sorted by length", setting),
     ]

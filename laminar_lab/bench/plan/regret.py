@@ -11,7 +11,7 @@ from statistics import mean
 
 import numpy as np
 
-from laminar_lab.bench.report import Row, Tell
+from laminar_lab.bench.report import Row, log_line
 from laminar_lab.plan.judge import Judgement, judge
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.placements import FleetPlacement, placements
@@ -28,13 +28,15 @@ FINALISTS = 3
 SEEDS = (101, 102)  # of the second simulation
 
 
-def rows(*, cases: int = 20, tell: Tell) -> list[Row]:
+def rows(*, cases: int = 20) -> list[Row]:
     """Regret over all cases."""
     found = []
     for number in range(cases):
         request = draw_case(number)
         found.append(_regret(request))
-        tell(f"case {number}: {request.model} on {request.fleet.gpus} {request.fleet.gpu.name}: {found[-1]:.3f}")
+        log_line(
+            f"case {number}: {request.model} on {request.fleet.gpus} {request.fleet.gpu.name}: {found[-1]:.3f}"
+        )
     told = f"{cases} cases; median {np.median(found):.3f}, largest {max(found):.3f}"
     return [Row("plan_regret_p95", float(np.percentile(found, 95)), "of tokens/s", told)]
 

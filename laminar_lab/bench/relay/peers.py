@@ -1,7 +1,7 @@
 """Other ways to bring new weights to many processes: gloo and HTTP, on one host or over several.
 
-Used by `fanout` and `hosts`. Invariant: processes, connections and memory that a side uses again are there before
-a round begins, and `Peers.check` proves that a round brought the same bytes to each process.
+Used by `fanout` and `hosts`. Processes, connections and memory exist before a round begins. `Peers.check` fails
+unless a round brought the same bytes to each process.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ PATIENCE = timedelta(seconds=PATIENCE_S)
 
 
 def make_tensors(num_bytes: int, *, tensor_bytes: int = TENSOR_BYTES, seed: int = 0) -> dict[str, Tensor]:
-    """Random bf16 tensors of that size together."""
+    """Make random bf16 tensors of that size together."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [min(tensor_bytes, num_bytes - start) for start in range(0, num_bytes, tensor_bytes)]
     return {
@@ -55,7 +55,7 @@ def touch(data: Bytes) -> None:
 
 
 def load(folder: Path) -> list[Tensor]:
-    """Tensors of the safetensors files in `folder`, mapped and touched."""
+    """Map the tensors of the safetensors files in `folder` and touch each page."""
     tensors = []
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -76,15 +76,15 @@ class Peers:
 
     def check(self) -> None:
         """Fail unless every process has the same bytes."""
-        digests = {worker.ask(DIGEST, str) for worker in self.workers}
+        digests = {worker.request(DIGEST, str) for worker in self.workers}
         assert len(digests) == 1, f"{len(digests)} different contents after a round"
 
 
 def _span(workers: list[Worker]) -> tuple[float, float]:
-    """First beginning and last end of a round that these are told to make."""
+    """Have the workers make a round; return its first beginning and its last end."""
     for worker in workers:
-        worker.tell(GO)
-    spans = [worker.hear(tuple) for worker in workers]
+        worker.send(GO)
+    spans = [worker.receive(tuple) for worker in workers]
     return min(began for began, _ in spans), max(ended for _, ended in spans)
 
 
@@ -95,7 +95,10 @@ def _serve_rounds(
     *,
     before: Callable[[], object] = int,
 ) -> None:
-    """Make a round whenever told to and say when it began and ended; or say the digest of what is held."""
+    """Make a round at each word of the pipe and send its beginning and end.
+
+    At `DIGEST` send the digest of `held`.
+    """
     pipe.send(READY)
     while True:
         if pipe.recv() == DIGEST:
@@ -116,17 +119,17 @@ def _serve_rounds(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gloo:
-    """A process group whose rank 0 broadcasts its tensors into those of the others."""
+    """A process group whose rank 0 broadcasts its tensors into the tensors of the other ranks."""
 
     count: int  # ranks
     num_bytes: int
     rendezvous: str  # URL at which they meet
-    interface: str  # that they talk over
+    interface: str  # network interface of the group
     tensor_bytes: int = TENSOR_BYTES
 
     @contextmanager
     def side(self, start: Start) -> Iterator[Peers]:
-        """Ranks on the hosts of their numbers; a round begins when each is there."""
+        """Start each rank on the host of its number; a round begins when all ranks are there."""
         with ExitStack() as stack:
             workers = [stack.enter_context(start(rank, partial(self._run, rank))) for rank in range(self.count)]
             for worker in workers:
@@ -136,10 +139,10 @@ class Gloo:
                 began, ended = _span(workers)
                 return ended - began
 
-            told = (
+            setting = (
                 "broadcast from and into memory that is not shared, neither encrypted nor digested; a round begins"
             )
-            yield Peers(workers, measure, f"{told} when every rank is there")
+            yield Peers(workers, measure, f"{setting} when every rank is there")
 
     def _run(self, rank: int, pipe: Connection) -> None:
         torch.set_num_threads(1)
@@ -167,15 +170,15 @@ class Gloo:
 def http_side(
     start: Start, folder: Path, *, count: int, num_bytes: int, host: str = LOCAL, with_writing: bool = True
 ) -> Iterator[Peers]:
-    """The first of `count` writes its tensors to a file and serves that; the others download it.
+    """Yield the HTTP side: the first of `count` processes writes and serves a file, the others download it.
 
-    A round begins with the writing, or, where the file is there already, with the first request.
+    A round begins with the writing; without writing, it begins with the first request.
     """
     folder.mkdir()
     source = folder / SOURCE
     with ExitStack() as stack:
         server = stack.enter_context(start(0, partial(_serve, path=source, num_bytes=num_bytes, host=host)))
-        port, size = server.hear(tuple)
+        port, size = server.receive(tuple)
         workers = []
         for number in range(1, count):
             target = folder / f"host-{number}"
@@ -185,21 +188,21 @@ def http_side(
             worker.await_ready()
 
         def measure(_: int) -> float:
-            written = server.ask(GO, tuple)[0] if with_writing else math.inf
+            written = server.request(GO, tuple)[0] if with_writing else math.inf
             requested, ended = _span(workers)
             return ended - min(written, requested)
 
-        told = (
+        setting = (
             "http.server with sendfile, http.client, connections left open, into mapped shared memory, neither"
             " encrypted nor digested; a round begins with"
         )
         yield Peers(
-            [server, *workers], measure, f"{told} {'the writing' if with_writing else 'the first request'}"
+            [server, *workers], measure, f"{setting} {'the writing' if with_writing else 'the first request'}"
         )
 
 
 class FileHandler(SimpleHTTPRequestHandler):
-    """Sends files of a folder by the kernel's means."""
+    """Sends the files of a folder with `sendfile`."""
 
     protocol_version = "HTTP/1.1"  # connections stay open
 
@@ -212,13 +215,13 @@ class FileHandler(SimpleHTTPRequestHandler):
 
 
 class FileServer(ThreadingHTTPServer):
-    """Server that takes connections of many hosts at once."""
+    """Server that accepts connections of many hosts at once."""
 
     request_queue_size = 64
 
 
 def _serve(pipe: Connection, *, path: Path, num_bytes: int, host: str) -> None:
-    """Serve the file and write it anew when told to; says port and size first."""
+    """Send port and size; then serve the file, and write it again at each word of the pipe."""
     torch.set_num_threads(1)
     tensors = make_tensors(num_bytes)
     save_file(tensors, path)
@@ -229,7 +232,7 @@ def _serve(pipe: Connection, *, path: Path, num_bytes: int, host: str) -> None:
 
     def write() -> None:
         with path.open("r+b", buffering=0) as file:
-            file.seek(size - num_bytes)  # the data, which has the order of the names here
+            file.seek(size - num_bytes)  # the data, in the order of the names
             for tensor in tensors.values():
                 file.write(raw(tensor).data)
 
@@ -237,7 +240,7 @@ def _serve(pipe: Connection, *, path: Path, num_bytes: int, host: str) -> None:
 
 
 def _download(pipe: Connection, *, folder: Path, address: tuple[str, int], size: int) -> None:
-    """Fetch the file into mapped shared memory when told to, and load its tensors."""
+    """Fetch the file into mapped shared memory at each word of the pipe, and load its tensors."""
     torch.set_num_threads(1)
     connection = HTTPConnection(*address)
     folder.mkdir()
