@@ -4,11 +4,10 @@ For each seed: RL with the schedule `async`, RL with `sync` for about as long, a
 demonstrations of the warm start, for as many seconds of both cores as warm start and RL of `async` took. Accuracy
 at the end of RL is greedy, on held-out problems that need more trials than any right demonstration has. It is held
 against the better of two figures of the start, and of supervised training: the greedy accuracy, and the mean of
-eight samples at temperature 1. Draws `experiments/countdown/out/curves.png`. Started again, it goes on with the
-runs that are missing.
+eight samples at temperature 1. Draws `experiments/countdown/out/curves.png`. A second start measures only
+the missing runs.
 """
 
-import argparse
 import math
 import shutil
 import time
@@ -23,7 +22,7 @@ import msgspec
 import torch
 
 from laminar_lab.bench.report import Row, show, spread
-from laminar_lab.bench.runs import KeptResults, train
+from laminar_lab.bench.runs import KeptResults, drawing, make_parser, train
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
@@ -304,31 +303,30 @@ def rows(seeds: Sequence[SeedResult]) -> list[Row]:
 
 def draw(seeds: Sequence[SeedResult], path: Path) -> None:
     """Lines of both schedules for each seed, and a dotted one where supervised training alone ends."""
-    import matplotlib.pyplot as plt  # half a second that only a drawing needs
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for seed, one in enumerate(seeds):
-        for schedule, style in zip(STEPS, ("-", "--"), strict=True):
-            curve = one.rl[schedule].curve
-            minutes = [point.rl_s / 60 for point in curve]
-            axes.plot(
-                minutes,
-                [point.long.long for point in curve],
-                style,
-                color=f"C{seed}",
-                label=f"{schedule}, seed {seed}",
+    with drawing(path, size=(7, 4.5)) as axes:
+        for seed, one in enumerate(seeds):
+            for schedule, style in zip(STEPS, ("-", "--"), strict=True):
+                curve = one.rl[schedule].curve
+                minutes = [point.rl_s / 60 for point in curve]
+                axes.plot(
+                    minutes,
+                    [point.long.long for point in curve],
+                    style,
+                    color=f"C{seed}",
+                    label=f"{schedule}, seed {seed}",
+                )
+            axes.axhline(
+                one.supervised.start.long, linestyle=":", color=f"C{seed}", label=f"supervised, seed {seed}"
             )
-        axes.axhline(one.supervised.start.long, linestyle=":", color=f"C{seed}", label=f"supervised, seed {seed}")
-    axes.set(xlabel="minutes of RL", ylabel="accuracy on problems longer than demonstrated", ylim=(-0.02, 1.02))
-    axes.legend(fontsize="small")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+        axes.set(
+            xlabel="minutes of RL", ylabel="accuracy on problems longer than demonstrated", ylim=(-0.02, 1.02)
+        )
+        axes.legend(fontsize="small")
 
 
 def main() -> None:
     """Run what is missing, draw and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds 0, 1, ...")
     args = parser.parse_args()
     kept = KeptResults(KEPT, sources=[HERE, CONFIG], settings="levels, greedy and sampled")

@@ -1,21 +1,18 @@
-"""Turns and their tails: what each schedule loses where environments work between the turns of the model.
+"""Turns and their tails: the loss of each schedule where environments work between the turns of the model.
 
-`python experiments/multi_turn_tails/run.py [--json] [--quick] [--confirm]` simulates `async` with repacking,
+`python experiments/multi_turn_tails/run.py [--json] [--quick]` simulates `async` with repacking,
 `one_step` and colocated `sync` on equal devices, with responses of one turn and of eight, of as many tokens of the
-model. Cells that are done are kept in `.cache/multi_turn_tails`. `--quick`: one fleet and one seed. `--confirm`
-trains eight emulated replicas in real time besides, which takes six minutes.
+model. Cells that are done are kept in `.cache/multi_turn_tails`. `--quick`: one fleet and one seed.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from confirm import confirmation
 from fleets import ASYNC, CONFIG, FLEETS, TAIL, TURNS, Cell, Fleet, measure, turns_name
 
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import KeptResults
+from laminar_lab.bench.runs import KeptResults, make_parser
 from laminar_lab.simulate.baselines.schedules import Baseline
 from laminar_lab.simulate.figures import SimulatedFigures
 
@@ -37,7 +34,7 @@ class Comparison:
         self._held = 0  # slots, in any cell so far
 
     def rows(self) -> Iterator[Row]:
-        """Gains of turns first, then what they are made of."""
+        """Make the rows of the gains of turns first, then their parts."""
         for arm in ASKED:
             yield from self._gain(arm, LATENCY_S, self._seeds)
         for arm in ASKED:
@@ -110,10 +107,8 @@ class Comparison:
 
 def main() -> None:
     """Measure what is missing, and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one fleet and one seed")
-    parser.add_argument("--confirm", action="store_true", help="train eight emulated replicas in real time")
     args = parser.parse_args()
     sources = [HERE / "fleets.py", CONFIG, *sorted(Path("configs/emulation").glob("h100_7b_tp1.yaml"))]
     kept = KeptResults(KEPT, sources=sources, settings="")
@@ -123,8 +118,6 @@ def main() -> None:
 
     fleets, seeds = (FLEETS[:1], SEEDS[:1]) if args.quick else (FLEETS, SEEDS)
     rows = list(Comparison(measured, fleets=fleets, seeds=seeds).rows())
-    if args.confirm:
-        rows += confirmation(LATENCY_S, seed=SEEDS[0])
     show("multi_turn_tails", rows, as_json=args.json)
 
 

@@ -6,7 +6,6 @@ higher one, and prints the middle of each band with the band and the paper's fig
 are kept in `.cache/paper`; all take about 20 minutes of a core. `--quick`: one fleet, one placement, a minute.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -17,7 +16,7 @@ from typing import Self
 from cells import BASE, HERE, Arm, Cell, CellFigures, Parameters, measure, read_parameters
 
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import KeptResults
+from laminar_lab.bench.runs import KeptResults, make_parser
 
 KEPT = Path(".cache/paper")
 BATCHED = (Arm.ONE_STEP, Arm.STREAM, Arm.PARTIAL)
@@ -221,8 +220,7 @@ def shrinking(measured: Measured, parameters: Parameters) -> Iterator[Row]:
 
 def main() -> None:
     """Measure what is missing, and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one fleet, one split")
     args = parser.parse_args()
     parameters = read_parameters()

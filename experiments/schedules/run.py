@@ -5,7 +5,6 @@ three for 60 s of RL, seed by seed; the weights in force after 30 and 60 s are k
 Started again, it goes on with what has not been measured.
 """
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from laminar_lab.bench.report import Ratio, Row, show, spread
-from laminar_lab.bench.runs import FinishedRun, KeptResults, train
+from laminar_lab.bench.runs import FinishedRun, KeptResults, make_parser, train
 from laminar_py.config.rollout import Schedule
 
 HERE = Path(__file__).parent
@@ -96,8 +95,7 @@ def rows(runs: Mapping[Schedule, Sequence[FinishedRun]], marks_s: Sequence[int])
 
 def main() -> None:
     """Run all three for each seed, as far as that has not been done, and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="runs of each schedule, with seeds 0, 1, ...")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of RL in each run")
     args = parser.parse_args()

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_lab.bench.report import Ratio, Row, show, spread
-from laminar_lab.bench.runs import FinishedRun, KeptResults, call, train
+from laminar_lab.bench.runs import FinishedRun, KeptResults, call, make_parser, train
 from laminar_py.config.loading import load_config
 from laminar_py.learner.warm_start import cache_key
 
@@ -151,8 +151,7 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="runs of each side, with seeds 0, 1, ...")
     parser.add_argument("--steps", type=int, default=MAX_STEPS, help="of a run, if it does not reach the target")
     parser.add_argument("--target", type=float, default=0.9, help="held-out accuracy that ends the race")

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Self, TypeVar
 
-import laminar_py.runtime.cluster  # noqa: F401 (sets the allocator of the processes of a run)
+import laminar_py.runtime.cluster  # noqa: F401 (sets the allocator as in a run)
 
 PATIENCE_S = 120.0  # for any one answer
 END_S = 10.0

@@ -84,7 +84,7 @@ class Ratio:
 
     @classmethod
     def between(cls, one: Sequence[float], other: Sequence[float]) -> Self:
-        """Divide the figures of one side by those of another, round by round."""
+        """Divide the figures of one side by the figures of another, round by round."""
         ratios = [a / b for a, b in zip(one, other, strict=True)]
         return cls(median(ratios), min(ratios), max(ratios), len(ratios))
 

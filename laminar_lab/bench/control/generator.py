@@ -200,7 +200,7 @@ class Generators:
         self._actors: list[Process] = []
 
     def make(self, name: str, kind: type | str, *, concurrency: int, timeout_s: float, place: Place) -> Part:
-        """Make the part of a replica of this name."""
+        """Make a replica's part with this name."""
         if len(self._actors) < self._count:
             self._actors.append(cluster().start(GeneratorActor, title="generator", concurrency=CALLS, place=place))
         actor = self._actors[int(name.rpartition("-")[2]) % self._count]

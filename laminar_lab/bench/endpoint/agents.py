@@ -3,7 +3,7 @@
 The replica and the process of environments are as in a run. Agents are started as in a run and hand out their
 keys; one process sends the requests of all agents over HTTP, on loopback. The engine then answers the same
 requests to as many consumers in its own process, token by token where agents stream. Rounds of both take turns on
-one engine. The time to the first token is that of a streaming agent, from its request on, less the engine's for
+one engine. The time to the first token runs from a streaming agent's request, less the engine's for
 the same request.
 """
 
@@ -112,7 +112,7 @@ async def _speak(
 
 
 def table(many: Conversations, one: Conversations, found: Sequence[Sequence[ComparedRound]]) -> list[Row]:
-    """Make the rows of three kinds of rounds: many agents that stream, many that do not, one that streams."""
+    """Make the rows of three kinds of rounds: many streaming agents, many with whole answers, one streaming."""
     streamed, whole, single = found
     fewest, most = many.tokens
     tokens = sum(map(sum, many.lengths()))

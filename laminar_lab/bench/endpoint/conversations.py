@@ -40,7 +40,7 @@ class Conversations:
     words: int = 32  # tokens of an agent's message before each turn
 
     def lengths(self) -> list[list[int]]:
-        """Draw the tokens of each turn of each agent."""
+        """Draw how many tokens each agent gets in each turn."""
         rng = np.random.default_rng(self.agents)
         fewest, most = self.tokens
         drawn: list[list[int]] = rng.integers(fewest, most, (self.agents, self.turns), endpoint=True).tolist()

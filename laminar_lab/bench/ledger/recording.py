@@ -82,7 +82,7 @@ def _record(run: Path, trajectories: int) -> RecordingCosts:
 
 
 async def archive_here(ledger: Ledger, run: Path, step: int) -> int:
-    """Archive the settled pieces of a run of one host that a restart at `step` does not need.
+    """Archive the settled pieces that a restart at `step` does not need; the run has one host.
 
     Returns the number of archived trajectories.
     """

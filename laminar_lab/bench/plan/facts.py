@@ -57,7 +57,7 @@ class CpuLog:
 
 @contextmanager
 def watching_cpu() -> Iterator[CpuLog]:
-    """Yield a log that a thread fills with the CPU seconds of all descendants of this process."""
+    """Yield a log; a thread fills it with the CPU seconds of this process's descendants."""
     log, ended = CpuLog(), Event()
     thread = Thread(target=_watch, args=(log, ended), name="watch-cpu", daemon=True)
     thread.start()
@@ -85,12 +85,6 @@ def warm_steps(num_steps: int) -> int:
     return max(1, round(WARM_SHARE * num_steps))
 
 
-def trained_tokens_per_s(done: FinishedRun) -> float:
-    """Return the rate of a real run over the steps that count in a simulated run too."""
-    first, last = done.steps[warm_steps(len(done.steps)) - 1], done.steps[-1]
-    return (last.trained_tokens - first.trained_tokens) / (last.rl_s - first.rl_s)
-
-
 UNDISTURBED = 10  # percentile of a delay that is taken for the delay where nothing else waits
 SAMPLES, HALVINGS = 200_000, 40  # of a cut log-normal whose mean is looked for
 HIGHEST_SIGMA = 3.0
@@ -102,7 +96,7 @@ class RunFacts:
 
     median_tokens: int  # of the responses
     sigma: float  # with which log-normal lengths have their mean
-    prompt_share: float  # share of the variance of log-lengths that lies between prompts
+    prompt_share: float  # share of log-length variance that lies between prompts
     prompt_tokens: int  # median
     solved: float
     reward_s: float  # from the end of a response to its score, without a queue

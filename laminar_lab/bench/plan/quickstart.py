@@ -15,7 +15,6 @@ from statistics import median
 from laminar_lab.bench.plan.facts import (
     RunFacts,
     read_facts,
-    trained_tokens_per_s,
     warm_steps,
     watching_cpu,
 )
@@ -102,7 +101,7 @@ def rows(*, runs: int = 3) -> list[Row]:
                     base = _base(folder, alone, config)
                 predicted[one.name].append(base.predict(one).trained_tokens_per_s)
                 done = train(CONFIG, [f"name={one.name}", f"runs={folder}", *BASE, *one.settings], limit_s=LIMIT_S)
-                measured[one.name].append(trained_tokens_per_s(done))
+                measured[one.name].append(done.trained_tokens_per_s(warm_steps(STEPS)))
                 loads.append(os.getloadavg()[0])
                 log_line(
                     f"round {turn + 1} of {runs}, {one.name}: predicted {predicted[one.name][-1]:,.0f}, measured"
@@ -151,7 +150,7 @@ def _base(folder: Path, alone: EmulationProfile, config: RunConfig) -> KnownBase
     )
     known = KnownBase(facts, alone.model_copy(update={"learner": learner})).fitted().fitted()
     log_line(
-        f"base: measured {trained_tokens_per_s(done):,.0f},"
+        f"base: measured {done.trained_tokens_per_s(warm_steps(STEPS)):,.0f},"
         f" explained {known.predict(BASE_SETTING).trained_tokens_per_s:,.0f} trained tokens/s; {known}"
     )
     return known

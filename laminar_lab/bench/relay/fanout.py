@@ -1,4 +1,4 @@
-"""Time until the last of several replicas on one host has new weights: ours beside Ray, gloo and HTTP.
+"""Time until the last of several replicas on one host has new weights: ours beside Ray and gloo.
 
 A round begins with the call that hands over the tensors. It ends when the last replica has loaded them as its
 engine would, and has touched every page. Ray's object is put once, and each actor maps it in place. All sides are
@@ -17,44 +17,40 @@ from statistics import median
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from laminar_lab.bench.processes import PATIENCE_S, READY, Worker, here
+from laminar_lab.bench.relay.gloo import GLOO, Gloo, make_tensors, touch
 from laminar_lab.bench.relay.hop import VERSION_BYTES
-from laminar_lab.bench.relay.peers import Gloo, http_side, load, make_tensors, touch
 from laminar_lab.bench.relay.tree import ROOT, WARM_VERSIONS, Bytes, Tree, copy_s, raw
 from laminar_lab.bench.report import Ratio, Row, Side, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
 from laminar_py.relay import RelayKeys, Subscriber
 
-ROWS = "ray_over_ours gloo_over_ours http_over_ours"
+ROWS = "ray_over_ours gloo_over_ours"
 RAY = "ray.put, ray.get in actors, arrays not copied"
 
 
 def rows(
-    *,
-    shm: Path = SHARED_MEMORY,
-    repeats: int = 7,
-    num_bytes: int = VERSION_BYTES,
-    num_replicas: int = 7,
+    *, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = VERSION_BYTES, num_replicas: int = 7
 ) -> list[Row]:
     """Compare the times, medians over `repeats` rounds; versions, and Ray's objects, lie in `shm`."""
-    tensors, count = make_tensors(num_bytes), num_replicas + 1
+    tensors = make_tensors(num_bytes)
     with workplace(shm) as folder, ExitStack() as stack:
-        gloo = Gloo(count=count, num_bytes=num_bytes, rendezvous=f"file://{folder}/gloo", interface="lo")
-        ray = stack.enter_context(ray_side(folder, tensors, num_replicas=num_replicas))
-        broadcast = stack.enter_context(gloo.side(here))
-        http = stack.enter_context(http_side(here, folder / "http", count=count, num_bytes=num_bytes))
-        ours = stack.enter_context(our_side(folder / "ours", tensors, num_replicas=num_replicas))
-        sides = {"ray": ray, "gloo": broadcast.measure, "http": http.measure, "ours": ours}
+        gloo = Gloo(
+            count=num_replicas + 1, num_bytes=num_bytes, rendezvous=f"file://{folder}/gloo", interface="lo"
+        )
+        sides = {
+            "ray": stack.enter_context(ray_side(folder, tensors, num_replicas=num_replicas)),
+            "gloo": stack.enter_context(gloo.side(here)),
+            "ours": stack.enter_context(our_side(folder / "ours", tensors, num_replicas=num_replicas)),
+        }
         seconds = in_turn(sides, rounds=repeats, warm=WARM_VERSIONS)
-        broadcast.check()
-        http.check()
     pairs = [(raw(tensor), raw(tensor).copy()) for tensor in tensors.values()]
     copying_s = median(copy_s(pairs) for _ in range(repeats))
-    others = {"ray": RAY, "gloo": broadcast.conditions, "http": http.conditions}
     found = []
-    for name, how in others.items():
+    for name, how in {"ray": RAY, "gloo": GLOO}.items():
         conditions = (
             f"{num_bytes / 2**20:g} MiB to {num_replicas} replicas on one host, until the last has touched every"
             f" page of tensors that its engine can load; {name}: {how}, {median(seconds[name]):.3f} s; ours:"
@@ -108,7 +104,19 @@ def _subscribe(pipe: Connection, *, number: int, endpoint: str, keys: RelayKeys)
     asyncio.run(follow())
 
 
-STORE_VERSIONS = 4  # one in writing, one that the actors hold, and room between them
+def load(folder: Path) -> list[Tensor]:
+    """Map the tensors of the safetensors files in `folder` and touch each page."""
+    tensors = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors += [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 (not a dict)
+    for tensor in tensors:
+        touch(raw(tensor))
+    assert tensors, f"{folder} has no tensors"
+    return tensors
+
+
+STORE_VERSIONS = 4  # one in writing, one in the hands of the actors, and room between them
 SMALLEST_STORE_BYTES = 128 * 2**20  # below, Ray refuses
 
 

@@ -1,4 +1,4 @@
-"""The relay over many hosts with narrow links: each shape of tree beside its bound, a killed node, gloo and HTTP.
+"""The relay over many hosts with narrow links: each shape of tree beside its bound, a killed node, and gloo.
 
 A host is a network namespace. A time runs from the root's announcement until the last host has verified the
 version, with CURVE, and no chunk travels as a delta. W, the rate in the bounds, is the rate of a bare TCP socket
@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from laminar_lab.bench.processes import PATIENCE_S
+from laminar_lab.bench.relay.gloo import GLOO, Gloo
 from laminar_lab.bench.relay.hop import VERSION_BYTES, bare_socket
 from laminar_lab.bench.relay.namespaces import INTERFACE, Network, require, shared_folder
-from laminar_lab.bench.relay.peers import Gloo, Peers, http_side
 from laminar_lab.bench.relay.tree import Tree
 from laminar_lab.bench.report import Row, load_now, log_line
 from laminar_py.config.cluster import TopologyKind
@@ -38,10 +38,10 @@ from laminar_py.relay import (
 
 ROWS = (
     "star_over_bound chain_over_bound kary2_over_bound auto_over_bound recovery_over_undisturbed "
-    "gloo_8hosts_over_ours http_8hosts_over_ours"
+    "gloo_8hosts_over_ours"
 )
 MIB = 2**20
-SMALL_BYTES = 2 * MIB  # in chunks of the least size, to find the cost of a chunk of any size
+SMALL_BYTES = 2 * MIB  # in chunks of the least size, to find the fixed cost of a chunk
 WARM_BYTES = MIB  # of the version before a timed one; another size, so that no chunk is a delta against it
 FILE = "model-00001.safetensors"
 FANOUT = 2
@@ -128,7 +128,7 @@ def rows(
         return [
             *(_bound_row(kind, shape, setting) for kind, shape in shapes.items()),
             *_recovery_rows(shapes, setting),
-            *_peer_rows(rig, shapes[TopologyKind.AUTO].seconds, setting),
+            _gloo_row(rig, shapes[TopologyKind.AUTO].seconds, setting),
         ]
 
 
@@ -225,7 +225,7 @@ def _await_bytes(path: Path, num_bytes: int) -> None:
 
 
 def _measure_links(rig: HostsRig) -> Links:
-    """Measure W of a bare socket, and the cost of a chunk on a hop of a chain of the hosts."""
+    """Measure W with a bare socket, and the cost of a chunk on a hop with a chain over the hosts."""
     network = rig.network
     with bare_socket(rig.folder, rig.num_bytes, start=network.start, host=network.address(0)) as bare:
         bytes_per_s = rig.num_bytes / median(bare(number) for number in range(rig.repeats))
@@ -256,39 +256,23 @@ def _measure_shape(rig: HostsRig, kind: TopologyKind, links: Links) -> ShapeRoun
     return shape
 
 
-# ---- gloo and HTTP
+# ---- gloo
 
 
-def _peer_rows(rig: HostsRig, auto_s: float, setting: str) -> list[Row]:
-    network, count = rig.network, len(rig.zones)
-    rendezvous = f"tcp://{network.address(0)}:{GLOO_PORT}"
+def _gloo_row(rig: HostsRig, auto_s: float, setting: str) -> Row:
     gloo = Gloo(
-        count=count,
+        count=len(rig.zones),
         num_bytes=rig.num_bytes,
         tensor_bytes=rig.num_bytes,
-        rendezvous=rendezvous,
+        rendezvous=f"tcp://{rig.network.address(0)}:{GLOO_PORT}",
         interface=INTERFACE,
     )
-    with gloo.side(network.start) as peers:
-        found = [_peer_row("gloo", peers, rig, auto_s, setting, rounds=rig.repeats)]
-    with http_side(
-        network.start,
-        rig.folder / "http",
-        count=count,
-        num_bytes=rig.num_bytes,
-        host=network.address(0),
-        with_writing=False,
-    ) as peers:
-        return [*found, _peer_row("http", peers, rig, auto_s, setting, rounds=1)]
-
-
-def _peer_row(name: str, peers: Peers, rig: HostsRig, auto_s: float, setting: str, *, rounds: int) -> Row:
-    seconds = median(peers.measure(number) for number in range(rounds))
-    peers.check()
+    with gloo.side(rig.network.start) as measure:
+        seconds = median(measure(number) for number in range(rig.repeats))
     conditions = (
-        f"{setting}; {name}: {peers.conditions}, {seconds:.2f} s until the last host has touched every page;"
-        f" `auto`, CURVE, {auto_s:.2f} s from the root's announcement until the last host has verified it; median"
-        f" of {rounds}"
+        f"{setting}; gloo: {GLOO}, {seconds:.2f} s until the last host has touched every page; `auto`,"
+        f" CURVE, {auto_s:.2f} s from the root's announcement until the last host has verified it; median of"
+        f" {rig.repeats}"
     )
-    log_line(f"{name} {seconds:.2f} s")
-    return Row(f"{name}_{len(rig.zones)}hosts_over_ours", seconds / auto_s, "x", conditions)
+    log_line(f"gloo {seconds:.2f} s")
+    return Row(f"gloo_{len(rig.zones)}hosts_over_ours", seconds / auto_s, "x", conditions)

@@ -1,4 +1,4 @@
-"""Arms of a comparison of repacking, and its rows. Called by `fleet` (simulated) and `workload` (real runtime).
+"""Compared arms of repacking, and their rows. Called by `fleet` (simulated) and `workload` (real runtime).
 
 An arm is a planner, or replicas that never drain: they swap weights in place, and so are the ceiling.
 """

@@ -57,7 +57,7 @@ def rows(
 
 
 def write_rows(batch: PieceBatch, *, repeats: int, num_bytes: int) -> list[Row]:
-    """Compare a writer with a plain file, and with one whose pieces get a BLAKE3."""
+    """Compare a writer with a plain file, and with a plain file plus the BLAKE3 of each piece."""
     with workplace() as folder, Worker(partial(_write, folder=folder, batch=batch, num_bytes=num_bytes)) as one:
         sides: dict[str, Side] = {name: partial(_request_rate, one, name) for name in (OURS, BARE, DIGESTED)}
         rates = in_turn(sides, rounds=repeats, warm=WARM)

@@ -57,7 +57,7 @@ class BenchReplicaSpec(PayloadStart, frozen=True, kw_only=True):
 
 
 class PlayRound(msgspec.Struct, frozen=True, kw_only=True):
-    """Trajectories of a round, and the tokens of each turn of each of them."""
+    """Trajectories of a round, and the number of tokens in each of their turns."""
 
     name: str
     assignments: list[Assignment]
@@ -125,7 +125,7 @@ class ReplayEngine(LocalEngine):
     def start_turn(
         self, request: GenerateRequest, length: int, hear: Callable[[Delta | EngineLostError], None]
     ) -> None:
-        """Start the engine's own stream of a turn of so many tokens."""
+        """Start the engine's own stream for a turn with so many tokens."""
         most = len(request.prefix_ids) + length
         sampling = msgspec.structs.replace(request.sampling, stop_ids=(), max_new_tokens=most)
         super().follow(msgspec.structs.replace(request, sampling=sampling), hear)
