@@ -50,12 +50,12 @@ def agent_rows(run: Run) -> tuple[list[Row], bool]:
     errors = Counter(value for _, what, value in lines if what == "error")
     changed = sum(len(answers) > 1 for answers in heard.values())
     dropped = accounting(run.folder).train.dropped
-    told = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) or "none"
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) or "none"
     rows = [
         Row("answers", len(heard), "turns that agents heard", f"{len(lines)} times, with restarted agents"),
         Row("answers_changed", changed, "turns heard with two answers", "by the agents' own file"),
         Row("agent_errors", errors.total(), "errors that reached agents", str(dict(errors))),
-        Row("trajectories_dropped", sum(dropped.values()), "trajectories", told),
+        Row("trajectories_dropped", sum(dropped.values()), "trajectories", reasons),
     ]
     return rows, not changed
 

@@ -52,5 +52,5 @@ class SlowCalculator:
 def _result(expression: str) -> str:
     try:
         return calculator(expression)
-    except Exception as error:  # noqa: BLE001 - whatever it says is for the model
+    except Exception as error:  # noqa: BLE001 - its text is for the model
         return str(error)[:40]

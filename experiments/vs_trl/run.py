@@ -2,8 +2,8 @@
 
 Both sides start RL from one warm-started model and share prompts, reward, batch, group size, learning rate and
 clip; README.md lists all of it. For each seed ours runs first and leaves the warm start for TRL, which lives in a
-virtual environment of its own that this script makes once. Progress goes to stderr, the result to stdout. Started
-again, it goes on with what has not been measured.
+virtual environment of its own that this script makes once. Progress goes to stderr, the result to stdout. A
+second start measures only the missing runs.
 """
 
 import argparse
@@ -103,13 +103,13 @@ def run_trl(python: Path, *, model: Path, seed: int, steps: int, target: float) 
 
 
 def ensure_venv(folder: Path) -> Path:
-    """TRL's virtual environment, made or made anew where its pins have changed; returns its Python."""
+    """Make TRL's virtual environment, again where its pins have changed; return its Python."""
     python, stamp = folder / "bin/python", folder / "constraints.txt"
     if stamp.is_file() and stamp.read_text() == CONSTRAINTS.read_text():
         return python
     say([sys.executable, "-m", "venv", "--clear", folder])
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
-    say([*pip, "torch"])  # first and alone, so that pip takes whatever build of it is at hand
+    say([*pip, "torch"])  # first and alone, so that pip takes any available build
     say([*pip, "trl", "transformers"])
     stamp.write_text(CONSTRAINTS.read_text())
     return python

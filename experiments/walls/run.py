@@ -64,7 +64,7 @@ def diagnose(settings: list[str]) -> Diagnosis:
 
 
 def try_remedy(plant: Plant, *, seed: int, steps: int) -> Trial:
-    """Train with the wall, then with the first remedy against it, whatever else binds on this machine."""
+    """Train with the wall, then with the first remedy against it, whichever other limit this machine has."""
     common = [f"steps={steps}", f"max_rl_seconds={LIMIT_S}", "eval.every_steps=null", f"seed={seed}"]
     settings = [f"name=walls-{plant.name}", *common, *plant.settings]
     found = diagnose(settings)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from laminar_lab.bench.lengths import log_normal_lengths
 from laminar_lab.bench.report import Row, load_now
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing import (
@@ -40,11 +41,10 @@ QWEN_7B = attention_share(hidden_size=3584, num_layers=28, num_parameters=7_615_
 WINDOWS = (0, 4, 8, 16)  # groups that a small step may look ahead
 
 
-def draw_lengths(seed: int, count: int, *, median: float = 2048, cap: int = MAX_TOKENS) -> list[int]:
-    """Draw log-normal lengths, sigma 0.99."""
-    normal = np.random.default_rng(seed).standard_normal(count)
-    lengths: list[int] = np.clip(np.rint(median * np.exp(0.99 * normal)), 2, cap).astype(int).tolist()
-    return lengths
+def draw_lengths(seed: int, count: int) -> list[int]:
+    """Draw lengths of prompt and response together."""
+    rng = np.random.default_rng(seed)
+    return log_normal_lengths(rng, count, median=2048, cap=MAX_TOKENS, least=2)
 
 
 def make_trajectories(lengths: Sequence[int], *, prompt: int = PROMPT) -> list[Trajectory]:

@@ -5,7 +5,7 @@ import time
 import pytest
 from transformers import Qwen3Config
 
-from laminar_lab.bench.engine.local import ResponseLengths, Traffic, rows
+from laminar_lab.bench.engine.local import Traffic, rows
 from laminar_lab.bench.engine.sglang import STREAMS, TOKENS, Crowd, client_round
 
 TINY = Qwen3Config(
@@ -18,8 +18,7 @@ TINY = Qwen3Config(
     intermediate_size=16,
     max_position_embeddings=128,
 )
-LENGTHS = ResponseLengths(median=4, p95=10, cap=12)
-TRAFFIC = (Traffic(1, 2, LENGTHS), Traffic(4, 6, LENGTHS))
+TRAFFIC = (Traffic(1, 2, median=4, p95=10, cap=12), Traffic(4, 6, median=4, p95=10, cap=12))
 
 
 def test_both_sides_have_a_rate_at_each_concurrency(capsys):

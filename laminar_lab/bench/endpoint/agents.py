@@ -1,4 +1,4 @@
-"""`laminar bench endpoint`: what agents get through the endpoint, over what the engine alone gives.
+"""Tokens a second of agents through the endpoint over the engine's own, and the time to their first token.
 
 The replica and the process of environments are as in a run. Agents are started as in a run and hand out their
 keys; one process sends the requests of all agents over HTTP, on loopback. The engine then answers the same

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3ForCausalLM
 from transformers.utils import logging
 
+from laminar_lab.bench.lengths import log_normal_lengths
 from laminar_lab.bench.report import Ratio, Row, cpu_s, in_turn, log_line
 from laminar_lab.bench.workplace import SMALL, count_parameters, workplace, write_model
 from laminar_py.engines.local import LocalEngine
@@ -33,28 +34,8 @@ ROWS = "local_over_hf_c1 local_over_hf_c8 local_over_hf_c32"
 PROMPT_LENGTHS = (16, 48)  # the shortest and the longest; uniform between them
 WARM_TOKENS = 8  # of each request before the clock starts: tracing, and first use of kernels
 RATE = "tokens per CPU-second"
-_P95 = 1.645  # standard deviations of a normal distribution below which 95 % lie
+DEVIATIONS_95 = 1.645  # standard deviations of a normal distribution below which 95 % lie
 _NO_IDS = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseLengths:
-    """Log-normal response lengths, cut at `cap`."""
-
-    median: float
-    p95: float
-    cap: int
-
-    def draw(self, count: int, *, rng: np.random.Generator) -> list[int]:
-        """Draw `count` lengths of at least one token."""
-        deviation = math.log(self.p95 / self.median) / _P95
-        lengths: list[int] = (
-            np.exp(rng.normal(math.log(self.median), deviation, count)).round().astype(int).tolist()
-        )
-        return [min(max(length, 1), self.cap) for length in lengths]
-
-
-LENGTHS = ResponseLengths(median=64, p95=263, cap=400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +52,16 @@ class Traffic:
 
     concurrency: int
     num_requests: int
-    lengths: ResponseLengths = LENGTHS
+    median: int = 64  # response tokens
+    p95: int = 263
+    cap: int = 400
 
     def asks(self, number: int, *, vocab: int) -> list[Ask]:
         """Make the requests of a round, always the same for its number."""
         rng = np.random.default_rng([self.concurrency, number])
         shortest, longest = PROMPT_LENGTHS
-        drawn = self.lengths.draw(self.num_requests, rng=rng)
+        sigma = math.log(self.p95 / self.median) / DEVIATIONS_95
+        drawn = log_normal_lengths(rng, self.num_requests, median=self.median, sigma=sigma, cap=self.cap)
         return [
             Ask(rng.integers(0, vocab, rng.integers(shortest, longest, endpoint=True), dtype=np.int32), length)
             for length in drawn
@@ -85,11 +69,10 @@ class Traffic:
 
     def conditions(self, model: PretrainedConfig) -> str:
         """Describe the traffic."""
-        lengths = self.lengths
         return (
             f"c{self.concurrency}: {self.num_requests} requests a round, {self.concurrency} at a time;"
             f" {count_parameters(model) / 1e6:.1f}M parameters in fp32, one thread; log-normal lengths, median"
-            f" {lengths.median:g}, p95 {lengths.p95:g}, cap {lengths.cap}"
+            f" {self.median}, p95 {self.p95}, cap {self.cap}"
         )
 
 
@@ -115,7 +98,7 @@ def tokens_per_cpu_s(folder: Path, traffic: Traffic, number: int, *, vocab: int)
 
 async def _serve(folder: Path, asks: Sequence[Ask], traffic: Traffic) -> float:
     """Serve all requests and return the CPU seconds."""
-    slots, max_len = traffic.concurrency, PROMPT_LENGTHS[1] + max(traffic.lengths.cap, WARM_TOKENS)
+    slots, max_len = traffic.concurrency, PROMPT_LENGTHS[1] + max(traffic.cap, WARM_TOKENS)
     engine = LocalEngine(folder, max_batch=slots, max_len=max_len, kv_capacity=slots * max_len)
     await engine.start()
     await engine.load_weights(folder, 1)

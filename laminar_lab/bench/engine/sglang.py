@@ -1,4 +1,6 @@
-"""SGLang through our client: its overhead against a bare HTTP client, and what new weights cost running streams.
+"""SGLang through our client.
+
+Its overhead against a bare HTTP client, and the pause of running streams for new weights.
 
 Real servers run on this machine's CPU, with models made from a seed. The sides of a comparison take turns against
 one server.
@@ -112,9 +114,9 @@ async def _rows(python: Path, folder: Path, *, repeats: int) -> list[Row]:
     async with _serving(python, small) as rig:
         overhead = await overhead_rows(rig, repeats)
     async with _serving(python, large, flags={"disable-overlap-schedule": True}) as rig:
-        in_place = await _in_place_rows(rig, REFRESHES)  # as a run launches it for that policy
+        in_place = await _in_place_row(rig, REFRESHES)  # as a run launches it for that policy
     async with _serving(python, large) as rig:
-        return [*overhead, *in_place, *await _refreshes(rig, REFRESHES)]
+        return [*overhead, in_place, *await _refreshes(rig, REFRESHES)]
 
 
 def _config(*, hidden: int, layers: int, intermediate: int) -> Qwen3Config:
@@ -277,27 +279,31 @@ def _pause_s(times: list[float], loaded: float, since: float) -> float:
 
 async def _refreshes(rig: ServedModel, count: int) -> list[Row]:
     bare = await _bare_updates(rig, count)
-    retract, prefill = await _retracted(rig, count)
-    log_line(f"retract {retract:.3f} s, bare update {bare:.3f} s and prefill alone {prefill:.3f} s")
-    resume = await _resumed(rig, count)
+    prefills: list[float] = []
+
+    async def prefill(contexts: dict[str, list[int]]) -> None:
+        await _load_next(rig)  # drops the prefix cache
+        prefills.append(await _prefill_s(rig, contexts))
+
+    retract = await _median_pause_s(rig, PauseMode.RETRACT, count, then=prefill)
+    resume = await _median_pause_s(rig, PauseMode.ABORT, count)
     drain = await _drained(rig, count)
-    log_line(f"resume {resume:.3f} s, drain {drain:.3f} s")
-    setting = _conditions(count, bare)
-    more = f"{setting}; retraction {retract:.2f} s, re-prefill of the contexts alone {prefill * 1000:.0f} ms"
+    alone, setting = median(prefills), _conditions(count, bare)
+    log_line(f"retract {retract:.3f} s, prefill alone {alone:.3f} s, resume {resume:.3f} s, drain {drain:.3f} s")
+    more = f"{setting}; retraction {retract:.2f} s, re-prefill of the contexts alone {alone * 1000:.0f} ms"
     return [
         Row("refresh_drain_s", drain, "s", f"{setting}; streams of {WARM_TOKENS} tokens that end together"),
         Row("refresh_resume_s", resume, "s", more),
-        Row("refresh_retract_over_bare", retract / (bare + prefill), "x", more),
+        Row("refresh_retract_over_bare", retract / (bare + alone), "x", more),
     ]
 
 
-async def _in_place_rows(rig: ServedModel, count: int) -> list[Row]:
+async def _in_place_row(rig: ServedModel, count: int) -> Row:
     bare = await _bare_updates(rig, count)
-    async with _running(rig, "p") as crowd:
-        in_place = median([(await _pause(rig, crowd, PauseMode.IN_PLACE))[0] for _ in range(count)])
+    in_place = await _median_pause_s(rig, PauseMode.IN_PLACE, count)
     log_line(f"in_place {in_place:.3f} s, bare update {bare:.3f} s")
     conditions = f"{_conditions(count, bare)}; no overlapped steps; in place {in_place * 1000:.0f} ms"
-    return [Row("refresh_in_place_over_bare", in_place / bare, "x", conditions)]
+    return Row("refresh_in_place_over_bare", in_place / bare, "x", conditions)
 
 
 def _conditions(count: int, bare: float) -> str:
@@ -320,33 +326,39 @@ async def _bare_updates(rig: ServedModel, count: int) -> float:
     return median(elapsed[1:])
 
 
-@asynccontextmanager
-async def _running(rig: ServedModel, turn: str) -> AsyncIterator[Crowd]:
-    """Yield streams that all have some tokens; the end of the context aborts them."""
-    crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
-    crowd.start(turn)
-    await crowd.grown(WARM_TOKENS)
-    yield crowd
-    await rig.engine.pause(PauseMode.ABORT)
-    await crowd.done()
-    await rig.engine.resume()
+async def _median_pause_s(
+    rig: ServedModel,
+    mode: PauseMode,
+    count: int,
+    *,
+    then: Callable[[dict[str, list[int]]], Awaitable[None]] | None = None,
+) -> float:
+    """Load a version under running streams, so many times; return the median of their pauses.
 
-
-async def _pause(rig: ServedModel, crowd: Crowd, mode: PauseMode) -> tuple[float, dict[str, list[int]]]:
-    """Load a version under running streams; return their pause, and their tokens at its begin.
-
-    Restarts aborted ones.
+    Streams that the mode aborts start again from their tokens. After each time `then` gets the idle server, with
+    the tokens that each stream had when the pause began.
     """
-    await rig.engine.pause(mode)
-    if mode is PauseMode.ABORT:
+    pauses = []
+    for turn in range(count):
+        crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
+        crowd.start(f"{mode}{turn}")
+        await crowd.grown(WARM_TOKENS)
+        await rig.engine.pause(mode)
+        if mode is PauseMode.ABORT:
+            await crowd.done()
+        contexts = {name: list(ids) for name, ids in crowd.ids.items()}
+        loaded = await _load_next(rig)
+        await rig.engine.resume()
+        if mode is PauseMode.ABORT:
+            crowd.start()
+        await crowd.grown(AFTER_TOKENS)
+        pauses.append(crowd.pause_s(loaded))
+        await rig.engine.pause(PauseMode.ABORT)
         await crowd.done()
-    contexts = {name: list(ids) for name, ids in crowd.ids.items()}
-    loaded = await _load_next(rig)
-    await rig.engine.resume()
-    if mode is PauseMode.ABORT:
-        crowd.start()
-    await crowd.grown(AFTER_TOKENS)
-    return crowd.pause_s(loaded), contexts
+        await rig.engine.resume()
+        if then is not None:
+            await then(contexts)
+    return median(pauses)
 
 
 async def _load_next(rig: ServedModel) -> float:
@@ -355,19 +367,7 @@ async def _load_next(rig: ServedModel) -> float:
     return time.perf_counter()
 
 
-async def _retracted(rig: ServedModel, count: int) -> tuple[float, float]:
-    """Measure the pause by retraction, and the prefill of the same contexts on the idle server, in turn."""
-    pauses, prefills = [], []
-    for turn in range(count):
-        async with _running(rig, f"t{turn}") as crowd:
-            pause_s, contexts = await _pause(rig, crowd, PauseMode.RETRACT)
-        pauses.append(pause_s)
-        await _load_next(rig)  # drops the prefix cache
-        prefills.append(await _prefill(rig, contexts))
-    return median(pauses), median(prefills)
-
-
-async def _prefill(rig: ServedModel, contexts: dict[str, list[int]]) -> float:
+async def _prefill_s(rig: ServedModel, contexts: dict[str, list[int]]) -> float:
     async def first_token(name: str, ids: list[int]) -> None:
         async for _ in rig.engine.generate(_request(name, length=len(ids) + 1, prefix=ids)):
             pass
@@ -375,14 +375,6 @@ async def _prefill(rig: ServedModel, contexts: dict[str, list[int]]) -> float:
     began = time.perf_counter()
     await asyncio.gather(*(first_token(name, ids) for name, ids in contexts.items()))
     return time.perf_counter() - began
-
-
-async def _resumed(rig: ServedModel, count: int) -> float:
-    pauses = []
-    for turn in range(count):
-        async with _running(rig, f"s{turn}") as crowd:
-            pauses.append((await _pause(rig, crowd, PauseMode.ABORT))[0])
-    return median(pauses)
 
 
 async def _drained(rig: ServedModel, count: int) -> float:

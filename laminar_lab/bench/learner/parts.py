@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laminar_lab.bench.lengths import log_normal_lengths
 from laminar_lab.calibration.trajectories import make_trajectory
 from laminar_py.config import AlgorithmConfig
 from laminar_py.config.algorithm import Aggregation
@@ -55,9 +56,8 @@ def gradient(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
 
 def draw_lengths(count: int, *, median: int, seed: int, longest: int = 1024) -> list[int]:
     """Draw log-normal lengths of prompt and response together."""
-    normal = np.random.default_rng(seed).standard_normal(count)
-    lengths: list[int] = np.clip(np.rint(median * np.exp(SIGMA * normal)), 4, longest).astype(int).tolist()
-    return lengths
+    rng = np.random.default_rng(seed)
+    return log_normal_lengths(rng, count, median=median, sigma=SIGMA, cap=longest, least=4)
 
 
 def make_trajectories(lengths: Sequence[int], *, vocab: int = 512) -> list[Trajectory]:

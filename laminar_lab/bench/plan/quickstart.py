@@ -163,7 +163,7 @@ def table(found: Sequence[Compared], loads: Sequence[float]) -> list[Row]:
         f" each round calibrates; before each {RUNS_OF_A_BASE} settings the base setting runs, whose ledger gives"
         " log-normal lengths (median, sigma with which the mean is right, how alike those of a prompt are), and"
         " whose processes' CPU time says how much slower engines and learner are than alone; learner, engines and"
-        f" all else share {len(os.sched_getaffinity(0))} cores, less what others took of them in the base run;"
+        f" all else share {len(os.sched_getaffinity(0))} cores, less the share of other programs in the base run;"
         f" load average after a run {spread(loads, '.1f')}"
     )
     within = [one for one in found if abs(one.error) <= max(WITHIN, SPREADS * one.spread)]

@@ -29,7 +29,7 @@ SEEDS = (101, 102)  # of the second simulation
 
 
 def rows(*, cases: int = 20) -> list[Row]:
-    """Regret over all cases."""
+    """Measure the regret over all cases."""
     found = []
     for number in range(cases):
         request = draw_case(number)
@@ -37,12 +37,12 @@ def rows(*, cases: int = 20) -> list[Row]:
         log_line(
             f"case {number}: {request.model} on {request.fleet.gpus} {request.fleet.gpu.name}: {found[-1]:.3f}"
         )
-    told = f"{cases} cases; median {np.median(found):.3f}, largest {max(found):.3f}"
-    return [Row("plan_regret_p95", float(np.percentile(found, 95)), "of tokens/s", told)]
+    conditions = f"{cases} cases; median {np.median(found):.3f}, largest {max(found):.3f}"
+    return [Row("plan_regret_p95", float(np.percentile(found, 95)), "of tokens/s", conditions)]
 
 
 def draw_case(number: int) -> PlanRequest:
-    """A request of at most 64 GPUs and 200 placements, of which some fit."""
+    """Draw a request of at most 64 GPUs and 200 placements, some of which fit."""
     draw = random.Random(number)
     while True:
         size, kind = draw.choice(["1.5B", "7B", "14B", "32B"]), draw.choice(["A100", "H100", "H200", "B200"])
@@ -70,7 +70,10 @@ def draw_case(number: int) -> PlanRequest:
 
 
 def _regret(request: PlanRequest) -> float:
-    """Share of the best placement's tokens/s that the planner's choice lacks; 0 where it is the best."""
+    """Return the share of the best placement's tokens/s that the planner's choice lacks.
+
+    0 where it is the best.
+    """
     everything = placements(request)
     look = judged_side_by_side(request)
     judged = dict(zip(everything, look(everything, 0), strict=True))

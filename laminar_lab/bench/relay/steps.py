@@ -1,4 +1,4 @@
-"""Versions as optimizer steps make them: what a publish costs the learner, and how little of a version travels.
+"""Versions as optimizer steps make them: the learner's stall in a publish, and the bytes of a delta.
 
 The weights are a model's as AdamW leaves them: fp32 masters, published as bf16. A node in another process reports
 the wire bytes once it has verified the version's digest.

@@ -40,7 +40,7 @@ class Window:
     counted_s: float
 
 
-WORKLOAD = Window(600.0, 1000.0)  # with 12 runs, what fits into 20 minutes
+WORKLOAD = Window(600.0, 1000.0)  # 12 runs fit into 20 minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
