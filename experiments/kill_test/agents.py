@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 from noted import LOG
-from run import CONTROLLER, EVERYTHING, Run, end, kill_and_prove, make_arguments, run_settings
+from run import CONTROLLER, EVERYTHING, Run, kill_and_prove, kill_process, make_arguments, run_settings
 
 from laminar_lab.bench.report import Row
 from laminar_py.ledger.audit.queries import accounting
@@ -37,7 +37,7 @@ class AgentRun(Run):
             chosen = launcher if victim == LAUNCHER else random.choice(launcher.children())
         except (psutil.NoSuchProcess, StopIteration, IndexError):
             return False
-        return end(chosen.pid)
+        return kill_process(chosen.pid)
 
 
 def agent_rows(run: Run) -> tuple[list[Row], bool]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from run import CONTROLLER, EVERYTHING, Run, check, end, kill_and_prove, make_arguments, run_settings
+from run import CONTROLLER, EVERYTHING, Run, check, kill_and_prove, kill_process, make_arguments, run_settings
 
 from laminar_lab.bench.report import Row
 from laminar_py.ledger.audit.queries import accounting
@@ -93,16 +93,16 @@ class ScoredRun(Run):
 
     def kill(self, victim: str) -> bool:
         """Kill a victim now; return False if it is not there at this moment."""
-        self.look()
+        self.note_processes()
         kind, _, index = victim.rpartition("-")
         if victim == JUDGE:
             return self._judge.kill()
         if kind not in BELOW_SCORERS:
             return super().kill(victim)
-        found = below(self._pid(f"scorer-{index}"), BELOW_SCORERS[kind])
-        return end_child(found) if kind == PROGRAM else bool(found) and end(random.choice(found))
+        found = descendants(self._pid(f"scorer-{index}"), BELOW_SCORERS[kind])
+        return end_child(found) if kind == PROGRAM else bool(found) and kill_process(random.choice(found))
 
-    def look(self) -> None:
+    def note_processes(self) -> None:
         """Note the processes and cgroups that must be gone in the end."""
         self._processes |= set(psutil.Process(self._process.pid).children(recursive=True))
         for lock in self._scratch.glob("laminar-sandbox-*/*.lock"):
@@ -111,7 +111,7 @@ class ScoredRun(Run):
 
     def finish(self) -> int:
         """Note the processes of the run, and wait for its end; return the exit code."""
-        self.look()
+        self.note_processes()
         return super().finish()
 
     def left_behind(self) -> list[str]:
@@ -136,7 +136,7 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def below(process: int, what: str) -> list[int]:
+def descendants(process: int, what: str) -> list[int]:
     """Return the descendants of a process with this text in their command line."""
     try:
         family = psutil.Process(process).children(recursive=True)
@@ -152,7 +152,7 @@ def end_child(zygotes: list[int]) -> bool:
         for zygote in zygotes:
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 for child in map(int, Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()):
-                    if child not in zygotes and end(child):
+                    if child not in zygotes and kill_process(child):
                         return True
     return False
 

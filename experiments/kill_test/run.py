@@ -101,14 +101,14 @@ class Run:
             family = psutil.Process(self._process.pid).children(recursive=True) if victim == EVERYTHING else []
             os.kill(self._process.pid, signal.SIGKILL)
             for process in family:
-                end(process.pid)
+                kill_process(process.pid)
             self._process.wait()
             self._process = self._launch(["--resume"])
             return True
         if victim.startswith(SERVER):
             server = server_of(self._pid("replica-" + victim.removeprefix(SERVER)))
-            return server is not None and end(server)
-        return end(self._pid(victim))
+            return server is not None and kill_process(server)
+        return kill_process(self._pid(victim))
 
     def _pid(self, part: str) -> int:
         with closing(sqlite3.connect(f"file:{self.ledger}?mode=ro", uri=True)) as ledger:
@@ -134,7 +134,7 @@ def server_of(replica: int) -> int | None:
         return None
 
 
-def end(pid: int) -> bool:
+def kill_process(pid: int) -> bool:
     """Send SIGKILL; return whether there was such a process."""
     try:
         os.kill(pid, signal.SIGKILL)

@@ -43,8 +43,8 @@ class Band:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """From the figures of the placements."""
+    def around(cls, values: Sequence[float]) -> Self:
+        """Make the band around the figures of the placements."""
         return cls(min(values), max(values))
 
     @property
@@ -179,7 +179,7 @@ class Comparison:
         yield self._row("staleness_max", most, self._parameters.published["staleness_max"], setting)
 
     def _row(self, name: str, values: Sequence[float], paper: float | None, setting: str) -> Row:
-        band = Band.of(values)
+        band = Band.around(values)
         words = [f"band {band}"]
         if paper is not None:
             words.append(f"paper {paper:g}, {'inside' if band.holds(paper) else 'outside'}")

@@ -98,7 +98,9 @@ def run_trl(python: Path, *, model: Path, seed: int, steps: int, target: float) 
         out = Path(folder, "measured.json")
         files = [model, DATA / "train.jsonl", DATA / "heldout.jsonl", out]
         options = ["--seed", seed, "--steps", steps, "--target", target]
-        say([python, HERE / "trl_side.py", *files, *options], limit_s=TRL_LIMIT_S, environment=TRL_ALLOCATOR)
+        run_command(
+            [python, HERE / "trl_side.py", *files, *options], limit_s=TRL_LIMIT_S, environment=TRL_ALLOCATOR
+        )
         return msgspec.json.decode(out.read_bytes(), type=Measured)
 
 
@@ -107,15 +109,15 @@ def ensure_venv(folder: Path) -> Path:
     python, stamp = folder / "bin/python", folder / "constraints.txt"
     if stamp.is_file() and stamp.read_text() == CONSTRAINTS.read_text():
         return python
-    say([sys.executable, "-m", "venv", "--clear", folder])
+    run_command([sys.executable, "-m", "venv", "--clear", folder])
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
-    say([*pip, "torch"])  # first and alone, so that pip takes any available build
-    say([*pip, "trl", "transformers"])
+    run_command([*pip, "torch"])  # first and alone, so that pip takes any available build
+    run_command([*pip, "trl", "transformers"])
     stamp.write_text(CONSTRAINTS.read_text())
     return python
 
 
-def say(
+def run_command(
     words: Sequence[object], *, limit_s: float | None = None, environment: Mapping[str, str] | None = None
 ) -> None:
     """Print a command and run it in the repository root, without the Hub."""

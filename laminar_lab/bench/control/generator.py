@@ -52,7 +52,7 @@ class Unsynced(SegmentStore):
 
     def keep(self, piece: Piece) -> TokensRef:
         """Write a piece and note its response's end."""
-        self._ended.note(piece.trajectory_id)
+        self._ended.note_end(piece.trajectory_id)
         return super().keep(piece)
 
     async def keep_synced(self) -> None:
@@ -68,7 +68,7 @@ class Ended:
         self._lines: list[str] = []
         self._written_s = 0.0
 
-    def note(self, trajectory_id: str) -> None:
+    def note_end(self, trajectory_id: str) -> None:
         """Note that a response ends, or is broken off, now."""
         now = time.monotonic()
         self._lines.append(f"{trajectory_id} {now:.4f}\n")

@@ -249,7 +249,7 @@ class Crowd:
             if delta.finish_reason is FinishReason.ABORT:
                 return
 
-    async def grown(self, tokens: int) -> None:
+    async def wait_for_tokens(self, tokens: int) -> None:
         """Wait until every stream has so many tokens more, or has ended."""
         targets = {name: len(ids) + tokens for name, ids in self.ids.items()}
         while any(len(self.ids[name]) < targets[name] for name in targets) and not all(  # noqa: ASYNC110
@@ -257,7 +257,7 @@ class Crowd:
         ):
             await asyncio.sleep(0.005)
 
-    async def done(self) -> None:
+    async def wait_for_end(self) -> None:
         """Wait until every stream has ended."""
         await asyncio.gather(*self.tasks)
 
@@ -342,19 +342,19 @@ async def _median_pause_s(
     for turn in range(count):
         crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
         crowd.start(f"{mode}{turn}")
-        await crowd.grown(WARM_TOKENS)
+        await crowd.wait_for_tokens(WARM_TOKENS)
         await rig.engine.pause(mode)
         if mode is PauseMode.ABORT:
-            await crowd.done()
+            await crowd.wait_for_end()
         contexts = {name: list(ids) for name, ids in crowd.ids.items()}
         loaded = await _load_next(rig)
         await rig.engine.resume()
         if mode is PauseMode.ABORT:
             crowd.start()
-        await crowd.grown(AFTER_TOKENS)
+        await crowd.wait_for_tokens(AFTER_TOKENS)
         pauses.append(crowd.pause_s(loaded))
         await rig.engine.pause(PauseMode.ABORT)
-        await crowd.done()
+        await crowd.wait_for_end()
         await rig.engine.resume()
         if then is not None:
             await then(contexts)
@@ -382,10 +382,10 @@ async def _drained(rig: ServedModel, count: int) -> float:
     for turn in range(count):
         crowd = Crowd(engine=rig.engine, length=WARM_TOKENS)
         crowd.start(f"d{turn}")
-        await crowd.done()
+        await crowd.wait_for_end()
         last = max(times[-1] for times in crowd.times.values())
         loaded = await _load_next(rig)
         crowd.start(f"e{turn}")
-        await crowd.done()
+        await crowd.wait_for_end()
         pauses.append(crowd.pause_s(loaded, since=last))
     return median(pauses)
