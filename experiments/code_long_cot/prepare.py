@@ -2,7 +2,7 @@
 
 Their tests are text on standard input and output, stored as JSON in a text: `{"inputs": [...], "outputs": [...]}`
 (APPS, TACO) or `[{"input": ..., "output": ..., "type": "stdin_stdout"}, ...]` (PrimeIntellect, LiveCodeBench).
-Left out is what calls a function, has fewer than five tests, a statement that is too long, or stands there twice.
+Left out are problems that call a function, have fewer than five tests or a too long statement, or occur twice.
 
     python experiments/code_long_cot/prepare.py [--out FOLDER] [SOURCE ...]     # file, folder, or hub-name:subset
 """
@@ -82,7 +82,7 @@ def problems(sources: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def is_held_out(problem: dict[str, Any]) -> bool:
-    """True for the same problems whatever the sources are."""
+    """True for the same problems with any sources."""
     return int.from_bytes(sha256(problem["prompt"].encode()).digest()[:8]) % HELD_OUT == 0
 
 

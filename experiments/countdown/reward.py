@@ -17,7 +17,7 @@ def reached(request: ScoringRequest) -> float:
     trial = request.response[:-1].rpartition(";")[2]
     if not TRIAL.fullmatch(trial):
         return 0.0
-    expression = re.sub(r"=(\d+|x)", "", trial)  # what it says of its results does not count
+    expression = re.sub(r"=(\d+|x)", "", trial)  # the results that the trial states do not count
     if [int(number) for number in re.findall(r"\d+", expression)] != request.fields["numbers"]:
         return 0.0
     return float(evaluate(expression) == TARGET)

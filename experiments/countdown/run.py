@@ -4,11 +4,10 @@ For each seed: RL with the schedule `async`, RL with `sync` for about as long, a
 demonstrations of the warm start, for as many seconds of both cores as warm start and RL of `async` took. Accuracy
 at the end of RL is greedy, on held-out problems that need more trials than any right demonstration has. It is held
 against the better of two figures of the start, and of supervised training: the greedy accuracy, and the mean of
-eight samples at temperature 1. Draws `experiments/countdown/out/curves.png`. Started again, it goes on with the
-runs that are missing.
+eight samples at temperature 1. Draws `experiments/countdown/out/curves.png`. A second start measures only
+the missing runs.
 """
 
-import argparse
 import math
 import shutil
 import time
@@ -23,7 +22,7 @@ import msgspec
 import torch
 
 from laminar_lab.bench.report import Row, show, spread
-from laminar_lab.bench.runs import KeptResults, train
+from laminar_lab.bench.runs import KeptResults, drawing, make_parser, train
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
@@ -85,7 +84,7 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnedSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """Curve of a run; what supervised training alone gave is the start of one."""
+    """Curve of a run. Supervised training alone is measured at the start of a run without RL."""
 
     folder: str
     rl_s: float
@@ -109,7 +108,7 @@ class LearnedSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeedResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one seed gave."""
+    """Results of one seed."""
 
     start: Imitated
     longer: Imitated  # supervised training for the core seconds of warm start and RL
@@ -128,7 +127,7 @@ class SeedResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reaches(curve: Sequence[AccuracyPoint], wanted: float) -> float:
-    """Seconds of RL after which the line between points first is that high; infinite if never."""
+    """Return the seconds of RL after which the curve first is that high; infinite if never."""
     for before, after in zip([curve[0], *curve], curve, strict=False):
         if after.long.long >= wanted:
             rise = after.long.long - before.long.long
@@ -162,7 +161,7 @@ def warm_start_settings(seed: int, steps: int) -> list[str]:
 def learn(seed: int, start: Imitated, settings: dict[str, str]) -> LearnedSearch:
     """One run from a warm start that is in the cache; evaluations do not count as time of RL.
 
-    Raises `LostEvaluationError` where an evaluation was given up, since a curve with holes flatters nobody.
+    Raises `LostEvaluationError` where an evaluation was given up, since a curve with holes misleads.
     """
     given = {"name": "countdown", "seed": str(seed), "eval.deferred": "true"} | settings
     chosen = [f"{name}={value}" for name, value in given.items()]
@@ -240,7 +239,7 @@ def imitate_longer(kept: KeptResults, starts: Sequence[Imitated], seconds: Seque
 
 
 def measure(kept: KeptResults, num_seeds: int) -> list[SeedResult]:
-    """Everything, as far as it is not kept."""
+    """Measure all that is not kept."""
     seeds = range(num_seeds)
     starts = [begin(kept, seed) for seed in seeds]
     rl = [learn_both(kept, seed, starts[seed]) for seed in seeds]
@@ -254,8 +253,8 @@ def measure(kept: KeptResults, num_seeds: int) -> list[SeedResult]:
     ]
 
 
-def told(one: SeedResult) -> str:
-    """A seed in words: for each level the start greedy, by samples, by any of eight; the end; supervised."""
+def describe(one: SeedResult) -> str:
+    """Describe a seed: for each level the start greedy, by samples, by any of eight; the end; supervised."""
     run, supervised = one.rl[Schedule.ASYNC], one.supervised
     before, after = run.start_sampled, run.end
     greedy, alone, samples = run.curve[0].long, supervised.curve[0].long, supervised.start_sampled.mean
@@ -269,9 +268,9 @@ def told(one: SeedResult) -> str:
 
 
 def rows(seeds: Sequence[SeedResult]) -> list[Row]:
-    """The worst of the seeds, and the median of the times."""
+    """Make the rows of the worst of the seeds, and of the median times."""
     runs = [one.rl[Schedule.ASYNC] for one in seeds]
-    each = "; ".join(f"seed {seed}: {told(one)}" for seed, one in enumerate(seeds))
+    each = "; ".join(f"seed {seed}: {describe(one)}" for seed, one in enumerate(seeds))
     setting = (
         f"countdown, {len(seeds)} seeds, async, start greedy / mean of 8 samples / any of 8 -> end greedy: {each}"
     )
@@ -303,32 +302,31 @@ def rows(seeds: Sequence[SeedResult]) -> list[Row]:
 
 
 def draw(seeds: Sequence[SeedResult], path: Path) -> None:
-    """Lines of both schedules for each seed, and a dotted one where supervised training alone ends."""
-    import matplotlib.pyplot as plt  # half a second that only a drawing needs
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for seed, one in enumerate(seeds):
-        for schedule, style in zip(STEPS, ("-", "--"), strict=True):
-            curve = one.rl[schedule].curve
-            minutes = [point.rl_s / 60 for point in curve]
-            axes.plot(
-                minutes,
-                [point.long.long for point in curve],
-                style,
-                color=f"C{seed}",
-                label=f"{schedule}, seed {seed}",
+    """Draw both schedules for each seed, and a dotted line at the end of supervised training alone."""
+    with drawing(path, size=(7, 4.5)) as axes:
+        for seed, one in enumerate(seeds):
+            for schedule, style in zip(STEPS, ("-", "--"), strict=True):
+                curve = one.rl[schedule].curve
+                minutes = [point.rl_s / 60 for point in curve]
+                axes.plot(
+                    minutes,
+                    [point.long.long for point in curve],
+                    style,
+                    color=f"C{seed}",
+                    label=f"{schedule}, seed {seed}",
+                )
+            axes.axhline(
+                one.supervised.start.long, linestyle=":", color=f"C{seed}", label=f"supervised, seed {seed}"
             )
-        axes.axhline(one.supervised.start.long, linestyle=":", color=f"C{seed}", label=f"supervised, seed {seed}")
-    axes.set(xlabel="minutes of RL", ylabel="accuracy on problems longer than demonstrated", ylim=(-0.02, 1.02))
-    axes.legend(fontsize="small")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+        axes.set(
+            xlabel="minutes of RL", ylabel="accuracy on problems longer than demonstrated", ylim=(-0.02, 1.02)
+        )
+        axes.legend(fontsize="small")
 
 
 def main() -> None:
-    """Run what is missing, draw and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    """Run the missing seeds, draw and report."""
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds 0, 1, ...")
     args = parser.parse_args()
     kept = KeptResults(KEPT, sources=[HERE, CONFIG], settings="levels, greedy and sampled")

@@ -32,7 +32,7 @@ from laminar_lab.bench.relay.steps import (
     codec_rows,
 )
 from laminar_lab.bench.relay.tree import Tree, copy_s, raw
-from laminar_lab.bench.report import Ratio, Row, Side, in_turn, show, tell
+from laminar_lab.bench.report import Ratio, Row, Side, in_turn, log_line, show
 from laminar_lab.bench.workplace import SHARED_MEMORY, count_parameters, workplace
 from laminar_lab.calibration.learner import make_trajectory
 from laminar_py.config.learner import LearnerConfig, Recompute
@@ -119,7 +119,7 @@ def groups(size: GpuStep, *, device_type: str, shm: Path, repeats: int) -> Itera
     with (
         workplace(shm) as folder,
         open_learner(folder, size, device_type=device_type) as learner,
-        Tree(folder / "tree", keys=RelayKeys.generate(), leaf=True) as tree,
+        Tree(folder / "tree", keys=RelayKeys.generate()) as tree,
     ):
         bench = Bench(learner, tree, size)
         yield stall_rows(bench, device_type=device_type, setting=setting, repeats=repeats)
@@ -146,7 +146,7 @@ def delta_rows(bench: Bench, name: str, *, setting: str) -> tuple[list[Row], Wor
             base, words = words, bench.words()
         if step >= FIRST_STEP - 1:
             arrivals.append(bench.refresh())
-            tell(f"step {step} at {rate:g}: {arrivals[-1].share:.4f} in {arrivals[-1].seconds:.2f} s")
+            log_line(f"step {step} at {rate:g}: {arrivals[-1].share:.4f} in {arrivals[-1].seconds:.2f} s")
     deltas = arrivals[1:]
     worst = max(delta.share for delta in deltas)
     conditions = (
@@ -174,13 +174,13 @@ def stall_rows(bench: Bench, *, device_type: str, setting: str, repeats: int) ->
     }
     if device_type == "cuda":
         sides["device_copy"] = _device_copy([tensor for _, tensor in ready])
-    found = in_turn(sides, rounds=repeats, warm=WARM_TURNS, tell=tell)
+    found = in_turn(sides, rounds=repeats, warm=WARM_TURNS)
     num_bytes = sum(tensor.nbytes for _, tensor in ready)
     conditions = (
         f"{setting}; {num_bytes / 1e9:.2f} GB in {len(ready)} tensors; numpy.copyto of them into warm memory"
         f" {1000 * median(found['copy']):.0f} ms; median of {repeats} in turn"
     )
-    cast, plain = (Ratio.of(found[side], found["copy"]) for side in ("cast", "ready"))
+    cast, plain = (Ratio.between(found[side], found["copy"]) for side in ("cast", "ready"))
     rows = [
         Row("publish_stall_ms", 1000 * median(found["cast"]), "ms", f"gather and cast included; {conditions}"),
         Row("publish_stall_without_cast_ms", 1000 * median(found["ready"]), "ms", conditions),
@@ -189,7 +189,7 @@ def stall_rows(bench: Bench, *, device_type: str, setting: str, repeats: int) ->
     ]
     if "device_copy" in found:
         speed = num_bytes / 1e9 / median(found["device_copy"])
-        ours = Ratio.of(found["cast"], found["device_copy"])
+        ours = Ratio.between(found["cast"], found["device_copy"])
         rows += [
             Row("device_copy_GBps", speed, "GB/s", f"GPU to page-locked memory; {conditions}"),
             Row("stall_with_cast_over_device_copy", ours.median, "x", f"{conditions}; {ours}"),

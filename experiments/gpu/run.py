@@ -2,8 +2,8 @@
 
 `python experiments/gpu/run.py --wheels wheels --out result.json` in the project's folder. The machine needs torch,
 and no network: what else the package imports comes as wheels (`wheels.sh`), so this file imports the standard
-library alone. Invariant: a piece that fails or runs out of time costs nothing but itself, and the JSON is whole
-after each of them; called again with the same `--out` it goes on with what has no figures yet.
+library alone. A piece that fails or runs out of time costs only itself, and the JSON is whole after each
+piece. Called again with the same `--out`, it runs the pieces without figures.
 """
 
 import argparse
@@ -167,7 +167,7 @@ PIECES = (
         name="hop",
         arguments=(*LAMINAR, "bench", "relay", "--only", "hop", "--json"),
         limit_s=50,
-        on_cpu=("--repeats", "1"),
+        on_cpu=("repeats=1",),
         read=read_reports,
     ),
     learner_piece("selective_compiled", 120),

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from experiments.gpu.learner import TINY, WAYS
 from laminar_lab.bench.learner.mfu import FULL, WARM_STEPS, GpuStep, open_learner
 from laminar_lab.bench.learner.parts import draw_lengths, make_trajectories, pack_here
-from laminar_lab.bench.report import Row, show, tell
+from laminar_lab.bench.report import Row, log_line, show
 
 KINDS = {  # parts of kernels' names, the first that fits; Triton's tell of all operations in them
     "log-probabilities": ("logsumexp", "arange_div_eq"),
@@ -81,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
         step_s, spent, calls = measure(Path(folder), size, device_type=device_type)
     for name, micros in spent.most_common(SHOWN):
-        tell(f"{micros / 1e3:9.1f} ms {calls[name]:6} x {name:.150}")
+        log_line(f"{micros / 1e3:9.1f} ms {calls[name]:6} x {name:.150}")
     name = "a CPU" if device_type == "cpu" else torch.cuda.get_device_name()
     show("gpu", list(rows(step_s, spent, f"{name}, {args.way}")), as_json=True)
 

@@ -1,6 +1,6 @@
 """A wheel without folders that a run never reads: `python experiments/gpu/strip.py WHEEL FOLDER...`, in place.
 
-Called by `wheels.sh`. Invariant: the wheel's RECORD lists the files that are in it.
+Called by `wheels.sh`. The wheel's RECORD then lists the files that are left in it.
 """
 
 import csv

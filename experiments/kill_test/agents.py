@@ -1,8 +1,8 @@
-"""The kill test with agents: they die, and who starts them, their endpoint, replicas, the learner, the controller.
+"""The kill test with agents: agents, their launcher and endpoint, replicas, learner and controller die.
 
 `python experiments/kill_test/agents.py [--kills 40] [--seed 0] [--only VICTIM ...] [--json] [key=value ...]`
-trains what agents.yaml says. At the end every law holds, and no answer that an agent had heard was ever another.
-Exit code 1 if it is not so.
+trains the run of agents.yaml. At the end every law must hold, and no answer that an agent has heard may have
+changed. Otherwise the exit code is 1.
 """
 
 import random
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 from noted import LOG
-from run import CONTROLLER, EVERYTHING, Run, campaign, check, end, make_parser, proof
+from run import CONTROLLER, EVERYTHING, Run, kill_and_prove, kill_process, make_arguments, run_settings
 
-from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.report import Row
 from laminar_py.ledger.audit.queries import accounting
 
 AGENT, LAUNCHER = "agent", "launcher"
@@ -22,10 +22,10 @@ VICTIMS = (AGENT, LAUNCHER, *PARTS, CONTROLLER, EVERYTHING)
 
 
 class AgentRun(Run):
-    """A run whose agents can be killed, too."""
+    """A run whose agents can be killed too."""
 
     def kill(self, victim: str) -> bool:
-        """Kill it now; False if it is not there at this moment."""
+        """Kill a victim now; return False if it is not there at this moment."""
         if victim not in (AGENT, LAUNCHER):
             return super().kill(victim)
         try:
@@ -37,11 +37,11 @@ class AgentRun(Run):
             chosen = launcher if victim == LAUNCHER else random.choice(launcher.children())
         except (psutil.NoSuchProcess, StopIteration, IndexError):
             return False
-        return end(chosen.pid)
+        return kill_process(chosen.pid)
 
 
 def agent_rows(run: Run) -> tuple[list[Row], bool]:
-    """Rows on what agents heard, and whether all is as it should be."""
+    """Make the rows on the answers that agents heard; also return whether none changed."""
     lines = [line.split("\t") for line in LOG.read_text().splitlines()]
     heard: dict[tuple[str, str], set[str]] = {}
     for name, turn, answer in lines:
@@ -50,35 +50,23 @@ def agent_rows(run: Run) -> tuple[list[Row], bool]:
     errors = Counter(value for _, what, value in lines if what == "error")
     changed = sum(len(answers) > 1 for answers in heard.values())
     dropped = accounting(run.folder).train.dropped
-    told = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) or "none"
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) or "none"
     rows = [
-        Row(
-            "answers",
-            len(heard),
-            "turns that agents heard",
-            f"{len(lines)} times, with those that were started over",
-        ),
+        Row("answers", len(heard), "turns that agents heard", f"{len(lines)} times, with restarted agents"),
         Row("answers_changed", changed, "turns heard with two answers", "by the agents' own file"),
         Row("agent_errors", errors.total(), "errors that reached agents", str(dict(errors))),
-        Row("trajectories_dropped", sum(dropped.values()), "trajectories", told),
+        Row("trajectories_dropped", sum(dropped.values()), "trajectories", reasons),
     ]
     return rows, not changed
 
 
 def main() -> None:
     """Kill, resume, prove."""
-    args = make_parser(__doc__, victims=VICTIMS, steps=400).parse_args()
+    args = make_arguments(__doc__, victims=VICTIMS, steps=400).parse_args()
     LOG.parent.mkdir(exist_ok=True)
     LOG.write_text("")
-    run = AgentRun(
-        Path(__file__).with_name("agents.yaml"), [f"seed={args.seed}", f"steps={args.steps}", *args.settings]
-    )
-    done = campaign(run, args.only, args.kills, args.pause, random.Random(args.seed))
-    check(run.finish() == 0, "the last incarnation did not finish")
-    rows, holds = proof(run, done)
-    more, right = agent_rows(run)
-    show("kill_test", [*rows, *more], as_json=args.json)
-    check(holds and right, "see the table")
+    run = AgentRun(Path(__file__).with_name("agents.yaml"), run_settings(args))
+    kill_and_prove(run, args, name="kill_test", judge=agent_rows)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
-"""The kill test on several hosts, each with a disk of its own: stores die and disks are lost, too.
+"""The kill test on several hosts, each with a disk of its own: stores die and disks are lost too.
 
 `make kill-test-hosts [ARGS="--kills 12 --seed 0 ..."]` trains a short quickstart on simulated nodes: a Ray cluster
 on this machine whose nodes see different folders at one path, which takes root or a user namespace. The run's
 folder counts as one on NFS. Beside replicas, relays, learner, scorers and the controller it kills the stores of
-hosts, deletes all that a host has stored, and ends a host for good. At the end every law holds and the accounting
-closes: what was lost is dropped by name. Exit code 1 if it is not so.
+hosts, deletes the stored tokens of a host, and ends a host for good. At the end every law must hold and the
+accounting close: lost trajectories are dropped by name. Otherwise the exit code is 1.
 """
 
 import os
-import random
 import shutil
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 
-from run import CONTROLLER, Run, campaign, check, make_parser, proof
+from run import CONTROLLER, Run, kill_and_prove, make_arguments, run_settings
 
-from laminar_lab.bench.report import Row, show
-from laminar_py.ledger.audit.queries import Filters, accounting, listing
+from laminar_lab.bench.report import Row
+from laminar_py.ledger.audit.queries import Filters, listing
 from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.writer import segments_in
@@ -70,11 +69,14 @@ class HostsRun(Run):
 
     @property
     def ledger(self) -> Path:
-        """The live one."""
+        """The live ledger."""
         return RunFolder(self.folder).live_folder(self._disk) / LEDGER_NAME
 
     def kill(self, victim: str) -> bool:
-        """Kill a part, or a host for good, or delete what one has stored; False if there is nothing of it."""
+        """Kill a part, end a host for good, or delete its stored tokens.
+
+        Return False if there is no such victim.
+        """
         if victim.startswith(HOST):
             host = int(victim.removeprefix(HOST))
             if host in self._dead:
@@ -92,27 +94,23 @@ class HostsRun(Run):
         return there
 
 
-def loss_rows(run: HostsRun) -> list[Row]:
-    """What the record says of what was lost."""
+def loss_rows(run: HostsRun) -> tuple[list[Row], bool]:
+    """Make the rows of the losses on record."""
     dropped = Counter(row.drop_reason for row in listing(run.folder, Filters()) if row.drop_reason)
     with reading(run.folder) as connection:
         named = "SELECT sum(json_array_length(body -> 'trajectory_ids')) FROM event WHERE kind = 'tokenslost'"
         lost = connection.execute(named).fetchone()[0] or 0
-    told = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
-    return [
-        Row("host_lost", dropped[DropReason.HOST_LOST], "trajectories dropped", told),
-        Row(
-            "tokens_lost",
-            lost,
-            "trajectories",
-            "told to be gone with a disk, trained on or not",
-        ),
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+    rows = [
+        Row("host_lost", dropped[DropReason.HOST_LOST], "trajectories dropped", reasons),
+        Row("tokens_lost", lost, "trajectories", "whose tokens a disk lost, trained on or not"),
     ]
+    return rows, True
 
 
 def main() -> None:
     """Kill, delete, resume, prove."""
-    args = make_parser(__doc__, victims=VICTIMS, steps=120).parse_args()
+    args = make_arguments(__doc__, victims=VICTIMS, steps=120).parse_args()
     if os.geteuid() and "LAMINAR_UNSHARED" not in os.environ:
         os.environ["LAMINAR_UNSHARED"] = "1"
         os.execvp("unshare", ["unshare", "--user", "--map-root-user", "--mount", sys.executable, *sys.argv])
@@ -120,13 +118,8 @@ def main() -> None:
         folder = Path(name)
         (folder / "disk").mkdir()
         with FakeCluster(*[0] * HOSTS, disk=folder / "disk") as cluster:
-            run = HostsRun(cluster, folder, [f"seed={args.seed}", f"steps={args.steps}", *args.settings])
-            done = campaign(run, args.only, args.kills, args.pause, random.Random(args.seed))
-            code = run.finish()
-        check(code == 0, "the last incarnation did not finish")
-        rows, holds = proof(run, done)
-        show("kill_test_hosts", [*rows, *loss_rows(run)], as_json=args.json)
-        check(holds and accounting(run.folder).balanced, "see the table")
+            run = HostsRun(cluster, folder, run_settings(args))
+            kill_and_prove(run, args, name="kill_test_hosts", judge=loss_rows)
 
 
 if __name__ == "__main__":

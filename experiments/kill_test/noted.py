@@ -1,4 +1,4 @@
-"""File in which agents of the kill test write down what they hear."""
+"""File in which agents of the kill test write down the answers that they get."""
 
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,8 @@
 """The kill test with programs, a judge and a function as rewards: scorers, sandboxes and the judge die too.
 
 `python experiments/kill_test/rewards.py [--kills 20] [--seed 0] [--only VICTIM ...] [--json] [key=value ...]`
-trains what rewards.yaml says. At the end every law holds, `laminar rescore` reproduces every reward, and nothing
-is left of the sandboxes. Exit code 1 if it is not so.
+trains the run of rewards.yaml. At the end every law must hold, `laminar rescore` must reproduce every reward, and
+nothing may be left of the sandboxes. Otherwise the exit code is 1.
 """
 
 import os
@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from run import CONTROLLER, EVERYTHING, Run, campaign, check, end, make_parser, proof
+from run import CONTROLLER, EVERYTHING, Run, check, kill_and_prove, kill_process, make_arguments, run_settings
 
-from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.report import Row
 from laminar_py.ledger.audit.queries import accounting
 
 HERE = Path(__file__).parent
@@ -57,13 +57,13 @@ class JudgeServer:
         self._process = self._start()
 
     def kill(self) -> bool:
-        """Kill it and start another one."""
+        """Kill the judge and start another one."""
         self.end()
         self._process = self._start()
         return True
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the judge."""
         self._process.kill()
         self._process.wait()
 
@@ -81,7 +81,7 @@ class JudgeServer:
 
 
 class ScoredRun(Run):
-    """A run whose scorers have processes below them; `scratch` takes the temporary files of all."""
+    """A run whose scorers have child processes; `scratch` takes the temporary files of all."""
 
     def __init__(self, judge: JudgeServer, scratch: Path, settings: list[str]) -> None:
         self._judge = judge
@@ -92,25 +92,30 @@ class ScoredRun(Run):
         super().__init__(HERE / "rewards.yaml", [f"reward.workers={WORKERS}", reward, *settings])
 
     def kill(self, victim: str) -> bool:
-        """Kill it now; False if it is not there at this moment."""
-        self.look()
+        """Kill a victim now; return False if it is not there at this moment."""
+        self.note_processes()
         kind, _, index = victim.rpartition("-")
         if victim == JUDGE:
             return self._judge.kill()
         if kind not in BELOW_SCORERS:
             return super().kill(victim)
-        found = below(self._pid(f"scorer-{index}"), BELOW_SCORERS[kind])
-        return end_child(found) if kind == PROGRAM else bool(found) and end(random.choice(found))
+        found = descendants(self._pid(f"scorer-{index}"), BELOW_SCORERS[kind])
+        return end_child(found) if kind == PROGRAM else bool(found) and kill_process(random.choice(found))
 
-    def look(self) -> None:
-        """Note down processes and cgroups that must be gone in the end."""
+    def note_processes(self) -> None:
+        """Note the processes and cgroups that must be gone in the end."""
         self._processes |= set(psutil.Process(self._process.pid).children(recursive=True))
         for lock in self._scratch.glob("laminar-sandbox-*/*.lock"):
             with suppress(FileNotFoundError):  # a slot that was just released
                 self._cgroups |= {Path(line) for line in lock.read_text().splitlines()}
 
+    def finish(self) -> int:
+        """Note the processes of the run, and wait for its end; return the exit code."""
+        self.note_processes()
+        return super().finish()
+
     def left_behind(self) -> list[str]:
-        """Processes, cgroups, mounts and files that are still there."""
+        """Return the processes, cgroups, mounts and files that are still there."""
         deadline = time.monotonic() + END_S
         while any(map(lives, self._processes)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -124,15 +129,15 @@ class ScoredRun(Run):
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it runs; one that has ended may wait for somebody to look at it."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def below(process: int, what: str) -> list[int]:
-    """Processes below another whose command line says this."""
+def descendants(process: int, what: str) -> list[int]:
+    """Return the descendants of a process with this text in their command line."""
     try:
         family = psutil.Process(process).children(recursive=True)
         return [one.pid for one in family if any(what in word for word in one.cmdline())]
@@ -141,20 +146,20 @@ def below(process: int, what: str) -> list[int]:
 
 
 def end_child(zygotes: list[int]) -> bool:
-    """Kill the next program that one of them forks, which lives for milliseconds; False if none comes."""
+    """Kill the next program that a zygote forks, which lives for milliseconds; return False if none comes."""
     deadline = time.monotonic() + APPEAR_S
     while time.monotonic() < deadline:
         for zygote in zygotes:
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 for child in map(int, Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()):
-                    if child not in zygotes and end(child):
+                    if child not in zygotes and kill_process(child):
                         return True
     return False
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for all temporary files, which users of sandboxes can get to."""
+    """Yield a folder for all temporary files, which the users of sandboxes can reach."""
     folder = Path(tempfile.mkdtemp(prefix="lk-"))
     folder.chmod(0o711)
     os.environ["TMPDIR"] = str(folder)
@@ -164,40 +169,36 @@ def scratch_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def rescore(run: Path) -> bool:
-    """Whether every reward comes out again from the record."""
-    command = [str(Path(sys.executable).with_name("laminar")), "rescore", str(run)]
-    return subprocess.run(command, stdout=sys.stderr, check=False).returncode == 0
+def reward_rows(run: ScoredRun) -> tuple[list[Row], bool]:
+    """Make the rows on rewards and leftovers.
 
-
-def main() -> None:
-    """Kill, resume, prove."""
-    args = make_parser(__doc__, victims=VICTIMS, steps=300).parse_args()
-    random.seed(args.seed)
-    judge = JudgeServer()
-    with scratch_folder() as scratch:
-        try:
-            run = ScoredRun(judge, scratch, [f"seed={args.seed}", f"steps={args.steps}", *args.settings])
-            done = campaign(
-                run, args.only, args.kills, args.pause, random.Random(args.seed), over_checkpoints=False
-            )
-            run.look()
-            check(run.finish() == 0, "the last incarnation did not finish")
-            left = run.left_behind()
-            same = rescore(run.folder)
-        finally:
-            judge.end()
+    Also return whether all rewards come out again and nothing is left.
+    """
+    left = run.left_behind()
     print(*left, sep="\n", file=sys.stderr)
-    rows, holds = proof(run, done)
+    command = [str(Path(sys.executable).with_name("laminar")), "rescore", str(run.folder)]
+    same = subprocess.run(command, stdout=sys.stderr, check=False).returncode == 0
     dropped = accounting(run.folder).train.dropped
     reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items() if count)
-    rows += [
+    rows = [
         Row("dropped", sum(dropped.values()), "responses", reasons or "none"),
         Row("rescored", float(same), "1: all rewards equal", "laminar rescore"),
         Row("left_behind", len(left), "things", "processes, cgroups, mounts and temporary files"),
     ]
-    show("kill_test_rewards", rows, as_json=args.json)
-    check(holds and same and not left, "see the table")
+    return rows, same and not left
+
+
+def main() -> None:
+    """Kill, resume, prove."""
+    args = make_arguments(__doc__, victims=VICTIMS, steps=300).parse_args()
+    random.seed(args.seed)
+    judge = JudgeServer()
+    with scratch_folder() as scratch:
+        try:
+            run = ScoredRun(judge, scratch, run_settings(args))
+            kill_and_prove(run, args, name="kill_test_rewards", judge=reward_rows)
+        finally:
+            judge.end()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Kill -9 a replica, a relay, the learner, a scorer, the controller or everything at random moments of a run.
 
 `python experiments/kill_test/run.py [--kills 20] [--seed 0] [--json] [key=value ...]` trains the quickstart, kills
-by process id (which the ledger knows), resumes after each death of the controller, and at the end wants every law
-to hold and held-out accuracy of at least 0.95. Exit code 1 if it is not so. `--config` names another run and
-`--only` who is killed; with SGLang `server-0` and `server-1` are the servers of the replicas.
+by process id (from the ledger), and resumes after each death of the controller. At the end every law must hold and
+held-out accuracy be at least 0.95, else the exit code is 1. `--config` names another run, and `--only` the parts
+to kill; with SGLang `server-0` and `server-1` are the servers of the replicas.
 """
 
 import argparse
@@ -14,17 +14,18 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 import psutil
 from handovers import Handover, handovers
 
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import read_run
+from laminar_lab.bench.runs import make_parser, read_run
 from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.audit.verify import verify
 
@@ -88,26 +89,26 @@ class Run:
             time.sleep(0.1)
 
     def wait_for_checkpoint(self) -> None:
-        """Return while one is being written, or when the run has ended."""
+        """Return while a checkpoint is being written, or when the run has ended."""
         deadline = time.monotonic() + START_S
         while self.running and not list((self.folder / "checkpoints").glob("*.tmp")):
             check(time.monotonic() < deadline, f"no checkpoint in {START_S:.0f} s")
             time.sleep(0.001)
 
     def kill(self, victim: str) -> bool:
-        """Kill it now; False if it is not there at this moment (it is being revived)."""
+        """Kill a part now; return False if it is not there at this moment (it is being revived)."""
         if victim in (CONTROLLER, EVERYTHING):
             family = psutil.Process(self._process.pid).children(recursive=True) if victim == EVERYTHING else []
             os.kill(self._process.pid, signal.SIGKILL)
             for process in family:
-                end(process.pid)
+                kill_process(process.pid)
             self._process.wait()
             self._process = self._launch(["--resume"])
             return True
         if victim.startswith(SERVER):
             server = server_of(self._pid("replica-" + victim.removeprefix(SERVER)))
-            return server is not None and end(server)
-        return end(self._pid(victim))
+            return server is not None and kill_process(server)
+        return kill_process(self._pid(victim))
 
     def _pid(self, part: str) -> int:
         with closing(sqlite3.connect(f"file:{self.ledger}?mode=ro", uri=True)) as ledger:
@@ -117,12 +118,15 @@ class Run:
         return msgspec.json.decode(body)["pid"]
 
     def finish(self) -> int:
-        """Wait for the end; the exit code."""
+        """Wait for the end and return the exit code."""
         return self._process.wait(timeout=END_S)
 
 
+RunT = TypeVar("RunT", bound=Run)
+
+
 def server_of(replica: int) -> int | None:
-    """The SGLang server that a replica's process has launched."""
+    """Return the SGLang server that a replica's process has launched."""
     try:
         family = psutil.Process(replica).children(recursive=True)
         return next((one.pid for one in family if "sglang.launch_server" in one.cmdline()), None)
@@ -130,8 +134,8 @@ def server_of(replica: int) -> int | None:
         return None
 
 
-def end(pid: int) -> bool:
-    """SIGKILL; whether there was such a process."""
+def kill_process(pid: int) -> bool:
+    """Send SIGKILL; return whether there was such a process."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -148,9 +152,9 @@ def check(condition: bool, message: str) -> None:
 def campaign(
     run: Run, victims: list[str], kills: int, pause_s: float, rng: random.Random, *, over_checkpoints: bool = False
 ) -> dict[str, int]:
-    """Kill so many times, `pause_s` or more apart; every kind of victim comes before any comes again.
+    """Kill so many times, `pause_s` or more apart; every victim comes before any comes again.
 
-    `over_checkpoints`: each time while a checkpoint is being written.
+    `over_checkpoints`: each time while a checkpoint is being written. Returns the kills of each victim.
     """
     done: dict[str, int] = dict.fromkeys(victims, 0)
     deck: list[str] = []
@@ -169,7 +173,10 @@ def campaign(
 
 
 def handover_rows(found: list[Handover]) -> list[Row]:
-    """How those trajectories went on whose replica or server died, counted from its detection."""
+    """Make the rows of the trajectories of dead replicas.
+
+    How long each waited since the detection of the death.
+    """
     waits = sorted(one.waited_s for one in found if one.waited_s is not None)
     if not waits:
         return []
@@ -184,7 +191,7 @@ def handover_rows(found: list[Handover]) -> list[Row]:
 
 
 def proof(run: Run, done: dict[str, int]) -> tuple[list[Row], bool]:
-    """Rows on a run that has ended, and whether every law holds and the accounting closes."""
+    """Make the rows of a run that has ended; also return whether every law holds and the accounting closes."""
     findings, account = verify(run.folder), accounting(run.folder)
     for finding in findings:
         print(finding, file=sys.stderr)
@@ -197,35 +204,54 @@ def proof(run: Run, done: dict[str, int]) -> tuple[list[Row], bool]:
     return rows + handover_rows(handovers(run.folder)), not findings and account.balanced
 
 
-def make_parser(about: str | None, *, victims: Sequence[str], steps: int) -> argparse.ArgumentParser:
-    """Parser of what every kill test takes."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_arguments(about: str | None, *, victims: Sequence[str], steps: int) -> argparse.ArgumentParser:
+    """Make the parser of the options that every kill test takes."""
+    parser = make_parser(about)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--only", nargs="+", default=list(victims), metavar="VICTIM", help="who is killed")
+    parser.add_argument("--only", nargs="+", default=list(victims), metavar="VICTIM", help="parts to kill")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each kill, for revivals to end")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--over-checkpoints", action="store_true", help="kill while a checkpoint is being written")
     parser.add_argument("settings", nargs="*", help="key=value for laminar train")
     return parser
 
 
-def main() -> None:
-    """Kill, resume, prove."""
-    parser = make_parser(__doc__, victims=VICTIMS, steps=160)
-    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
-    parser.add_argument("--over-checkpoints", action="store_true", help="kill while a checkpoint is being written")
-    args = parser.parse_args()
-    run = Run(args.config, [f"seed={args.seed}", f"steps={args.steps}", *args.settings])
-    rng, over = random.Random(args.seed), args.over_checkpoints
-    done = campaign(run, args.only, args.kills, args.pause, rng, over_checkpoints=over)
+def run_settings(args: argparse.Namespace) -> list[str]:
+    """Return the settings of `laminar train` that the options give."""
+    return [f"seed={args.seed}", f"steps={args.steps}", *args.settings]
+
+
+def kill_and_prove(
+    run: RunT, args: argparse.Namespace, *, name: str, judge: Callable[[RunT], tuple[list[Row], bool]]
+) -> None:
+    """Kill parts of a run, wait for its end, and print the proof and the rows of `judge`.
+
+    Exits with code 1 unless every law holds, the accounting closes, and `judge` finds all as it should be.
+    """
+    rng = random.Random(args.seed)
+    done = campaign(run, args.only, args.kills, args.pause, rng, over_checkpoints=args.over_checkpoints)
     check(run.finish() == 0, "the last incarnation did not finish")
     rows, holds = proof(run, done)
+    more, right = judge(run)
+    show(name, [*rows, *more], as_json=args.json)
+    check(holds and right, "see the table")
+
+
+def accuracy_rows(run: Run) -> tuple[list[Row], bool]:
+    """Make the row of the final held-out accuracy, which must reach `TARGET`."""
     summary = read_run(run.folder).summary
     accuracy = summary.accuracy_end or 0.0
     spent = f"{summary.steps} steps, {summary.rl_seconds:.0f} s of RL"
-    show("kill_test", [*rows, Row("accuracy_end", accuracy, "share of 300", spent)], as_json=args.json)
-    check(holds and accuracy >= TARGET, "see the table")
+    return [Row("accuracy_end", accuracy, "share of 300", spent)], accuracy >= TARGET
+
+
+def main() -> None:
+    """Kill, resume, prove."""
+    parser = make_arguments(__doc__, victims=VICTIMS, steps=160)
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
+    args = parser.parse_args()
+    kill_and_prove(Run(args.config, run_settings(args)), args, name="kill_test", judge=accuracy_rows)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class SlowCalculator:
     """The counterpart of tool_calculator's model, log-normal in its latency."""
 
     def __init__(self, log: str) -> None:
-        self._log = Path(log)
+        self._log = Path()
         self._name, self._turn, self._taken = uuid.uuid4().hex, 0, ""
 
     def reset(self, problem: Problem) -> Observation:
@@ -52,5 +52,5 @@ class SlowCalculator:
 def _result(expression: str) -> str:
     try:
         return calculator(expression)
-    except Exception as error:  # noqa: BLE001 - whatever it says is for the model
+    except Exception as error:  # noqa: BLE001 - its text is for the model
         return str(error)[:40]

@@ -1,18 +1,17 @@
 """The kill test over several turns: environments die, and replicas and controllers with turns that are under way.
 
-`python experiments/kill_test/turns.py [--kills 20] [--seed 0] [--only VICTIM ...] [--json] [key=value ...]`
-trains what turns.yaml says. At the end every law holds, no trajectory was lost with its environment, which can be
-saved, and no turn that was answered was taken twice. Exit code 1 if it is not so.
+`python experiments/kill_test/turns.py [--kills 20] [--seed 0] [--only VICTIM ...] [--json] [key=value ...]` trains
+the run of turns.yaml. At the end every law must hold; no trajectory may be lost with its environment, which can be
+saved; and no answered turn may be taken twice. Otherwise the exit code is 1.
 """
 
-import random
 import tempfile
 from collections import Counter
 from pathlib import Path
 
-from run import CONTROLLER, EVERYTHING, Run, campaign, check, make_parser, proof
+from run import CONTROLLER, EVERYTHING, Run, kill_and_prove, make_arguments, run_settings
 
-from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.report import Row
 from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.database import reading
 from laminar_py.records.spans import decode_spans, num_turns
@@ -23,7 +22,7 @@ LOST = (DropReason.ENVIRONMENT_LOST, DropReason.ENVIRONMENT_FAILED, DropReason.E
 
 
 def turn_rows(run: Run, log: Path) -> tuple[list[Row], bool]:
-    """Rows on turns, and whether all is as it should be."""
+    """Make the rows on turns; also return whether none was taken twice and no trajectory was lost."""
     answered = Counter(line.rpartition(" ")[0] for line in set(log.read_text().splitlines()))
     twice = sum(count - 1 for count in answered.values())
     dropped = accounting(run.folder).train.dropped
@@ -42,17 +41,12 @@ def turn_rows(run: Run, log: Path) -> tuple[list[Row], bool]:
 
 def main() -> None:
     """Kill, resume, prove."""
-    args = make_parser(__doc__, victims=VICTIMS, steps=300).parse_args()
+    args = make_arguments(__doc__, victims=VICTIMS, steps=300).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "turns"
-        settings = [f"seed={args.seed}", f"steps={args.steps}", f"environment.arguments={{log: {log}}}"]
-        run = Run(Path(__file__).with_name("turns.yaml"), [*settings, *args.settings])
-        done = campaign(run, args.only, args.kills, args.pause, random.Random(args.seed))
-        check(run.finish() == 0, "the last incarnation did not finish")
-        rows, holds = proof(run, done)
-        more, right = turn_rows(run, log)
-    show("kill_test", [*rows, *more], as_json=args.json)
-    check(holds and right, "see the table")
+        settings = [f"environment.arguments={{log: {log}}}", *run_settings(args)]
+        run = Run(Path(__file__).with_name("turns.yaml"), settings)
+        kill_and_prove(run, args, name="kill_test", judge=lambda run: turn_rows(run, log))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,18 @@
-"""Turns and their tails: what each schedule loses where environments work between the turns of the model.
+"""Turns and their tails: the loss of each schedule where environments work between the turns of the model.
 
-`python experiments/multi_turn_tails/run.py [--json] [--quick] [--confirm]` simulates `async` with repacking,
+`python experiments/multi_turn_tails/run.py [--json] [--quick]` simulates `async` with repacking,
 `one_step` and colocated `sync` on equal devices, with responses of one turn and of eight, of as many tokens of the
-model. Cells that are done are kept in `.cache/multi_turn_tails`. `--quick`: one fleet and one seed. `--confirm`
-trains eight emulated replicas in real time besides, which takes six minutes.
+model. Cells that are done are kept in `.cache/multi_turn_tails`. `--quick`: one fleet and one seed.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from confirm import confirmation
 from fleets import ASYNC, CONFIG, FLEETS, TAIL, TURNS, Cell, Fleet, measure, turns_name
 
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import KeptResults
+from laminar_lab.bench.runs import KeptResults, make_parser
 from laminar_lab.simulate.baselines import Baseline
 from laminar_lab.simulate.figures import SimulatedFigures
 
@@ -37,7 +34,7 @@ class Comparison:
         self._held = 0  # slots, in any cell so far
 
     def rows(self) -> Iterator[Row]:
-        """Gains of turns first, then what they are made of."""
+        """Make the rows of the gains of turns first, then their parts."""
         for arm in ASKED:
             yield from self._gain(arm, LATENCY_S, self._seeds)
         for arm in ASKED:
@@ -48,8 +45,8 @@ class Comparison:
             for latency_s in (None, LATENCY_S, SLOW_S):
                 for name in (ASYNC, *ASKED):
                     yield from self._figures(name, fleet, latency_s)
-        told = "engines of all cells, looked at every 5 s and after each step"
-        yield Row("turns_slots_held_waiting", self._held, "slots at most", told)
+        conditions = "engines of all cells, looked at every 5 s and after each step"
+        yield Row("turns_slots_held_waiting", self._held, "slots at most", conditions)
 
     def _gain(self, arm: Baseline, latency_s: float, seeds: Sequence[int]) -> Iterator[Row]:
         """`async` over another schedule, with turns, with one, and the first over the second."""
@@ -83,15 +80,15 @@ class Comparison:
         self._held = max(self._held, found.slots_held_waiting)
         return found
 
-    def _row(self, name: str, values: Sequence[float], what: str, seeds: Sequence[int]) -> Row:
-        told = f"{what}; seeds {', '.join(map(str, seeds))}: {min(values):.3f} to {max(values):.3f}"
-        return Row(name, median(values), "x", told)
+    def _row(self, name: str, values: Sequence[float], setting: str, seeds: Sequence[int]) -> Row:
+        conditions = f"{setting}; seeds {', '.join(map(str, seeds))}: {min(values):.3f} to {max(values):.3f}"
+        return Row(name, median(values), "x", conditions)
 
     def _figures(self, arm: str, fleet: Fleet, latency_s: float | None) -> Iterator[Row]:
         """Speed and latencies of a cell, median over seeds."""
         seeds = self._seeds[:1] if latency_s == SLOW_S else self._seeds
         found = [self._figures_of(arm, fleet, latency_s, seed) for seed in seeds]
-        where, told = (
+        where, conditions = (
             f"{arm}_{turns_name(latency_s)}_{fleet.gpus}",
             f"median of seeds {', '.join(map(str, seeds))}",
         )
@@ -105,15 +102,13 @@ class Comparison:
             ("staleness_mean", "steps"),
             ("away", "trajectories, mean"),
         ):
-            yield Row(f"{name}_{where}", median(getattr(one, name) for one in found), unit, told)
+            yield Row(f"{name}_{where}", median(getattr(one, name) for one in found), unit, conditions)
 
 
 def main() -> None:
-    """Measure what is missing, and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    """Measure the missing cells and report."""
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one fleet and one seed")
-    parser.add_argument("--confirm", action="store_true", help="train eight emulated replicas in real time")
     args = parser.parse_args()
     sources = [HERE / "fleets.py", CONFIG, *sorted(Path("configs/emulation").glob("h100_7b_tp1.yaml"))]
     kept = KeptResults(KEPT, sources=sources, settings="")
@@ -123,8 +118,6 @@ def main() -> None:
 
     fleets, seeds = (FLEETS[:1], SEEDS[:1]) if args.quick else (FLEETS, SEEDS)
     rows = list(Comparison(measured, fleets=fleets, seeds=seeds).rows())
-    if args.confirm:
-        rows += confirmation(LATENCY_S, seed=SEEDS[0])
     show("multi_turn_tails", rows, as_json=args.json)
 
 

@@ -6,7 +6,6 @@ higher one, and prints the middle of each band with the band and the paper's fig
 are kept in `.cache/paper`; all take about 20 minutes of a core. `--quick`: one fleet, one placement, a minute.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -17,7 +16,7 @@ from typing import Self
 from cells import BASE, HERE, Arm, Cell, CellFigures, Parameters, measure, read_parameters
 
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import KeptResults
+from laminar_lab.bench.runs import KeptResults, make_parser
 
 KEPT = Path(".cache/paper")
 BATCHED = (Arm.ONE_STEP, Arm.STREAM, Arm.PARTIAL)
@@ -44,8 +43,8 @@ class Band:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """From the figures of the placements."""
+    def around(cls, values: Sequence[float]) -> Self:
+        """Make the band around the figures of the placements."""
         return cls(min(values), max(values))
 
     @property
@@ -180,11 +179,11 @@ class Comparison:
         yield self._row("staleness_max", most, self._parameters.published["staleness_max"], setting)
 
     def _row(self, name: str, values: Sequence[float], paper: float | None, setting: str) -> Row:
-        band = Band.of(values)
-        told = [f"band {band}"]
+        band = Band.around(values)
+        words = [f"band {band}"]
         if paper is not None:
-            told.append(f"paper {paper:g}, {'inside' if band.holds(paper) else 'outside'}")
-        return Row(name, band.centre, "", "; ".join([*told, setting]))
+            words.append(f"paper {paper:g}, {'inside' if band.holds(paper) else 'outside'}")
+        return Row(name, band.centre, "", "; ".join([*words, setting]))
 
 
 def _gains(on: Sequence[Sequence[CellFigures]], off: Sequence[Sequence[CellFigures]]) -> list[float]:
@@ -220,9 +219,8 @@ def shrinking(measured: Measured, parameters: Parameters) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure what is missing, and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    """Measure the missing cells and report."""
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one fleet, one split")
     args = parser.parse_args()
     parameters = read_parameters()

@@ -2,10 +2,9 @@
 
 `python experiments/schedules/run.py [--json] [--seeds N] [--seconds S]` trains the quickstart under each of the
 three for 60 s of RL, seed by seed; the weights in force after 30 and 60 s are kept and evaluated when RL is over.
-Started again, it goes on with what has not been measured.
+A second start measures only the missing runs.
 """
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from laminar_lab.bench.report import Ratio, Row, show, spread
-from laminar_lab.bench.runs import FinishedRun, KeptResults, train
+from laminar_lab.bench.runs import FinishedRun, KeptResults, make_parser, train
 from laminar_py.config.rollout import Schedule
 
 HERE = Path(__file__).parent
@@ -90,14 +89,13 @@ def rows(runs: Mapping[Schedule, Sequence[FinishedRun]], marks_s: Sequence[int])
             for name, figure in figures(marks_s).items()
         ]
     speeds = {schedule: [one.summary.trained_tokens_per_s for one in done] for schedule, done in runs.items()}
-    ratio = Ratio.of(speeds[Schedule.ASYNC], speeds[Schedule.SYNC])
+    ratio = Ratio.between(speeds[Schedule.ASYNC], speeds[Schedule.SYNC])
     return [Row("async_over_sync", ratio.median, "x trained tokens/s", f"{setting}; {ratio}"), *found]
 
 
 def main() -> None:
     """Run all three for each seed, as far as that has not been done, and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="runs of each schedule, with seeds 0, 1, ...")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of RL in each run")
     args = parser.parse_args()

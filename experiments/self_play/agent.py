@@ -16,8 +16,8 @@ def run(problem: dict[str, Any]) -> dict[str, float]:
     chat = client.with_options(api_key=os.environ["OPENAI_API_KEY"], max_retries=5).chat
     pile: int | None = int(problem["answer"])
     for mover, other in cycle((PLAYERS, PLAYERS[::-1])):
-        told = [{"role": "user", "content": question(pile)}]
-        said = chat.completions.create(model=mover, messages=told).choices[0].message.content or ""
+        messages = [{"role": "user", "content": question(pile)}]
+        said = chat.completions.create(model=mover, messages=messages).choices[0].message.content or ""
         print(f"{mover}: {pile} left, {said}")
         pile = left(pile, said)
         if pile is None:

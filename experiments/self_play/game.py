@@ -1,13 +1,13 @@
-"""The game: two players take 1 to 3 from a pile in turn, and whoever takes the last has won."""
+"""The game: two players take 1 to 3 from a pile in turn, and the player who takes the last has won."""
 
 STARTS = range(1, 13)  # piles of training
-PILES = range(5, 13)  # of the games that count: in smaller ones whoever begins wins at once, or loses
+PILES = range(5, 13)  # of the games that count: in smaller ones the first move wins at once, or loses
 MOST = 3
 PLAYERS = ("first", "second")
 
 
 def question(pile: int) -> str:
-    """What a player is told."""
+    """Make the message to a player."""
     return f"{pile} left"
 
 

@@ -18,10 +18,10 @@ class Player:
         self._tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
 
     def moves(self, piles: Sequence[int]) -> list[str]:
-        """What it says to these piles."""
-        told = [[{"role": "user", "content": question(pile)}] for pile in piles]
+        """Sample the move for each pile."""
+        messages = [[{"role": "user", "content": question(pile)}] for pile in piles]
         asked = self._tokenizer.apply_chat_template(
-            told, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
         )
         with torch.inference_mode():
             whole = self._model.generate(**asked, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=MOST_TOKENS)
@@ -30,7 +30,7 @@ class Player:
 
 
 def wins(first: Player, second: Player, piles: Sequence[int]) -> list[bool]:
-    """Whether the first won, of a game for each pile."""
+    """Play a game for each pile; return whether the first player won."""
     at = list(piles)
     won: list[bool | None] = [None] * len(at)
     mover, other = first, second

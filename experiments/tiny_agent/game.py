@@ -6,5 +6,5 @@ QUESTION = f"guess 1 to {HIGHEST}"
 
 
 def hint(guess: str, secret: int) -> str:
-    """What is said after a wrong guess; what is no number is too high."""
+    """Answer a wrong guess; a guess that is no number counts as too high."""
     return "more" if guess.isdecimal() and int(guess) < secret else "less"

@@ -1,8 +1,8 @@
 """Make the data of tiny_agent: `python experiments/tiny_agent/make_data.py [--out FOLDER]`, one second.
 
-Writes `train.jsonl`, `heldout.jsonl` (a game for each number), `warm_start.jsonl` (guesses at random, whatever was
-heard) and `model/` (a Qwen3 of 230,000 parameters without weights, its tokenizer and its chat template). The same
-bytes every time; a file that holds them already is left alone.
+Writes `train.jsonl`, `heldout.jsonl` (a game for each number), `warm_start.jsonl` (guesses at random, without
+regard to hints) and `model/` (a Qwen3 of 230,000 parameters without weights, its tokenizer and its chat template).
+The same bytes every time; a file that holds them already is left alone.
 """
 
 import random
@@ -22,18 +22,18 @@ TEMPLATE = (
 NUM_TRAIN = 3_000
 NUM_WARM_START = 10_000
 HIGHEST_SHOWN = 99  # of guesses by one who does not listen
-LISTENS = 0.3  # share of the guesses that what was heard allows
+LISTENS = 0.3  # share of the guesses that the hints allow
 SEED = 20_261_127
 
 
 def games(numbers: list[int]) -> Iterator[dict[str, object]]:
-    """A line for each game; what its prompt says is of no matter to the agent, which begins by itself."""
+    """Make a line for each game. Its prompt does not matter, since the agent begins by itself."""
     for place, number in enumerate(numbers):
         yield {"messages": _user(f"game {place // 100} {place % 100}"), "answer": str(number)}
 
 
 def demonstration(rng: random.Random) -> dict[str, object]:
-    """A game up to a guess; whoever guesses has mostly not listened."""
+    """Make a game up to a guess that mostly ignores the hints."""
     secret, said = rng.randint(1, HIGHEST), _user(QUESTION)
     open_numbers = list(range(1, HIGHEST + 1))
     for left in reversed(range(rng.randint(1, GUESSES))):

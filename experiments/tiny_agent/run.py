@@ -1,23 +1,18 @@
 """Three runs of tiny_agent: `python experiments/tiny_agent/run.py [--json] [--seeds N]`, minutes a seed.
 
-Mean reward of 192 games before and after RL. Started again, it goes on with the seeds that are missing.
+Mean reward of 192 games before and after RL. A second start measures only the missing seeds.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import KeptResults, train
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.runs import measure_seeds, train
 
 HERE = Path(__file__).parent
-CONFIG = HERE / "tiny_agent.yaml"
-KEPT = Path(".cache/tiny_agent")
-SEEDS = 3
 LIMIT_S = 900.0  # of a run that should take 300
 
 
@@ -30,15 +25,14 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def learn(seed: int) -> Played:
-    """One run, with its warm start."""
+    """Make one run, with its warm start."""
     began = time.monotonic()
-    done = train(CONFIG, ["name=tiny_agent", f"seed={seed}"], limit_s=LIMIT_S)
-    rewards = [(evaluation.rl_s, evaluation.mean) for evaluation in done.summary.evaluations]
-    return Played(folder=str(done.folder), wall_s=time.monotonic() - began, rewards=rewards)
+    done = train(HERE / "tiny_agent.yaml", ["name=tiny_agent", f"seed={seed}"], limit_s=LIMIT_S)
+    return Played(folder=str(done.folder), wall_s=time.monotonic() - began, rewards=done.curve)
 
 
 def rows(runs: Sequence[Played]) -> list[Row]:
-    """The worst of the seeds: highest start, lowest end; and the time of all."""
+    """Make the rows of the worst of the seeds: highest start, lowest end; and the time of all."""
     setting = f"tiny_agent, {len(runs)} seeds, 192 games drawn as in training; " + ", ".join(
         f"{one.rewards[0][1]:.3f} -> {one.rewards[-1][1]:.3f} in {one.wall_s:.0f} s" for one in runs
     )
@@ -49,16 +43,5 @@ def rows(runs: Sequence[Played]) -> list[Row]:
     ]
 
 
-def main() -> None:
-    """Run what is missing, and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="runs, with seeds 0, 1, ...")
-    args = parser.parse_args()
-    kept = KeptResults(KEPT, sources=[HERE, CONFIG], settings="mean rewards")
-    runs = [kept.get(f"seed-{seed}", Played, partial(learn, seed)) for seed in range(args.seeds)]
-    show("tiny_agent", rows(runs), as_json=args.json)
-
-
 if __name__ == "__main__":
-    main()
+    measure_seeds(__doc__, HERE, learn=learn, kind=Played, rows=rows)

@@ -38,7 +38,7 @@ def draw_while(
 def heldout_problems() -> tuple[list[Problem], list[Problem]]:
     """Plain problems and compositions, as many, each once.
 
-    A plain one has a constant: another constant is what its program occurs with in training.
+    A plain one has a constant; in training its program occurs with another constant.
     """
     plain: dict[Problem, None] = {}  # sets that keep their order
     composed: dict[Problem, None] = {}
@@ -53,7 +53,7 @@ def heldout_problems() -> tuple[list[Problem], list[Problem]]:
 
 
 def demonstrations(problems: Iterable[Problem], *, forms: set[str]) -> Iterator[dict[str, str]]:
-    """Careless programs; one that a slip makes a program of a held-out form is drawn anew."""
+    """Write careless programs; a program that a slip gives a held-out form is drawn again."""
     rng = random.Random(SEED + 4)
     for problem in problems:
         program = problem.demonstration(rng)

@@ -1,26 +1,22 @@
 """Three runs of tiny_code: `python experiments/tiny_code/run.py [--json] [--seeds N]`, up to 20 minutes a seed.
 
 Held-out pass@1 (greedy, all hidden tests of a problem) before and after RL, of plain problems and of compositions
-apart, and `experiments/tiny_code/out/curves.png`. Started again, it goes on with the seeds that are missing.
+apart, and `experiments/tiny_code/out/curves.png`. A second start measures only the missing seeds.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import KeptResults, train
+from laminar_lab.bench.report import Row
+from laminar_lab.bench.runs import drawing, measure_seeds, train
 from laminar_py.ledger.database import reading
 from laminar_py.observe.summary import EvaluationFigures
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "tiny_code.yaml"
-KEPT = Path(".cache/tiny_code")
-SEEDS = 3
 LIMIT_S = 1_800.0  # of a run that should take 1,200
 TASKS = ("plain", "composed")
 
@@ -47,7 +43,7 @@ class LearnedCode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def learn(seed: int) -> LearnedCode:
-    """One run."""
+    """Make one run, with its warm start."""
     began = time.monotonic()
     done = train(CONFIG, ["name=tiny_code", f"seed={seed}"], limit_s=LIMIT_S)
     wall_s = time.monotonic() - began
@@ -56,7 +52,7 @@ def learn(seed: int) -> LearnedCode:
 
 
 def point(run: Path, evaluation: EvaluationFigures) -> CurvePoint:
-    """What an evaluation found; a program without a verdict counts as wrong."""
+    """Read the shares of an evaluation; a program without a verdict counts as wrong."""
     with reading(run) as connection:
         plain, composed = (
             connection.execute(
@@ -70,7 +66,7 @@ def point(run: Path, evaluation: EvaluationFigures) -> CurvePoint:
 
 
 def rows(runs: Sequence[LearnedCode]) -> list[Row]:
-    """The worst of the seeds: highest start, lowest end, longest time."""
+    """Make the rows of the worst of the seeds: highest start, lowest end, longest time."""
     setting = f"tiny_code, {len(runs)} seeds, 300 held-out problems, greedy; " + ", ".join(
         f"{one.curve[0].all:.3f} -> {one.curve[-1].all:.3f} in {one.wall_s:.0f} s" for one in runs
     )
@@ -85,32 +81,16 @@ def rows(runs: Sequence[LearnedCode]) -> list[Row]:
 
 
 def draw(runs: Sequence[LearnedCode], path: Path) -> None:
-    """Two lines for each seed."""
-    import matplotlib.pyplot as plt  # half a second that only a drawing needs
-
-    figure, axes = plt.subplots(figsize=(6, 4))
-    for seed, one in enumerate(runs):
-        for task, style in zip(TASKS, ("-", "--"), strict=True):
-            minutes = [moment.rl_s / 60 for moment in one.curve]
-            solved = [getattr(moment, task) for moment in one.curve]
-            axes.plot(minutes, solved, style, color=f"C{seed}", label=f"{task}, seed {seed}")
-    axes.set(xlabel="minutes of RL", ylabel="held-out pass@1", ylim=(0, 1))
-    axes.legend()
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
-def main() -> None:
-    """Run what is missing, draw and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="runs, with seeds 0, 1, ...")
-    args = parser.parse_args()
-    kept = KeptResults(KEPT, sources=[HERE, CONFIG], settings="pass@1")
-    runs = [kept.get(f"seed-{seed}", LearnedCode, partial(learn, seed)) for seed in range(args.seeds)]
-    draw(runs, HERE / "out" / "curves.png")
-    show("tiny_code", rows(runs), as_json=args.json)
+    """Draw two lines for each seed."""
+    with drawing(path) as axes:
+        for seed, one in enumerate(runs):
+            for task, style in zip(TASKS, ("-", "--"), strict=True):
+                minutes = [moment.rl_s / 60 for moment in one.curve]
+                solved = [getattr(moment, task) for moment in one.curve]
+                axes.plot(minutes, solved, style, color=f"C{seed}", label=f"{task}, seed {seed}")
+        axes.set(xlabel="minutes of RL", ylabel="held-out pass@1", ylim=(0, 1))
+        axes.legend()
 
 
 if __name__ == "__main__":
-    main()
+    measure_seeds(__doc__, HERE, learn=learn, kind=LearnedCode, rows=rows, draw=draw)

@@ -17,7 +17,7 @@ NUM_TRAIN = 8_000
 NUM_HELDOUT = 300
 NUM_WARM_START = 40_000
 SEED = 20_261_126
-GUESSES = 0.4  # of the demonstrations; others show what to do with a result
+GUESSES = 0.4  # of the demonstrations; others show the use of a result
 CALLS = 0.3  # ask the calculator: fewer than guess, so that the greedy first turn is a guess
 
 

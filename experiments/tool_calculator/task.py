@@ -43,7 +43,7 @@ class Problem:
         return f"#{self.value}"
 
     def guess(self, rng: random.Random) -> str:
-        """The turn of somebody in a hurry: right where it is easy, else a number of about that size."""
+        """Guess: the right answer where it is easy, else a number of about that size."""
         if self.value < 20 and rng.random() < 0.7:
             return self.answer
         return f"#{rng.randrange(max(1, self.value // 2), 2 * self.value + 2)}"

@@ -92,7 +92,7 @@ class LaminarEnvConfig(vf.EnvConfig):
 
 
 class LaminarEnv(vf.Env[LaminarEnvConfig]):
-    """Turns between a model and an environment; what has not ended with the last turn is worth nothing."""
+    """Turns between a model and an environment; a trajectory that has not ended with the last turn gets 0."""
 
     async def run(self, task: LaminarTask, agents: vf.Agents) -> None:
         """One trajectory."""
@@ -122,5 +122,5 @@ async def _called(function: Any, given: object) -> Any:
 
 def _text(answer: object) -> str:
     if not isinstance(answer, Observation) or answer.after is not None:
-        raise TypeError(f"{answer!r}: an exchange goes on by what is said next; return an Observation or End")
+        raise TypeError(f"{answer!r}: an exchange continues with text; return an Observation or End")
     return "".join(answer.messages)

@@ -2,8 +2,8 @@
 
 Both sides start RL from one warm-started model and share prompts, reward, batch, group size, learning rate and
 clip; README.md lists all of it. For each seed ours runs first and leaves the warm start for TRL, which lives in a
-virtual environment of its own that this script makes once. Progress goes to stderr, the result to stdout. Started
-again, it goes on with what has not been measured.
+virtual environment of its own that this script makes once. Progress goes to stderr, the result to stdout. A
+second start measures only the missing runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_lab.bench.report import Ratio, Row, show, spread
-from laminar_lab.bench.runs import FinishedRun, KeptResults, call, train
+from laminar_lab.bench.runs import FinishedRun, KeptResults, call, make_parser, train
 from laminar_py.config.loading import load_config
 from laminar_py.learner.warm_start import cache_key
 
@@ -98,24 +98,26 @@ def run_trl(python: Path, *, model: Path, seed: int, steps: int, target: float) 
         out = Path(folder, "measured.json")
         files = [model, DATA / "train.jsonl", DATA / "heldout.jsonl", out]
         options = ["--seed", seed, "--steps", steps, "--target", target]
-        say([python, HERE / "trl_side.py", *files, *options], limit_s=TRL_LIMIT_S, environment=TRL_ALLOCATOR)
+        run_command(
+            [python, HERE / "trl_side.py", *files, *options], limit_s=TRL_LIMIT_S, environment=TRL_ALLOCATOR
+        )
         return msgspec.json.decode(out.read_bytes(), type=Measured)
 
 
 def ensure_venv(folder: Path) -> Path:
-    """TRL's virtual environment, made or made anew where its pins have changed; returns its Python."""
+    """Make TRL's virtual environment, again where its pins have changed; return its Python."""
     python, stamp = folder / "bin/python", folder / "constraints.txt"
     if stamp.is_file() and stamp.read_text() == CONSTRAINTS.read_text():
         return python
-    say([sys.executable, "-m", "venv", "--clear", folder])
+    run_command([sys.executable, "-m", "venv", "--clear", folder])
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
-    say([*pip, "torch"])  # first and alone, so that pip takes whatever build of it is at hand
-    say([*pip, "trl", "transformers"])
+    run_command([*pip, "torch"])  # first and alone, so that pip takes any available build
+    run_command([*pip, "trl", "transformers"])
     stamp.write_text(CONSTRAINTS.read_text())
     return python
 
 
-def say(
+def run_command(
     words: Sequence[object], *, limit_s: float | None = None, environment: Mapping[str, str] | None = None
 ) -> None:
     """Print a command and run it in the repository root, without the Hub."""
@@ -129,7 +131,7 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
     """The figures, medians and ranges over the seeds; a time to accuracy only if every run reached it."""
     setting = f"quickstart task, model of 245,000 parameters, {len(ours)} seeds"
     speeds = [[run.tokens_per_s for run in side] for side in (ours, trl)]
-    ratio = Ratio.of(*speeds)
+    ratio = Ratio.between(*speeds)
     conditions = (
         f"{setting}, 32 prompts x 8, lr 1e-3, {os.cpu_count()} cores each; {ratio}; ours {spread(speeds[0])},"
         f" TRL {spread(speeds[1])} response tokens/s over steps {FIRST_STEP} to {LAST_STEP}"
@@ -141,7 +143,7 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
         print(f"accuracy {target:g} was not reached by every run: {times}", file=sys.stderr)
         return rows
     mine, theirs = ([pair[side] for pair in reached] for side in (0, 1))
-    ratio = Ratio.of(theirs, mine)
+    ratio = Ratio.between(theirs, mine)
     conditions = (
         f"{setting}; seconds of RL to {target:g} greedy accuracy on 300 held-out problems, looked at every"
         f" {EVAL_EVERY} steps off the clock; {ratio}; ours {spread(mine, '.1f')} s, TRL {spread(theirs, '.1f')} s"
@@ -151,8 +153,7 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="runs of each side, with seeds 0, 1, ...")
     parser.add_argument("--steps", type=int, default=MAX_STEPS, help="of a run, if it does not reach the target")
     parser.add_argument("--target", type=float, default=0.9, help="held-out accuracy that ends the race")

@@ -1,6 +1,6 @@
 """TRL's half of the comparison: runs inside `.venv-trl`, started by `run.py`, and imports nothing of laminar_py.
 
-Trains a warm-started model with `GRPOTrainer` and writes what it measured to one JSON file:
+Trains a warm-started model with `GRPOTrainer` and writes its measurements to one JSON file:
 `{"steps": [[response tokens, seconds], ...], "accuracy": [[step, seconds of RL so far, held-out accuracy], ...]}`.
 The clock stands still while held-out accuracy is measured.
 """
@@ -124,7 +124,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def settings(out: Path, *, seed: int, steps: int, microbatch: int) -> GRPOConfig:
-    """The recipe of configs/quickstart.yaml in TRL's words, and what made TRL fastest on two cores."""
+    """The recipe of configs/quickstart.yaml in TRL's settings, with the fastest ones for two cores."""
     batch = PROMPTS_PER_STEP * GROUP_SIZE
     return GRPOConfig(
         output_dir=str(out),

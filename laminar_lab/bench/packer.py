@@ -1,11 +1,10 @@
 """Fill, balance over ranks, and the cost of packing a stream.
 
-Fill is against the fewest microbatches that equal counts on all ranks allow, ranks * ceil(tokens / (ranks *
-max_tokens)). Imbalance is the sum over microbatch indices of the slowest rank's FLOPs, over the mean of the ranks,
-since collectives make every index a barrier.
+Fill is the fewest microbatches that equal counts on all ranks allow, `ranks * ceil(tokens / (ranks *
+max_tokens))`, over the used ones. Imbalance is the sum over microbatch indices of the slowest rank's FLOPs, over
+the mean of the ranks, since collectives make every index a barrier.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from laminar_lab.bench.report import Row
+from laminar_lab.bench.lengths import log_normal_lengths
+from laminar_lab.bench.report import Row, load_now
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing import (
     Packed,
@@ -28,37 +28,27 @@ from laminar_py.learner.packing import (
     step_terms,
 )
 from laminar_py.records import FinishReason, Trajectory
-from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PieceRef, TokensRef
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishedTrajectory, Kind
-from laminar_py.runtime.workers import FetchRequest
 
-ROWS = (
-    "fill capacity_used imbalance pack_2048_ms stream_fill stream_imbalance stream_us stream_add_us "
-    "stream_send_us ready_ms look_ahead_0_capacity_used look_ahead_4_capacity_used look_ahead_8_capacity_used "
-    "look_ahead_16_capacity_used"
-)
+ROWS = "fill capacity_used imbalance pack_2048_ms stream_us ready_ms look_ahead_8_capacity_used"
 MAX_TOKENS = 16_384
 RANKS = 8
 SEQUENCES = 2048
 PROMPT = 400
 QWEN_7B = attention_share(hidden_size=3584, num_layers=28, num_parameters=7_615_616_512)
-PEERS = (
-    "published by others for the same lengths and budget on 2 cores: slime 15 ms, 97.5 % of capacity over 8 ranks;"
-    " AReaL 30 ms, 99.8 %; NeMo-RL 3.4 ms, 99.8 %; prime-rl 1.3 s for 1,024, 98.2 %; verl 0.8 s for 256"
-)
+WINDOWS = (0, 4, 8, 16)  # groups that a small step may look ahead
 
 
-def draw_lengths(seed: int, count: int, *, median: float = 2048, cap: int = MAX_TOKENS) -> list[int]:
-    """Log-normal lengths, sigma 0.99."""
-    normal = np.random.default_rng(seed).standard_normal(count)
-    lengths: list[int] = np.clip(np.rint(median * np.exp(0.99 * normal)), 2, cap).astype(int).tolist()
-    return lengths
+def draw_lengths(seed: int, count: int) -> list[int]:
+    """Draw lengths of prompt and response together."""
+    rng = np.random.default_rng(seed)
+    return log_normal_lengths(rng, count, median=2048, cap=MAX_TOKENS, least=2)
 
 
 def make_trajectories(lengths: Sequence[int], *, prompt: int = PROMPT) -> list[Trajectory]:
-    """Finished trajectories of these lengths, the prompt included; they share the memory of their tokens."""
+    """Make finished trajectories of these lengths, with their prompts; all share the memory of their tokens."""
     ids, logprobs = np.zeros(max(lengths), np.int32), np.zeros(max(lengths), np.float32)
     mask = np.ones(max(lengths), np.bool_)
     out = []
@@ -86,15 +76,15 @@ def make_trajectories(lengths: Sequence[int], *, prompt: int = PROMPT) -> list[T
 
 @dataclass(frozen=True, slots=True)
 class PackingQuality:
-    """How good a packing is, in shares."""
+    """Quality of a packing, in shares."""
 
-    fill: float  # microbatches of the lower bound over those used
-    capacity: float  # tokens over the capacity of those used
+    fill: float  # lower bound of microbatches over the used ones
+    capacity: float  # tokens over the capacity of the used microbatches
     imbalance: float
 
 
 def quality(packed: Packed[PackedT], *, max_tokens: int) -> PackingQuality:
-    """Fill, use of capacity and imbalance of a packed step."""
+    """Compute fill, use of capacity and imbalance of a packed step."""
     lengths = [[[t.num_tokens for t in bundle] for bundle in bundles] for bundles in packed.bundles]
     costs = np.array(
         [
@@ -113,7 +103,7 @@ def quality(packed: Packed[PackedT], *, max_tokens: int) -> PackingQuality:
 
 
 def by_reference(trajectories: Iterable[Trajectory]) -> list[FinishedTrajectory]:
-    """Trajectories as the controller has them, each in one piece of a segment."""
+    """Make the controller's view of trajectories, each in one piece of a segment."""
     return [
         FinishedTrajectory(
             id=one.id,
@@ -146,13 +136,13 @@ def pack_here(
 
 
 def rows(*, sequences: int = SEQUENCES, seeds: int = 100, steps: int = 400) -> list[Row]:
-    """Whole steps, sequences that come one by one (on a fifth of `seeds`), small steps that look ahead."""
+    """Measure whole steps, sequences that arrive one by one (on a fifth of `seeds`), and small steps."""
     streamed = stream_rows(sequences=sequences, seeds=max(1, seeds // 5))
-    return [*step_rows(sequences=sequences, seeds=seeds), *streamed, *look_ahead_rows(steps=steps)]
+    return [*step_rows(sequences=sequences, seeds=seeds), *streamed, look_ahead_row(steps=steps)]
 
 
 def step_rows(*, sequences: int, seeds: int) -> list[Row]:
-    """Whole steps at once."""
+    """Measure whole steps."""
     found, times = [], []
     for seed in range(seeds):
         trajectories = make_trajectories(draw_lengths(seed, sequences))
@@ -162,59 +152,39 @@ def step_rows(*, sequences: int, seeds: int) -> list[Row]:
         found.append(quality(packed, max_tokens=MAX_TOKENS))
     setting = (
         f"{sequences} log-normal lengths (median 2,048, sigma 0.99, cap 16,384), {MAX_TOKENS} tokens a"
-        f" microbatch, {RANKS} ranks, 7B coefficients, median of {seeds} seeds, {_others()}"
+        f" microbatch, {RANKS} ranks, 7B coefficients, median of {seeds} seeds, {load_now()}"
     )
-    compared = f"{setting}; planning alone, arrays are written by the ranks; {PEERS}"
+    planning = f"{setting}; planning alone, since the ranks write the arrays"
     return [
         Row("fill", statistics.median(q.fill for q in found), "of lower bound", setting),
-        Row("capacity_used", statistics.median(q.capacity for q in found), "of tokens", compared),
+        Row("capacity_used", statistics.median(q.capacity for q in found), "of tokens", setting),
         Row("imbalance", statistics.median(q.imbalance for q in found), "slowest/mean", setting),
-        Row("pack_2048_ms", statistics.median(times) * 1e3, "ms", compared),
+        Row("pack_2048_ms", statistics.median(times) * 1e3, "ms", planning),
     ]
 
 
 def stream_rows(*, sequences: int, seeds: int) -> list[Row]:
-    """Sequences that come one by one."""
-    runs = [_stream(make_trajectories(draw_lengths(seed, sequences))) for seed in range(seeds)]
-    setting = f"{sequences} sequences as for fill, one by one, {RANKS} ranks, median of {seeds} seeds, {_others()}"
-    added = statistics.median(run.added_s for run in runs)
-    written = statistics.median(run.written_s for run in runs)
-    sent = statistics.median(run.sent_s for run in runs)
-    unit, per_sequence = "us/sequence", 1e6 / sequences
+    """Measure sequences that arrive one by one: seconds to add each, and to write the arrays at the end."""
+    runs = [_pack_stream(make_trajectories(draw_lengths(seed, sequences))) for seed in range(seeds)]
+    setting = (
+        f"{sequences} sequences as for fill, one by one, {RANKS} ranks, median of {seeds} seeds, {load_now()}"
+    )
+    added_s, ready_s, written_s = (statistics.median(times) for times in zip(*runs, strict=True))
+    each, added = 1e6 * (added_s + written_s) / sequences, 1e6 * added_s / sequences
+    first = f"from the learner's request to the arrays of the first microbatch; {setting}"
     return [
-        Row("stream_fill", statistics.median(run.quality.fill for run in runs), "of lower bound", setting),
-        Row("stream_imbalance", statistics.median(run.quality.imbalance for run in runs), "slowest/mean", setting),
-        Row("stream_us", (added + written) * per_sequence, unit, f"added, and arrays written; {setting}"),
-        Row("stream_add_us", added * per_sequence, unit, f"added alone; {setting}"),
-        Row(
-            "stream_send_us", sent * per_sequence, unit, f"encoded for its rank and decoded, both here; {setting}"
-        ),
-        Row(
-            "ready_ms",
-            statistics.median(run.ready_s for run in runs) * 1e3,
-            "ms",
-            f"from the ask to the arrays of the first microbatch; {setting}",
-        ),
+        Row("stream_us", each, "us/sequence", f"added in {added:.1f} us, and arrays written; {setting}"),
+        Row("ready_ms", 1e3 * ready_s, "ms", first),
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streamed:
-    """Packing of a stream, and seconds for all its sequences."""
-
-    quality: PackingQuality
-    added_s: float
-    ready_s: float  # from the ask to the first microbatch
-    written_s: float
-    sent_s: float
-
-
-def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
+def _pack_stream(trajectories: Sequence[Trajectory]) -> tuple[float, float, float]:
+    """Return seconds to add all sequences, from then to the first microbatch, and from there to the last one."""
     whole, references = {one.id: one for one in trajectories}, by_reference(trajectories)
     stream, began = StreamPacker(max_tokens=MAX_TOKENS), time.perf_counter()
     for reference in references:
         stream.add(reference)
-    asked = time.perf_counter()
+    added = time.perf_counter()
     bins = stream.bins()
     terms = step_terms(bins, aggregation=Aggregation.SEQUENCE_MEAN)
     packed = assign_bins(bins, terms, max_tokens=MAX_TOKENS, ranks=RANKS, attention_share=QWEN_7B)
@@ -224,34 +194,21 @@ def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
     for rank in range(RANKS):
         for _ in microbatches(bundles[rank], terms):
             continue  # each is freed before the next is written, as in the learner
-    written = time.perf_counter()
-    for mine in packed.bundles:
-        decode(FetchRequest, encode(FetchRequest(mine, {})))
-    sent = time.perf_counter()
-    found = quality(packed, max_tokens=MAX_TOKENS)
-    return Streamed(
-        quality=found,
-        added_s=asked - began,
-        ready_s=ready - asked,
-        written_s=written - ready,
-        sent_s=sent - written,
-    )
+    return added - began, ready - added, time.perf_counter() - ready
 
 
-def look_ahead_rows(*, steps: int) -> list[Row]:
-    """Small steps that may choose_groups among the next groups."""
-    setting = (
-        f"64 trajectories a step (8 groups of 8, lengths as for fill), {RANKS} ranks, {steps} steps, seed 0;"
-        " 2 passes at most"
+def look_ahead_row(*, steps: int) -> Row:
+    """Measure small steps that may choose among the next groups."""
+    used = {window: _capacity(window, steps=steps) for window in WINDOWS}
+    conditions = (
+        f"64 trajectories a step (8 groups of 8, lengths as for fill), {RANKS} ranks, {steps} steps, seed 0; 2"
+        f" passes at most; by window {', '.join(f'{window}: {share:.3f}' for window, share in used.items())}"
     )
-    return [
-        Row(f"look_ahead_{window}_capacity_used", _capacity(window, steps=steps), "of tokens", setting)
-        for window in (0, 4, 8, 16)
-    ]
+    return Row("look_ahead_8_capacity_used", used[8], "of tokens", conditions)
 
 
 def _capacity(window: int, *, steps: int, groups: int = 8, max_passes: int = 2) -> float:
-    """Tokens over capacity when a step may look `window` groups ahead."""
+    """Return tokens over capacity of steps that may look `window` groups ahead."""
     lengths = draw_lengths(0, 8 * (steps * groups + window))
     ready = [lengths[start : start + 8] for start in range(0, len(lengths), 8)]
     passes = [0] * len(ready)
@@ -272,8 +229,3 @@ def _capacity(window: int, *, steps: int, groups: int = 8, max_passes: int = 2) 
         tokens += sum(step)
         used += RANKS * len(pack_here(make_trajectories(step)).bundles[0])
     return tokens / (used * MAX_TOKENS)
-
-
-def _others() -> str:
-    """Load of the machine: work of others makes times longer."""
-    return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

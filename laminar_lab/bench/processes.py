@@ -1,7 +1,7 @@
-"""Processes of a benchmark's own: each does one piece of work and is told over a pipe when to begin.
+"""Processes of a benchmark: each does one piece of work, and hears over a pipe when to begin.
 
-Invariant: times that cross processes are of `time.monotonic`, one clock for a whole host, and no process outlives
-its `Worker`, nor the process that made it.
+Times that cross processes come from `time.monotonic`, which is one clock for a whole host. A process ends with its
+`Worker`, and with the process that made it.
 """
 
 import multiprocessing as mp
@@ -11,24 +11,28 @@ from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Self, TypeVar
 
-import laminar_py.runtime.cluster  # noqa: F401 (sets the allocator that the processes of a run have, and these get)
+import laminar_py.runtime.cluster  # noqa: F401 (sets the allocator as in a run)
 
 PATIENCE_S = 120.0  # for any one answer
 END_S = 10.0
 READY = "ready"
 
 Answer = TypeVar("Answer")
-Work = Callable[[Connection], None]  # with the end of a pipe to the process that started it
+Work = Callable[[Connection], None]  # takes the end of a pipe to the process that started it
 
 _context = mp.get_context("forkserver")
-PRELOADED = ["torch.distributed", "safetensors.torch", "laminar_lab.bench.relay.tree"]  # else seconds for each
+PRELOADED = [
+    "torch.distributed",
+    "safetensors.torch",
+    "laminar_lab.bench.relay.tree",
+]  # without it each process spends seconds on imports
 _context.set_forkserver_preload(PRELOADED)
 
 
 class Worker:
     """A process that runs `work`, e.g. `Worker(partial(receive, path=path))`; a context that ends it.
 
-    `within` is called there before, e.g. to enter a network namespace.
+    The process calls `within` before its work, e.g. to enter a network namespace.
     """
 
     def __init__(self, work: Work, *, within: Callable[[], None] | None = None) -> None:
@@ -43,30 +47,33 @@ class Worker:
         assert self._process.pid is not None, f"{self._process.name} has not started"
         return self._process.pid
 
-    def tell(self, word: object) -> None:
-        """Say something to it."""
+    def send(self, word: object) -> None:
+        """Send a word to the process."""
         self._pipe.send(word)
 
-    def hear(self, kind: type[Answer]) -> Answer:
-        """Next answer. Raises `TimeoutError`, or `EOFError` if the process died, whose own error is on stderr."""
+    def receive(self, kind: type[Answer]) -> Answer:
+        """Return the next answer. Raises `TimeoutError`, or `EOFError` if the process died.
+
+        Its error is on stderr.
+        """
         if not self._pipe.poll(PATIENCE_S):
-            raise TimeoutError(f"{self._process.name} said nothing in {PATIENCE_S:g} s")
+            raise TimeoutError(f"{self._process.name} sent nothing in {PATIENCE_S:g} s")
         answer = self._pipe.recv()
-        assert isinstance(answer, kind), f"{self._process.name} said {answer!r}, no {kind.__name__}"
+        assert isinstance(answer, kind), f"{self._process.name} sent {answer!r}, no {kind.__name__}"
         return answer
 
-    def ask(self, word: object, kind: type[Answer]) -> Answer:
-        """Say something and hear the answer."""
-        self.tell(word)
-        return self.hear(kind)
+    def request(self, word: object, kind: type[Answer]) -> Answer:
+        """Send a word and return the answer."""
+        self.send(word)
+        return self.receive(kind)
 
     def await_ready(self) -> None:
-        """Wait until the process says `READY`."""
-        word = self.hear(str)
-        assert word == READY, f"{self._process.name} said {word}"
+        """Wait until the process sends `READY`."""
+        word = self.receive(str)
+        assert word == READY, f"{self._process.name} sent {word}"
 
     def kill(self) -> None:
-        """SIGKILL: no chance to tidy up."""
+        """Kill the process with SIGKILL, which gives it no time to clean up."""
         self._process.kill()
         self._process.join()
 
@@ -95,7 +102,7 @@ def _run(work: Work, pipe: Connection, within: Callable[[], None] | None) -> Non
 
 
 def _end_with_parent() -> None:
-    """End this process with the one that made it, even if that is killed and could end nobody."""
+    """End this process with its parent, also where a SIGKILL ends the parent."""
     parent = mp.parent_process()
     assert parent is not None, "a worker is never the first process"
     parent.join()

@@ -1,9 +1,9 @@
 """Measurements by name: each is a module below this folder that has `ROWS` and one function `rows`.
 
 `bench/relay/hop.py` is the measurement `hop` of the benchmark `relay`; `bench/packer.py` is the only measurement
-of `packer`. `ROWS` is a literal with the names of the rows. `rows` returns them; its parameters of a simple type
-are the settings that a user may give. Invariant: a module is imported only when it measures, so a list of all is
-cheap.
+of `packer`. `ROWS` is a literal with the names of the rows. `rows` measures and returns them; its parameters of a
+simple type are the settings that a user may give. A module is imported only when it measures, so a list of all
+measurements is cheap (`tests/bench/test_registry.py::test_a_list_of_all_imports_no_heavy_library`).
 """
 
 import inspect
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from laminar_lab.bench.report import Row, Tell
+from laminar_lab.bench.report import Row, log_line
 from laminar_py.config import ConfigError
 
 HERE = Path(__file__).parent
@@ -23,7 +23,7 @@ KINDS = (int, float, str, Path)  # of settings; parameters of other kinds are fo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """A measurement, e.g. that of `laminar bench relay --only hop`."""
+    """A measurement, e.g. the one of `laminar bench relay --only hop`."""
 
     benchmark: str
     name: str
@@ -32,24 +32,22 @@ class Measurement:
     row_names: tuple[str, ...]
 
     def settings(self) -> dict[str, inspect.Parameter]:
-        """Settings that it takes; imports the module."""
+        """Import the module and return the settings that the measurement takes."""
         parameters = inspect.signature(import_module(self.module).rows).parameters
         return {name: one for name, one in parameters.items() if one.annotation in KINDS}
 
-    def measure(self, given: Mapping[str, str], *, tell: Tell) -> list[Row]:
-        """Rows, measured with those of the given settings that it takes."""
-        function, known = import_module(self.module).rows, self.settings()
+    def measure(self, given: Mapping[str, str]) -> list[Row]:
+        """Measure and return the rows; of the given settings it uses the ones that it takes."""
+        known = self.settings()
         values = {
             name: _value(name, text, known[name].annotation) for name, text in given.items() if name in known
         }
-        if "tell" in inspect.signature(function).parameters:
-            values["tell"] = tell
-        found: list[Row] = function(**values)
+        found: list[Row] = import_module(self.module).rows(**values)
         return found
 
 
 def find(benchmark: str | None = None, only: str | None = None) -> list[Measurement]:
-    """All measurements, those of a benchmark, or one of these. Raises `ConfigError` where there is none."""
+    """Return all measurements, the ones of a benchmark, or one. Raises `ConfigError` for an unknown name."""
     every = list(_every())
     names = dict.fromkeys(one.benchmark for one in every)
     if benchmark is not None and benchmark not in names:
@@ -63,10 +61,10 @@ def find(benchmark: str | None = None, only: str | None = None) -> list[Measurem
     return chosen
 
 
-def measure(chosen: Sequence[Measurement], settings: Sequence[str], *, tell: Tell) -> list[Row]:
-    """Rows of all measurements that can be made here, with settings such as `repeats=5`.
+def measure(chosen: Sequence[Measurement], settings: Sequence[str]) -> list[Row]:
+    """Return the rows of all measurements that this machine can make, with settings such as `repeats=5`.
 
-    Raises `ConfigError` for a setting that none of them takes, and where none can be made.
+    Raises `ConfigError` for a setting that no measurement takes, and where this machine can make none of them.
     """
     given = dict(setting.partition("=")[::2] for setting in settings)
     known = {name for one in chosen for name in one.settings()} if given else set()
@@ -75,13 +73,13 @@ def measure(chosen: Sequence[Measurement], settings: Sequence[str], *, tell: Tel
             raise ConfigError(f"{name}: no such setting here; choose {' or '.join(sorted(known)) or 'none'}")
     found: list[Row] = []
     for one in chosen:
-        tell(one.name)
+        log_line(one.name)
         try:
-            found += one.measure(given, tell=tell)
+            found += one.measure(given)
         except ConfigError as error:
             if one is chosen[-1] and not found:
                 raise
-            tell(f"{one.name} is left out: {error}")
+            log_line(f"{one.name} is left out: {error}")
     return found
 
 
@@ -107,5 +105,5 @@ def _value(name: str, text: str, kind: type) -> object:
     if isinstance(value, int | float) and not value > 0:
         raise ConfigError(f"{name}={text}: too small; give a number above 0")
     if isinstance(value, Path) and not value.is_dir():
-        raise ConfigError(f"{name}={text}: no such folder; name one that is there")
+        raise ConfigError(f"{name}={text}: no such folder; name an existing one")
     return value

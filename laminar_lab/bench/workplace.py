@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 @contextmanager
 def workplace(within: Path | None = None) -> Iterator[Path]:
-    """A new folder, e.g. in shared memory, deleted at the end. Sets this process to one torch thread."""
+    """Yield a new folder, e.g. in shared memory, and delete it at the end.
+
+    Sets this process to one torch thread.
+    """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="laminar-bench-", dir=within) as name:
         yield Path(name)
@@ -32,7 +35,7 @@ SMALL = Qwen3Config(  # 25 million parameters
 
 
 def write_model(folder: Path, config: PretrainedConfig) -> Path:
-    """Write a decoder with fp32 weights from a fixed seed; returns its folder."""
+    """Write a decoder with fp32 weights from a fixed seed; return its folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
@@ -41,11 +44,11 @@ def write_model(folder: Path, config: PretrainedConfig) -> Path:
 
 
 def write_no_tokenizer(folder: Path) -> None:
-    """Write an empty tokenizer, since the learner asks that there is one."""
+    """Write an empty tokenizer, since the learner needs the file."""
     (folder / "tokenizer.json").write_text("{}")
 
 
 def count_parameters(config: PretrainedConfig) -> int:
-    """Parameters of such a model, without making it."""
+    """Count the parameters of a model without making it."""
     with torch.device("meta"):
         return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())

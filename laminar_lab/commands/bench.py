@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from laminar_lab.bench.registry import Measurement, find, measure
-from laminar_lab.bench.report import show, tell
+from laminar_lab.bench.report import show
 
 bench = typer.Typer()
 
@@ -27,7 +27,7 @@ def measure_here(
     if benchmark is None:
         Console().print(_list(find()))
         return
-    show(benchmark, measure(find(benchmark, only), settings or [], tell=tell), as_json=as_json)
+    show(benchmark, measure(find(benchmark, only), settings or []), as_json=as_json)
 
 
 def _list(measurements: list[Measurement]) -> Table:

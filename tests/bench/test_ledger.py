@@ -8,6 +8,6 @@ from tests.bench.figures import figures
 
 @pytest.mark.slow
 def test_every_figure_comes_once():
-    found = figures("ledger", "recording", rows(trajectories=6000, tell=lambda line: None))
+    found = figures("ledger", "recording", rows(trajectories=6000))
     assert 1 < found["ledger_bytes"] < 5
     assert 0 < found["archive_bytes"] < 2

@@ -9,11 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar_lab.bench.plan import fleets, quickstart
+from laminar_lab.bench.plan import quickstart
 from laminar_lab.bench.plan.facts import (
     LEARNER,
     REPLICA,
-    Compared,
     CpuLog,
     CpuSpent,
     RunFacts,
@@ -22,7 +21,7 @@ from laminar_lab.bench.plan.facts import (
     sigma_of,
     watching_cpu,
 )
-from laminar_lab.bench.plan.fleets import FleetFigures
+from laminar_lab.bench.plan.quickstart import Compared
 from laminar_lab.bench.plan.regret import MOST_PLACEMENTS, draw_case
 from laminar_lab.plan.placements import placements
 from laminar_lab.simulate.run import check
@@ -91,22 +90,9 @@ def test_errors_are_of_medians_and_a_setting_that_scatters_may_be_off_by_twice_i
     assert close.error == 0.0
     scattered, off = [80.0, 100.0, 110.0], [100.0, 100.0, 100.0]
     found = [close, Compared("one_step", [140.0] * 3, scattered), Compared("stale_0", [140.0] * 3, off)]
-    rows = {row.name: row.value for row in quickstart.table(found, [3.0])}
+    rows = figures("plan", "quickstart", quickstart.table(found, [3.0]))
     assert rows["plan_error_median"] == pytest.approx(0.4)
     assert rows["plan_within"] == 2
-    assert rows["plan_stale_0"] == pytest.approx(1.4)
-
-
-def test_its_rows_are_those_of_the_catalog_and_their_differences_those_of_the_worst_setting():
-    found = [Compared(one.name, [1.0], [1.0]) for one in quickstart.SETTINGS]
-    figures("plan", "quickstart", quickstart.table(found, [3.0]))
-    measured = {one.name: [FleetFigures(100.0, 0.5, 1.0)] for one in fleets.SETTINGS}
-    predicted = {**measured, "fleet_sync": [FleetFigures(120.0, 0.53, 0.75)]}
-    rows = figures("plan", "fleets", fleets.table(predicted, measured, [3.0]))
-    assert rows["plan_fleet_error_median"] == 0.0
-    assert rows["plan_fleet_error_max"] == pytest.approx(0.2)
-    assert rows["plan_fleet_kv_error_max"] == pytest.approx(0.03)
-    assert rows["plan_fleet_staleness_error_max"] == 0.25
 
 
 def test_each_setting_is_one_that_runs_and_one_that_is_simulated():
@@ -114,8 +100,6 @@ def test_each_setting_is_one_that_runs_and_one_that_is_simulated():
     for one in quickstart.SETTINGS:
         load_config(quickstart.CONFIG, [*quickstart.BASE, *one.settings])
         check(load_config(quickstart.CONFIG, [*quickstart.BASE, *emulated, *(one.simulated or one.settings)]))
-    for one in fleets.SETTINGS:
-        check(load_config(fleets.CONFIG, [*fleets.BASE, *one.settings]))
     names = [one.settings for one in quickstart.SETTINGS]
     assert () not in names, "the base setting is what is calibrated with"
 

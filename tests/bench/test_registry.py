@@ -25,7 +25,7 @@ class Fake(Measurement):
     def settings(self):
         return {}
 
-    def measure(self, given, *, tell):
+    def measure(self, given):
         if self.name == "refused":
             raise ConfigError("not on this machine")
         return [FIGURE]
@@ -62,25 +62,24 @@ def test_what_there_is_not_is_refused_with_what_there_is():
     with pytest.raises(ConfigError, match="relays: no such benchmark; choose one of control, endpoint, "):
         find("relays")
     with pytest.raises(ConfigError, match="seeds: no such setting here; choose repeats"):
-        measure(find("repack", "plan"), ["seeds=2"], tell=print)
+        measure(find("repack", "plan"), ["seeds=2"])
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
 def test_a_setting_is_a_number_above_zero(text):
     with pytest.raises(ConfigError, match=f"repeats={text}: .*; give "):
-        measure(find("repack", "plan"), [f"repeats={text}"], tell=print)
+        measure(find("repack", "plan"), [f"repeats={text}"])
 
 
 @pytest.mark.parametrize("order", [("measured", "refused"), ("refused", "measured")])
-def test_what_cannot_be_measured_here_is_left_out_where_another_can(order):
-    heard = []
-    assert measure(fake(*order), [], tell=heard.append) == [FIGURE]
-    assert "refused is left out: not on this machine" in heard
+def test_what_cannot_be_measured_here_is_left_out_where_another_can(order, capsys):
+    assert measure(fake(*order), []) == [FIGURE]
+    assert "refused is left out: not on this machine" in capsys.readouterr().err
 
 
 def test_what_cannot_be_measured_here_is_refused_where_it_is_all_that_is_asked_for():
     with pytest.raises(ConfigError, match="not on this machine"):
-        measure(fake("refused"), [], tell=print)
+        measure(fake("refused"), [])
 
 
 def test_a_command_with_json_prints_one_object_and_its_progress_elsewhere():

@@ -1,13 +1,10 @@
 """The benchmarks of repacking: a fleet of the size that a row names, and the fleet of the published tables."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from laminar_lab.bench.repack import fleet as repacked_fleet
+from laminar_lab.bench.repack import fleet
 from laminar_lab.bench.repack.plan import ramp_down, rows
-from laminar_py.config.loading import read_profile
 from tests.bench.figures import figures
 
 
@@ -18,17 +15,9 @@ def test_planning_a_fleet_is_measured_on_all_its_trajectories():
     assert all(survey.kv_used <= survey.kv_capacity for survey in surveys)
 
 
-@pytest.mark.parametrize(
-    ("model", "file"),
-    [(repacked_fleet.MODEL_7B, "h100_7b_tp1.yaml"), (repacked_fleet.MODEL_32B, "h100_32b_tp4.yaml")],
-)
-def test_a_simulated_model_has_the_times_of_its_profile(model, file):
-    assert model.profile == read_profile(Path("configs/emulation") / file)
-
-
 @pytest.mark.slow
 def test_a_simulated_fleet_gives_all_rows_and_the_ceiling_is_above_what_drains(monkeypatch):
     for name, value in {"REPLICAS": 4, "BATCH": 64, "STEPS": 3}.items():
-        monkeypatch.setattr(repacked_fleet, name, value)
-    found = figures("repack", "fleet", repacked_fleet.rows(seeds=1, tell=lambda line: None))
+        monkeypatch.setattr(fleet, name, value)
+    found = figures("repack", "fleet", fleet.rows(seeds=1))
     assert 1 < found["throughput_repack_over_off_7b"] < found["throughput_full_over_off_7b"]

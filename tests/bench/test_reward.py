@@ -4,21 +4,20 @@ import msgspec
 import pytest
 
 from laminar_lab.bench.registry import find
-from laminar_lab.bench.reward import mathematics, pairs, sandbox
+from laminar_lab.bench.reward import mathematics, sandbox
 from laminar_lab.bench.reward.mathematics import make_answers
 from laminar_lab.bench.reward.sandbox import make_programs
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
 from tests.bench.figures import figures
 
-NUM_MAKERS = 8
+NUM_MAKERS = 4
 
 
-def test_every_tier_that_can_be_had_has_its_figures():
-    heard = []
-    found = {row.name: row.value for row in sandbox.rows(programs=25, tell=heard.append)}
+def test_every_tier_that_can_be_had_has_its_figures(capsys):
+    found = {row.name: row.value for row in sandbox.rows(programs=25)}
     [measurement] = find("reward", "sandbox")
-    left_out = sum("is left out" in line for line in heard)
+    left_out = capsys.readouterr().err.count("is left out")
     assert len(found) == len(measurement.row_names) - left_out
     assert found.keys() <= set(measurement.row_names)
     assert all(value > 0 for value in found.values())
@@ -34,7 +33,7 @@ async def test_every_kind_of_program_gives_what_is_wanted_and_a_wrong_output_is_
 
 @pytest.mark.slow
 def test_what_hangs_is_out_of_time_and_all_others_are_judged_rightly():
-    found = figures("reward", "mathematics", mathematics.rows(verifications=200, tell=lambda line: None))
+    found = figures("reward", "mathematics", mathematics.rows(verifications=200))
     assert all(value > 0 for value in found.values())
 
 
@@ -43,11 +42,3 @@ def test_programs_and_answers_are_all_different():
     answers = make_answers(1000, hang_one_in=100)
     assert len({answer.text for answer in answers}) == 1000
     assert sum(answer.right is None for answer in answers) == 10
-
-
-@pytest.mark.slow
-def test_pairs_that_are_hard_for_the_library_alone_are_judged_as_they_should_be():
-    found = figures("reward", "pairs", pairs.rows())
-    assert found["math_right_unseen"] >= 0.95
-    assert found["math_mistaken_unseen"] <= 1
-    assert found["math_library_right_unseen"] <= 0.9

@@ -1,20 +1,52 @@
-"""How sides of a comparison take turns, and what is made of it."""
+"""The benchmarks of turns and of the endpoint in their smallest form, and their figures of known times."""
 
-from laminar_lab.bench.report import Ratio, in_turn
+from dataclasses import replace
 
+import pytest
 
-def test_another_side_is_first_in_each_round_and_warm_rounds_do_not_count():
-    order = []
-
-    def side(name):
-        return lambda number: order.append(name) or float(number)
-
-    found = in_turn({name: side(name) for name in "abc"}, rounds=2, warm=1)
-    assert "".join(order) == "abc" + "bca" + "cab"
-    assert found == {name: [1.0, 2.0] for name in "abc"}
+from laminar_lab.bench.endpoint import agents
+from laminar_lab.bench.endpoint.agents import MANY, ONE, ONE_TIMES, ComparedRound, table
+from laminar_lab.bench.turns import added
+from laminar_lab.bench.turns.added import COMPUTED, LONG, SHORT, turn_times
+from laminar_lab.bench.turns.replica import TimedRound
+from tests.bench.figures import figures
 
 
-def test_a_ratio_is_the_median_of_rounds_and_no_ratio_of_medians():
-    ratio = Ratio.of([1.0, 4.0, 9.0], [1.0, 2.0, 3.0])
-    assert (ratio.median, ratio.least, ratio.most) == (2.0, 1.0, 3.0)
-    assert str(ratio) == "median of 3 rounds in turn, 1.00 to 3.00"
+def compared(endpoint_s, engine_s, *, added_s=0.002):
+    engine = TimedRound(wall_s=engine_s, first_s=[[0.01, 0.02], [0.03, 0.04]])
+    first_s = [[first + added_s for first in turns] for turns in engine.first_s]
+    return ComparedRound(TimedRound(wall_s=endpoint_s, first_s=first_s), engine)
+
+
+def test_a_turn_adds_what_the_engine_alone_does_not_take_in_turns_after_the_first():
+    answered = [[0.0, 1.0, 2.0], [5.0, 6.0]]
+    firsts = [[0.5, 1.010, 2.020], [5.5, 6.030]]
+    alone = [[0.0, 0.004, 0.008], [0.0, 0.004]]
+    times = turn_times(answered, firsts, alone)
+    assert (times.total, times.engine, times.added) == pytest.approx((20.0, 4.0, 12.0))
+
+
+def test_the_row_is_the_lower_of_streams_and_whole_answers():
+    rounds = [[compared(10.0, 9.5)], [compared(10.0, 9.0)], [compared(1.0, 1.0)]]
+    found = figures("endpoint", "agents", table(MANY, ONE, rounds))
+    assert found["endpoint_over_engine"] == found["endpoint_over_engine_whole"] == pytest.approx(0.9)
+    assert found["endpoint_over_engine_stream"] == pytest.approx(0.95)
+    assert found["endpoint_added_ms"] == pytest.approx(2.0)
+
+
+@pytest.mark.slow
+def test_every_figure_of_turns_comes_once_and_is_positive(capsys):
+    cases = [replace(case, count=1, turns=4) for case in (SHORT, LONG, COMPUTED)]
+    found = figures("turns", "added", added.rows(repeats=1, cases=cases))
+    assert 0 < found["turn_engine_ms"] < found["turn_total_ms"]
+    assert found["turn_2000_kept_ms"] > 0 < found["turn_2000_computed_ms"]  # which is less depends on the load
+    assert capsys.readouterr().err.count(" added ") == 2 * len(cases)
+
+
+@pytest.mark.slow
+def test_every_figure_of_the_endpoint_comes_and_the_engine_gets_the_same_requests(capsys):
+    cases = {"many": replace(MANY, agents=3, turns=2, tokens=(2, 6)), "one": replace(ONE, turns=2, tokens=(2, 4))}
+    found = figures("endpoint", "agents", agents.rows(repeats=1, **cases))
+    assert capsys.readouterr().err.count("first token") == 2 * (2 + ONE_TIMES), "with one round to warm up"
+    assert found["endpoint_over_engine"] > 0
+    assert found["endpoint_added_ms"] <= found["endpoint_added_p95_ms"]

@@ -11,10 +11,6 @@ from laminar_lab.simulate.figures import SimulatedFigures
 
 sys.modules.setdefault("fleets", fleets)  # as the scripts find it, beside themselves
 
-from experiments.multi_turn_tails import confirm  # noqa: E402
-
-sys.modules.setdefault("confirm", confirm)
-
 from experiments.multi_turn_tails.run import LATENCY_S, SLOW_S, Comparison  # noqa: E402
 
 SPEEDS = {

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.walls.run import CONFIG, HERE, Trial, line, read_plant, rows
+from experiments.walls.run import CONFIG, HERE, Trial, read_plant, rows
 from laminar_lab.advice import Remedy, remedies
 from laminar_py.config.loading import load_config
 from laminar_py.observe.diagnosis import Wall
@@ -36,5 +36,5 @@ def test_figures_are_means_over_seeds_and_the_error_is_that_of_the_predicted_ste
         for named, workers, seen_s in ((True, 5, 1.5), (False, 8, 1.0))
     ]
     found = rows(plant, trials)
-    assert line(found) == ["reward", "reward.workers 1 -> 5/8", "50%", "50%", "4.00 s", "4.00 x", "3.20 x", "-20%"]
+    assert found[0].conditions == "reward: reward.workers 1 -> 5/8, 2 seeds"
     assert [row.value for row in found] == pytest.approx([0.5, 0.5, 4.0, 4.0, 3.2, -0.2])

@@ -1,13 +1,13 @@
 """One controller under the load of a large fleet.
 
-The controller is that of any run, in a process of its own, with its ledger, relay, learner's process and segments;
-replicas are hosted by load generators (`generator`), which write and say what real ones would. The learner takes
-no time and scorers do not judge, so that what is measured is control. All stands on one host, where a fleet has
-many: references cost no look for a store; nobody dies, joins or leaves, and nothing goes to journals. Generators
-share the controller's cores at a lower priority, so that a response may end later than it would. Large archives
-are written by processes apart, as in any run, and count in none of the controller's figures. Emulated time is
-compressed, so that a response lives for seconds in place of a minute; what is live waits for the learner instead.
-Figures are of the steps after the first ten, in which the fleet fills.
+The controller leads a run in a process of its own, with ledger, relay, learner's process and segments as in any
+run. Load generators (`generator`) host the replicas, which write and report as real replicas do. The learner takes
+no time and scorers do not judge, so the figures are of control alone. All parts stand on one host, where a fleet
+has many: references cost no look for a store; no part dies, joins or leaves; nothing goes to journals. Generators
+share the controller's cores at a lower priority, so a response may end later than in a fleet. Other processes
+write large archives, as in any run, and count in no figure. Emulated time is compressed: a response lives for
+seconds instead of a minute, and live responses wait for the learner. Figures are of the steps after the first ten,
+in which the fleet fills. Run this in the project's folder.
 """
 
 import contextlib
@@ -25,17 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_lab.bench.control.generator import ENDED
-from laminar_lab.bench.control.inputs import COMPRESSION
-from laminar_lab.bench.control.process import SAMPLES, ProcessSamples
-from laminar_lab.bench.report import Row, Tell
+from laminar_lab.bench.control.process import CONFIG, SAMPLES, ProcessSamples
+from laminar_lab.bench.report import Row, log_line
+from laminar_lab.bench.runs import require_project_file
 from laminar_py.ledger import decode_event, reading
 from laminar_py.records.events import Stepped
 
-ROWS = (
-    "control_trajectories_per_s control_live_trajectories controller_cores_1024 loop_delay_p99_ms "
-    "controller_bytes record_age_max_s"
-)
-LOOK_S = 0.05  # between looks at what is on record
+ROWS = "control_trajectories_per_s controller_cores_1024 loop_delay_p99_ms controller_bytes record_age_max_s"
+LOOK_S = 0.05  # between looks at the ledger
 WARM_STEPS = 10
 MODULE = "laminar_lab.bench.control.process"
 
@@ -44,7 +41,7 @@ Seconds: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedSteps:
-    """Part of the run that counts, on this host's monotonic clock."""
+    """The steps that count, on this host's monotonic clock."""
 
     begin: float
     end: float
@@ -52,7 +49,7 @@ class CountedSteps:
     tokens: int
 
     def has(self, at: float) -> bool:
-        """True where a moment is in it."""
+        """True where a moment lies within these steps."""
         return self.begin <= at <= self.end
 
     @property
@@ -61,8 +58,9 @@ class CountedSteps:
         return self.end - self.begin
 
 
-def rows(*, replicas: int = 1024, rate: float = 960.0, steps: int = 110, tell: Tell) -> list[Row]:
-    """Figures of a run of so many steps with so many replicas, which may finish `rate` trajectories a second."""
+def rows(*, replicas: int = 1024, rate: float = 960.0, steps: int = 110) -> list[Row]:
+    """Lead and measure a run whose replicas may finish `rate` trajectories a second together."""
+    require_project_file(CONFIG)
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as name:
         command = [sys.executable, "-m", MODULE, name, str(replicas), str(rate), str(steps)]
         with subprocess.Popen(command, stdout=sys.stderr) as process:
@@ -72,16 +70,16 @@ def rows(*, replicas: int = 1024, rate: float = 960.0, steps: int = 110, tell: T
         (run,) = Path(name).glob("runs/*/")
         samples = msgspec.json.decode((Path(name) / SAMPLES).read_bytes(), type=ProcessSamples)
         window = _window(run)
-        tell(f"{window.seconds:.0f} s count")
+        log_line(f"{window.seconds:.0f} s count")
         return [
-            *_load_rows(run, window),
+            _rate_row(run, window),
             *_process_rows(samples, window, replicas=replicas),
             _age_row(_ages(run, looks, window)),
         ]
 
 
 def _watch_record(folder: Path, process: "subprocess.Popen[bytes]") -> list[tuple[float, int]]:
-    """Moments at which somebody else saw which event was the last on record, until the process ends."""
+    """Look into the ledger until the process ends; return moments, each with the last event that a reader saw."""
     looks: list[tuple[float, int]] = []
     while process.poll() is None:
         time.sleep(LOOK_S)
@@ -106,7 +104,7 @@ def _look_on(connection: sqlite3.Connection, process: "subprocess.Popen[bytes]")
 
 
 def _window(run: Path) -> CountedSteps:
-    """The steps after the first ones."""
+    """Read the steps after the warm ones."""
     with reading(run) as connection:
         found = connection.execute("SELECT mono, body FROM event WHERE kind = 'stepped' ORDER BY seq").fetchall()
     steps = [(mono, event) for mono, body in found if isinstance(event := decode_event(body), Stepped)]
@@ -120,12 +118,12 @@ def _window(run: Path) -> CountedSteps:
 
 
 def _ages(run: Path, looks: list[tuple[float, int]], window: CountedSteps) -> Seconds:
-    """Seconds from the end of each response until somebody else could read it in the ledger."""
+    """Return the seconds from the end of each response until a reader of the ledger could see it."""
     ended: dict[str, float] = {}
     for file in run.glob(f"logs/{ENDED}-*"):
         for line in file.read_text().splitlines():
             name, _, mono = line.partition(" ")
-            ended[name] = max(ended.get(name, 0.0), float(mono))  # in another process it was only broken off
+            ended[name] = max(ended.get(name, 0.0), float(mono))  # an earlier note is an interruption
     times, seqs = np.array([at for at, _ in looks]), np.array([seq for _, seq in looks])
     with reading(run) as connection:
         finished = connection.execute("SELECT seq, subject FROM event WHERE kind = 'finished'").fetchall()
@@ -133,17 +131,16 @@ def _ages(run: Path, looks: list[tuple[float, int]], window: CountedSteps) -> Se
     return np.array([times[place] - at for at, place in on_record if window.has(at) and place < len(times)])
 
 
-def _load_rows(run: Path, window: CountedSteps) -> list[Row]:
+def _rate_row(run: Path, window: CountedSteps) -> Row:
     with reading(run) as connection:
         query = "SELECT count(*) FROM trajectory WHERE status NOT IN ('consumed', 'dropped')"
         (live,) = connection.execute(query).fetchone()
     mean = window.tokens / window.trajectories
-    each = f"trained, {window.trajectories} in {window.seconds:.0f} s, {mean:.0f} tokens each,"
-    fast = f"{COMPRESSION} times as fast"
-    return [
-        Row("control_trajectories_per_s", window.trajectories / window.seconds, "1/s", f"{each} {fast}"),
-        Row("control_live_trajectories", live, "", "at the end"),
-    ]
+    conditions = (
+        f"trained, {window.trajectories} in {window.seconds:.0f} s, {mean:.0f} tokens each; {live} live at the"
+        f" end; {CONFIG}"
+    )
+    return Row("control_trajectories_per_s", window.trajectories / window.seconds, "1/s", conditions)
 
 
 def _process_rows(samples: ProcessSamples, window: CountedSteps, *, replicas: int) -> list[Row]:

@@ -1,10 +1,9 @@
-"""Load generators: many emulated replicas in one process, and scorers that read and do not judge.
+"""Load generators: many emulated replicas in one process, and scorers that read responses and toss a coin.
 
-Ray actors in the place of those of a run, for `bench.control`. A hosted replica is the real one around the
-emulated engine: it writes real segments and speaks over a link of its own. What replicas share here is the
-process, its subscriber, the context of its sockets, and what they hash of weights. Segments are not synced, since
-one disk stands for those of 128 hosts; and the loops of generators yield to the controller, which no fleet has on
-the host of so many replicas.
+`bench.control` starts these instead of a run's own parts. A hosted replica is a run's replica around the emulated
+engine: it writes real segments and has a link of its own. The replicas of a process share its subscriber, the
+context of its sockets, and the hashes of weights. Segments are not synced, since one disk stands for the disks of
+128 hosts. The loops of generators yield to the controller, whose host has no generators in a real fleet.
 """
 
 import asyncio
@@ -33,31 +32,31 @@ from laminar_py.runtime.cluster import Part, Place, Process, cluster
 from laminar_py.runtime.link import ReplicaLink
 from laminar_py.runtime.workers import PartActor, ReplicaSpec, ScorerSpec, open_folder, open_part, open_reader
 
-ENDED = "ended"  # name of the files with what each generator saw end
+ENDED = "ended"  # files in which each generator notes the ends of responses
 WRITTEN_S = 0.5
-DELTA_S = 3600.0  # between what an engine gives of a running response: nothing goes to journals
+DELTA_S = 3600.0  # between deltas of a running response, so that nothing goes to journals
 LOOK_S = 5.0  # between looks whether a replica has failed
 CALLS = 4096
 YOUNG = 50_000  # objects after which the collector looks for cycles
-NICE = 5  # of the loop of a generator, which stands for hosts that take no time from the controller
+NICE = 5  # niceness of a generator, which stands for hosts that take no time from the controller
 
 hash_once = lru_cache(maxsize=2)(hash_weights)
 
 
 class Unsynced(SegmentStore):
-    """Segments that are written and not brought to the disk; when each response ended is noted."""
+    """Segments without syncs to the disk; it notes when each response ended."""
 
     def __init__(self, folder: Path, part: str, reader: PayloadReader, ended: "Ended") -> None:
         super().__init__(folder, part, reader)
         self._ended = ended
 
     def keep(self, piece: Piece) -> TokensRef:
-        """Write a piece that is to be told."""
-        self._ended.note(piece.trajectory_id)
+        """Write a piece and note its response's end."""
+        self._ended.note_end(piece.trajectory_id)
         return super().keep(piece)
 
     async def keep_synced(self) -> None:
-        """Until cancelled."""
+        """Wait until cancelled; there is nothing to sync."""
         await asyncio.Event().wait()
 
 
@@ -69,7 +68,7 @@ class Ended:
         self._lines: list[str] = []
         self._written_s = 0.0
 
-    def note(self, trajectory_id: str) -> None:
+    def note_end(self, trajectory_id: str) -> None:
         """Note that a response ends, or is broken off, now."""
         now = time.monotonic()
         self._lines.append(f"{trajectory_id} {now:.4f}\n")
@@ -81,7 +80,7 @@ class Ended:
 
 
 class SharedWeights:
-    """`protocols.WeightSource` of all replicas of one process, over one subscriber."""
+    """`WeightSource` that all replicas of a process share, over one subscriber."""
 
     def __init__(self, subscriber: Subscriber) -> None:
         self._subscriber = subscriber
@@ -97,7 +96,7 @@ class SharedWeights:
         return await self._subscriber.wait_newer(version)
 
     async def pull(self, version: int | None = None) -> PulledVersion:
-        """Pull that version, or the newest; what others pulled a moment ago is given again."""
+        """Pull that version, or the newest; a version that another replica has just pulled is not pulled again."""
         async with self._pulling:
             newest = await self._subscriber.latest()
             wanted = newest if version is None else version
@@ -106,11 +105,11 @@ class SharedWeights:
             return self._pulled
 
     def release(self) -> None:
-        """Nothing: others may read it."""
+        """Do nothing, since other replicas may read the version."""
 
 
 class GeneratorActor(PartActor):
-    """A process that hosts replicas."""
+    """Shell of a process that hosts replicas."""
 
     async def start(self, data: bytes) -> None:
         """Start one more replica."""
@@ -131,7 +130,7 @@ class GeneratorActor(PartActor):
         self._tasks += [asyncio.create_task(replica.run()), asyncio.create_task(link.run())]
 
     async def speed(self) -> bytes:
-        """`EngineSpeed` of the first."""
+        """Measure the first replica; an `EngineSpeed`."""
         rollout = self._config.rollout
         speed, _ = await self._first.measure_speed(
             vocab=read_sizes(self._config.model.path).vocab_size,
@@ -141,7 +140,7 @@ class GeneratorActor(PartActor):
         return encode(speed)
 
     async def ended(self) -> None:
-        """Return never; raises what ended any of them."""
+        """Never return; raise the error that ended a replica."""
         while True:
             await asyncio.sleep(LOOK_S)
             for task in self._tasks:
@@ -180,7 +179,7 @@ class GeneratorActor(PartActor):
 
 
 class Hosted(Part):
-    """A replica in a generator, in the place of a process of its own."""
+    """A replica in a generator instead of a process of its own."""
 
     def __init__(self, name: str, process: Process, *, timeout_s: float, place: Place) -> None:
         self.name = name
@@ -190,18 +189,18 @@ class Hosted(Part):
         self._process = process
 
     def kill(self) -> None:
-        """Nothing: others live in its process."""
+        """Do nothing, since other replicas live in the process."""
 
 
 class Generators:
-    """So many processes, among which replicas are dealt out in turn."""
+    """So many processes; the replicas are dealt out among them in turn."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._actors: list[Process] = []
 
     def make(self, name: str, kind: type | str, *, concurrency: int, timeout_s: float, place: Place) -> Part:
-        """A part for the replica of this name."""
+        """Make a replica's part with this name."""
         if len(self._actors) < self._count:
             self._actors.append(cluster().start(GeneratorActor, title="generator", concurrency=CALLS, place=place))
         actor = self._actors[int(name.rpartition("-")[2]) % self._count]
@@ -209,10 +208,10 @@ class Generators:
 
 
 class ReadingScorerActor(PartActor):
-    """A scorer that reads each response and tosses a coin for it."""
+    """Shell of a scorer that reads each response and tosses a coin for it."""
 
     async def start(self, data: bytes) -> int:
-        """Answers how many responses it takes at a time."""
+        """Start; return how many responses it takes at a time."""
         spec = decode(ScorerSpec, data)
         open_part(spec, f"scorer-{spec.index}")
         self._reader = open_reader(spec)
@@ -220,10 +219,10 @@ class ReadingScorerActor(PartActor):
         return 256
 
     async def reach(self, data: bytes) -> None:
-        """No servers are asked."""
+        """Do nothing, since it asks no servers."""
 
     async def look_ahead(self, data: bytes) -> None:
-        """Nothing is worked ahead."""
+        """Do nothing, since it does no work ahead."""
 
     async def submit_responses(self, data: bytes) -> None:
         """Read a list of `Unscored`."""
@@ -238,7 +237,7 @@ class ReadingScorerActor(PartActor):
         return Score(trajectory_id=unscored.id, value=float(crc32(unscored.id.encode()) & 1))
 
     async def next_scores(self, wait_s: float) -> bytes:
-        """A list of `Score`."""
+        """Return a list of `Score`."""
         scores: list[Score] = []
         try:
             async with asyncio.timeout(wait_s):
@@ -251,4 +250,4 @@ class ReadingScorerActor(PartActor):
         return encode(scores)
 
     async def stop(self) -> None:
-        """Return at once: it holds nothing."""
+        """Return at once, since it holds nothing."""

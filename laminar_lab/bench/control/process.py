@@ -1,6 +1,6 @@
 """The controller's process of `bench.control`: a run like any other, and samples of the process that leads it.
 
-Started as `python -m laminar_lab.bench.control.process FOLDER REPLICAS RATE STEPS`.
+`fleet` starts it as `python -m laminar_lab.bench.control.process FOLDER REPLICAS RATE STEPS`.
 """
 
 import asyncio
@@ -13,11 +13,14 @@ import psutil
 from rich.console import Console
 
 from laminar_lab.bench.control.generator import Generators, ReadingScorerActor
-from laminar_lab.bench.control.inputs import write_inputs
+from laminar_py.config import load_config
 from laminar_py.observe import View
 from laminar_py.runtime.orchestrator import Controller, Result, lead
 from laminar_py.runtime.workers import Opened, PartKinds
 
+CONFIG = Path("configs/emulation/control.yaml")
+GROUP = 16  # samples of a prompt
+STEP_S = 2  # from step to step
 SAMPLES = "samples.json"
 DELAY_S = 0.01  # between looks at the event loop
 USE_S = 0.2  # between looks at processor and memory
@@ -30,14 +33,14 @@ class ProcessSamples(msgspec.Struct):
     delays: list[tuple[float, float]] = []  # seconds by which a timer would be late, one every `DELAY_S`
     uses: list[tuple[float, float, int]] = []  # CPU seconds of all threads so far, bytes of resident memory
 
-    async def take(self) -> None:
+    async def take_samples(self) -> None:
         """Take samples until cancelled."""
         loop, process = asyncio.get_running_loop(), psutil.Process()
         due = next_s = loop.time()
         while True:
             await asyncio.sleep(due - loop.time())
             now = loop.time()
-            while due <= now:  # whoever had come while the loop stood still would have waited, too
+            while due <= now:  # any timer that was due while the loop stood still waited too
                 self.delays.append((due, now - due))
                 due += DELAY_S
             if now >= next_s:
@@ -59,7 +62,7 @@ class SampledLeader:
 
     async def lead(self) -> Result:
         """See `Controller.lead`."""
-        sampling = asyncio.create_task(self._samples.take(), name="samples")
+        sampling = asyncio.create_task(self._samples.take_samples(), name="samples")
         try:
             return await self._controller.lead()
         finally:
@@ -67,8 +70,14 @@ class SampledLeader:
 
 
 def main(folder: Path, *, replicas: int, rate: float, steps: int) -> None:
-    """Lead the run; the samples are in the folder then."""
-    config = write_inputs(folder, replicas=replicas, rate=rate, steps=steps)
+    """Lead a run of a fleet that finishes `rate` trajectories a second; write the samples into `folder`."""
+    settings = {
+        "runs": folder / "runs",
+        "steps": steps,
+        "rollout.replicas": replicas,
+        "rollout.prompts_per_step": max(1, round(STEP_S * rate / GROUP)),
+    }
+    config = load_config(CONFIG, [f"{key}={value}" for key, value in settings.items()])
     console = Console(file=sys.stderr)
     samples = ProcessSamples()
 

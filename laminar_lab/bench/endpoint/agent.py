@@ -1,7 +1,7 @@
-"""Agent that hands its key to whoever speaks for it, and ends with that. Loaded by the launcher of agents.
+"""Agent that hands its key to a socket, and ends when the other side closes it. The launcher of agents loads it.
 
-What the interpreters of many agents cost on a small machine is theirs and not the endpoint's: one process sends
-the requests of all of them (`client`).
+One process (`conversations`) sends the requests of all agents, so that the interpreters of many agents on a small
+machine do not count as the endpoint's cost.
 """
 
 import json
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def run(problem: dict[str, Any]) -> None:
-    """Tell a socket, which the problem's `fields` name, who may ask what; return when it is closed."""
-    told = {
+    """Send name, URL and key to the socket in the problem's `fields`; return when it is closed."""
+    permission = {
         "name": problem["trajectory_id"],
         "url": os.environ["OPENAI_BASE_URL"],
         "key": os.environ["OPENAI_API_KEY"],
     }
     with socket.socket(socket.AF_UNIX) as there:
         there.connect(problem["fields"]["socket"])
-        there.sendall(json.dumps(told).encode() + b"\n")
+        there.sendall(json.dumps(permission).encode() + b"\n")
         there.recv(1)

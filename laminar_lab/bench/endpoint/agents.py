@@ -1,18 +1,19 @@
-"""`laminar bench endpoint`: what agents get through the endpoint, over what the engine alone gives.
+"""Tokens a second of agents through the endpoint over the engine's own, and the time to their first token.
 
-A replica and a process of environments as a run has them, over Ray. Agents are started as in a run and hand out
-their keys; one process speaks for all of them over HTTP, on loopback. Then the engine is asked the same by as many
-consumers in its own process, token by token where agents stream. Rounds of both are taken in turn, by engines of
-one process. The time to the first token is an agent's that streams, from its request on, less the engine's for the
-same request.
+The replica and the process of environments are as in a run. Agents are started as in a run and hand out their
+keys; one process sends the requests of all agents over HTTP, on loopback. The engine then answers the same
+requests to as many consumers in its own process, token by token where agents stream. Rounds of both take turns on
+one engine. The time to the first token runs from a streaming agent's request, less the engine's for
+the same request.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 from transformers import Qwen3Config
 
 from laminar_lab.bench.endpoint import agent
@@ -21,25 +22,20 @@ from laminar_lab.bench.endpoint.conversations import (
     MAX_LEN,
     NUMBERS,
     PROMPT,
-    ComparedRound,
     Conversations,
     HandedKeys,
-    Timed,
     converse,
     open_keys,
 )
-from laminar_lab.bench.endpoint.replica import FixedTurnReplicaActor, RoundAlone, SpokenRound
-from laminar_lab.bench.report import Ratio, Row, Tell, spread
-from laminar_lab.bench.turns.replica import TurnParts
+from laminar_lab.bench.report import Ratio, Row, log_line, spread
+from laminar_lab.bench.turns.replica import BenchParts, TimedRound
 from laminar_lab.bench.workplace import SMALL, workplace, write_model
 from laminar_py.config import RunConfig, parse_config
 from laminar_py.data import EOS, PAD, SPECIAL, tiny_model
-from laminar_py.records.codec import encode
 from laminar_py.runtime.cluster import open_cluster
 
 ROWS = (
-    "endpoint_over_engine endpoint_over_engine_stream endpoint_over_engine_whole endpoint_stream_tokens_per_s "
-    "engine_stream_tokens_per_s endpoint_whole_tokens_per_s engine_whole_tokens_per_s endpoint_added_ms "
+    "endpoint_over_engine endpoint_over_engine_stream endpoint_over_engine_whole endpoint_added_ms "
     "endpoint_added_p95_ms endpoint_added_many_ms"
 )
 TEMPLATE = (
@@ -52,120 +48,111 @@ ONE = Conversations(name="one", agents=1, turns=12, tokens=(8, 16))
 ONE_TIMES = 5  # in a round, since a few milliseconds scatter more than a rate
 
 
-class EndpointBench:
-    """A replica and an environments' process, e.g. `EndpointBench(folder, keys)`, within a Ray cluster."""
+@dataclass(frozen=True, slots=True)
+class ComparedRound:
+    """A round through the endpoint, and the same requests to the engine alone."""
 
-    def __init__(self, folder: Path, keys: HandedKeys, socket: Path) -> None:
-        self._config = write_agent_run(folder)
-        self._keys, self._socket = keys, socket
-        self._parts = TurnParts(folder / "run", FixedTurnReplicaActor)
+    endpoint: TimedRound
+    engine: TimedRound
 
-    async def start(self) -> None:
-        """Return once both serve."""
-        await self._parts.start(self._config, messages=True)
+    @property
+    def ratio(self) -> float:
+        """Tokens a second through the endpoint over tokens a second of the engine."""
+        return self.engine.wall_s / self.endpoint.wall_s
 
-    async def speak(self, case: Conversations, *, number: int, streams: bool) -> Timed:
-        """A round of agents."""
-        assignments = case.assignments(str(self._socket), number=number)
-        round = SpokenRound(assignments=assignments, lengths=case.lengths())
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._parts.replica.call("speak", encode(round)), name="replica")
-            async with self._keys.of(case.agents) as keys:
-                return await converse(keys, case.says(), streams=streams)
-
-    async def alone(self, case: Conversations, *, streams: bool) -> Timed:
-        """Have the engine answer a round by itself."""
-        again = RoundAlone(name=case.name, lengths=case.lengths(), streams=streams)
-        return await self._parts.replica.call_for(Timed, "alone", encode(again))
+    def added_ms(self, share: float = 0.5) -> float:
+        """Return how much later the first token comes than from the engine, as a quantile over turns."""
+        pairs = zip(self.endpoint.first_s, self.engine.first_s, strict=True)
+        added = [1e3 * (one - other) for ours, alone in pairs for one, other in zip(ours, alone, strict=True)]
+        return float(np.quantile(added, share))
 
 
-@asynccontextmanager
-async def open_bench(folder: Path) -> AsyncIterator[EndpointBench]:
-    """Start both, for as long as it is open."""
-    socket = folder / "keys"
-    async with open_keys(socket) as keys:
-        bench = EndpointBench(folder, keys, socket)
-        await bench.start()
-        yield bench
+def rows(*, repeats: int = 5, many: Conversations = MANY, one: Conversations = ONE) -> list[Row]:
+    """Measure medians over `repeats` rounds, of one agent over `ONE_TIMES` as many.
 
-
-def rows(*, repeats: int = 5, tell: Tell, many: Conversations = MANY, one: Conversations = ONE) -> list[Row]:
-    """Figures, medians over `repeats` rounds, of one agent over `ONE_TIMES` as many; one more warms all up."""
+    One more round warms all up.
+    """
     cases = [(many, True), (many, False), *[(one, True)] * ONE_TIMES]
     with workplace() as folder, open_cluster(None):
-        streamed, whole, *single = asyncio.run(_rounds(folder, cases, repeats=repeats, tell=tell))
+        streamed, whole, *single = asyncio.run(_rounds(folder, cases, repeats=repeats))
     return table(many, one, (streamed, whole, [each for rounds in single for each in rounds]))
 
 
 async def _rounds(
-    folder: Path, cases: Sequence[tuple[Conversations, bool]], *, repeats: int, tell: Tell
+    folder: Path, cases: Sequence[tuple[Conversations, bool]], *, repeats: int
 ) -> list[list[ComparedRound]]:
-    """Rounds of each case; the engine alone comes first in every other."""
+    """Return the rounds of each case; the engine alone comes first in every other round."""
     found: list[list[ComparedRound]] = [[] for _ in cases]
-    async with open_bench(folder) as bench:
+    socket, parts = folder / "keys", BenchParts(folder / "run")
+    async with open_keys(socket) as keys:
+        await parts.start(write_agent_run(folder), messages=True)
         for number in range(repeats + 1):
             for place, (case, streams) in enumerate(cases):
+                engine = await parts.replay(case.name, streams=streams) if number % 2 else None
                 name = number * len(cases) + place
-                one = await _round(bench, case, number=name, streams=streams, alone_first=number % 2 > 0)
-                told = f"first token {one.added_ms():+.2f} ms" if streams else "whole answers"
-                tell(
-                    f"{case.name}: {one.endpoint.wall_s:.2f} s, engine {one.engine.wall_s:.2f} s,"
-                    f" {one.ratio:.3f}; {told}"
+                endpoint = await _speak(parts, keys, case, socket, number=name, streams=streams)
+                one = ComparedRound(endpoint, engine or await parts.replay(case.name, streams=streams))
+                log_line(
+                    f"{case.name}, {'streams' if streams else 'whole answers'}: {endpoint.wall_s:.2f} s, engine"
+                    f" {one.engine.wall_s:.2f} s, first token {one.added_ms():+.2f} ms"
                 )
                 if number:
                     found[place].append(one)
     return found
 
 
-async def _round(
-    bench: EndpointBench, case: Conversations, *, number: int, streams: bool, alone_first: bool
-) -> ComparedRound:
-    if alone_first:
-        engine = await bench.alone(case, streams=streams)
-        return ComparedRound(await bench.speak(case, number=number, streams=streams), engine)
-    endpoint = await bench.speak(case, number=number, streams=streams)
-    return ComparedRound(endpoint, await bench.alone(case, streams=streams))
+async def _speak(
+    parts: BenchParts, keys: HandedKeys, case: Conversations, socket: Path, *, number: int, streams: bool
+) -> TimedRound:
+    """Run a round of agents, timed by the process that speaks for them."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(parts.play(case.play(str(socket), number=number)), name="replica")
+        async with keys.next_keys(case.agents) as given:
+            return await converse(given, case.messages(), streams=streams)
 
 
 def table(many: Conversations, one: Conversations, found: Sequence[Sequence[ComparedRound]]) -> list[Row]:
-    """Rows of rounds of many agents that stream, of many that do not, and of one that streams."""
+    """Make the rows of three kinds of rounds: many streaming agents, many with whole answers, one streaming."""
     streamed, whole, single = found
     fewest, most = many.tokens
+    tokens = sum(map(sum, many.lengths()))
     where = (
         f"{many.agents} agents of {many.turns} turns of {fewest} to {most} tokens, 25M parameters, one thread; one"
         " process of aiohttp speaks for all, with the keys that their processes hand out; beside the embedded"
         " engine's own stream of the same requests in its process"
     )
-    ratios = [Ratio.of([each.ratio for each in rounds], [1.0] * len(rounds)) for rounds in (streamed, whole)]
-    lower = min(ratios, key=lambda ratio: ratio.median)
-    tokens = sum(map(sum, many.lengths()))
 
-    def rate(name: str, seconds: list[float]) -> Row:
-        rates = [tokens / each for each in seconds]
-        return Row(name, median(rates), "tokens/s", f"{where}; {spread(rates)}")
+    def over(name: str, kind: str, rounds: Sequence[ComparedRound]) -> Row:
+        ratio = Ratio.between([each.ratio for each in rounds], [1.0] * len(rounds))
+        ours, engine = (
+            spread([tokens / seconds for seconds in side])
+            for side in ([each.endpoint.wall_s for each in rounds], [each.engine.wall_s for each in rounds])
+        )
+        return ratio.row(name, f"{kind}, {ours} tokens/s, the engine {engine}; {where}")
 
-    def added(name: str, values: list[float], told: str) -> Row:
-        return Row(name, median(values), "ms", f"{told}; median of rounds {spread(values, '.2f')}")
+    def added(name: str, values: list[float], detail: str) -> Row:
+        return Row(name, median(values), "ms", f"{detail}; median of rounds {spread(values, '.2f')}")
 
     alone = (
-        f"p50, one agent that streams, {one.turns} turns, no other at work; from its request to the first event"
+        f"one agent that streams, {one.turns} turns, no other at work; from its request to the first event, less"
+        " the engine's time"
     )
+    both = [
+        over("endpoint_over_engine_stream", "streams", streamed),
+        over("endpoint_over_engine_whole", "whole answers", whole),
+    ]
+    lower = min(row.value or 0.0 for row in both)
     return [
-        Row("endpoint_over_engine", lower.median, "x", f"the lower of the next two; {where}"),
-        Row("endpoint_over_engine_stream", ratios[0].median, "x", f"streams, {ratios[0]}; {where}"),
-        Row("endpoint_over_engine_whole", ratios[1].median, "x", f"whole answers, {ratios[1]}; {where}"),
-        rate("endpoint_stream_tokens_per_s", [each.endpoint.wall_s for each in streamed]),
-        rate("engine_stream_tokens_per_s", [each.engine.wall_s for each in streamed]),
-        rate("endpoint_whole_tokens_per_s", [each.endpoint.wall_s for each in whole]),
-        rate("engine_whole_tokens_per_s", [each.engine.wall_s for each in whole]),
-        added("endpoint_added_ms", [each.added_ms() for each in single], f"{alone}, less the engine's"),
-        added("endpoint_added_p95_ms", [each.added_ms(0.95) for each in single], f"p95 in place of {alone}"),
+        Row("endpoint_over_engine", lower, "x", f"the lower of the next two; {where}"),
+        *both,
+        added("endpoint_added_ms", [each.added_ms() for each in single], f"p50, {alone}"),
+        added("endpoint_added_p95_ms", [each.added_ms(0.95) for each in single], f"p95, {alone}"),
         added("endpoint_added_many_ms", [each.added_ms() for each in streamed], f"p50, streams; {where}"),
     ]
 
 
 def write_agent_run(folder: Path) -> RunConfig:
-    """Write a model of 25 million parameters with a chat template; returns the config of a run on it."""
+    """Write a model of 25 million parameters with a chat template; return the config of a run on it."""
     ends = {"eos_token_id": SPECIAL.index(EOS), "pad_token_id": SPECIAL.index(PAD)}
     model = write_model(folder / "model", Qwen3Config.from_dict({**SMALL.to_dict(), **ends}))
     files = tiny_model((*MARKS, *NUMBERS), pattern=r"<\w+>|\d{4}", template=TEMPLATE)

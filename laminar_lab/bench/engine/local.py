@@ -1,10 +1,9 @@
 """The embedded engine beside `generate` of Hugging Face transformers: useful tokens per CPU-second.
 
-Both sides serve one model on one thread in this process and take turns on the same requests of log-normal
-lengths. The engine gets as many requests at a time as it has slots. `generate` gets batches in the order of
-arrival, padded on the left; a row stops at its own length, and the batch goes on to its longest. Invariant: both
-draw at temperature 1 from the whole vocabulary and give every token's log-probability; only tokens that were asked
-for count.
+Both sides serve one model on one thread in this process and take turns on the same requests of log-normal lengths.
+The engine gets as many requests at a time as it has slots. `generate` gets batches in the order of arrival, padded
+on the left; a row stops at its own length, and the batch runs to its longest row. Both sides draw at temperature 1
+from the whole vocabulary and give the log-probability of every token. Only requested tokens count.
 """
 
 import asyncio
@@ -24,41 +23,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from laminar_lab.bench.report import Ratio, Row, Tell, cpu_s, in_turn
+from laminar_lab.bench.lengths import log_normal_lengths
+from laminar_lab.bench.report import Ratio, Row, cpu_s, in_turn, log_line
 from laminar_lab.bench.workplace import SMALL, count_parameters, workplace, write_model
 from laminar_py.engines.local import LocalEngine
 from laminar_py.records import GenerateRequest, SamplingParams
 from laminar_py.records.codec import IntArray
 
-ROWS = (
-    "local_useful_tokens_c1 local_over_hf_c1 hf_useful_tokens_c1 local_useful_tokens_c8 local_over_hf_c8 "
-    "hf_useful_tokens_c8 local_useful_tokens_c32 local_over_hf_c32 hf_useful_tokens_c32"
-)
+ROWS = "local_over_hf_c1 local_over_hf_c8 local_over_hf_c32"
 PROMPT_LENGTHS = (16, 48)  # the shortest and the longest; uniform between them
 WARM_TOKENS = 8  # of each request before the clock starts: tracing, and first use of kernels
 RATE = "tokens per CPU-second"
-_P95 = 1.645  # standard deviations of a normal distribution below which 95 % lie
+DEVIATIONS_95 = 1.645  # standard deviations of a normal distribution below which 95 % lie
 _NO_IDS = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseLengths:
-    """Log-normal response lengths, cut at `cap`."""
-
-    median: float
-    p95: float
-    cap: int
-
-    def draw(self, count: int, *, rng: np.random.Generator) -> list[int]:
-        """`count` lengths of at least one token."""
-        deviation = math.log(self.p95 / self.median) / _P95
-        lengths: list[int] = (
-            np.exp(rng.normal(math.log(self.median), deviation, count)).round().astype(int).tolist()
-        )
-        return [min(max(length, 1), self.cap) for length in lengths]
-
-
-LENGTHS = ResponseLengths(median=64, p95=263, cap=400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +52,27 @@ class Traffic:
 
     concurrency: int
     num_requests: int
-    lengths: ResponseLengths = LENGTHS
+    median: int = 64  # response tokens
+    p95: int = 263
+    cap: int = 400
 
     def asks(self, number: int, *, vocab: int) -> list[Ask]:
-        """Requests of a round, always the same for its number."""
+        """Make the requests of a round, always the same for its number."""
         rng = np.random.default_rng([self.concurrency, number])
         shortest, longest = PROMPT_LENGTHS
-        drawn = self.lengths.draw(self.num_requests, rng=rng)
+        sigma = math.log(self.p95 / self.median) / DEVIATIONS_95
+        drawn = log_normal_lengths(rng, self.num_requests, median=self.median, sigma=sigma, cap=self.cap)
         return [
             Ask(rng.integers(0, vocab, rng.integers(shortest, longest, endpoint=True), dtype=np.int32), length)
             for length in drawn
         ]
 
-    def tell(self, model: PretrainedConfig) -> str:
-        """Conditions, for a table."""
-        lengths = self.lengths
+    def conditions(self, model: PretrainedConfig) -> str:
+        """Describe the traffic."""
         return (
             f"c{self.concurrency}: {self.num_requests} requests a round, {self.concurrency} at a time;"
             f" {count_parameters(model) / 1e6:.1f}M parameters in fp32, one thread; log-normal lengths, median"
-            f" {lengths.median:g}, p95 {lengths.p95:g}, cap {lengths.cap}"
+            f" {self.median}, p95 {self.p95}, cap {self.cap}"
         )
 
 
@@ -102,7 +81,7 @@ TRAFFIC = (Traffic(1, 8), Traffic(8, 32), Traffic(32, 96))
 
 @contextmanager
 def written_model(model: PretrainedConfig) -> Iterator[Path]:
-    """A model's folder; meanwhile torch computes in this thread as the engine does on its own."""
+    """Write a model and yield its folder; meanwhile torch computes in this thread as in the engine's."""
     torch.set_flush_denormal(True)
     try:
         with workplace() as folder:
@@ -112,14 +91,14 @@ def written_model(model: PretrainedConfig) -> Iterator[Path]:
 
 
 def tokens_per_cpu_s(folder: Path, traffic: Traffic, number: int, *, vocab: int) -> float:
-    """Rate of a round, served by a warm engine of its own; its thread and this event loop count together."""
+    """Serve a round by a warm engine of its own; return its rate, with the CPU time of engine and event loop."""
     asks = traffic.asks(number + 1, vocab=vocab)
     return sum(ask.length for ask in asks) / asyncio.run(_serve(folder, asks, traffic))
 
 
 async def _serve(folder: Path, asks: Sequence[Ask], traffic: Traffic) -> float:
-    """CPU seconds for all requests."""
-    slots, max_len = traffic.concurrency, PROMPT_LENGTHS[1] + max(traffic.lengths.cap, WARM_TOKENS)
+    """Serve all requests and return the CPU seconds."""
+    slots, max_len = traffic.concurrency, PROMPT_LENGTHS[1] + max(traffic.cap, WARM_TOKENS)
     engine = LocalEngine(folder, max_batch=slots, max_len=max_len, kv_capacity=slots * max_len)
     await engine.start()
     await engine.load_weights(folder, 1)
@@ -153,20 +132,18 @@ async def _answer(engine: LocalEngine, ask: Ask, *, seed: int) -> None:
 TRIAL_REQUESTS = 8  # at least, to choose a cache for `generate`
 
 
-def rows(
-    *, repeats: int = 3, tell: Tell, model: PretrainedConfig = SMALL, traffic: Sequence[Traffic] = TRAFFIC
-) -> list[Row]:
-    """Rates of both and their ratio, medians over `repeats` rounds; `tell` hears of each.
+def rows(*, repeats: int = 3, model: PretrainedConfig = SMALL, traffic: Sequence[Traffic] = TRAFFIC) -> list[Row]:
+    """Compare the rates of both sides, medians over `repeats` rounds.
 
     Sets this process to one torch thread.
     """
     logging.disable_progress_bar()
     with written_model(model) as folder:
         hf = HuggingFace.load(folder)
-        return [row for each in traffic for row in _compare(folder, hf, each, repeats=repeats, tell=tell)]
+        return [_compare(folder, hf, each, repeats=repeats) for each in traffic]
 
 
-def _compare(folder: Path, hf: "HuggingFace", traffic: Traffic, *, repeats: int, tell: Tell) -> list[Row]:
+def _compare(folder: Path, hf: "HuggingFace", traffic: Traffic, *, repeats: int) -> Row:
     slots = traffic.concurrency
     trial = traffic.asks(0, vocab=hf.vocab)[: max(slots, TRIAL_REQUESTS)]
     cache = hf.faster_cache(trial, concurrency=slots)
@@ -176,23 +153,21 @@ def _compare(folder: Path, hf: "HuggingFace", traffic: Traffic, *, repeats: int,
         took_s = cpu_s(partial(hf.answer, asks, concurrency=slots, cache=cache))
         return sum(ask.length for ask in asks) / took_s
 
-    tell(f"concurrency {slots}, {RATE}")
+    log_line(f"concurrency {slots}, {RATE}")
     serve = partial(tokens_per_cpu_s, folder, traffic, vocab=hf.vocab)
-    rates = in_turn({"hf": generate, "local": serve}, rounds=repeats, tell=tell)
-    ratio = Ratio.of(rates["local"], rates["hf"])
-    conditions = f"{traffic.tell(hf.config)}; {ratio}; generate with its {cache} cache"
-    return [
-        Row(f"local_useful_tokens_c{slots}", median(rates["local"]), RATE, conditions),
-        Row(f"local_over_hf_c{slots}", ratio.median, "x", conditions),
-        Row(f"hf_useful_tokens_c{slots}", median(rates["hf"]), RATE, conditions),
-    ]
+    rates = in_turn({"hf": generate, "local": serve}, rounds=repeats)
+    conditions = (
+        f"{traffic.conditions(hf.config)}; {median(rates['local']):,.0f} useful {RATE}, generate with its {cache}"
+        f" cache {median(rates['hf']):,.0f}"
+    )
+    return Ratio.between(rates["local"], rates["hf"]).row(f"local_over_hf_c{slots}", conditions)
 
 
 class HuggingFace:
     """`generate` of one model, with the faster of its caches and the cheapest way to its log-probabilities.
 
-    That way is log-softmax once a step and one gather: `output_logits` with `compute_transition_scores` keeps all
-    logits and costs up to a sixth more.
+    It takes log-softmax once a step and gathers one value; `output_logits` with `compute_transition_scores` keeps
+    all logits and costs up to a sixth more.
     """
 
     def __init__(self, model: Qwen3ForCausalLM) -> None:
@@ -206,7 +181,7 @@ class HuggingFace:
         return cls(AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval())
 
     def faster_cache(self, asks: Sequence[Ask], *, concurrency: int) -> str:
-        """The cache that takes less CPU time for all of `asks`; also the warm-up."""
+        """Return the cache that takes less CPU time for all of `asks`; this also warms the model up."""
         warm = [Ask(ask.prompt, WARM_TOKENS) for ask in asks[:concurrency]]
         elapsed: dict[str, float] = {}
         for cache in ("dynamic", "static"):

@@ -1,7 +1,9 @@
-"""SGLang through our client: its overhead against a bare HTTP client, and what new weights cost running streams.
+"""SGLang through our client.
 
-Real servers on this machine's CPU, with
-models made from a seed; sides of a comparison take turns against one server.
+Its overhead against a bare HTTP client, and the pause of running streams for new weights.
+
+Real servers run on this machine's CPU, with models made from a seed. The sides of a comparison take turns against
+one server.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ import aiohttp
 import numpy as np
 from transformers import Qwen3Config
 
-from laminar_lab.bench.report import Ratio, Row, Tell, spread
+from laminar_lab.bench.report import Ratio, Row, log_line, spread
 from laminar_lab.bench.workplace import write_model
 from laminar_py.config import ConfigError
 from laminar_py.config.cluster import Device
@@ -28,8 +30,8 @@ from laminar_py.engines.sglang import NO_FLAGS, Flag, Served, ServerSpec, SGLang
 from laminar_py.records import FinishReason, GenerateRequest, PauseMode, Recording, SamplingParams
 
 ROWS = (
-    "client_over_bare_http client_cpu_us_per_token refresh_in_place_s refresh_in_place_over_bare "
-    "refresh_drain_s refresh_resume_s refresh_retract_s refresh_retract_over_bare"
+    "client_over_bare_http client_cpu_us_per_token refresh_in_place_over_bare refresh_drain_s refresh_resume_s "
+    "refresh_retract_over_bare"
 )
 STREAMS = 32
 TOKENS = 256  # of each stream, for the overhead
@@ -45,7 +47,7 @@ NO_IDS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A served model and the two clients' ways to it."""
+    """A served model with its server, and our client of it."""
 
     engine: SGLangEngine
     server: SGLangServer
@@ -53,18 +55,18 @@ class ServedModel:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of a bare client."""
+        """Headers for a bare client."""
         return {"Authorization": f"Bearer {self.server.api_key}"}
 
 
-def rows(*, repeats: int = 3, tell: Tell) -> list[Row]:
-    """Measure each figure; `tell` gets a line for each. Raises `ConfigError` without an SGLang to run."""
+def rows(*, repeats: int = 3) -> list[Row]:
+    """Measure each figure. Raises `ConfigError` without an SGLang to run."""
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-        return asyncio.run(_rows(find_python(), Path(folder), repeats=repeats, tell=tell))
+        return asyncio.run(_rows(find_python(), Path(folder), repeats=repeats))
 
 
 def find_python() -> Path:
-    """The interpreter that has SGLang: `LAMINAR_SGLANG_PYTHON`, or the environment of `make test-sglang`."""
+    """Return the interpreter with SGLang: `LAMINAR_SGLANG_PYTHON`, or the environment of `make test-sglang`."""
     python = Path(os.environ.get("LAMINAR_SGLANG_PYTHON", ".venv-sglang/bin/python"))
     if not python.is_file():
         raise ConfigError(f"LAMINAR_SGLANG_PYTHON={python}: no such interpreter; `make test-sglang` makes it")
@@ -80,7 +82,7 @@ def cpu_server(
     record: tuple[Recording, ...] = (),
     flags: Mapping[str, Flag] = NO_FLAGS,
 ) -> SGLangServer:
-    """A server of that model on this machine's CPU, not started; its log is beside the model."""
+    """Make a server of that model on this machine's CPU, not started; its log is beside the model."""
     spec = ServerSpec(
         python=python,
         model_dir=model,
@@ -98,7 +100,7 @@ def cpu_server(
 
 @asynccontextmanager
 async def connected(server: SGLangServer, served: Served) -> AsyncIterator[SGLangEngine]:
-    """Our client of a running server, with the server's own weights as version 1."""
+    """Yield our client of a running server, with the server's own weights as version 1."""
     engine = SGLangEngine(server.url, api_key=server.api_key, served=served, stall_timeout_s=120)
     await engine.start()
     await engine.load_weights(server.spec.model_dir, 1)
@@ -106,15 +108,15 @@ async def connected(server: SGLangServer, served: Served) -> AsyncIterator[SGLan
     await engine.close()
 
 
-async def _rows(python: Path, folder: Path, *, repeats: int, tell: Tell) -> list[Row]:
+async def _rows(python: Path, folder: Path, *, repeats: int) -> list[Row]:
     small = write_model(folder / "small", _config(hidden=128, layers=2, intermediate=384))
     large = write_model(folder / "large", _config(hidden=512, layers=13, intermediate=1632))
     async with _serving(python, small) as rig:
-        overhead = await overhead_rows(rig, repeats, tell)
+        overhead = await overhead_rows(rig, repeats)
     async with _serving(python, large, flags={"disable-overlap-schedule": True}) as rig:
-        in_place = await _in_place_rows(rig, REFRESHES, tell)  # as a run launches it for that policy
+        in_place = await _in_place_row(rig, REFRESHES)  # as a run launches it for that policy
     async with _serving(python, large) as rig:
-        return [*overhead, *in_place, *await _refreshes(rig, REFRESHES, tell)]
+        return [*overhead, in_place, *await _refreshes(rig, REFRESHES)]
 
 
 def _config(*, hidden: int, layers: int, intermediate: int) -> Qwen3Config:
@@ -156,9 +158,9 @@ def _request(name: str, *, length: int, prefix: list[int] | None = None) -> Gene
 # ---- overhead
 
 
-async def overhead_rows(rig: ServedModel, rounds: int, tell: Tell) -> list[Row]:
-    """Speed of our client over a bare one, and CPU time that ours takes for a token, medians over `rounds`."""
-    # a bare client as ours is: a connection for each request, a large buffer
+async def overhead_rows(rig: ServedModel, rounds: int) -> list[Row]:
+    """Measure our client's speed over a bare one, and its CPU time for a token, medians over `rounds`."""
+    # the bare client has a connection for each request and a large buffer, as ours has
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     watch = asyncio.create_task(rig.engine.watch())  # as a replica does
     async with aiohttp.ClientSession(headers=rig.headers, connector=connector, read_bufsize=2**20) as session:
@@ -169,7 +171,7 @@ async def overhead_rows(rig: ServedModel, rounds: int, tell: Tell) -> list[Row]:
                 found[side].append(await client_round(streams[side], f"{side}{turn}"))
     watch.cancel()
     speeds, costs = ({side: [one[part] for one in taken[1:]] for side, taken in found.items()} for part in (0, 1))
-    ratio = Ratio.of(speeds["ours"], speeds["bare"])
+    ratio = Ratio.between(speeds["ours"], speeds["bare"])
     conditions = (
         f"{STREAMS} streams of {TOKENS} tokens, one token per event, model of 0.5 M parameters, {ratio}; bare:"
         f" reads the bytes and drops them, {median(speeds['bare']):,.0f} tokens/s"
@@ -183,12 +185,12 @@ async def overhead_rows(rig: ServedModel, rounds: int, tell: Tell) -> list[Row]:
         Row("client_cpu_us_per_token", median(costs["ours"]), "us", spent),
     ]
     for row in rows:
-        tell(f"{row.name} {row.value:.3f}: {row.conditions}")
+        log_line(f"{row.name} {row.value:.3f}: {row.conditions}")
     return rows
 
 
 async def client_round(stream: Callable[[str], Awaitable[None]], turn: str) -> tuple[float, float]:
-    """Tokens/s and this process's CPU microseconds a token for all streams at once, each a call with its name."""
+    """Run all streams at once, each by a call with its name; return tokens/s and CPU microseconds a token."""
     began, cpu_began_s = time.perf_counter(), time.process_time()
     await asyncio.gather(*(stream(f"{turn}.{i}") for i in range(STREAMS)))
     elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began_s
@@ -223,16 +225,16 @@ async def _bare(rig: ServedModel, session: aiohttp.ClientSession, name: str) -> 
 
 @dataclass(slots=True, kw_only=True)
 class Crowd:
-    """Streams that are kept running, and when their tokens came."""
+    """Streams that keep running, and the moments of their tokens."""
 
     engine: SGLangEngine
     length: int
     ids: dict[str, list[int]] = field(default_factory=dict)
-    times: dict[str, list[float]] = field(default_factory=dict)  # when each stream's deltas with tokens came
+    times: dict[str, list[float]] = field(default_factory=dict)  # arrivals of each stream's deltas with tokens
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self, turn: str | None = None) -> None:
-        """Start new streams, which a turn names, or each again from the tokens that it has."""
+        """Start new streams, which a turn names, or start each stream again from its tokens so far."""
         if turn is not None:
             self.ids = {f"{turn}.{i}": [] for i in range(STREAMS)}
             self.times = {name: [] for name in self.ids}
@@ -247,7 +249,7 @@ class Crowd:
             if delta.finish_reason is FinishReason.ABORT:
                 return
 
-    async def grown(self, tokens: int) -> None:
+    async def wait_for_tokens(self, tokens: int) -> None:
         """Wait until every stream has so many tokens more, or has ended."""
         targets = {name: len(ids) + tokens for name, ids in self.ids.items()}
         while any(len(self.ids[name]) < targets[name] for name in targets) and not all(  # noqa: ASYNC110
@@ -255,14 +257,16 @@ class Crowd:
         ):
             await asyncio.sleep(0.005)
 
-    async def done(self) -> None:
+    async def wait_for_end(self) -> None:
         """Wait until every stream has ended."""
         await asyncio.gather(*self.tasks)
 
     def pause_s(self, loaded: float, *, since: float = 0.0) -> float:
-        """Time without a token around the load at `loaded`, less the time between two tokens; mean of all streams.
+        """Return the time without a token around the load at `loaded`, less the usual gap.
 
-        Streams that begin after it waited from `since` on.
+        The mean of all streams.
+
+        Streams that begin after the load have waited from `since` on.
         """
         return mean(_pause_s(times, loaded, since) for times in self.times.values())
 
@@ -273,33 +277,33 @@ def _pause_s(times: list[float], loaded: float, since: float) -> float:
     return first - last - median(b - a for a, b in itertools.pairwise(times[-WARM_TOKENS:]))
 
 
-async def _refreshes(rig: ServedModel, count: int, tell: Tell) -> list[Row]:
+async def _refreshes(rig: ServedModel, count: int) -> list[Row]:
     bare = await _bare_updates(rig, count)
-    retract, prefill = await _retracted(rig, count)
-    tell(f"retract {retract:.3f} s, bare update {bare:.3f} s and prefill alone {prefill:.3f} s")
-    resume = await _resumed(rig, count)
+    prefills: list[float] = []
+
+    async def prefill(contexts: dict[str, list[int]]) -> None:
+        await _load_next(rig)  # drops the prefix cache
+        prefills.append(await _prefill_s(rig, contexts))
+
+    retract = await _median_pause_s(rig, PauseMode.RETRACT, count, then=prefill)
+    resume = await _median_pause_s(rig, PauseMode.ABORT, count)
     drain = await _drained(rig, count)
-    tell(f"resume {resume:.3f} s, drain {drain:.3f} s")
-    told = _conditions(count, bare)
-    more = f"{told}; re-prefill of the contexts alone {prefill * 1000:.0f} ms"
+    alone, setting = median(prefills), _conditions(count, bare)
+    log_line(f"retract {retract:.3f} s, prefill alone {alone:.3f} s, resume {resume:.3f} s, drain {drain:.3f} s")
+    more = f"{setting}; retraction {retract:.2f} s, re-prefill of the contexts alone {alone * 1000:.0f} ms"
     return [
-        Row("refresh_drain_s", drain, "s", f"{told}; streams of {WARM_TOKENS} tokens that end together"),
+        Row("refresh_drain_s", drain, "s", f"{setting}; streams of {WARM_TOKENS} tokens that end together"),
         Row("refresh_resume_s", resume, "s", more),
-        Row("refresh_retract_s", retract, "s", more),
-        Row("refresh_retract_over_bare", retract / (bare + prefill), "x", more),
+        Row("refresh_retract_over_bare", retract / (bare + alone), "x", more),
     ]
 
 
-async def _in_place_rows(rig: ServedModel, count: int, tell: Tell) -> list[Row]:
+async def _in_place_row(rig: ServedModel, count: int) -> Row:
     bare = await _bare_updates(rig, count)
-    async with _running(rig, "p") as crowd:
-        in_place = median([(await _pause(rig, crowd, PauseMode.IN_PLACE))[0] for _ in range(count)])
-    tell(f"in_place {in_place:.3f} s, bare update {bare:.3f} s")
-    told = f"{_conditions(count, bare)}; no overlapped steps"
-    return [
-        Row("refresh_in_place_s", in_place, "s", told),
-        Row("refresh_in_place_over_bare", in_place / bare, "x", told),
-    ]
+    in_place = await _median_pause_s(rig, PauseMode.IN_PLACE, count)
+    log_line(f"in_place {in_place:.3f} s, bare update {bare:.3f} s")
+    conditions = f"{_conditions(count, bare)}; no overlapped steps; in place {in_place * 1000:.0f} ms"
+    return Row("refresh_in_place_over_bare", in_place / bare, "x", conditions)
 
 
 def _conditions(count: int, bare: float) -> str:
@@ -322,30 +326,39 @@ async def _bare_updates(rig: ServedModel, count: int) -> float:
     return median(elapsed[1:])
 
 
-@asynccontextmanager
-async def _running(rig: ServedModel, turn: str) -> AsyncIterator[Crowd]:
-    """Streams that all have some tokens; aborted at the end."""
-    crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
-    crowd.start(turn)
-    await crowd.grown(WARM_TOKENS)
-    yield crowd
-    await rig.engine.pause(PauseMode.ABORT)
-    await crowd.done()
-    await rig.engine.resume()
+async def _median_pause_s(
+    rig: ServedModel,
+    mode: PauseMode,
+    count: int,
+    *,
+    then: Callable[[dict[str, list[int]]], Awaitable[None]] | None = None,
+) -> float:
+    """Load a version under running streams, so many times; return the median of their pauses.
 
-
-async def _pause(rig: ServedModel, crowd: Crowd, mode: PauseMode) -> tuple[float, dict[str, list[int]]]:
-    """Pause of running streams for a new version, and what each had when it began; what is aborted starts anew."""
-    await rig.engine.pause(mode)
-    if mode is PauseMode.ABORT:
-        await crowd.done()
-    contexts = {name: list(ids) for name, ids in crowd.ids.items()}
-    loaded = await _load_next(rig)
-    await rig.engine.resume()
-    if mode is PauseMode.ABORT:
-        crowd.start()
-    await crowd.grown(AFTER_TOKENS)
-    return crowd.pause_s(loaded), contexts
+    Streams that the mode aborts start again from their tokens. After each time `then` gets the idle server, with
+    the tokens that each stream had when the pause began.
+    """
+    pauses = []
+    for turn in range(count):
+        crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
+        crowd.start(f"{mode}{turn}")
+        await crowd.wait_for_tokens(WARM_TOKENS)
+        await rig.engine.pause(mode)
+        if mode is PauseMode.ABORT:
+            await crowd.wait_for_end()
+        contexts = {name: list(ids) for name, ids in crowd.ids.items()}
+        loaded = await _load_next(rig)
+        await rig.engine.resume()
+        if mode is PauseMode.ABORT:
+            crowd.start()
+        await crowd.wait_for_tokens(AFTER_TOKENS)
+        pauses.append(crowd.pause_s(loaded))
+        await rig.engine.pause(PauseMode.ABORT)
+        await crowd.wait_for_end()
+        await rig.engine.resume()
+        if then is not None:
+            await then(contexts)
+    return median(pauses)
 
 
 async def _load_next(rig: ServedModel) -> float:
@@ -354,19 +367,7 @@ async def _load_next(rig: ServedModel) -> float:
     return time.perf_counter()
 
 
-async def _retracted(rig: ServedModel, count: int) -> tuple[float, float]:
-    """Pause by retraction, and the prefill of the same contexts on the idle server, in turn."""
-    pauses, prefills = [], []
-    for turn in range(count):
-        async with _running(rig, f"t{turn}") as crowd:
-            pause_s, contexts = await _pause(rig, crowd, PauseMode.RETRACT)
-        pauses.append(pause_s)
-        await _load_next(rig)  # drops the prefix cache
-        prefills.append(await _prefill(rig, contexts))
-    return median(pauses), median(prefills)
-
-
-async def _prefill(rig: ServedModel, contexts: dict[str, list[int]]) -> float:
+async def _prefill_s(rig: ServedModel, contexts: dict[str, list[int]]) -> float:
     async def first_token(name: str, ids: list[int]) -> None:
         async for _ in rig.engine.generate(_request(name, length=len(ids) + 1, prefix=ids)):
             pass
@@ -376,23 +377,15 @@ async def _prefill(rig: ServedModel, contexts: dict[str, list[int]]) -> float:
     return time.perf_counter() - began
 
 
-async def _resumed(rig: ServedModel, count: int) -> float:
-    pauses = []
-    for turn in range(count):
-        async with _running(rig, f"s{turn}") as crowd:
-            pauses.append((await _pause(rig, crowd, PauseMode.ABORT))[0])
-    return median(pauses)
-
-
 async def _drained(rig: ServedModel, count: int) -> float:
     pauses = []
     for turn in range(count):
         crowd = Crowd(engine=rig.engine, length=WARM_TOKENS)
         crowd.start(f"d{turn}")
-        await crowd.done()
+        await crowd.wait_for_end()
         last = max(times[-1] for times in crowd.times.values())
         loaded = await _load_next(rig)
         crowd.start(f"e{turn}")
-        await crowd.done()
+        await crowd.wait_for_end()
         pauses.append(crowd.pause_s(loaded, since=last))
     return median(pauses)

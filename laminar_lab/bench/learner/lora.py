@@ -1,8 +1,8 @@
 """Savings by adapters on the way to an engine: the bytes of a version, and the time of a refresh.
 
-Two learners of one model, one
-with adapters, make the same steps; each has a tree of two relays in processes of their own, and an engine that
-loads what came to the last of them. A refresh lasts from the publishing call until the engine serves the version.
+Two learners of one model, one of them with adapters, make the same steps. Each has a tree of two relays in
+processes of their own, and an engine that loads from the second relay. A refresh lasts from the publishing call
+until the engine serves the version.
 """
 
 import asyncio
@@ -37,27 +37,26 @@ class Refresher:
         lengths = draw_lengths(SEQUENCES, median=MEDIAN, seed=2)
         self._batches = pack_here(make_trajectories(lengths, vocab=self._learner.model.config.vocab_size))
         adapter = self._learner.adapter_config()
-        self._tree = stack.enter_context(
-            Tree(folder, keys=RelayKeys.generate(), leaf=True, adapter_config=adapter)
-        )
+        self._tree = stack.enter_context(Tree(folder, keys=RelayKeys.generate(), adapter_config=adapter))
+        self._leaf = self._tree.nodes[1].store
         self._engine = LocalEngine(model, max_batch=4, max_len=256, kv_capacity=1024)
         self._runner = runner
         runner.run(self._engine.start())
         stack.callback(lambda: runner.run(self._engine.close()))
 
     def refresh(self, _: int) -> float:
-        """Seconds to publish what a step made, to wait until the last relay has verified it, and to load it."""
+        """Make a step; return the seconds to publish it, to verify it at the last relay, and to load it."""
         self._learner.step(self._batches)
         self._tree.await_spare()
         began = time.monotonic()
         self._tree.publish(self._learner.named_tensors(dtype=torch.float32))
         self.last = self._tree.await_last()[1]
-        self._runner.run(self._engine.load_weights(self._tree.last_folder, self.last.version))
+        self._runner.run(self._engine.load_weights(self._leaf / self._tree.version_name, self.last.version))
         return time.monotonic() - began
 
 
 def rows(*, config: PretrainedConfig = SMALL, repeats: int = 9) -> list[Row]:
-    """Bytes and time; versions lie in shared memory."""
+    """Compare bytes and time; versions lie in shared memory."""
     lora = LoraConfig()
     with workplace() as folder, workplace(SHARED_MEMORY) as shm, asyncio.Runner() as runner, ExitStack() as stack:
         model = write_model(folder, config)
@@ -68,7 +67,7 @@ def rows(*, config: PretrainedConfig = SMALL, repeats: int = 9) -> list[Row]:
         small, large = adapted.last, full.last
     assert small is not None, "no adapters were published"
     assert large is not None, "no weights were published"
-    ratio = Ratio.of(seconds["adapted"], seconds["full"])
+    ratio = Ratio.between(seconds["adapted"], seconds["full"])
     setting = (
         f"{count_parameters(config) / 1e6:.1f}M parameters in fp32, adapters of rank {lora.rank} on"
         f" {len(lora.targets)} projections of each layer: {small.num_bytes / 1e6:.2f} MB over"

@@ -14,18 +14,18 @@ FULL: Sizes = (8192, 32_768, 512)
 
 
 def rows(*, sizes: Sizes = FULL) -> list[Row]:
-    """Peak of the chunked log-probabilities over that of all logits."""
+    """Compare the peak of the chunked log-probabilities with the peak of all logits."""
     naive, chunked = (_peak_bytes(naive, sizes) for naive in (True, False))
     tokens, vocab, width = sizes
     setting = (
         f"log-probability and entropy, forward and backward, T {tokens:,}, V {vocab:,}, H {width}, fp32; above"
-        " what the inputs take"
+        " the memory of the inputs"
     )
     return [Row("logprob_memory_over_naive", chunked / naive, "of peak memory", setting)]
 
 
 def _peak_bytes(naive: bool, sizes: Sizes) -> int:
-    """Peak in a process of its own, which has allocated nothing yet."""
+    """Measure the peak in a new process, which has allocated nothing yet."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_measure_peak, (naive, sizes))
 

@@ -1,4 +1,4 @@
-"""Share of a GPU that a learner step uses. Without a GPU there is a row without a value, and why."""
+"""Share of a GPU that a learner step uses. Without a GPU the row has no value, and says why."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ FULL = GpuStep(
 
 
 def rows(*, size: GpuStep = FULL) -> list[Row]:
-    """Median over steps, in one row."""
+    """Measure the median over steps, in one row."""
     return [_on_gpu(size) if torch.cuda.is_available() else Row("mfu", None, UNIT, "not measured: no GPU")]
 
 
@@ -81,7 +81,7 @@ def _conditions(size: GpuStep, steps: Sequence[StepMetrics]) -> str:
 
 
 def measure_steps(folder: Path, size: GpuStep, *, device_type: str) -> Sequence[StepMetrics]:
-    """Whole optimizer steps of one rank, after some that warm it up. CUDA's peak of memory is theirs, too."""
+    """Make whole optimizer steps of one rank, after warm steps, which do not count in CUDA's peak of memory."""
     with open_learner(folder, size, device_type=device_type) as learner:
         lengths = draw_lengths(size.sequences, median=size.median, seed=0, longest=size.max_tokens // 2)
         items = make_trajectories(lengths, vocab=size.model.vocab_size)
@@ -97,12 +97,12 @@ def measure_steps(folder: Path, size: GpuStep, *, device_type: str) -> Sequence[
 
 @contextmanager
 def open_learner(folder: Path, size: GpuStep, *, device_type: str) -> Iterator[Learner]:
-    """A rank that is alone, with a new model whose files lie in `folder / "model"`."""
+    """Yield the learner of a single rank, with a new model whose files lie in `folder / "model"`."""
     model = ModelConfig(path=folder / "model", from_scratch=True)
     size.model.save_pretrained(model.path)
     write_no_tokenizer(model.path)
     rendezvous = folder / "rendezvous"
-    rendezvous.unlink(missing_ok=True)  # of a measurement before
+    rendezvous.unlink(missing_ok=True)  # left by the measurement before
     mesh = join_group(str(rendezvous), rank=0, world_size=1, device_type=device_type)
     try:
         yield Learner(model, size.settings, AlgorithmConfig(), temperature=1.0, seed=0, mesh=mesh)

@@ -37,12 +37,12 @@ class StepBatches:
     repeats: int = 3
 
     def draw(self, number: int) -> list[Trajectory]:
-        """Trajectories of a round."""
+        """Draw the trajectories of a round."""
         lengths = draw_lengths(self.sequences, median=self.median, seed=number)
         return make_trajectories(lengths, vocab=self.model.vocab_size)
 
-    def tell(self) -> str:
-        """Conditions, for a table."""
+    def conditions(self) -> str:
+        """Describe the batches."""
         return (
             f"arrays, forward and backward; {self.sequences} log-normal lengths (median {self.median}, p95 5 times"
             f" that), {count_parameters(self.model) / 1e6:.0f}M parameters, fp32; median of {self.repeats} batches"
@@ -53,12 +53,12 @@ FULL = StepBatches(SMALL)
 
 
 def rows(*, batches: StepBatches = FULL, models: Mapping[str, PretrainedConfig] | None = None) -> list[Row]:
-    """Gradients of `models`, and speeds on `batches`."""
+    """Compare gradients of `models`, and speeds on `batches`."""
     return gradient_rows(MODELS if models is None else models) + speed_rows(batches)
 
 
 def packed_tokens_per_s(learner: Learner, items: list[Trajectory]) -> float:
-    """Tokens a CPU second, packing included."""
+    """Train on packed trajectories; return tokens a CPU second, packing included."""
     took_s = cpu_s(lambda: gradient(learner, pack_here(items, max_tokens=MAX_TOKENS)))
     return sum(item.num_tokens for item in items) / took_s
 
@@ -77,7 +77,7 @@ PADDED_ROWS = 8
 
 
 def gradient_rows(models: Mapping[str, PretrainedConfig]) -> list[Row]:
-    """Largest deviation of a parameter's gradient on packed sequences from that on single ones."""
+    """Measure the largest deviation of a parameter's gradient on packed sequences from single ones."""
     worst = 0.0
     items = make_trajectories(draw_lengths(12, median=40, seed=1))
     for config in models.values():
@@ -93,7 +93,7 @@ def gradient_rows(models: Mapping[str, PretrainedConfig]) -> list[Row]:
 
 
 def speed_rows(batches: StepBatches) -> list[Row]:
-    """Real tokens a CPU second, packed over padded, in turns."""
+    """Compare real tokens a CPU second, packed with padded."""
     with workplace() as folder:
         learner = make_learner(write_model(folder, batches.model))
         plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
@@ -108,10 +108,10 @@ def speed_rows(batches: StepBatches) -> list[Row]:
         "sorted": lambda number: padded(_by_length, number),
     }
     rates = in_turn(sides, rounds=batches.repeats)
-    over = {name: Ratio.of(rates["packed"], rates[name]) for name in ("padded", "sorted")}
-    setting = f"{batches.tell()}; padded: {PADDED_ROWS} rows each to its longest"
+    over = {name: Ratio.between(rates["packed"], rates[name]) for name in ("padded", "sorted")}
+    setting = f"{batches.conditions()}; padded: {PADDED_ROWS} rows each to its longest"
     return [
-        Row("packed_tokens_per_s", statistics.median(rates["packed"]), RATE, batches.tell()),
+        Row("packed_tokens_per_s", statistics.median(rates["packed"]), RATE, batches.conditions()),
         Row("packed_over_padded", over["padded"].median, "x, in order of arrival", setting),
         Row("packed_over_sorted", over["sorted"].median, "x, padded rows sorted by length", setting),
     ]
@@ -122,7 +122,7 @@ def _by_length(items: Sequence[Trajectory]) -> Sequence[Trajectory]:
 
 
 def _train_padded(model: PreTrainedModel, items: Sequence[Trajectory]) -> None:
-    """Forward and backward of the packed side's loss, on rows that are filled up to the longest of them."""
+    """Run forward and backward of the packed side's loss on padded rows."""
     for first in range(0, len(items), PADDED_ROWS):
         rows = items[first : first + PADDED_ROWS]
         longest = max(item.num_tokens for item in rows)

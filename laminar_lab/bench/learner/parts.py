@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laminar_lab.bench.lengths import log_normal_lengths
 from laminar_lab.calibration.learner import make_trajectory
 from laminar_py.config import AlgorithmConfig
 from laminar_py.config.algorithm import Aggregation
@@ -19,17 +20,17 @@ from laminar_py.records.trajectory import MicroBatch
 
 MAX_TOKENS = 2048
 SIGMA = float(np.log(5) / 1.645)  # p95 = 5 * p50
-RATE = 1e-5  # of learning, where nothing else is said
+RATE = 1e-5  # of learning
 
 
 def make_learner(folder: Path, *, lora: LoraConfig | None = None) -> Learner:
-    """A learner of the model in `folder`."""
+    """Make a learner of the model in `folder`."""
     settings = LearnerConfig(lr=RATE, lora=lora)
     return Learner(ModelConfig(path=folder), settings, AlgorithmConfig(), temperature=1.0, seed=0)
 
 
 def pack_here(items: Sequence[Trajectory], *, max_tokens: int = MAX_TOKENS) -> list[MicroBatch]:
-    """Microbatches of one rank; one for each sequence where `max_tokens` holds none."""
+    """Pack microbatches of one rank; one microbatch a sequence where `max_tokens` is below the longest."""
     alone = max_tokens < max(item.num_tokens for item in items)
     step = pack(
         items,
@@ -44,7 +45,7 @@ def pack_here(items: Sequence[Trajectory], *, max_tokens: int = MAX_TOKENS) -> l
 
 
 def gradient(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Gradient of each parameter of a policy-gradient loss over `batches`."""
+    """Compute the gradients of a policy-gradient loss over `batches`, one for each parameter."""
     for batch in batches:
         logprobs, _ = policy_logprobs(learner.model, batch)
         (torch.tensor(batch.loss_weights * batch.advantages) * logprobs).sum().backward()  # type: ignore[no-untyped-call]
@@ -54,12 +55,11 @@ def gradient(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
 
 
 def draw_lengths(count: int, *, median: int, seed: int, longest: int = 1024) -> list[int]:
-    """Log-normal lengths of prompt and response together."""
-    normal = np.random.default_rng(seed).standard_normal(count)
-    lengths: list[int] = np.clip(np.rint(median * np.exp(SIGMA * normal)), 4, longest).astype(int).tolist()
-    return lengths
+    """Draw log-normal lengths of prompt and response together."""
+    rng = np.random.default_rng(seed)
+    return log_normal_lengths(rng, count, median=median, sigma=SIGMA, cap=longest, least=4)
 
 
 def make_trajectories(lengths: Sequence[int], *, vocab: int = 512) -> list[Trajectory]:
-    """Finished trajectories of these lengths."""
+    """Make finished trajectories of these lengths."""
     return [make_trajectory(index, length, vocab=vocab) for index, length in enumerate(lengths)]

@@ -1,7 +1,6 @@
-"""Trajectories of both engines, with what they record, for the rows that hold the learner against them.
+"""Trajectories of both engines with their recorded masks and experts. `agreement` compares the learner with them.
 
-Used by `agreement`. Invariant: tokens, log-probabilities, masks and experts of a trajectory are those that its
-engine gave.
+Tokens, log-probabilities, masks and experts of a trajectory are as its engine gave them.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from laminar_lab.bench.engine.sglang import connected, cpu_server, find_python
-from laminar_lab.bench.report import Tell
+from laminar_lab.bench.report import log_line
 from laminar_lab.calibration.learner import make_trajectory
 from laminar_py.config import ConfigError
 from laminar_py.engines import read_sizes
@@ -31,25 +30,25 @@ BATCH = 16
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How trajectories are drawn, e.g. `Draw()`, or `Draw((Recording.SAMPLING_MASK,), {"top_k": 50})`."""
+    """Way to draw trajectories, e.g. `Draw()`, or `Draw((Recording.SAMPLING_MASK,), {"top_k": 50})`."""
 
     record: tuple[Recording, ...] = ()
     cut: Mapping[str, float] = field(default_factory=dict)  # fields of `SamplingParams`
 
 
-def find_sglang(tell: Tell) -> Path | None:
-    """The interpreter that has SGLang; without one `tell` hears why, and the embedded engine stands alone."""
+def find_sglang() -> Path | None:
+    """Return the interpreter with SGLang; without one, a line says that the embedded engine stands alone."""
     try:
         return find_python()
     except ConfigError as error:
-        tell(f"the embedded engine alone, without SGLang: {error}")
+        log_line(f"the embedded engine alone, without SGLang: {error}")
         return None
 
 
 def sample_embedded(
     model: Path, draws: Sequence[Draw], *, tokens: int, router_noise: torch.Tensor | None = None
 ) -> list[list[Trajectory]]:
-    """`tokens` tokens or a few more for each draw; `router_noise` as in `LocalEngine`."""
+    """Sample `tokens` tokens or a few more for each draw; `router_noise` as in `LocalEngine`."""
 
     async def run() -> list[list[Trajectory]]:
         out = []
@@ -72,7 +71,7 @@ def sample_embedded(
 
 
 def sample_sglang(model: Path, draws: Sequence[Draw], *, tokens: int, python: Path) -> list[list[Trajectory]]:
-    """Trajectories of one server on this machine's CPU, which `python` runs, as `sample_embedded` has them."""
+    """Sample as `sample_embedded`, from a server on this machine's CPU, which `python` runs."""
     sizes = read_sizes(model)
     record = tuple({record for draw in draws for record in draw.record})
 

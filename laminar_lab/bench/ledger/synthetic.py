@@ -1,7 +1,8 @@
-"""A run as its controller records it, without the run: for measuring the ledger and its readers.
+"""A synthetic run that appends to a ledger as a controller does, to measure the ledger and its readers.
 
-Groups of 8 of about 100 response tokens each, every trajectory interrupted once and moved, so that it has 8 events
-and two pieces; 256 of them a step, three steps' worth live, a version a step. Driven by `measure`; seeded.
+Groups have 8 trajectories of about 100 response tokens each. Each trajectory is interrupted once and moved, so
+that it has 8 events and two pieces. A step has 256 trajectories and a version; three steps' worth are live.
+Seeded.
 """
 
 from collections import deque
@@ -33,7 +34,7 @@ _DROPPED_EVERY = 41  # groups
 
 @dataclass(frozen=True, slots=True)
 class LiveGroup:
-    """A group in flight: its number, its version, its members and the response that each is to have."""
+    """A group in flight: number, version, and members, each with the response that it will have."""
 
     number: int
     version: int
@@ -41,7 +42,7 @@ class LiveGroup:
 
 
 class SyntheticRun:
-    """Appends to `ledger` what a run would; each call of `advance` is a learner step."""
+    """Appends the events of a run to `ledger`; each call of `advance` is a learner step."""
 
     def __init__(self, ledger: Ledger, segments: Path, *, seed: int = 0) -> None:
         self._ledger = ledger
@@ -74,7 +75,7 @@ class SyntheticRun:
         self._publish()
 
     def advance(self) -> None:
-        """Make a learner step, and issue the groups that come in its place."""
+        """Make a learner step, and issue new groups for the consumed ones."""
         while len(self._live) < LIVE:
             self._issue()
         ready = [member for _ in range(STEP) for member in self._finish(self._live.popleft())]
@@ -97,7 +98,7 @@ class SyntheticRun:
         self._publish()
 
     def checkpoint(self) -> None:
-        """Make everything consumed so far final."""
+        """Record a checkpoint, which makes all consumed trajectories final."""
         path = f"checkpoints/step-{self.step}-1.0"
         self._ledger.append(
             Checkpointed(step=self.step, version=self.step, path=path, stall_s=0.01, elapsed_s=0.5)
@@ -143,7 +144,7 @@ class SyntheticRun:
         self._live.append(LiveGroup(number, self.step, members))
 
     def _finish(self, group: LiveGroup) -> list[LiveTrajectory]:
-        """Finish a group; the members that are ready to be trained on."""
+        """Finish a group; return the members that are ready for training."""
         members = [member for member, _, _ in group.members]
         for member, ids, logprobs in group.members:
             half = len(ids) // 2
@@ -164,7 +165,7 @@ class SyntheticRun:
         return members
 
     def _generate(self, member: LiveTrajectory, version: int, ids: IntArray, logprobs: FloatArray) -> Progress:
-        """Store a piece of a response; it may be the last one."""
+        """Store a piece of a response; return its progress as of the last piece."""
         start, spans = member.length, (Span(version, member.length, member.length + len(ids)),)
         piece = Piece(
             trajectory_id=member.id,

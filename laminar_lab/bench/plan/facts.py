@@ -1,6 +1,6 @@
-"""Facts that a run gives for its simulation: settings, CPU time of its processes, lengths, prompts, rewards.
+"""Facts of a finished run that its simulation needs: lengths, prompts, rewards, CPU time of its processes.
 
-Used by the measurements of `laminar bench plan`, whose calibration run is not among the predicted runs.
+`laminar bench plan --only quickstart` reads them from a run of the base setting, which is not a predicted run.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ from threading import Event, Thread
 import numpy as np
 import psutil
 
-from laminar_lab.bench.report import Row, spread
 from laminar_lab.bench.runs import FinishedRun
 from laminar_lab.plan.inputs import prompt_share
 from laminar_lab.simulate.figures import WARM_SHARE
@@ -26,29 +25,29 @@ from laminar_py.records.events import Stepped, VersionLoaded
 from laminar_py.records.metrics import FleetRow
 
 EVERY_S = 0.5
-LEARNER, REPLICA = "ray::LearnerActor", "ray::ReplicaActor"  # in the command lines of their processes
+LEARNER, REPLICA = "learner-", "replica-"  # beginnings of the names that `ps` shows of their processes
 
-ProcessKey = tuple[str, int]  # what a process is, and its number
+ProcessKey = tuple[str, int]  # part of the run ("" for any other), and process id
 
 
 @dataclass(frozen=True, slots=True)
 class CpuSpent:
-    """CPU seconds of a part of a run, e.g. `CpuSpent(learner_s=11.1, replicas_s=5.2, rest_s=10.3)`."""
+    """CPU seconds of a run between two moments, e.g. `CpuSpent(learner_s=11.1, replicas_s=5.2, rest_s=10.3)`."""
 
     learner_s: float
     replicas_s: float
-    rest_s: float  # of all else
+    rest_s: float  # of all other processes
 
 
 @dataclass(slots=True)
 class CpuLog:
-    """CPU seconds so far, by process, at moments in seconds since 1970, e.g. `CpuLog()`."""
+    """CPU seconds that each process has used at moments of the wall clock, e.g. `CpuLog()`."""
 
-    at_s: list[float] = field(default_factory=list)  # [N]
+    at_s: list[float] = field(default_factory=list)  # [N] seconds since 1970
     used_s: list[Mapping[ProcessKey, float]] = field(default_factory=list)  # [N]
 
     def spent(self, begin_s: float, end_s: float) -> CpuSpent:
-        """CPU seconds between two moments."""
+        """Return the CPU seconds between two moments."""
         first, last = (self.used_s[min(bisect_left(self.at_s, s), len(self.at_s) - 1)] for s in (begin_s, end_s))
         spent = dict.fromkeys((LEARNER, REPLICA, ""), 0.0)
         for key, used_s in last.items():
@@ -58,7 +57,7 @@ class CpuLog:
 
 @contextmanager
 def watching_cpu() -> Iterator[CpuLog]:
-    """A log of all processes below this one, until the end."""
+    """Yield a log; a thread fills it with the CPU seconds of this process's descendants."""
     log, ended = CpuLog(), Event()
     thread = Thread(target=_watch, args=(log, ended), name="watch-cpu", daemon=True)
     thread.start()
@@ -70,72 +69,20 @@ def watching_cpu() -> Iterator[CpuLog]:
 
 
 def _watch(log: CpuLog, ended: Event) -> None:
-    used_s: dict[ProcessKey, float] = {}  # what has ended keeps what it used
+    used_s: dict[ProcessKey, float] = {}  # keeps the processes that have ended
     while not ended.wait(EVERY_S):
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                command, times = " ".join(process.cmdline()), process.cpu_times()
-                part = next((part for part in (LEARNER, REPLICA) if part in command), "")
+                title, times = process.name(), process.cpu_times()
+                part = next((part for part in (LEARNER, REPLICA) if title.startswith(part)), "")
                 used_s[part, process.pid] = times.user + times.system
         log.at_s.append(time.time())
         log.used_s.append(dict(used_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Overrides of a config under a name, e.g. `Setting("sync", ("schedule=sync",))`.
-
-    `simulated` replaces, in the simulation, what only a real run has.
-    """
-
-    name: str
-    settings: tuple[str, ...]
-    simulated: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A figure of a setting, a value for each round, e.g. `Compared("sync", [8100, 8200], [7900, 8000])`."""
-
-    name: str
-    predicted: Sequence[float]
-    measured: Sequence[float]
-
-    @property
-    def error(self) -> float:
-        """Median predicted over median measured, less 1."""
-        return median(self.predicted) / median(self.measured) - 1
-
-    @property
-    def difference(self) -> float:
-        """Median predicted less median measured."""
-        return median(self.predicted) - median(self.measured)
-
-    @property
-    def spread(self) -> float:
-        """Range of the measured over their median."""
-        return (max(self.measured) - min(self.measured)) / median(self.measured)
-
-    def row(self, name: str, *, conditions: str) -> Row:
-        """Predicted over measured."""
-        told = f"x trained tokens/s; predicted {spread(self.predicted)}, measured {spread(self.measured)}"
-        return Row(name, 1 + self.error, told, conditions)
-
-
-def median_error(compared: Sequence[Compared]) -> float:
-    """Median size of the errors of all settings."""
-    return median(abs(one.error) for one in compared)
-
-
 def warm_steps(num_steps: int) -> int:
-    """First steps of a run that do not count, simulated or not."""
+    """Return how many first steps of a run do not count; the same as in a simulated run."""
     return max(1, round(WARM_SHARE * num_steps))
-
-
-def trained_tokens_per_s(done: FinishedRun) -> float:
-    """Rate of a real run, in its seconds, of the steps that count in a simulated one too."""
-    first, last = done.steps[warm_steps(len(done.steps)) - 1], done.steps[-1]
-    return (last.trained_tokens - first.trained_tokens) / (last.rl_s - first.rl_s)
 
 
 UNDISTURBED = 10  # percentile of a delay that is taken for the delay where nothing else waits
@@ -145,24 +92,24 @@ HIGHEST_SIGMA = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts of a run for `laminar simulate`, in its seconds."""
+    """Facts of a run that `laminar simulate` takes as settings, in seconds of the run."""
 
     median_tokens: int  # of the responses
     sigma: float  # with which log-normal lengths have their mean
-    prompt_share: float  # of the variance of their logarithm, which is between prompts
+    prompt_share: float  # share of log-length variance that lies between prompts
     prompt_tokens: int  # median
     solved: float
-    reward_s: float  # from a response's end to its score, where none waits before it
-    publish_s: float  # from a step to the first replica that serves its weights, where none has to end anything
+    reward_s: float  # from the end of a response to its score, without a queue
+    publish_s: float  # from a step to the first replica that serves its weights, without draining
     handover_s: float  # the least that the learner waited between two steps
-    trajectory_cpu_s: float  # of all but learner and replicas
-    learner_slowdown: float  # CPU time of its process over what its profile says of the same steps
+    trajectory_cpu_s: float  # CPU time of all processes but learner and replicas
+    learner_slowdown: float  # CPU time of the learner over the time that its profile gives the same steps
     replica_cpu_s: float  # CPU time of the replicas' processes for a token
-    cores: float  # less what others kept busy
+    cores: float  # without the share that other programs kept busy
 
     @property
     def settings(self) -> list[str]:
-        """Overrides of a config; what the run says of learner and replicas belongs into a profile."""
+        """Return the overrides of a config. Figures of learner and replicas belong into a profile instead."""
         return [
             f"emulation.median_tokens={self.median_tokens}",
             f"emulation.sigma={self.sigma}",
@@ -177,7 +124,10 @@ class RunFacts:
 
 
 def read_facts(done: FinishedRun, cpu: CpuLog, times: LearnerTimes, *, cap: int) -> RunFacts:
-    """Facts of a run whose responses have so many tokens at most; `times` are those of its learner."""
+    """Read the facts of a run from its ledger.
+
+    `cap` is its longest response, `times` the profile of its learner.
+    """
     warm, last = warm_steps(len(done.steps)), len(done.steps)
     with reading(done.folder) as connection:
         ask = connection.execute
@@ -213,7 +163,7 @@ def read_facts(done: FinishedRun, cpu: CpuLog, times: LearnerTimes, *, cap: int)
 
 
 def sigma_of(mean: float, *, middle: int, cap: int) -> float:
-    """Standard deviation of their logarithm with which lengths of that median have the mean, cut as engines do."""
+    """Return the sigma with which log-normal lengths of that median, cut as engines cut them, have the mean."""
     normal = np.random.default_rng(0).standard_normal(SAMPLES)
     low, high = 0.0, HIGHEST_SIGMA
     for _ in range(HALVINGS):
@@ -224,12 +174,12 @@ def sigma_of(mean: float, *, middle: int, cap: int) -> float:
 
 
 def modelled_s(lengths: Sequence[int], times: LearnerTimes, *, steps: int) -> float:
-    """Seconds of so many steps on sequences of these lengths, by a profile."""
+    """Return the seconds that a profile gives so many steps on sequences of these lengths."""
     return emulated_step_s(times, [lengths], devices=1) + (steps - 1) * times.optimizer_s
 
 
 def cores_left(rows: Sequence[FleetRow]) -> float:
-    """Cores that a run had, less what others kept busy meanwhile."""
+    """Return the cores of a run without the share that other programs kept busy meanwhile."""
     others = [
         row.cpu_use - row.own_cpu_use for row in rows if row.cpu_use is not None and row.own_cpu_use is not None
     ]
@@ -237,7 +187,7 @@ def cores_left(rows: Sequence[FleetRow]) -> float:
 
 
 def _publish_s(done: FinishedRun) -> float:
-    """From the step on record to the first replica that serves its version, its load included."""
+    """Return the seconds from a step in the ledger to the first replica that has loaded its version."""
     stepped: dict[int, float] = {}  # by step, on the run's monotonic clock
     served: dict[int, float] = {}  # by version
     with (

@@ -1,8 +1,8 @@
-"""The quickstart's task, predicted and run.
+"""Trained tokens a second of the quickstart under eight settings: predicted by the simulator, and measured.
 
-In each round the machine is calibrated; a run of the base setting tells lengths and what the machinery takes, and
-the next settings are simulated with that and run for real. Invariant: nothing of a run that is predicted is used
-to predict it. Run it in the project's folder.
+Each round calibrates the machine. A run of the base setting then gives lengths and CPU times; with these the next
+two settings are simulated, and then run for real. No figure of a predicted run is used to predict it. Run this in
+the project's folder.
 """
 
 import os
@@ -10,35 +10,65 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from laminar_lab.bench.plan.facts import (
-    Compared,
     RunFacts,
-    Setting,
-    median_error,
     read_facts,
-    trained_tokens_per_s,
     warm_steps,
     watching_cpu,
 )
-from laminar_lab.bench.report import Row, Tell, spread
-from laminar_lab.bench.runs import train
+from laminar_lab.bench.report import Row, log_line, spread
+from laminar_lab.bench.runs import require_project_file, train
 from laminar_lab.calibration.profile import calibrate
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
-from laminar_py.config import ConfigError, EmulationProfile, RunConfig, load_config
+from laminar_py.config import EmulationProfile, RunConfig, load_config
 
-ROWS = (
-    "plan_error_median plan_within plan_sync plan_one_step plan_one_replica plan_sync_one_replica "
-    "plan_half_batch plan_double_batch plan_stale_0 plan_slow_reward"
-)
+ROWS = "plan_error_median plan_within"
 CONFIG = Path("configs/quickstart.yaml")
 STEPS = 20
 LIMIT_S = 600.0  # for a run, its warm start included
 CALIBRATIONS = 2  # rounds of a calibration
-RUNS_OF_A_BASE = 2  # that are predicted by one run of the base setting, since a machine's speed drifts
+RUNS_OF_A_BASE = 2  # settings that one run of the base predicts, since a machine's speed drifts
 SEEDS = 3  # of a simulation
 BASE = ("rollout.without_signal=train", "eval.sets={}", f"steps={STEPS}")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Overrides of a config under a name, e.g. `Setting("sync", ("schedule=sync",))`.
+
+    The simulation takes `simulated` instead of `settings` where only a real run can have these.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    simulated: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Trained tokens a second of a setting by round, e.g. `Compared("sync", [8100, 8200], [7900, 8000])`."""
+
+    name: str
+    predicted: Sequence[float]
+    measured: Sequence[float]
+
+    @property
+    def error(self) -> float:
+        """Median predicted over median measured, less 1."""
+        return median(self.predicted) / median(self.measured) - 1
+
+    def __str__(self) -> str:
+        return f"{self.name} {spread(self.predicted)}, {spread(self.measured)}"
+
+    @property
+    def spread(self) -> float:
+        """Range of the measured over their median."""
+        return (max(self.measured) - min(self.measured)) / median(self.measured)
+
+
 BASE_SETTING = Setting("base", ())
 SLOW_REWARD = "reward.use=[experiments/slow_reward/reward.py:slow]"
 SETTINGS = (
@@ -51,13 +81,12 @@ SETTINGS = (
     Setting("stale_0", ("staleness.max_staleness=0",)),
     Setting("slow_reward", (SLOW_REWARD,), ("simulation.reward_median_s=0.5", "simulation.reward_sigma=1.4")),
 )
-WITHIN, SPREADS = 0.15, 2.0  # an error that is asked for, or so many times the spread of the runs
+WITHIN, SPREADS = 0.15, 2.0  # the largest error that counts as within, or times the spread of the runs
 
 
-def rows(*, runs: int = 3, tell: Tell) -> list[Row]:
-    """Predicted over measured, medians of `runs` rounds; each takes about nine minutes on two cores."""
-    if not CONFIG.is_file():
-        raise ConfigError(f"{CONFIG}: no such file; run this in the project's folder")
+def rows(*, runs: int = 3) -> list[Row]:
+    """Compare predicted with measured, medians of `runs` rounds; a round takes about nine minutes on two cores."""
+    require_project_file(CONFIG)
     predicted: dict[str, list[float]] = {one.name: [] for one in SETTINGS}
     measured: dict[str, list[float]] = {one.name: [] for one in SETTINGS}
     loads: list[float] = []
@@ -69,12 +98,12 @@ def rows(*, runs: int = 3, tell: Tell) -> list[Row]:
             first = turn % len(SETTINGS)
             for number, one in enumerate(SETTINGS[first:] + SETTINGS[:first]):
                 if number % RUNS_OF_A_BASE == 0:
-                    base = _base(folder, alone, config, tell)
+                    base = _base(folder, alone, config)
                 predicted[one.name].append(base.predict(one).trained_tokens_per_s)
                 done = train(CONFIG, [f"name={one.name}", f"runs={folder}", *BASE, *one.settings], limit_s=LIMIT_S)
-                measured[one.name].append(trained_tokens_per_s(done))
+                measured[one.name].append(done.trained_tokens_per_s(warm_steps(STEPS)))
                 loads.append(os.getloadavg()[0])
-                tell(
+                log_line(
                     f"round {turn + 1} of {runs}, {one.name}: predicted {predicted[one.name][-1]:,.0f}, measured"
                     f" {measured[one.name][-1]:,.0f} trained tokens/s; load average {loads[-1]:.1f}"
                 )
@@ -83,13 +112,13 @@ def rows(*, runs: int = 3, tell: Tell) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class KnownBase:
-    """A run of the base setting, by which other settings are predicted."""
+    """A run of the base setting; it predicts other settings."""
 
     facts: RunFacts
-    profile: EmulationProfile  # of a machine whose cores and caches are shared
+    profile: EmulationProfile  # of a machine whose processes share cores and caches
 
     def predict(self, one: Setting) -> SimulatedFigures:
-        """Figures of a simulated run: of several seeds that with the median speed."""
+        """Simulate a setting with several seeds and return the figures of the median speed."""
         settings = one.settings if one.simulated is None else one.simulated
         given = ["emulation.profile=calibrated", "warm_start=null", *self.facts.settings, *settings]
         found = [
@@ -99,7 +128,7 @@ class KnownBase:
         return sorted(found, key=lambda figures: figures.trained_tokens_per_s)[SEEDS // 2]
 
     def fitted(self) -> "KnownBase":
-        """With engines that take for a token what the replicas of the run took, handling it included.
+        """Return a base whose engines take as long for a token as the replicas of the run took.
 
         Slower engines have larger batches, so a second fit finds less to change.
         """
@@ -108,8 +137,8 @@ class KnownBase:
         return replace(self, profile=self.profile.model_copy(update={"engine": engine}))
 
 
-def _base(folder: Path, alone: EmulationProfile, config: RunConfig, tell: Tell) -> KnownBase:
-    """Run the base setting; `alone` is what engine and learner take where nothing else runs."""
+def _base(folder: Path, alone: EmulationProfile, config: RunConfig) -> KnownBase:
+    """Run the base setting; `alone` is the profile of engine and learner without other work on the machine."""
     with watching_cpu() as cpu:
         done = train(CONFIG, ["name=base", f"runs={folder}", *BASE], limit_s=LIMIT_S)
     facts = read_facts(done, cpu, alone.learner, cap=config.rollout.sampling.max_new_tokens)
@@ -120,31 +149,35 @@ def _base(folder: Path, alone: EmulationProfile, config: RunConfig, tell: Tell) 
         }
     )
     known = KnownBase(facts, alone.model_copy(update={"learner": learner})).fitted().fitted()
-    tell(
-        f"base: measured {trained_tokens_per_s(done):,.0f},"
+    log_line(
+        f"base: measured {done.trained_tokens_per_s(warm_steps(STEPS)):,.0f},"
         f" explained {known.predict(BASE_SETTING).trained_tokens_per_s:,.0f} trained tokens/s; {known}"
     )
     return known
 
 
 def table(found: Sequence[Compared], loads: Sequence[float]) -> list[Row]:
-    """Rows of all settings; `loads` are the load averages at the end of the runs."""
+    """Make the rows of all settings; `loads` are the load averages at the end of the runs."""
     conditions = (
         f"{CONFIG} without a group filter and evaluations, steps {warm_steps(STEPS) + 1} to {STEPS} of {STEPS};"
         f" each round calibrates; before each {RUNS_OF_A_BASE} settings the base setting runs, whose ledger gives"
         " log-normal lengths (median, sigma with which the mean is right, how alike those of a prompt are), and"
         " whose processes' CPU time says how much slower engines and learner are than alone; learner, engines and"
-        f" all else share {len(os.sched_getaffinity(0))} cores, less what others took of them in the base run;"
+        f" all else share {len(os.sched_getaffinity(0))} cores, less the share of other programs in the base run;"
         f" load average after a run {spread(loads, '.1f')}"
     )
     within = [one for one in found if abs(one.error) <= max(WITHIN, SPREADS * one.spread)]
     return [
-        Row("plan_error_median", median_error(found), "of measured trained tokens/s", conditions),
+        Row(
+            "plan_error_median",
+            median(abs(one.error) for one in found),
+            "of measured trained tokens/s",
+            conditions,
+        ),
         Row(
             "plan_within",
             float(len(within)),
             f"settings of {len(found)} within 15 % or twice the spread",
-            conditions,
+            f"{conditions}; predicted and measured: {'; '.join(map(str, found))}",
         ),
-        *(one.row(f"plan_{one.name}", conditions=conditions) for one in found),
     ]

@@ -11,7 +11,7 @@ from statistics import mean
 
 import numpy as np
 
-from laminar_lab.bench.report import Row, Tell
+from laminar_lab.bench.report import Row, log_line
 from laminar_lab.plan.judge import Judgement, judge, judge_in_parallel
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.placements import FleetPlacement, placements
@@ -27,19 +27,21 @@ FINALISTS = 3
 SEEDS = (101, 102)  # of the second simulation
 
 
-def rows(*, cases: int = 20, tell: Tell) -> list[Row]:
-    """Regret over all cases."""
+def rows(*, cases: int = 20) -> list[Row]:
+    """Measure the regret over all cases."""
     found = []
     for number in range(cases):
         request = draw_case(number)
         found.append(_regret(request))
-        tell(f"case {number}: {request.model} on {request.fleet.gpus} {request.fleet.gpu.name}: {found[-1]:.3f}")
-    told = f"{cases} cases; median {np.median(found):.3f}, largest {max(found):.3f}"
-    return [Row("plan_regret_p95", float(np.percentile(found, 95)), "of tokens/s", told)]
+        log_line(
+            f"case {number}: {request.model} on {request.fleet.gpus} {request.fleet.gpu.name}: {found[-1]:.3f}"
+        )
+    conditions = f"{cases} cases; median {np.median(found):.3f}, largest {max(found):.3f}"
+    return [Row("plan_regret_p95", float(np.percentile(found, 95)), "of tokens/s", conditions)]
 
 
 def draw_case(number: int) -> PlanRequest:
-    """A request of at most 64 GPUs and 200 placements, of which some fit."""
+    """Draw a request of at most 64 GPUs and 200 placements, some of which fit."""
     draw = random.Random(number)
     while True:
         size, kind = draw.choice(["1.5B", "7B", "14B", "32B"]), draw.choice(["A100", "H100", "H200", "B200"])
@@ -67,7 +69,10 @@ def draw_case(number: int) -> PlanRequest:
 
 
 def _regret(request: PlanRequest) -> float:
-    """Share of the best placement's tokens/s that the planner's choice lacks; 0 where it is the best."""
+    """Return the share of the best placement's tokens/s that the planner's choice lacks.
+
+    0 where it is the best.
+    """
     everything = placements(request)
     judge_all = judge_in_parallel(request)
     judged = dict(zip(everything, judge_all(everything, 0), strict=True))

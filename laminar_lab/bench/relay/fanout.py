@@ -1,9 +1,8 @@
-"""Time until the last of several replicas on one host has new weights: ours beside Ray, gloo and HTTP.
+"""Time until the last of several replicas on one host has new weights: ours beside Ray and gloo.
 
-A round begins with the call that gives the tensors away and ends when the last replica has them as its engine
-would load them and has touched every page. Ray's object is put once, and each actor maps it where it lies.
-Invariants: sides are up together, take turns in changing order, and carry the same bytes from warm memory; the
-local Ray cluster and its actors end with the side.
+A round begins with the call that hands over the tensors. It ends when the last replica has loaded them as its
+engine would, and has touched every page. Ray's object is put once, and each actor maps it in place. All sides are
+up together, take turns in changing order, and carry the same bytes from warm memory.
 """
 
 import asyncio
@@ -20,63 +19,56 @@ from statistics import median
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from laminar_lab.bench.processes import PATIENCE_S, READY, Worker, here
+from laminar_lab.bench.relay.gloo import GLOO, Gloo, make_tensors, touch
 from laminar_lab.bench.relay.hop import VERSION_BYTES
-from laminar_lab.bench.relay.peers import Gloo, http_side, load, make_tensors, touch
-from laminar_lab.bench.relay.tree import WARM_VERSIONS, Bytes, Tree, copy_s, raw
-from laminar_lab.bench.report import Ratio, Row, Side, Tell, in_turn
+from laminar_lab.bench.relay.tree import ROOT, WARM_VERSIONS, Bytes, Tree, copy_s, raw
+from laminar_lab.bench.report import Ratio, Row, Side, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
 from laminar_py.relay import RelayKeys, Subscriber
 
-ROWS = "ray_over_ours gloo_over_ours http_over_ours"
+ROWS = "ray_over_ours gloo_over_ours"
 RAY = "ray.put, ray.get in actors, arrays not copied"
 
 
 def rows(
-    *,
-    shm: Path = SHARED_MEMORY,
-    repeats: int = 7,
-    tell: Tell,
-    num_bytes: int = VERSION_BYTES,
-    num_replicas: int = 7,
+    *, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = VERSION_BYTES, num_replicas: int = 7
 ) -> list[Row]:
-    """Time of others over ours, medians over `repeats` rounds; versions, and Ray's objects, lie in `shm`."""
-    tensors, count = make_tensors(num_bytes), num_replicas + 1
+    """Compare the times, medians over `repeats` rounds; versions, and Ray's objects, lie in `shm`."""
+    tensors = make_tensors(num_bytes)
     with workplace(shm) as folder, ExitStack() as stack:
-        gloo = Gloo(count=count, num_bytes=num_bytes, rendezvous=f"file://{folder}/gloo", interface="lo")
-        ray = stack.enter_context(ray_side(folder, tensors, num_replicas=num_replicas))
-        broadcast = stack.enter_context(gloo.side(here))
-        http = stack.enter_context(http_side(here, folder / "http", count=count, num_bytes=num_bytes))
-        ours = stack.enter_context(our_side(folder / "ours", tensors, num_replicas=num_replicas))
-        sides = {"ray": ray, "gloo": broadcast.measure, "http": http.measure, "ours": ours}
-        seconds = in_turn(sides, rounds=repeats, warm=WARM_VERSIONS, tell=tell)
-        broadcast.check()
-        http.check()
+        gloo = Gloo(
+            count=num_replicas + 1, num_bytes=num_bytes, rendezvous=f"file://{folder}/gloo", interface="lo"
+        )
+        sides = {
+            "ray": stack.enter_context(ray_side(folder, tensors, num_replicas=num_replicas)),
+            "gloo": stack.enter_context(gloo.side(here)),
+            "ours": stack.enter_context(our_side(folder / "ours", tensors, num_replicas=num_replicas)),
+        }
+        seconds = in_turn(sides, rounds=repeats, warm=WARM_VERSIONS)
     pairs = [(raw(tensor), raw(tensor).copy()) for tensor in tensors.values()]
     copying_s = median(copy_s(pairs) for _ in range(repeats))
-    told = f"{num_bytes / 2**20:g} MiB to {num_replicas} replicas"
-    others = {"ray": RAY, "gloo": broadcast.conditions, "http": http.conditions}
-    return [_row(name, others[name], seconds, copying_s, told) for name in others]
-
-
-def _row(name: str, how: str, seconds: dict[str, list[float]], copying_s: float, told: str) -> Row:
-    ratio = Ratio.of(seconds[name], seconds["ours"])
-    conditions = (
-        f"{told} on one host, until the last has touched every page of tensors that its engine can load; {name}:"
-        f" {how}, {median(seconds[name]):.3f} s; ours: encrypted, verified safetensors mapped,"
-        f" {median(seconds['ours']):.3f} s; one copy of the bytes {copying_s:.3f} s; {ratio}"
-    )
-    return Row(f"{name}_over_ours", ratio.median, "x", conditions)
+    found = []
+    for name, how in {"ray": RAY, "gloo": GLOO}.items():
+        conditions = (
+            f"{num_bytes / 2**20:g} MiB to {num_replicas} replicas on one host, until the last has touched every"
+            f" page of tensors that its engine can load; {name}: {how}, {median(seconds[name]):.3f} s; ours:"
+            f" encrypted, verified safetensors mapped, {median(seconds['ours']):.3f} s; one copy of the bytes"
+            f" {copying_s:.3f} s"
+        )
+        found.append(Ratio.between(seconds[name], seconds["ours"]).row(f"{name}_over_ours", conditions))
+    return found
 
 
 @contextmanager
 def our_side(folder: Path, tensors: dict[str, Tensor], *, num_replicas: int) -> Iterator[Side]:
-    """A publisher here, a root, and subscribers, which share the root's folder."""
+    """Yield our side: a publisher in this process, a root, and subscribers, which share the root's folder."""
     keys = RelayKeys.generate()
     with ExitStack() as stack:
-        tree = stack.enter_context(Tree(folder, keys=keys, leaf=False))
+        tree = stack.enter_context(Tree(folder, keys=keys, topology=ROOT))
         follow = partial(_subscribe, endpoint=tree.root.endpoint, keys=keys)
         replicas = [stack.enter_context(Worker(partial(follow, number=n))) for n in range(num_replicas)]
         for replica in replicas:
@@ -86,7 +78,7 @@ def our_side(folder: Path, tensors: dict[str, Tensor], *, num_replicas: int) -> 
             tree.await_spare()
             began = time.monotonic()
             tree.publish(tensors.items())
-            ended = max(replica.hear(float) for replica in replicas)
+            ended = max(replica.receive(float) for replica in replicas)
             tree.await_last()
             return ended - began
 
@@ -94,7 +86,7 @@ def our_side(folder: Path, tensors: dict[str, Tensor], *, num_replicas: int) -> 
 
 
 def _subscribe(pipe: Connection, *, number: int, endpoint: str, keys: RelayKeys) -> None:
-    """Pull and load each version; says when its tensors were loaded."""
+    """Pull and load each version; send the moment at which its tensors were loaded."""
 
     async def follow() -> None:
         subscriber = Subscriber(endpoint, f"replica-{number}", keys)
@@ -114,7 +106,19 @@ def _subscribe(pipe: Connection, *, number: int, endpoint: str, keys: RelayKeys)
     asyncio.run(follow())
 
 
-STORE_VERSIONS = 4  # one being written and one that the actors hold, and room between them
+def load(folder: Path) -> list[Tensor]:
+    """Map the tensors of the safetensors files in `folder` and touch each page."""
+    tensors = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors += [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 (not a dict)
+    for tensor in tensors:
+        touch(raw(tensor))
+    assert tensors, f"{folder} has no tensors"
+    return tensors
+
+
+STORE_VERSIONS = 4  # one in writing, one in the hands of the actors, and room between them
 SMALLEST_STORE_BYTES = 128 * 2**20  # below, Ray refuses
 
 
@@ -125,7 +129,7 @@ class ArrayHolder:
         self._held: list[Bytes] = []
 
     def load(self, references: list[Any]) -> float:
-        """Get and touch what a reference stands for; it is wrapped, so that Ray does not get it before."""
+        """Get and touch the arrays of a reference. The list keeps Ray from getting them before the call."""
         import ray  # here, since workers that subscribe import this module
 
         [self._held] = ray.get(references)
@@ -136,9 +140,9 @@ class ArrayHolder:
 
 @contextmanager
 def ray_side(folder: Path, tensors: dict[str, Tensor], *, num_replicas: int) -> Iterator[Side]:
-    """`ray.put` here and `ray.get` in actors, arrays without a copy; the store lies in `folder`."""
+    """Yield Ray's side: `ray.put` here and `ray.get` in actors, without copies; the store lies in `folder`."""
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    import ray  # after `processes`, which sets what Ray reads when it is imported
+    import ray  # after `processes`, which sets the variables that Ray reads at its import
 
     arrays = [raw(tensor) for tensor in tensors.values()]
     num_bytes = sum(array.nbytes for array in arrays)

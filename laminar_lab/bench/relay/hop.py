@@ -1,11 +1,9 @@
 """A hop of the relay, from a node to its child in another process, beside a bare socket.
 
-The socket carries the same bytes, chunks and checksums. Both sides read a file in shared memory, send it chunk
-by chunk with the BLAKE3 of each, check that at the other end and put the chunk into shared memory. Neither side
-makes the sender's BLAKE3 in a round: a root has them since the publish, the bare sender makes them before it
-begins. The bare side does nothing else: one thread at each end, straight from and into mapped pages that are
-warm. Invariants: every byte is checked and in place before a round ends; no two versions in a row have the same
-size, so no chunk travels as a delta.
+Both sides carry the same bytes, chunks and BLAKE3 checksums: they read a file in shared memory, send it chunk by
+chunk, check each chunk at the other end and write it into shared memory. The sender's checksums exist before a
+round: a root has them since the publish. The bare side has one thread at each end and mapped, warm pages. Two
+successive versions differ in size, so no chunk travels as a delta.
 """
 
 import mmap
@@ -26,14 +24,11 @@ import torch
 
 from laminar_lab.bench.processes import Start, here
 from laminar_lab.bench.relay.tree import CHUNK_BYTES, LOCAL, WARM_VERSIONS, Tree
-from laminar_lab.bench.report import Ratio, Row, Side, Tell, in_turn
+from laminar_lab.bench.report import Ratio, Row, Side, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
 from laminar_py.relay import CHECKSUM_BYTES, PAGE_BYTES, RelayKeys, chunk_checksum
 
-ROWS = (
-    "hop_GBps hop_over_socket socket_GBps hop_curve_GBps hop_curve_over_socket ipc_hop_GBps "
-    "ipc_hop_over_socket unix_socket_GBps"
-)
+ROWS = "hop_GBps hop_over_socket hop_curve_over_socket ipc_hop_over_socket"
 VERSION_BYTES = 256 * 2**20  # of a version that hops
 
 
@@ -45,25 +40,17 @@ class HopKind:
     curve: bool = False
     ipc: bool = False
 
-    def tell(self, num_bytes: int) -> str:
-        """Conditions, for a table."""
-        return (
-            f"{num_bytes / 2**20:g} MiB in chunks of {CHUNK_BYTES / 2**20:g} MiB, {'ipc' if self.ipc else 'TCP'},"
-            f" CURVE {'on' if self.curve else 'off'}, BLAKE3 of each chunk made before and checked on arrival;"
-            " ours: until a node in another process has verified the file's digest, too"
-        )
-
 
 KINDS = (HopKind("hop"), HopKind("hop_curve", curve=True), HopKind("ipc_hop", ipc=True))
 
 
 @contextmanager
 def hop(folder: Path, kind: HopKind, num_bytes: int) -> Iterator[Side]:
-    """GB/s between a root and a child: from complete at the root until complete at the child."""
+    """Yield our side: GB/s from complete at a root until complete at its child."""
     keys = RelayKeys.generate() if kind.curve else None
     weights = torch.randint(0, 256, (num_bytes + PAGE_BYTES,), dtype=torch.uint8)
     cuts = cycle((num_bytes, num_bytes + PAGE_BYTES))  # sizes that do not fit: no deltas
-    with Tree(folder, keys=keys, leaf=True, ipc=kind.ipc) as tree:
+    with Tree(folder, keys=keys, ipc=kind.ipc) as tree:
 
         def measure(_: int) -> float:
             tree.publish([("weights", weights[: next(cuts)])])
@@ -74,46 +61,44 @@ def hop(folder: Path, kind: HopKind, num_bytes: int) -> Iterator[Side]:
         yield measure
 
 
-Address = str | tuple[str, int]
-
-
-def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, tell: Tell, num_bytes: int = VERSION_BYTES) -> list[Row]:
-    """Rates of both sides and their ratio for each kind of hop, medians over `repeats` rounds; both in `shm`."""
-    found: dict[str, Row] = {}
+def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = VERSION_BYTES) -> list[Row]:
+    """Compare both sides for each kind of hop, medians over `repeats` rounds; all files lie in `shm`."""
+    found: list[Row] = []
     for kind in KINDS:
-        for row in _compare(kind, shm=shm, num_bytes=num_bytes, repeats=repeats):
-            found.setdefault(row.name, row)  # TCP comes twice
-            tell(f"{row.name} {row.value:.3f} {row.unit}")
-    return list(found.values())
+        with (
+            workplace(shm) as folder,
+            hop(folder / "tree", kind, num_bytes) as ours,
+            bare_socket(folder, num_bytes, unix=kind.ipc) as bare,
+        ):
+            sides: dict[str, Side] = {"ours": ours, "bare": partial(_rate, bare, num_bytes)}
+            rates = in_turn(sides, rounds=repeats, warm=WARM_VERSIONS)
+        conditions = (
+            f"{num_bytes / 2**20:g} MiB in chunks of {CHUNK_BYTES / 2**20:g} MiB, {'ipc' if kind.ipc else 'TCP'},"
+            f" CURVE {'on' if kind.curve else 'off'}, BLAKE3 of each chunk made before and checked on arrival;"
+            f" ours: until a node in another process has verified the file's digest too,"
+            f" {median(rates['ours']):.2f} GB/s; bare: from mapped shared memory into mapped, warm shared memory,"
+            f" one thread at each end, {median(rates['bare']):.2f} GB/s"
+        )
+        found.append(Ratio.between(rates["ours"], rates["bare"]).row(f"{kind.name}_over_socket", conditions))
+        if kind is KINDS[0]:
+            found.insert(0, Row("hop_GBps", median(rates["ours"]), "GB/s", conditions))
+    return found
 
 
-def _compare(kind: HopKind, *, shm: Path, num_bytes: int, repeats: int) -> list[Row]:
-    with (
-        workplace(shm) as folder,
-        hop(folder / "tree", kind, num_bytes) as ours,
-        bare_socket(folder, num_bytes, unix=kind.ipc) as bare,
-    ):
-        sides = {"ours": ours, "bare": lambda number: num_bytes / bare(number) / 1e9}
-        rates = in_turn(sides, rounds=repeats, warm=WARM_VERSIONS)
-    ratio = Ratio.of(rates["ours"], rates["bare"])
-    conditions = (
-        f"{kind.tell(num_bytes)}, {median(rates['ours']):.2f} GB/s; bare: from mapped shared memory into mapped,"
-        f" warm shared memory, one thread at each end, the sender's BLAKE3 made before as ours are; {ratio}"
-    )
-    return [
-        Row(f"{kind.name}_GBps", median(rates["ours"]), "GB/s", conditions),
-        Row(f"{kind.name}_over_socket", ratio.median, "x", conditions),
-        Row("unix_socket_GBps" if kind.ipc else "socket_GBps", median(rates["bare"]), "GB/s", conditions),
-    ]
+def _rate(bare: Side, num_bytes: int, number: int) -> float:
+    return num_bytes / bare(number) / 1e9
+
+
+Address = str | tuple[str, int]
 
 
 @contextmanager
 def bare_socket(
     folder: Path, num_bytes: int, *, start: Start = here, host: str = LOCAL, unix: bool = False
 ) -> Iterator[Side]:
-    """Seconds from the first byte in one process until the last chunk is checked and in place in another.
+    """Yield the bare side.
 
-    The sender's checksums are made before.
+    Seconds from the first byte in one process until the last chunk is checked in another.
     """
     with TemporaryDirectory(dir=folder) as name, ExitStack() as stack:
         source, target = Path(name, "source"), Path(name, "target")
@@ -121,19 +106,22 @@ def bare_socket(
         target.write_bytes(bytes(num_bytes))
         listen: Address = f"{name}/bare.ipc" if unix else (host, 0)
         sender = stack.enter_context(start(0, partial(send, source=source, listen=listen)))
-        address: Address = sender.hear(str) if unix else sender.hear(tuple)
+        address: Address = sender.receive(str) if unix else sender.receive(tuple)
         receiver = stack.enter_context(start(1, partial(_receive, target=target, address=address)))
 
         def measure(_: int) -> float:
-            receiver.tell("receive")
-            sender.tell("send")
-            return receiver.hear(float) - sender.hear(float)
+            receiver.send("receive")
+            sender.send("send")
+            return receiver.receive(float) - sender.receive(float)
 
         yield measure
 
 
 def send(pipe: Connection, *, source: Path, listen: Address) -> None:
-    """Send the file whenever told to; says its address, then when each round's first byte left."""
+    """Send its address.
+
+    Then send the file whenever a word comes, and the moment of the first byte of each round.
+    """
     listener = socket.socket(_family(listen))
     listener.bind(listen)
     listener.listen()
@@ -150,7 +138,7 @@ def send(pipe: Connection, *, source: Path, listen: Address) -> None:
 
 
 def _receive(pipe: Connection, *, target: Path, address: Address) -> None:
-    """Receive the file whenever told to; says the end of each round."""
+    """Receive the file whenever a word comes; send the moment at which each round ended."""
     connection = socket.socket(_family(address))
     connection.connect(address)
     chunks = _chunks(target)
@@ -168,7 +156,7 @@ def _family(address: Address) -> socket.AddressFamily:
 
 
 def _chunks(path: Path) -> list[memoryview]:
-    """Pages of a file in pieces; the mapping lives as long as they do."""
+    """Map a file and return it chunk by chunk; the mapping lives as long as the chunks."""
     with path.open("r+b") as file:
         pages = memoryview(mmap.mmap(file.fileno(), 0))
     return [pages[start : start + CHUNK_BYTES] for start in range(0, len(pages), CHUNK_BYTES)]

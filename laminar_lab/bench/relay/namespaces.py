@@ -1,8 +1,8 @@
 """Hosts with narrow links on one machine: network namespaces joined by a bridge, limited in both directions.
 
-Used by `hosts`. Needs root and iproute2. Invariant: the machine's own interfaces are
-never touched, and whatever a benchmark leaves when it is killed goes when the next one starts: every name holds
-the process id of its owner.
+Used by the measurements `hosts`. Needs root and iproute2, and never touches the machine's own interfaces. Every
+name holds the process id of its owner, so the next benchmark removes the leftovers of a killed one (`tests/bench/t
+est_rivals.py::test_a_killed_benchmark_leaves_no_process_and_its_network_goes_when_the_next_starts`).
 """
 
 import ctypes
@@ -30,7 +30,7 @@ CONGESTION = "cubic"  # the kernel's default, named so that figures do not depen
 
 
 class Network:
-    """Namespaces `hosts`, each with `INTERFACE` at `address(i)`; a context that takes them away again."""
+    """Namespaces `hosts`, each with `INTERFACE` at `address(i)`; a context that removes them at its end."""
 
     def __init__(self, num_hosts: int, *, mbit_per_s: int) -> None:
         self._prefix = f"{PREFIX}{os.getpid()}-"
@@ -86,7 +86,7 @@ class Network:
 
 
 def _enter(namespace: Path) -> None:
-    """Move this thread, and those that it starts, into a namespace."""
+    """Move this thread, and the threads that it starts, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with namespace.open("rb") as file:
         if libc.setns(file.fileno(), NEW_NETWORK):

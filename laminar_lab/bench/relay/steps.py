@@ -1,13 +1,12 @@
-"""Versions as optimizer steps make them: what a publish costs the learner, and how little of a version travels.
+"""Versions as optimizer steps make them: the learner's stall in a publish, and the bytes of a delta.
 
-The weights are a model's as AdamW leaves them:
-fp32 masters, published as bf16. Invariant: wire bytes are those that a node in another process reports once it has
-verified the version's digest.
+The weights are a model's as AdamW leaves them: fp32 masters, published as bf16. A node in another process reports
+the wire bytes once it has verified the version's digest.
 """
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from laminar_lab.bench.relay.tree import CHUNK_BYTES, WARM_VERSIONS, Tree, copy_s, raw
-from laminar_lab.bench.report import Ratio, Row, Tell, in_turn
+from laminar_lab.bench.relay.tree import CHUNK_BYTES, ROOT, WARM_VERSIONS, Tree, copy_s, raw
+from laminar_lab.bench.report import Ratio, Row, in_turn, log_line
 from laminar_lab.bench.workplace import SHARED_MEMORY, SMALL, workplace
 from laminar_py.learner import named_tensors
 from laminar_py.relay import RelayKeys, apply, encode
@@ -38,24 +37,24 @@ FIRST_STEP, LAST_STEP = 12, 15  # whose deltas count, each against the step befo
 Words = npt.NDArray[np.uint16]  # weights in bf16, as integers
 
 
-def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, tell: Tell, config: Qwen3Config = SMALL) -> list[Row]:
-    """Figures of the stall and of deltas; versions lie in `shm`."""
-    stalls = stall_rows(shm=shm, repeats=repeats, tell=tell, config=config)
-    return stalls + delta_rows(shm=shm, repeats=repeats, tell=tell, config=config)
+def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, config: Qwen3Config = SMALL) -> list[Row]:
+    """Measure the stall and deltas; versions lie in `shm`."""
+    stalls = stall_rows(shm=shm, repeats=repeats, config=config)
+    return stalls + delta_rows(shm=shm, repeats=repeats, config=config)
 
 
 # ---- the stall
 
 
-def stall_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config) -> list[Row]:
-    """Stall of a publish over a plain copy of the bytes published, which lie in `shm`.
+def stall_rows(*, shm: Path, repeats: int, config: Qwen3Config) -> list[Row]:
+    """Compare the stall of a publish with a plain copy of the same bytes, which lie in `shm`.
 
-    Once from fp32 masters, as a learner publishes, once from tensors that are bf16 before.
+    One stall is from fp32 masters, as a learner publishes; the other is from tensors that are bf16 before.
     """
     model = _model(config)
     tensors = list(_published(model))
     pairs = [(raw(tensor), np.ones_like(raw(tensor))) for _, tensor in tensors]
-    with workplace(shm) as folder, Tree(folder / "stall", keys=RelayKeys.generate(), leaf=False) as tree:
+    with workplace(shm) as folder, Tree(folder / "stall", keys=RelayKeys.generate(), topology=ROOT) as tree:
 
         def stall(published: Iterable[tuple[str, Tensor]]) -> float:
             tree.await_spare()
@@ -73,26 +72,20 @@ def stall_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config) -> l
             "copy": copy,
         }
         found = in_turn(sides, rounds=repeats, warm=WARM_VERSIONS)
-    return _stall_rows(found, num_bytes=sum(tensor.nbytes for _, tensor in tensors), tell=tell)
-
-
-def _stall_rows(found: Mapping[str, Sequence[float]], *, num_bytes: int, tell: Tell) -> list[Row]:
-    plain_s = median(found["copy"])
-    copied = (
-        f"numpy.copyto of the {num_bytes / 1e6:.0f} MB of bf16 into warm memory {1000 * plain_s:.1f} ms"
+    plain_s, num_bytes = median(found["copy"]), sum(tensor.nbytes for _, tensor in tensors)
+    conditions = (
+        "stall {0:.1f} ms, {1}; numpy.copyto of the"
+        f" {num_bytes / 1e6:.0f} MB of bf16 into warm memory {1000 * plain_s:.1f} ms"
         f" ({num_bytes / 1e9 / plain_s:.1f} GB/s)"
     )
     starts = {
         "stall_with_cast_over_memcpy": ("masters", "from fp32 masters, gather and cast included"),
         "stall_over_memcpy": ("ready", "from tensors that are bf16 before"),
     }
-    rows = []
-    for name, (side, start) in starts.items():
-        ratio = Ratio.of(found[side], found["copy"])
-        conditions = f"stall {1000 * median(found[side]):.1f} ms, {start}; {copied}; {ratio}"
-        rows.append(Row(name, ratio.median, "x", conditions))
-        tell(f"{name} {ratio.median:.2f}")
-    return rows
+    return [
+        Ratio.between(found[side], found["copy"]).row(name, conditions.format(1000 * median(found[side]), start))
+        for name, (side, start) in starts.items()
+    ]
 
 
 # ---- deltas
@@ -102,7 +95,7 @@ def _stall_rows(found: Mapping[str, Sequence[float]], *, num_bytes: int, tell: T
 class DeltaShare:
     """Size of a version's delta against the one before, e.g. `DeltaShare(0.0095, 0.0123)`."""
 
-    wire_share: float  # bytes that travelled over those of the version
+    wire_share: float  # bytes on the wire over bytes of the version
     changed: float  # share of elements
 
     @property
@@ -112,27 +105,30 @@ class DeltaShare:
         return -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) / 16 if 0 < p < 1 else 0.0
 
 
-def delta_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config) -> list[Row]:
-    """Bytes of deltas at each learning rate, and the speed of their codec at the least; versions lie in `shm`."""
+def delta_rows(*, shm: Path, repeats: int, config: Qwen3Config) -> list[Row]:
+    """Measure the bytes of deltas at each learning rate, and the speed of the codec at the lowest.
+
+    All in `shm`.
+    """
     found, speeds = [], []
     for name, rate in RATES.items():
         with workplace(shm) as folder:
             row, base, new = _wire(folder / name, config, name=f"delta_bytes_{name}", rate=rate)
         found.append(row)
-        tell(f"{row.name} {row.value:.4f}")
+        log_line(f"{row.name} {row.value:.4f}")
         if rate == min(RATES.values()):
             speeds = codec_rows(base, new, repeats=repeats, rate=rate)
     return found + speeds
 
 
 def _wire(folder: Path, config: Qwen3Config, *, name: str, rate: float) -> tuple[Row, Words, Words]:
-    """The row, and the last two versions."""
+    """Train and publish a few steps; return the row of the bytes, and the last two versions."""
     model = _model(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
     generator = torch.Generator().manual_seed(1)
     deltas: list[DeltaShare] = []
     words = base = _words(model)
-    with Tree(folder, keys=RelayKeys.generate(), leaf=True) as tree:
+    with Tree(folder, keys=RelayKeys.generate()) as tree:
         for step in range(1, LAST_STEP + 1):
             _step(model, optimizer, generator)
             if step < FIRST_STEP - 1:
@@ -165,13 +161,13 @@ def _published(model: Qwen3ForCausalLM) -> Iterable[tuple[str, Tensor]]:
 
 
 def _words(model: Qwen3ForCausalLM) -> Words:
-    """[num_parameters] of what is published."""
+    """[num_parameters] weights as they are published."""
     words: Words = torch.cat([tensor.flatten() for _, tensor in _published(model)]).view(torch.uint16).numpy()
     return words
 
 
 def _step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-    """REINFORCE with random advantages, normal as those of a group."""
+    """Make a REINFORCE step with random normal advantages."""
     ids = torch.randint(model.config.vocab_size, (NUM_SEQUENCES, LENGTH), generator=generator)  # [B, T]
     advantages = torch.randn(NUM_SEQUENCES, 1, generator=generator)  # [B, 1]
     logits = model(input_ids=ids).logits[:, :-1]  # [B, T - 1, V]
@@ -184,7 +180,7 @@ def _step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, generator: 
 
 
 def codec_rows(base: Words, new: Words, *, repeats: int, rate: float) -> list[Row]:
-    """Speed over full-model bytes on one thread, in its CPU time: one core's."""
+    """Measure the codec in bytes of the full version per CPU second of one thread."""
     olds, news = _pieces(base), _pieces(new)
     encoding, copying, applying = [], [], []
     for _ in range(repeats + 1):  # the first warms up

@@ -1,7 +1,7 @@
-"""Relays for measurements: a node in a process of its own, and a small tree with its publisher here.
+"""A tree of relays for measurements, each node in a process of its own; this process publishes to the root.
 
-Invariant: times are taken in a node's process, when the node reports; in a `Tree` a version is published only when
-the one before is complete at the last node, so nothing is overtaken.
+Times are taken in the process of a node when the node reports. A version is published only after every node has
+the one before, so that no version overtakes another.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from laminar_lab.bench.processes import PATIENCE_S, Worker
+from laminar_lab.bench.relay.namespaces import Network
 from laminar_py.relay import (
     IPC,
     SPARE,
@@ -27,6 +28,7 @@ from laminar_py.relay import (
     RelayEvent,
     RelayKeys,
     RelayNode,
+    Topology,
     VersionComplete,
     VersionPulled,
     folder_name,
@@ -35,12 +37,13 @@ from laminar_py.relay import (
 CHUNK_BYTES = 4 * 2**20
 WARM_VERSIONS = 4  # the fourth is the first to be written over the pages of another
 LOCAL = "127.0.0.1"
+ROOT, ROOT_AND_LEAF = Topology((None,)), Topology((None, 0))
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class NodeWorker(Worker):
-    """A node that listens from here on, e.g. `NodeWorker(folder / "root", keys=None)`; `store` names it."""
+    """A node that listens as soon as it is made, e.g. `NodeWorker(folder / "root", keys=None)`."""
 
     def __init__(
         self,
@@ -55,13 +58,16 @@ class NodeWorker(Worker):
         relay = partial(_relay, store=store, keys=keys, parents=parents, host=host, chunk_bytes=chunk_bytes)
         super().__init__(relay, within=within)
         self.store = store
-        self.endpoint = self.hear(str)
-        self._lost: list[float] = []  # when a parent was given up
+        self.endpoint = self.receive(str)
+        self._lost: list[float] = []  # moments at which the node gave up a parent
 
     def completed(self, version: int) -> tuple[float, VersionComplete]:
-        """Moment at which the version was complete and verified there, and the report; ask for each in order."""
+        """Wait until the node has verified a version; return the moment and its report.
+
+        Ask for versions in order.
+        """
         while True:
-            moment, event = self.hear(tuple)
+            moment, event = self.receive(tuple)
             if isinstance(event, ParentLost):
                 self._lost.append(moment)
                 continue
@@ -70,14 +76,14 @@ class NodeWorker(Worker):
                 return moment, event
 
     def lost_since(self, moment: float) -> list[float]:
-        """Later moments at which a parent was given up, as far as `completed` has read."""
+        """Return later moments at which the node gave up a parent, as far as `completed` has read."""
         return [lost for lost in self._lost if lost > moment]
 
 
 def _relay(
     pipe: Connection, *, store: Path, keys: RelayKeys | None, parents: Sequence[str], host: str, chunk_bytes: int
 ) -> None:
-    """Run a node; says its endpoint, then each report on versions and parents, with the time."""
+    """Run a node. Sends its endpoint, then each report on versions and parents with the time."""
 
     def report(event: RelayEvent) -> None:
         if not isinstance(event, VersionPulled):
@@ -95,9 +101,9 @@ def _relay(
 
 
 class Tree:
-    """A root and perhaps a leaf on this host, e.g. `Tree(folder, keys=None, leaf=True, ipc=True)`.
+    """Relays of a topology on this host or on the hosts of a `network`, e.g. `Tree(folder, keys=None, ipc=True)`.
 
-    Sockets and stores lie in `folder`.
+    Sockets and stores lie in `folder`. A context that ends the nodes.
     """
 
     def __init__(
@@ -105,41 +111,56 @@ class Tree:
         folder: Path,
         *,
         keys: RelayKeys | None,
-        leaf: bool,
+        topology: Topology = ROOT_AND_LEAF,
+        network: Network | None = None,
         ipc: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
         adapter_config: bytes | None = None,
     ) -> None:
         folder.mkdir()
         self._version = 0
+        self.nodes: dict[int, NodeWorker] = {}
         with ExitStack() as stack:
-
-            def add(name: str, parents: Sequence[str] = ()) -> NodeWorker:
-                host = f"{IPC}{folder / name}.ipc" if ipc else LOCAL
-                return stack.enter_context(NodeWorker(folder / name, keys=keys, parents=parents, host=host))
-
-            self.root = add("root")
-            self.last = add("leaf", [self.root.endpoint]) if leaf else self.root
-            self._publisher = Publisher(self.root.store, chunk_bytes=CHUNK_BYTES, adapter_config=adapter_config)
+            for number in topology.downward:
+                host = f"{IPC}{folder}/relay-{number}.ipc" if ipc else LOCAL
+                node = NodeWorker(
+                    folder / f"relay-{number}",
+                    keys=keys,
+                    parents=[self.nodes[ancestor].endpoint for ancestor in topology.ancestors(number)],
+                    host=host if network is None else network.address(number),
+                    chunk_bytes=chunk_bytes,
+                    within=None if network is None else network.entry(number),
+                )
+                self.nodes[number] = stack.enter_context(node)
+            self.root = self.nodes[0]
+            self._publisher = Publisher(self.root.store, chunk_bytes=chunk_bytes, adapter_config=adapter_config)
             stack.callback(self._publisher.close)
             self._stack = stack.pop_all()
 
     @property
-    def last_folder(self) -> Path:
-        """Folder of the newest version at the last node, once that is complete."""
-        return self.last.store / folder_name(self._version)
+    def version_name(self) -> str:
+        """Folder of the newest version in the store of each node that has it."""
+        return folder_name(self._version)
 
     def publish(self, tensors: Iterable[tuple[str, Tensor]]) -> float:
-        """Publish the next version. Returns the stall in seconds; the rest goes on in threads and processes."""
+        """Publish the next version. Returns the stall in seconds; threads and processes do the rest."""
         self._version += 1
         return self._publisher.publish(self._version, tensors)
 
     def await_last(self) -> tuple[float, VersionComplete]:
-        """Seconds from complete at the root until complete at the last node, and that node's report."""
-        self._publisher.completed(self._version)
+        """Wait until all nodes have the version.
+
+        Returns the seconds from complete at the root until complete at the last node, and the report of the node
+        with the highest number.
+        """
+        published = self._publisher.completed(self._version)
         began, report = self.root.completed(self._version)
         ended = began
-        if self.last is not self.root:
-            ended, report = self.last.completed(self._version)
+        for number, node in self.nodes.items():
+            if number:
+                moment, report = node.completed(self._version)
+                assert report.digest == published.digest, f"{report.node} has another version {self._version}"
+                ended = max(ended, moment)
         return ended - began, report
 
     def await_spare(self) -> None:
@@ -157,13 +178,13 @@ class Tree:
 
 
 def raw(tensor: Tensor) -> Bytes:
-    """Bytes of a tensor, not copied; the last dimension is as much longer as an element has bytes."""
+    """View a tensor as bytes; the last dimension is as many times longer as an element has bytes."""
     data: Bytes = tensor.view(torch.uint8).numpy()
     return data
 
 
 def copy_s(pairs: Sequence[tuple[Bytes, Bytes]]) -> float:
-    """Seconds of a plain copy from the first to the second of each pair."""
+    """Copy the first of each pair to the second and return the seconds."""
     began = time.perf_counter()
     for source, target in pairs:
         np.copyto(target, source)

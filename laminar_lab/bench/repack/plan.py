@@ -1,4 +1,4 @@
-"""How long a round of repacking takes to plan on a large fleet."""
+"""Time to plan a round of repacking on a large fleet."""
 
 import time
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from statistics import median
 
 import numpy as np
 
+from laminar_lab.bench.lengths import log_normal_lengths
 from laminar_lab.bench.report import Row
 from laminar_py.records.replica import Held, Survey
 from laminar_py.repack import EngineSpeed, GroupForecast, PlanningContext, PredictivePlanner, RemainingTokens
@@ -20,22 +21,22 @@ SPEED = EngineSpeed(
 
 
 def rows(*, repeats: int = 11) -> list[Row]:
-    """Time to think about 8,192 trajectories on 256 replicas of one version: forecast and plan.
+    """Measure forecast and plan for 8,192 trajectories on 256 replicas of one version.
 
-    The worst of three fleets: in ramp-down, with contexts so short that each could move, and with queues.
+    The row is the worst of three fleets: in ramp-down, with contexts so short that each could move, with queues.
     """
     fleets = {"ramp-down": ramp_down, "short": _short, "queues": _queues}
     found = {
-        name: [_think(make(np.random.default_rng(seed))) for seed in range(repeats)]
+        name: [_plan_round(make(np.random.default_rng(seed))) for seed in range(repeats)]
         for name, make in fleets.items()
     }
     times = {name: 1e3 * median(elapsed_s for elapsed_s, _ in runs) for name, runs in found.items()}
-    told = ", ".join(f"{name} {ms:.1f} ms ({found[name][-1][1]} moves)" for name, ms in times.items())
-    return [Row("plan_256x8192_ms", max(times.values()), "ms", f"worst of: {told}; medians of {repeats}")]
+    each = ", ".join(f"{name} {ms:.1f} ms ({found[name][-1][1]} moves)" for name, ms in times.items())
+    return [Row("plan_256x8192_ms", max(times.values()), "ms", f"worst of: {each}; medians of {repeats}")]
 
 
-def _think(group: Sequence[Survey]) -> tuple[float, int]:
-    """Seconds, and moves. Every second trajectory has three finished siblings."""
+def _plan_round(group: Sequence[Survey]) -> tuple[float, int]:
+    """Plan a round; return seconds and moves. Every second trajectory has three finished siblings."""
     remaining = RemainingTokens(MAX_NEW_TOKENS)
     running = [held for survey in group for held in survey.running]
     with_siblings = {held.trajectory_id for held in running[::2]}
@@ -50,25 +51,24 @@ def _think(group: Sequence[Survey]) -> tuple[float, int]:
 
 
 def ramp_down(rng: np.random.Generator) -> list[Survey]:
-    """A fleet whose replicas have few or many trajectories."""
+    """Draw a fleet whose replicas have few or many trajectories."""
     counts = rng.multinomial(TRAJECTORIES, rng.dirichlet(np.full(REPLICAS, 3.0)))
     return [_survey(replica, _lengths(rng, count)) for replica, count in enumerate(counts.tolist())]
 
 
 def _short(rng: np.random.Generator) -> list[Survey]:
-    """A fleet of which half could be emptied, since each context is short."""
+    """Draw a fleet of short contexts, half of whose replicas could be emptied."""
     return [_survey(replica, rng.integers(1, 50, 32).tolist()) for replica in range(REPLICAS)]
 
 
 def _queues(rng: np.random.Generator) -> list[Survey]:
-    """A fleet of which half has queues and half has room."""
+    """Draw a fleet; one half has queues, the other has room."""
     lengths = [_lengths(rng, 16) for _ in range(REPLICAS)]
     return [_survey(replica, n, waiting=32 if replica % 2 else 0) for replica, n in enumerate(lengths)]
 
 
 def _lengths(rng: np.random.Generator, count: int) -> list[int]:
-    lengths: list[int] = np.minimum(16_000, 1500 * np.exp(0.99 * rng.standard_normal(count))).astype(int).tolist()
-    return lengths
+    return log_normal_lengths(rng, count, median=1500, cap=16_000)
 
 
 def _survey(replica: int, lengths: Sequence[int], *, waiting: int = 0) -> Survey:

@@ -1,8 +1,8 @@
 """Training throughput of whole schedules at equal devices, on emulated replicas and an emulated learner.
 
-`sync` is colocated: all devices generate, then all train, and training is given the speed at which generation
-makes up `GENERATION_SHARE` of its step. The others have as many devices in all, divided between replicas and
-learner as serves each best by what they were seen to do before (`PilotRun`, `best_split`).
+`sync` is colocated: all devices generate, then all train. Training gets the speed with which generation makes up
+`GENERATION_SHARE` of a step. Each other schedule has as many devices in all, and divides them between replicas and
+learner as a pilot run finds best for it (`PilotRun`, `best_split`).
 """
 
 import tempfile
@@ -11,18 +11,18 @@ from pathlib import Path
 
 import yaml
 
+from laminar_lab.bench.repack.arms import FULL
 from laminar_lab.bench.repack.workload import (
     COMPRESSION,
     CONFIG,
     SIGMA,
     SPREAD_S,
     Window,
-    check_folder,
     run_arm,
     settings_of,
 )
-from laminar_lab.bench.report import Row, Tell
-from laminar_lab.bench.runs import FinishedRun, train
+from laminar_lab.bench.report import Row, log_line
+from laminar_lab.bench.runs import FinishedRun, require_project_file, train
 from laminar_py.config import load_config
 from laminar_py.config.rollout import DEFAULT_PLANNER, NO_PLANNER
 
@@ -48,21 +48,16 @@ class Contender:
 
     name: str
     schedule: str
-    arm: str | None = None  # of the workload, whose replicas it has
-
-    @property
-    def planner(self) -> str:
-        """Planner that moves trajectories."""
-        return DEFAULT_PLANNER if self.arm == DEFAULT_PLANNER else NO_PLANNER
+    arm: str | None = None  # of `arms`, for its replicas
 
 
 SYNC = Contender("sync", "sync")
 CONTENDERS = (
     Contender("sync_disaggregated", "sync"),
     Contender("one_step", "one_step"),
-    Contender("async", "async", "none"),
-    Contender("async_repack", "async", "predictive"),
-    Contender("async_full", "async", "full"),  # the ceiling: replicas that never drain
+    Contender("async", "async", NO_PLANNER),
+    Contender("async_repack", "async", DEFAULT_PLANNER),
+    Contender("async_full", "async", FULL),
 )
 
 
@@ -85,22 +80,22 @@ class PilotRun:
     rates: dict[str, float]  # tokens/s of all devices as replicas, by arm of the workload
 
 
-def rows(*, tell: Tell) -> list[Row]:
+def rows() -> list[Row]:
     """The table of each length skew, with one seed. 15 minutes for one, and 5 before."""
-    check_folder()
+    require_project_file(CONFIG)
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-        return [row for sigma in (SIGMA, SIGMA_20X) for row in _compare(sigma, Path(folder), tell)]
+        return [row for sigma in (SIGMA, SIGMA_20X) for row in _compare(sigma, Path(folder))]
 
 
-def _compare(sigma: float, folder: Path, tell: Tell) -> list[Row]:
+def _compare(sigma: float, folder: Path) -> list[Row]:
     pilot, profile = _pilot(sigma, folder)
     splits = {contender.name: best_split(contender, pilot) for contender in CONTENDERS}
-    tell(f"sigma {sigma:g}: {pilot}; replicas {splits}")
+    log_line(f"sigma {sigma:g}: {pilot}; replicas {splits}")
     found: dict[str, ScheduleRate] = {}
     for contender in [SYNC, *CONTENDERS]:
         replicas = splits.get(contender.name, DEVICES)
         found[contender.name] = measured(_run(contender, replicas, sigma=sigma, profile=profile, folder=folder))
-        tell(f"{contender.name} on {replicas} replicas: {found[contender.name]}")
+        log_line(f"{contender.name} on {replicas} replicas: {found[contender.name]}")
     return table(found, splits, sigma=sigma)
 
 
@@ -161,9 +156,8 @@ def _run(
     settings = [
         f"name=schedules-{contender.name}",
         f"runs={folder}",
-        *settings_of(contender.planner, seed=SEED, replicas=replicas),
+        *settings_of(contender.arm or NO_PLANNER, seed=SEED, replicas=replicas),
         f"schedule={contender.schedule}",
-        f"rollout.on_new_weights={'in_place' if contender.arm == 'full' else 'drain'}",
         f"rollout.batch_per_replica={batch}",
         f"emulation.profile={profile}",
         f"emulation.learner_devices={DEVICES if contender is SYNC else DEVICES - replicas}",
@@ -175,7 +169,7 @@ def _run(
 
 
 def measured(done: FinishedRun) -> ScheduleRate:
-    """Rate and share of the part of a run that counts."""
+    """Return the rate of a run and the learner's share of its time, after the warm steps."""
     first, last = done.steps[WARM_STEPS - 1], done.steps[-1]
     elapsed_s = last.rl_s - first.rl_s
     return ScheduleRate(

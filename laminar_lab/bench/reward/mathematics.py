@@ -1,7 +1,7 @@
 """Verifications a second by the term `math`, with some that hang.
 
-Called as a scorer calls them, in processes that can be ended. Invariant: every verdict is compared with the right
-one, and a wrong one ends the benchmark.
+The verifications run in processes that can be ended, as a scorer's do. The benchmark compares every verdict with
+the right one, and ends at a wrong one.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from statistics import median, quantiles
 import msgspec
 import numpy as np
 
-from laminar_lab.bench.report import Row, Tell
+from laminar_lab.bench.report import Row, log_line
 from laminar_py.config import TermConfig
 from laminar_py.config.reward import REWARDS
 from laminar_py.records import DropReason, FinishReason, ScoringRequest
@@ -27,11 +27,11 @@ class GivenAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     reference: str
-    right: bool | None  # None: nobody finds out in time
+    right: bool | None  # None: the verifier hangs
 
 
 def make_answers(number: int, *, hang_one_in: int) -> list[GivenAnswer]:
-    """So many different ones; the last of every `hang_one_in` hangs."""
+    """Make so many different answers; the last of every `hang_one_in` hangs the verifier."""
     return [
         _hanging(seed)
         if (seed + 1) % hang_one_in == 0
@@ -57,7 +57,7 @@ def _usual(seed: int, kind: tuple[str, str, bool]) -> GivenAnswer:
 
 
 def _hanging(seed: int) -> GivenAnswer:
-    """Answer of which the library writes out a number of 370 million digits first."""
+    """Make an answer for which the library first writes out a number of 370 million digits."""
     return GivenAnswer(text=rf"\gcd(9^{{9^9}}, {seed})", reference="7", right=None)
 
 
@@ -87,12 +87,15 @@ TIMEOUT_S = 3.0
 THOUGHT = "We simplify both sides, put the roots back and see that only one case remains. " * 20
 
 
-def rows(*, verifications: int = 10_000, tell: Tell) -> list[Row]:
-    """Rate and latency. Two minutes and a half for 10,000 on two cores, most of it for what hangs."""
+def rows(*, verifications: int = 10_000) -> list[Row]:
+    """Measure rate and latency.
+
+    Two and a half minutes for 10,000 on two cores, most of them in hanging answers.
+    """
     answers = make_answers(verifications, hang_one_in=HANG_ONE_IN)
     term = REWARDS.get("math").settings.model_validate({"kind": "math", "timeout_s": TIMEOUT_S})
     num_hanging = sum(answer.right is None for answer in answers)
-    tell(f"{len(answers)} verifications, {num_hanging} of which hang for {TIMEOUT_S:g} s")
+    log_line(f"{len(answers)} verifications, {num_hanging} of which hang for {TIMEOUT_S:g} s")
     elapsed_s, times_s = asyncio.run(_verify_all(answers, term))
     conditions = (
         f"{len(answers)} different answers, {num_hanging} out of time after {TIMEOUT_S:g} s and the others judged"
@@ -110,7 +113,7 @@ def rows(*, verifications: int = 10_000, tell: Tell) -> list[Row]:
 
 
 async def _verify_all(answers: list[GivenAnswer], term: TermConfig) -> tuple[float, list[float]]:
-    """Seconds in all, and of each that does not hang."""
+    """Verify all answers; return the seconds of all, and of each answer that does not hang."""
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
         spec = CallSpec(term=term.model_dump_json(), timeout_s=TIMEOUT_S, folder=Path(folder))
         async with CallPool(spec, name="math", processes=term.processes) as pool:
@@ -136,7 +139,7 @@ async def _verify_each(pool: CallPool, todo: Iterator[GivenAnswer], times_s: lis
 
 
 def request(response: str, reference: str) -> ScoringRequest:
-    """Request to score a response that ended by itself."""
+    """Make a request to score a response that ended by itself."""
     nothing = np.zeros(0, np.int32)
     return ScoringRequest(
         trajectory_id="t0",

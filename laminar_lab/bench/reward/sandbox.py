@@ -1,6 +1,6 @@
-"""Programs a second through a sandbox, and how soon one alone is over.
+"""Programs a second through a sandbox, and the time of one program alone.
 
-Invariant: every output is compared with what had to come out, and a wrong one ends the benchmark.
+The benchmark compares every output with the expected one, and ends at a wrong one.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from statistics import median
 
 import msgspec
 
-from laminar_lab.bench.report import Row, Tell, spread
+from laminar_lab.bench.report import Row, log_line, spread
 from laminar_py.config import ConfigError
 from laminar_py.reward import same_output, same_value
 from laminar_py.sandbox import SandboxLabel, SandboxPool, SandboxTier
@@ -21,14 +21,14 @@ class SmallProgram(msgspec.Struct, frozen=True, kw_only=True):
     """A program, e.g. `SmallProgram(code="print(int(input()) + 3)", stdin="4", wanted="7")`."""
 
     code: str
-    wanted: object  # value of the function, or text that is printed
+    wanted: object  # value of the function, or printed text
     function: str = ""  # to call with `args`; none: a script that reads `stdin`
     args: Sequence[object] = ()
     stdin: str = ""
 
 
 def make_programs(number: int) -> list[SmallProgram]:
-    """So many different ones, functions that are called and scripts by turns."""
+    """Make so many different programs, functions to call and scripts by turns."""
     return [MAKERS[seed % len(MAKERS)](seed) for seed in range(number)]
 
 
@@ -55,42 +55,6 @@ def _collatz(seed: int) -> SmallProgram:
     while number != 1:
         number, steps = (number // 2 if number % 2 == 0 else 3 * number + 1), steps + 1
     return SmallProgram(code=code, stdin=f"{start}\n", wanted=f"{steps + seed}\n")
-
-
-def _words_by_count(seed: int) -> SmallProgram:
-    code = (
-        "from collections import Counter\n\n\n"
-        f"def most_common(text, extra='w{seed}'):\n"
-        "    counts = Counter(text.split() + [extra])\n"
-        "    return [word for word, times in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]\n"
-    )
-    return SmallProgram(
-        code=code, function="most_common", args=["b a b c a b"], wanted=["b", "a", "c", f"w{seed}"]
-    )
-
-
-def _reversed_lines(seed: int) -> SmallProgram:
-    code = (
-        "import sys\n\nfor line in sys.stdin.read().splitlines():\n"
-        f"    print(' '.join(reversed(line.split())), {seed})\n"
-    )
-    return SmallProgram(
-        code=code, stdin=f"one two {seed}\nthree four\n", wanted=f"{seed} two one {seed}\nfour three {seed}\n"
-    )
-
-
-def _is_prime(seed: int) -> SmallProgram:
-    code = (
-        f"import math\n\n\ndef is_prime(n):  # number {seed}\n"
-        "    return n > 1 and all(n % k for k in range(2, math.isqrt(n) + 1))\n"
-    )
-    number = 1000 + seed % 5000
-    return SmallProgram(
-        code=code,
-        function="is_prime",
-        args=[number],
-        wanted=all(number % k for k in range(2, int(number**0.5) + 1)),
-    )
 
 
 def _stack(seed: int) -> SmallProgram:
@@ -122,54 +86,32 @@ def _two_sum(seed: int) -> SmallProgram:
     )
 
 
-def _fibonacci(seed: int) -> SmallProgram:
-    code = (
-        "from functools import lru_cache\n\n\n@lru_cache(maxsize=None)\n"
-        "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n\n\n"
-        f"print(fib(int(input())) % {1000 + seed})\n"
-    )
-    place = 20 + seed % 60
-    number, after = 0, 1
-    for _ in range(place):
-        number, after = after, number + after
-    return SmallProgram(code=code, stdin=f"{place}\n", wanted=f"{number % (1000 + seed)}\n")
-
-
-MAKERS = (
-    _sum_of_multiples,
-    _collatz,
-    _words_by_count,
-    _reversed_lines,
-    _is_prime,
-    _stack,
-    _two_sum,
-    _fibonacci,
-)
+MAKERS = (_sum_of_multiples, _collatz, _two_sum, _stack)
 
 
 ROWS = "sandbox_runs_per_s sandbox_warm_ms sandbox_runs_per_s_landlock sandbox_runs_per_s_none"
 ROUNDS = 5
-WARM = 40  # runs before those that count
-ALONE = 200  # runs of which there is one at a time
+WARM = 40  # runs before the ones that count
+ALONE = 200  # runs, one at a time
 
 
-def rows(*, programs: int = 10_000, tell: Tell) -> list[Row]:
-    """Rate and time in the strongest tier that the machine has; rates of a fifth of `programs` in the others.
+def rows(*, programs: int = 10_000) -> list[Row]:
+    """Measure rate and time in the strongest tier of the machine; rates of a fifth of `programs` in the others.
 
     A minute for 10,000 programs on two cores.
     """
-    found = asyncio.run(_strongest(make_programs(programs), tell))
+    found = asyncio.run(_strongest(make_programs(programs)))
     for tier in (SandboxTier.LANDLOCK, SandboxTier.NONE):
         try:
-            found += asyncio.run(_weaker(tier, make_programs(max(programs // ROUNDS, ROUNDS)), tell))
+            found += asyncio.run(_weaker(tier, make_programs(max(programs // ROUNDS, ROUNDS))))
         except ConfigError as error:
-            tell(f"{tier.value} is left out: {error}")
+            log_line(f"{tier.value} is left out: {error}")
     return found
 
 
-async def _strongest(programs: Sequence[SmallProgram], tell: Tell) -> list[Row]:
+async def _strongest(programs: Sequence[SmallProgram]) -> list[Row]:
     async with SandboxPool(slots=len(os.sched_getaffinity(0)), require=SandboxTier.NONE) as pool:
-        rate = await _rate(pool, programs, name="sandbox_runs_per_s", tell=tell)
+        rate = await _rate(pool, programs, name="sandbox_runs_per_s")
         alone = [await _alone_ms(pool) for _ in range(ALONE)]
         conditions = (
             f"`print('ready')`, tier {pool.tier.value}, one at a time, until its result: {spread(alone, '.1f')}"
@@ -177,13 +119,13 @@ async def _strongest(programs: Sequence[SmallProgram], tell: Tell) -> list[Row]:
         return [rate, Row("sandbox_warm_ms", median(alone), "ms", conditions)]
 
 
-async def _weaker(tier: SandboxTier, programs: Sequence[SmallProgram], tell: Tell) -> list[Row]:
+async def _weaker(tier: SandboxTier, programs: Sequence[SmallProgram]) -> list[Row]:
     async with SandboxPool(slots=len(os.sched_getaffinity(0)), require=tier, tier=tier) as pool:
-        return [await _rate(pool, programs, name=f"sandbox_runs_per_s_{tier.value}", tell=tell)]
+        return [await _rate(pool, programs, name=f"sandbox_runs_per_s_{tier.value}")]
 
 
-async def _rate(pool: SandboxPool, programs: Sequence[SmallProgram], *, name: str, tell: Tell) -> Row:
-    """Programs a second with as many at a time as there are slots."""
+async def _rate(pool: SandboxPool, programs: Sequence[SmallProgram], *, name: str) -> Row:
+    """Measure programs a second, as many at a time as there are slots."""
     for _ in range(WARM):
         await _alone_ms(pool)
     rates = []
@@ -195,7 +137,7 @@ async def _rate(pool: SandboxPool, programs: Sequence[SmallProgram], *, name: st
             for _ in range(len(os.sched_getaffinity(0))):
                 group.create_task(_run_all(pool, todo), name="runs")
         rates.append(len(part) / (time.perf_counter() - began))
-        tell(f"{name}, round {number + 1} of {ROUNDS}: {rates[-1]:.0f}")
+        log_line(f"{name}, round {number + 1} of {ROUNDS}: {rates[-1]:.0f}")
     weak = f" ({pool.weaknesses})" if pool.weaknesses else ""
     conditions = (
         f"{len(programs)} different programs of 4 to 15 lines, calls and scripts by turns, outputs compared; tier"
@@ -211,7 +153,7 @@ async def _run_all(pool: SandboxPool, todo: Iterator[SmallProgram]) -> None:
 
 
 async def check(pool: SandboxPool, program: SmallProgram) -> None:
-    """Run a program. Fails with what came out where that is wrong."""
+    """Run a program. Fails with its result if the output is wrong."""
     if program.function:
         result = await pool.call(program.code, program.function, program.args)
         right = result.value_json is not None and same_value(

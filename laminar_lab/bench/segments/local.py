@@ -1,12 +1,11 @@
 """Segments beside a plain file and a bare socket.
 
-Written: MB/s of a `SegmentWriter` beside a plain file that gets the same bytes in as many calls, without sync;
-and beside one that also has the BLAKE3 of each piece made. Fetched: MB/s through store and client beside a plain
-TCP connection that carries as many bytes, from one buffer into one that is warm; `laminar_lab.bench.segments`
-has both on two hosts. Invariant: every side moves the same bytes in each round, and sides take turns.
+Written: MB/s of a `SegmentWriter` beside a plain file that gets the same bytes in as many calls, without sync, and
+beside a plain file with the BLAKE3 of each piece. Fetched: MB/s through store and client beside a plain TCP
+connection that carries as many bytes from one buffer into a warm one; `hosts` has both on two hosts. Every side
+moves the same bytes in each round.
 """
 
-import os
 import secrets
 import shutil
 import socket
@@ -23,22 +22,17 @@ from statistics import median
 from blake3 import blake3
 
 from laminar_lab.bench.processes import Start, Worker, here
-from laminar_lab.bench.report import Ratio, Row, Side, Tell, in_turn
+from laminar_lab.bench.report import Ratio, Row, Side, in_turn, load_now
 from laminar_lab.bench.workplace import workplace
 from laminar_py.ledger.segments import LOCAL, PieceStore, SegmentWriter, StoreClient, leave_address, make_frame
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, PieceRef
 from laminar_py.records.spans import Span
 
-ROWS = (
-    "segment_write_MBps segment_write_over_file segment_write_over_digested_file "
-    "segment_write_over_file_3000x1 segment_write_over_file_16000x16 segment_write_over_file_16000x1 "
-    "segment_fetch_MBps segment_fetch_over_socket segment_fetch_over_socket_3000x1 "
-    "segment_fetch_over_socket_3000x16 segment_fetch_over_socket_16000x16 segment_fetch_over_socket_16000x256"
-)
+ROWS = "segment_write_over_file segment_write_over_digested_file segment_fetch_over_socket"
 ROUND_BYTES = 32 * 2**20  # written by each side in a round
-PARTS = 4  # that wrote what is fetched
-WARM = 2  # rounds before those that count
+PARTS = 4  # writers of the fetched segments
+WARM = 2  # rounds before the ones that count
 OURS, BARE, DIGESTED = "ours", "bare", "digested"
 STORE = "store-0"
 
@@ -50,82 +44,56 @@ class PieceBatch:
     tokens: int  # of each
     count: int
 
-    def __str__(self) -> str:
-        return f"{self.tokens}x{self.count}"
+
+def rows(
+    *, repeats: int = 15, tokens: int = 3000, written: int = 16, fetched: int = 256, num_bytes: int = ROUND_BYTES
+) -> list[Row]:
+    """Write so many pieces of so many tokens at a time, and fetch so many; a learner's rank fetches 256."""
+    batch = PieceBatch(tokens, written)
+    return [
+        *write_rows(batch, repeats=repeats, num_bytes=num_bytes),
+        fetch_row(PieceBatch(tokens, fetched), repeats=repeats),
+    ]
 
 
-WRITTEN, ALSO_WRITTEN = PieceBatch(3000, 16), [PieceBatch(3000, 1), PieceBatch(16_000, 16), PieceBatch(16_000, 1)]
-FETCHED = PieceBatch(3000, 256)  # the share of a learner's rank
-ALSO_FETCHED = [PieceBatch(3000, 1), PieceBatch(3000, 16), PieceBatch(16_000, 16), PieceBatch(16_000, 256)]
+def write_rows(batch: PieceBatch, *, repeats: int, num_bytes: int) -> list[Row]:
+    """Compare a writer with a plain file, and with a plain file plus the BLAKE3 of each piece."""
+    with workplace() as folder, Worker(partial(_write, folder=folder, batch=batch, num_bytes=num_bytes)) as one:
+        sides: dict[str, Side] = {name: partial(_request_rate, one, name) for name in (OURS, BARE, DIGESTED)}
+        rates = in_turn(sides, rounds=repeats, warm=WARM)
+    conditions = (
+        f"{num_bytes / 2**20:g} MiB in pieces of {batch.tokens:,} tokens (8 bytes each), {batch.count} at a time,"
+        f" into the page cache: {describe_rates(rates)}"
+    )
+    return [
+        Ratio.between(rates[OURS], rates[BARE]).row("segment_write_over_file", conditions),
+        Ratio.between(rates[OURS], rates[DIGESTED]).row("segment_write_over_digested_file", conditions),
+    ]
 
 
-def rows(*, repeats: int = 15, tell: Tell, num_bytes: int = ROUND_BYTES) -> list[Row]:
-    """Ratios of each case, and the rates of the typical ones."""
-    return write_rows(repeats=repeats, tell=tell, num_bytes=num_bytes) + fetch_rows(repeats=repeats, tell=tell)
+def fetch_row(batch: PieceBatch, *, repeats: int) -> Row:
+    """Compare a fetch with a bare socket over loopback."""
+    with workplace() as folder, fetch_sides(folder, batch) as sides:
+        rates = in_turn(sides, rounds=repeats, warm=WARM)
+    conditions = f"{describe_fetch(batch)}, loopback: {describe_rates(rates)}"
+    return Ratio.between(rates[OURS], rates[BARE]).row("segment_fetch_over_socket", conditions)
 
 
-def write_rows(*, repeats: int, tell: Tell, num_bytes: int) -> list[Row]:
-    """Ratios of each case, and the rate of the typical one."""
-    found = []
-    for batch in (WRITTEN, *ALSO_WRITTEN):
-        with (
-            workplace() as folder,
-            Worker(partial(_write, folder=folder, batch=batch, num_bytes=num_bytes)) as one,
-        ):
-            sides: dict[str, Side] = {name: partial(_ask, one, name) for name in (OURS, BARE, DIGESTED)}
-            rates = in_turn(sides, rounds=repeats, warm=WARM)
-        ratio, digested = Ratio.of(rates[OURS], rates[BARE]), Ratio.of(rates[OURS], rates[DIGESTED])
-        told = (
-            f"{num_bytes / 2**20:g} MiB in pieces of {batch.tokens:,} tokens (8 bytes each), {batch.count} at a"
-            f" time, into the page cache: {_tell_rates(rates)}; {{}}, {_tell_load()}"
-        )
-        if batch == WRITTEN:
-            conditions = told.format(ratio)
-            found += [
-                Row("segment_write_MBps", median(rates[OURS]), "MB/s", conditions),
-                Row("segment_write_over_file", ratio.median, "x", conditions),
-                Row("segment_write_over_digested_file", digested.median, "x", told.format(digested)),
-            ]
-        else:
-            found.append(Row(f"segment_write_over_file_{batch}", ratio.median, "x", told.format(ratio)))
-        tell(f"written, {batch}: {_tell_rates(rates)}")
-    return found
-
-
-def fetch_rows(*, repeats: int, tell: Tell) -> list[Row]:
-    """Ratios of each case, and the rate of the typical one."""
-    found = []
-    for batch in (FETCHED, *ALSO_FETCHED):
-        with workplace() as folder, fetch_sides(folder, batch) as sides:
-            rates = in_turn(sides, rounds=repeats, warm=WARM)
-        ratio = Ratio.of(rates[OURS], rates[BARE])
-        told = f"{tell_fetch(batch)}, loopback: {_tell_rates(rates)}; {ratio}, {_tell_load()}"
-        if batch == FETCHED:
-            found.append(Row("segment_fetch_MBps", median(rates[OURS]), "MB/s", told))
-        suffix = "" if batch == FETCHED else f"_{batch}"
-        found.append(Row(f"segment_fetch_over_socket{suffix}", ratio.median, "x", told))
-        tell(f"fetched, {batch}: {_tell_rates(rates)}")
-    return found
-
-
-def tell_fetch(batch: PieceBatch) -> str:
-    """Conditions of what is fetched."""
+def describe_fetch(batch: PieceBatch) -> str:
+    """Describe the fetched pieces and the bare side."""
     return (
         f"{batch.count} pieces of {batch.tokens:,} tokens (8 bytes each) from {PARTS} segments in the page cache;"
         " bare: sendall of one buffer, recv_into a warm one"
     )
 
 
-def _tell_rates(rates: dict[str, list[float]]) -> str:
-    return ", ".join(f"{name} {median(found):,.0f} MB/s" for name, found in rates.items())
-
-
-def _tell_load() -> str:
-    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+def describe_rates(rates: dict[str, list[float]]) -> str:
+    """Describe the median rate of each side, and the machine's load."""
+    return f"{', '.join(f'{name} {median(found):,.0f} MB/s' for name, found in rates.items())}; {load_now()}"
 
 
 def make_pieces(batch: PieceBatch, count: int) -> list[Piece]:
-    """So many pieces whose bytes are all different."""
+    """Make so many pieces whose bytes all differ."""
     size = 4 * batch.tokens
     return [
         Piece(
@@ -143,13 +111,13 @@ def make_pieces(batch: PieceBatch, count: int) -> list[Piece]:
 # ---- written
 
 
-def _ask(worker: Worker, name: str, _: int) -> float:
-    """MB/s of a side that is in another process, which has the allocator of a run's."""
-    return worker.ask(name, float)
+def _request_rate(worker: Worker, name: str, _: int) -> float:
+    """Return MB/s of a side in another process, which has the allocator of a run's processes."""
+    return worker.request(name, float)
 
 
 def _write(pipe: Connection, *, folder: Path, batch: PieceBatch, num_bytes: int) -> None:
-    """Write by the means that are named, each time into a new folder; say MB/s."""
+    """Write as the side of each word, each time into a new folder; send MB/s."""
     count = max(1, num_bytes // (8 * batch.tokens * batch.count)) * batch.count
     pieces = make_pieces(batch, count)
     batches = [pieces[first : first + batch.count] for first in range(0, count, batch.count)]
@@ -173,7 +141,7 @@ def _write(pipe: Connection, *, folder: Path, batch: PieceBatch, num_bytes: int)
 
 
 def _write_plain(path: Path, whole: Sequence[bytes], frames: Sequence[Sequence[bytes]]) -> float:
-    """Seconds for a plain file, and for the digests of these."""
+    """Return the seconds to write a plain file, and to digest `frames`."""
     with path.open("wb", buffering=0) as file:
         began = time.perf_counter()
         for some in frames:
@@ -191,7 +159,7 @@ def _write_plain(path: Path, whole: Sequence[bytes], frames: Sequence[Sequence[b
 def fetch_sides(
     folder: Path, batch: PieceBatch, *, start: Start = here, host: str = LOCAL
 ) -> Iterator[dict[str, Side]]:
-    """MB/s of a fetch on host 1 from the store of host 0, which has the address `host`, and of a bare socket."""
+    """Yield both sides: MB/s of a fetch on host 1 from the store at `host` on host 0, and of a bare socket."""
     writers = [SegmentWriter(folder, f"replica-{part}") for part in range(PARTS)]
     pieces = make_pieces(batch, batch.count)
     refs = [writers[index % PARTS].write(piece) for index, piece in enumerate(pieces)]
@@ -200,11 +168,11 @@ def fetch_sides(
     with ExitStack() as stack:
         store = stack.enter_context(start(0, partial(_serve, folder=folder, key=key, host=host)))
         bare = stack.enter_context(start(0, partial(_send, num_bytes=num_bytes, host=host)))
-        store.hear(str)
-        work = partial(_fetch, folder=folder, bare=bare.hear(tuple), key=key, refs=encode(refs))
+        store.receive(str)
+        work = partial(_fetch, folder=folder, bare=bare.receive(tuple), key=key, refs=encode(refs))
         client = stack.enter_context(start(1, work))
 
-        yield {name: partial(_ask, client, name) for name in (OURS, BARE)}
+        yield {name: partial(_request_rate, client, name) for name in (OURS, BARE)}
 
 
 def _serve(pipe: Connection, *, folder: Path, key: bytes, host: str) -> None:
@@ -214,7 +182,7 @@ def _serve(pipe: Connection, *, folder: Path, key: bytes, host: str) -> None:
 
 
 def _send(pipe: Connection, *, num_bytes: int, host: str) -> None:
-    """Send so many bytes whenever a byte comes."""
+    """Send so many bytes whenever a byte arrives."""
     data = secrets.token_bytes(num_bytes)
     with socket.create_server((host, 0)) as listener:
         pipe.send(listener.getsockname())
@@ -225,7 +193,7 @@ def _send(pipe: Connection, *, num_bytes: int, host: str) -> None:
 
 
 def _fetch(pipe: Connection, *, folder: Path, bare: tuple[str, int], key: bytes, refs: bytes) -> None:
-    """Fetch by the means that are named; say MB/s."""
+    """Fetch as the side of each word; send MB/s."""
     wanted: Sequence[PieceRef] = decode(list[PieceRef], refs)
     client = StoreClient(key, folder)
     size = sum(ref.num_bytes for ref in wanted)

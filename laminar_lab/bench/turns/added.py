@@ -1,11 +1,10 @@
 """Time that we add between an environment's answer and the first token of the next turn.
 
-Trajectories run one after the other through a replica and an environment's process as a run has them, which reach
-each other over Ray. The environment takes no time and notes when it has answered, by its own clock, which is the
-replica's too: `time.monotonic` is one clock for a host. Turns are of one token, so a turn's first token leaves the
-engine at once; its time is taken where the replica has it. From that goes off what the engine takes for the same
-turn in the same process with nothing else to do, prefill and one step of decoding, without the thread that it
-otherwise has: what handing over to that thread takes is added by us.
+Trajectories run one after another through a replica and an environment's process as a run has them. The
+environment takes no time and notes when it has answered, by `time.monotonic`, which is one clock for a host. Turns
+have one token, so the first token of a turn leaves the engine at once; the replica's process notes when it
+arrives. The engine then answers the same requests again by its own stream; its time from request to first token is
+subtracted.
 """
 
 import asyncio
@@ -18,14 +17,13 @@ from statistics import median
 import numpy as np
 from transformers import AutoConfig
 
-from laminar_lab.bench.report import Row, Tell, spread
+from laminar_lab.bench.report import Row, log_line, spread
 from laminar_lab.bench.turns import clocked
-from laminar_lab.bench.turns.replica import ClockedReplicaActor, Play, Played, TurnParts
+from laminar_lab.bench.turns.replica import BenchParts, PlayRound
 from laminar_lab.bench.workplace import workplace, write_model
 from laminar_py.config import RunConfig, parse_config
 from laminar_py.data import SPECIAL, tiny_model
 from laminar_py.records import Problem, SamplingParams
-from laminar_py.records.codec import encode
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
 from laminar_py.runtime.cluster import open_cluster
@@ -47,13 +45,13 @@ class Case:
     first: int  # tokens that the environment says before the first turn
     keeps: bool = True
 
-    def assignments(self, number: int) -> list[Assignment]:
-        """Trajectories of a round; every token ends a turn."""
+    def play(self, number: int) -> PlayRound:
+        """Make a round of trajectories whose turns have one token."""
         rng = np.random.default_rng([self.first, number])
         vocab = len(SPECIAL) + len(LETTERS)
         sampling = SamplingParams(max_new_tokens=MAX_LEN - PROMPT, stop_ids=tuple(range(vocab)))
         names = [f"{self.name}-{number}.{index}" for index in range(self.count)]
-        return [
+        assignments = [
             Assignment(
                 trajectory_id=name,
                 epoch=0,
@@ -67,6 +65,8 @@ class Case:
             )
             for name in names
         ]
+        lengths = [[1] * self.turns for _ in names]
+        return PlayRound(name=self.name, assignments=assignments, lengths=lengths, at_once=False, keeps=self.keeps)
 
 
 SHORT = Case(name="short", count=10, turns=16, first=64)
@@ -79,83 +79,75 @@ class TurnTimes:
     """Medians over the turns of a round but the first of each trajectory, in ms."""
 
     total: float  # from the environment's answer to the first token
-    engine: float  # that the engine alone takes for it
-    added: float  # by which the one exceeds the other, turn by turn
-
-    @classmethod
-    def of(cls, answered_s: dict[str, list[float]], played: Played) -> "TurnTimes":
-        """From the times of all turns, by trajectory."""
-        totals, engines = [], []
-        for name, turns in played.items():
-            for answered, turn in list(zip(answered_s[name], turns, strict=True))[1:]:
-                totals.append(1e3 * (turn.first_s - answered))
-                engines.append(1e3 * turn.alone_s)
-        added = [total - engine for total, engine in zip(totals, engines, strict=True)]
-        return cls(median(totals), median(engines), median(added))
+    engine: float  # from the request of the same turn to the engine alone, to its first token
+    added: float  # total less engine, turn by turn
 
 
-class TurnsBench:
-    """A replica and an environment's process, e.g. `TurnsBench(folder)`, within a Ray cluster."""
+def turn_times(
+    answered_s: Sequence[Sequence[float]], played: Sequence[Sequence[float]], alone_s: Sequence[Sequence[float]]
+) -> TurnTimes:
+    """Compare the turns of trajectories.
 
-    def __init__(self, folder: Path) -> None:
-        self._config, self._times = write_inputs(folder), folder / TIMES
-        self._times.mkdir()
-        self._parts = TurnParts(folder / "run", ClockedReplicaActor)
-
-    async def start(self) -> None:
-        """Return once both serve."""
-        await self._parts.start(self._config, messages=False)
-
-    async def round(self, case: Case, number: int) -> TurnTimes:
-        """Times of a round."""
-        play = Play(assignments=case.assignments(number), keeps=case.keeps)
-        played = await self._parts.replica.call_for(Played, "play", encode(play))
-        return TurnTimes.of({name: json.loads((self._times / name).read_text()) for name in played}, played)
+    Moments of answers and of first tokens, and seconds of the engine alone.
+    """
+    totals, engines = [], []
+    for answers, firsts, alone in zip(answered_s, played, alone_s, strict=True):
+        for answered, first, engine in list(zip(answers, firsts, alone, strict=True))[1:]:
+            totals.append(1e3 * (first - answered))
+            engines.append(1e3 * engine)
+    added = [total - engine for total, engine in zip(totals, engines, strict=True)]
+    return TurnTimes(median(totals), median(engines), median(added))
 
 
-def rows(*, repeats: int = 5, tell: Tell, cases: Sequence[Case] = (SHORT, LONG, COMPUTED)) -> list[Row]:
-    """Figures, medians over `repeats` rounds; one more before them warms all up."""
+def rows(*, repeats: int = 5, cases: Sequence[Case] = (SHORT, LONG, COMPUTED)) -> list[Row]:
+    """Measure each case, medians over `repeats` rounds; one more round before them warms all parts up."""
     with workplace() as folder, open_cluster(None):
-        found = asyncio.run(_rounds(folder, cases, repeats=repeats, tell=tell))
+        found = asyncio.run(_rounds(folder, cases, repeats=repeats))
     return table(cases, found)
 
 
-async def _rounds(folder: Path, cases: Sequence[Case], *, repeats: int, tell: Tell) -> list[list[TurnTimes]]:
-    """Times of each case, round by round."""
-    bench = TurnsBench(folder)
-    await bench.start()
+async def _rounds(folder: Path, cases: Sequence[Case], *, repeats: int) -> list[list[TurnTimes]]:
+    """Return the times of each case, round by round."""
+    times = folder / TIMES
+    times.mkdir()
+    config, parts = write_inputs(folder), BenchParts(folder / "run")
+    await parts.start(config, messages=False)
     found: list[list[TurnTimes]] = [[] for _ in cases]
     for number in range(repeats + 1):
-        for case, times in zip(cases, found, strict=True):
-            taken = await bench.round(case, number)
-            tell(f"{case.name}: {taken.total:.2f} ms, engine alone {taken.engine:.2f}, added {taken.added:.2f}")
+        for case, kept in zip(cases, found, strict=True):
+            play = case.play(number)
+            played = await parts.play(play)
+            alone = await parts.replay(case.name, streams=True)
+            answered_s = [json.loads((times / one.trajectory_id).read_text()) for one in play.assignments]
+            taken = turn_times(answered_s, played.first_s, alone.first_s)
+            log_line(f"{case.name}: {taken.total:.2f} ms, engine {taken.engine:.2f}, added {taken.added:.2f}")
             if number:
-                times.append(taken)
+                kept.append(taken)
     return found
 
 
 def table(cases: Sequence[Case], found: Sequence[Sequence[TurnTimes]]) -> list[Row]:
-    """Rows of the times of three cases: short, long, and long on an engine that keeps nothing."""
+    """Make the rows of three cases: short, long, and long on an engine that keeps no KV cache."""
 
-    def row(name: str, place: int, values: list[float], told: str = "") -> Row:
+    def row(name: str, place: int, values: list[float], detail: str = "") -> Row:
         case = cases[place]
         where = (
             f"p50, {case.count} trajectories of {case.turns} turns behind {PROMPT + case.first} tokens and more"
         )
-        return Row(name, median(values), "ms", f"{where}{told}; median of rounds {spread(values, '.2f')}")
+        return Row(name, median(values), "ms", f"{where}{detail}; median of rounds {spread(values, '.2f')}")
 
     short, long, computed = found
     return [
         row("turn_added_ms", 0, [times.added for times in short], ", without the engine's own time"),
         row("turn_total_ms", 0, [times.total for times in short]),
-        row("turn_engine_ms", 0, [times.engine for times in short], ", prefill and one step, alone"),
+        row("turn_engine_ms", 0, [times.engine for times in short], ", from its request to the engine alone"),
         row("turn_2000_kept_ms", 1, [times.total for times in long]),
         row("turn_2000_computed_ms", 2, [times.total for times in computed], ", no KV cache kept between them"),
     ]
 
 
 def write_inputs(folder: Path) -> RunConfig:
-    """Write a model of 230,000 parameters; returns the config of a run on it."""
+    """Write a model of 230,000 parameters; return the config of a run on it."""
     model = folder / "model"
     model.mkdir()
     files = tiny_model(LETTERS, pattern="[a-z]", context=MAX_LEN)

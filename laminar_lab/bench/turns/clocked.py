@@ -1,6 +1,6 @@
 """Environment that takes no time and notes when it has answered. Loaded by the process of environments.
 
-Invariant: times are of `time.monotonic`, one clock for a whole host, and the last thing that it does in a turn.
+It takes the time of `time.monotonic`, which is one clock for a whole host, as its last action in a turn.
 """
 
 import json

@@ -1,7 +1,9 @@
-"""A replica's process of `bench.turns`: the replica of a run, and when its turns had their first token.
+"""The replica's process of `laminar bench turns` and `laminar bench endpoint`: a run's replica, and a replay.
 
-The replica, its streams, its segment and its way to environments are those of a run. Its engine is the embedded
-one, with a clock; its weights come from a folder; its reports stay here. Nothing of these is on the way of a turn.
+The replica, its streams, its segment and its way to environments are the ones of a run. Its weights come from a
+folder, its reports stay in the process, and each turn has a given number of tokens. After a round the engine
+answers the same requests again by its own stream, without replica, environments and agents: same lengths, same
+batches where requests come at the same moments, same KV cache between turns.
 """
 
 import asyncio
@@ -10,16 +12,16 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
+import numpy as np
 import torch
 
 from laminar_py.config import RunConfig
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.local import LocalEngine, ModelSpec, Scheduler
 from laminar_py.records import Delta, EngineLostError, FinishReason, GenerateRequest
-from laminar_py.records.codec import decode, encode
+from laminar_py.records.codec import IntArray, decode, encode
 from laminar_py.records.host import SystemClock
 from laminar_py.records.replica import Assignment
 from laminar_py.records.weights import PulledVersion
@@ -39,90 +41,113 @@ from laminar_py.runtime.workers import (
 )
 
 QUIET_S = 0.2  # between reports without news
-PAUSE_S = 0.005  # before what is computed alone: whoever never waits is held up more by others of a busy machine
+STREAM_INTERVAL = 32  # tokens that a stream without listeners gathers; an engine's default
 VERSION = 0
-EngineT = TypeVar("EngineT", bound=LocalEngine)
+PATIENCE_S = 240.0
 
 
-class ClockedReplicaSpec(PayloadStart, frozen=True, kw_only=True):
+class BenchReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     """Start of the process."""
 
     public_key: str
     secret_key: str
 
 
-class Play(msgspec.Struct, frozen=True, kw_only=True):
-    """Trajectories to run one after the other, on an engine that keeps KV cache between turns or does not."""
+class PlayRound(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories of a round, and the number of tokens in each of their turns."""
 
+    name: str
     assignments: list[Assignment]
-    keeps: bool
+    lengths: list[list[int]]
+    at_once: bool  # all at the same time, or one after another
+    keeps: bool = True  # the engine keeps KV cache between turns
 
 
-class PlayedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn: when its first token was in the replica's hands, and what the engine alone takes for it."""
+class ReplayRound(msgspec.Struct, frozen=True, kw_only=True):
+    """A round of that name again by the engine alone, token by token where it streams."""
 
-    first_s: float  # on this host's monotonic clock
-    alone_s: float
-
-
-Played = dict[str, list[PlayedTurn]]  # by trajectory
+    name: str
+    streams: bool
 
 
-class ClockedEngine(LocalEngine):
-    """The embedded engine, and what it was asked for since `begin`."""
+class TimedRound(msgspec.Struct, frozen=True, kw_only=True):
+    """A round, e.g. `TimedRound(wall_s=9.5, first_s=[[0.02, 0.01], [0.03, 0.01]])`: two agents of two turns."""
 
-    def begin(self, *, keeps: bool) -> None:
-        """Keep KV cache between turns from here on, or keep none."""
-        self._keeps = keeps
-        self.requests: list[GenerateRequest] = []
-        self.first_s: list[float] = []  # when the first token of each was here
+    wall_s: float  # from the first request to the last token
+    first_s: list[list[float]]  # of each turn; in a replay from its request on, in a play on this host's clock
+
+
+class FixedTurnScheduler(Scheduler):
+    """Scheduler whose turns end at a given length as if by a stop token, so that their KV cache is kept."""
+
+    def _end(self, slot: int, finish_reason: FinishReason) -> None:
+        super()._end(slot, FinishReason.STOP if finish_reason is FinishReason.LENGTH else finish_reason)
+
+
+class ReplayEngine(LocalEngine):
+    """The embedded engine with turns of given lengths. It keeps the requests of a round in `requests`."""
+
+    def __init__(self, model_dir: Path, *, max_batch: int, max_len: int, kv_capacity: int) -> None:
+        super().__init__(model_dir, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity)
+        self._scheduler = FixedTurnScheduler(
+            ModelSpec.read(model_dir),
+            num_slots=max_batch,
+            max_len=max_len,
+            kv_capacity=kv_capacity,
+            stream_interval=STREAM_INTERVAL,
+            device=torch.device("cpu"),
+        )
+
+    def begin(self, play: PlayRound) -> None:
+        """Give the turns of these trajectories their lengths, and forget the requests before."""
+        names = [assignment.trajectory_id for assignment in play.assignments]
+        self._play, self._lengths = play, dict(zip(names, play.lengths, strict=True))
+        self.requests: dict[str, list[GenerateRequest]] = {name: [] for name in names}
+        self.first_s: dict[str, list[float]] = {name: [] for name in names}  # arrival of each turn's first token
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
         """See `PushEngine.follow`."""
-        request = msgspec.structs.replace(request, has_turns=request.has_turns and self._keeps)
-        self.requests.append(request)
-        number = len(self.requests)
+        request = msgspec.structs.replace(request, has_turns=request.has_turns and self._play.keeps)
+        requests, first_s = self.requests[request.rid], self.first_s[request.rid]
+        requests.append(request)
+        number = len(requests)
 
         def clocked(news: Delta | EngineLostError) -> None:
-            if len(self.first_s) < number and isinstance(news, Delta) and len(news.ids):
-                self.first_s.append(time.monotonic())
+            if len(first_s) < number and isinstance(news, Delta) and len(news.ids):
+                first_s.append(time.monotonic())
             hear(news)
 
-        super().follow(request, clocked)
+        self.start_turn(request, self._lengths[request.rid][number - 1], clocked)
 
+    def start_turn(
+        self, request: GenerateRequest, length: int, hear: Callable[[Delta | EngineLostError], None]
+    ) -> None:
+        """Start the engine's own stream for a turn with so many tokens."""
+        most = len(request.prefix_ids) + length
+        sampling = msgspec.structs.replace(request.sampling, stop_ids=(), max_new_tokens=most)
+        super().follow(msgspec.structs.replace(request, sampling=sampling), hear)
 
-class EngineAlone:
-    """Computation of the embedded engine, without the thread that it otherwise has."""
+    async def run_turn(self, request: GenerateRequest, length: int) -> tuple[float, IntArray]:
+        """Run a turn; return the moment of its first token, and all its tokens."""
+        arrived: list[tuple[float, IntArray]] = []
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def __init__(self, config: RunConfig) -> None:
-        room = config.rollout
-        self._scheduler = Scheduler(
-            ModelSpec.read(config.model.path),
-            num_slots=room.max_batch,
-            max_len=room.max_len,
-            kv_capacity=room.kv_tokens,
-            stream_interval=1,
-            device=torch.device("cpu"),
-        )
-        self._scheduler.load_weights(config.model.path, VERSION)
+        def hear(news: Delta | EngineLostError) -> None:
+            if isinstance(news, EngineLostError):
+                ended.set_exception(news)
+                return
+            if len(news.ids):
+                arrived.append((time.monotonic(), news.ids))
+            if news.finish_reason is not None:
+                ended.set_result(None)
 
-    def take(self, requests: Sequence[GenerateRequest]) -> list[float]:
-        """Seconds of prefill and first token of each request, which ends with that, one after the other."""
-        torch.set_flush_denormal(True)  # of this thread, as of an engine's
-        found = []
-        with torch.inference_mode():
-            for ticket, request in enumerate(requests):
-                time.sleep(PAUSE_S)
-                began = time.monotonic()
-                self._scheduler.add_request(ticket, request)
-                while not self._scheduler.take_deltas():
-                    self._scheduler.step()
-                found.append(time.monotonic() - began)
-        return found
+        self.start_turn(request, length, hear)
+        await ended
+        return arrived[0][0], np.concatenate([ids for _, ids in arrived])
 
 
 class OneVersion:
-    """Weights of a folder, of which there is never a newer version."""
+    """Weights of a folder, without any newer version."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -143,27 +168,27 @@ class OneVersion:
 
 
 class BenchReplicaActor(PartActor):
-    """Shell of a process whose replica serves the weights of a folder; its reports stay here."""
+    """Shell of the replica's process."""
 
-    async def open(self, data: bytes, kind: Callable[..., EngineT]) -> tuple[RunConfig, EngineT]:
-        """Return once the replica serves, with an engine of that kind, for a `ClockedReplicaSpec`."""
-        spec = decode(ClockedReplicaSpec, data)
+    async def start(self, data: bytes) -> None:
+        """Return once the replica serves, for a `BenchReplicaSpec`."""
+        spec = decode(BenchReplicaSpec, data)
         config = open_part(spec, "replica-0")
         rollout = config.rollout
         torch.set_num_threads(1)
         if rollout.engine.yields_cpus:
             os.nice(REPLICA_NICENESS)
         wire = peer_sockets(RelayKeys(spec.public_key, spec.secret_key))
-        engine = kind(
+        self._engine = ReplayEngine(
             config.model.path,
             max_batch=rollout.max_batch,
             max_len=rollout.max_len,
             kv_capacity=rollout.kv_tokens,
         )
-        await engine.start()
+        await self._engine.start()
         self._replica = Replica(
             0,
-            engine=engine,
+            engine=self._engine,
             weights=OneVersion(config.model.path),
             store=SegmentStore(open_folder(spec), spec.label, open_reader(spec)),
             clock=SystemClock(),
@@ -174,12 +199,22 @@ class BenchReplicaActor(PartActor):
             environments=RemoteEnvironments(Path(spec.run_dir), 1, wire, spec.label),
         )
         self._task = asyncio.create_task(self._replica.run(), name="replica")
+        self._played: dict[str, tuple[PlayRound, list[list[GenerateRequest]]]] = {}
+        self._replays = 0
         while not (await self._replica.next_report(QUIET_S)).admissible:
             pass
-        return config, engine
 
-    async def run_all(self, assignments: Sequence[Assignment]) -> None:
-        """Run trajectories at a time, to the end that their environments give them."""
+    async def play(self, data: bytes) -> bytes:
+        """Run a `PlayRound` to the end that its environments give each trajectory; a `TimedRound`."""
+        play = decode(PlayRound, data)
+        self._engine.begin(play)
+        began = time.monotonic()
+        for some in [play.assignments] if play.at_once else [[one] for one in play.assignments]:
+            await self._run(some)
+        self._played[play.name] = play, list(self._engine.requests.values())
+        return encode(TimedRound(wall_s=time.monotonic() - began, first_s=list(self._engine.first_s.values())))
+
+    async def _run(self, assignments: Sequence[Assignment]) -> None:
         left = {assignment.trajectory_id for assignment in assignments}
         self._replica.start_assignments(list(assignments))
         while left:
@@ -190,41 +225,49 @@ class BenchReplicaActor(PartActor):
                     assert reason is FinishReason.STOP, f"{name}: {reason}"
                     left.discard(name)
 
+    async def replay(self, data: bytes) -> bytes:
+        """Answer the requests of a round again by the engine alone, for a `ReplayRound`; a `TimedRound`."""
+        again = decode(ReplayRound, data)
+        play, requests = self._played[again.name]
+        self._replays += 1
+        began = time.monotonic()
+        consumers = [
+            self._consume(
+                [msgspec.structs.replace(one, rid=f"alone-{self._replays}.{place}") for one in some],
+                lengths,
+                streams=again.streams,
+            )
+            for place, (some, lengths) in enumerate(zip(requests, play.lengths, strict=True))
+        ]
+        first_s = await asyncio.gather(*consumers) if play.at_once else [await one for one in consumers]
+        return encode(TimedRound(wall_s=time.monotonic() - began, first_s=first_s))
 
-class ClockedReplicaActor(BenchReplicaActor):
-    """Shell of the process of `laminar bench turns`."""
-
-    async def start(self, data: bytes) -> None:
-        """Return once the replica serves."""
-        config, self._engine = await self.open(data, ClockedEngine)
-        self._alone = EngineAlone(config)
-
-    async def play(self, data: bytes) -> bytes:
-        """`Played` of a `Play`."""
-        play = decode(Play, data)
-        played: Played = {}
-        for assignment in play.assignments:
-            self._engine.begin(keeps=play.keeps)
-            await self.run_all([assignment])
-            alone = await asyncio.to_thread(self._alone.take, self._engine.requests)
-            played[assignment.trajectory_id] = [
-                PlayedTurn(first_s=first, alone_s=taken)
-                for first, taken in zip(self._engine.first_s, alone, strict=True)
-            ]
-        return encode(played)
+    async def _consume(
+        self, requests: Sequence[GenerateRequest], lengths: Sequence[int], *, streams: bool
+    ) -> list[float]:
+        """Run the turns of a trajectory, each behind the tokens of the one before; seconds to each first token."""
+        found: list[float] = []
+        prefix = requests[0].prefix_ids
+        num_known = len(prefix)  # leading tokens of the recorded prefix that `prefix` has, or has others for
+        for request, length in zip(requests, lengths, strict=True):
+            prefix = np.concatenate([prefix, request.prefix_ids[num_known:]])
+            began = time.monotonic()
+            turn = msgspec.structs.replace(request, prefix_ids=prefix, one_by_one=streams)
+            first_s, ids = await self._engine.run_turn(turn, length)
+            found.append(first_s - began)
+            prefix = np.concatenate([prefix, ids])
+            num_known = len(request.prefix_ids) + length
+        return found
 
 
-PATIENCE_S = 240.0
+class BenchParts:
+    """A replica and a process of environments, e.g. `BenchParts(folder)`, within an open cluster."""
 
-
-class TurnParts:
-    """A replica and a process of environments, e.g. `TurnParts(folder, ClockedReplicaActor)`, in a Ray cluster."""
-
-    def __init__(self, run: Path, replica: type[BenchReplicaActor]) -> None:
+    def __init__(self, run: Path) -> None:
         self._run = run
         (run / "logs").mkdir(parents=True)
         self._environment = Part("environment-0", EnvironmentActor, concurrency=4, timeout_s=PATIENCE_S)
-        self.replica = Part("replica-0", replica, concurrency=8, timeout_s=PATIENCE_S)
+        self._replica = Part("replica-0", BenchReplicaActor, concurrency=8, timeout_s=PATIENCE_S)
 
     async def start(self, config: RunConfig, *, messages: bool) -> None:
         """Return once both serve; prompts are `messages`, or text."""
@@ -234,7 +277,7 @@ class TurnParts:
         environment = EnvironmentSpec(
             config=given, run_dir=run_dir, index=0, messages=messages, host=LOOPBACK, **pair
         )
-        replica = ClockedReplicaSpec(
+        replica = BenchReplicaSpec(
             config=given,
             run_dir=run_dir,
             label="replica-0",
@@ -242,4 +285,12 @@ class TurnParts:
             **pair,
         )
         await self._environment.call("start", encode(environment))
-        await self.replica.call("start", encode(replica))
+        await self._replica.call("start", encode(replica))
+
+    async def play(self, play: PlayRound) -> TimedRound:
+        """Run a round through replica and environments."""
+        return await self._replica.call_for(TimedRound, "play", encode(play))
+
+    async def replay(self, name: str, *, streams: bool) -> TimedRound:
+        """Have the engine answer a round again by itself."""
+        return await self._replica.call_for(TimedRound, "replay", encode(ReplayRound(name=name, streams=streams)))
