@@ -123,7 +123,7 @@ class OpenEnvSession:
         await self._socket.close()
 
     async def _send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError, aiohttp.ClientError):  # what comes, if only the end, says why
+        with contextlib.suppress(OSError, aiohttp.ClientError):  # the next message, or the end, says why
             await self._socket.send_str(msgspec.json.encode(message).decode())
 
     def _read(self, message: aiohttp.WSMessage) -> ObservationMessage | FaultMessage:
@@ -217,7 +217,7 @@ FAULT_CHARS = 400  # of a fault in an action
 
 
 class OpenEnvEnvironment(EnvironmentConfig):
-    """An environment that a server of OpenEnv has; the reward is the sum of those of its steps."""
+    """An environment that a server of OpenEnv has; the reward is the sum of its steps' rewards."""
 
     kind: str = "openenv"
     url: str
@@ -226,8 +226,8 @@ class OpenEnvEnvironment(EnvironmentConfig):
     arguments: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it
     """Arguments of `reset`, beside the seed and the fields of the problem."""
     action_field: str | None = None
-    """Field of an action that the text of a turn is, e.g. `message`. Default: the only one that the server's
-    schema requires, if that is a text; else a turn has the whole action, as a JSON object."""
+    """Field of an action that gets the text of a turn, e.g. `message`. Default: the only field that the server's
+    schema requires, if that field is a text; else a turn has the whole action, as a JSON object."""
     pattern: str | None = None
     """Regular expression whose first group is the action: its last match in a turn, outside of reasoning, counts.
     Default: the whole turn, or the object in it."""
@@ -237,8 +237,8 @@ class OpenEnvEnvironment(EnvironmentConfig):
     """An observation as the model reads it, with `{name}` for its fields, e.g. `{hint}`. Default: all of them but
     `metadata`, as JSON."""
     deterministic: bool = False
-    """The same actions always have the same answers: a trajectory goes on, by its actions over again, after the
-    death of its process. Else it is dropped as `environment_lost`."""
+    """The same actions always have the same answers, so a crash of the process repeats the actions. Otherwise the
+    crash drops the trajectory as `environment_lost`."""
 
     @model_validator(mode="after")
     def _check_openenv(self) -> Self:

@@ -1,7 +1,7 @@
 """The kind `reasoning_gym`: problems of a single turn, which the package's own scorers judge.
 
-`reasoning_gym_data` writes the problems; each has the `entry` that its scorer needs. Invariant: whatever a model
-says has a score, unless the problem itself is at fault.
+`reasoning_gym_data` writes the problems; each has the `entry` that its scorer needs. Every answer of a
+model has a score, unless the problem itself is at fault (`tests/environment/test_reasoning_gym.py`).
 """
 
 import importlib.util
@@ -97,7 +97,7 @@ class ReasoningGymEnvironment(EnvironmentConfig):
     kind: str = "reasoning_gym"
     pattern: str | None = None
     """Regular expression whose first group is the answer: its last match in the turn, outside of reasoning,
-    counts, and a turn without one is worth 0. Default: what stands in the last `<answer>` tags, or else the whole
+    counts, and a turn without one is worth 0. Default: the text in the last `<answer>` tags, or else the whole
     turn."""
     opens_reasoning: bool = False
     """True where the chat template itself writes the `<think>` that the turn begins in."""

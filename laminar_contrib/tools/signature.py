@@ -7,7 +7,7 @@
     tool = make_tool(add)
     await tool.call({"a": 2})  # 3
 
-A tool keeps nothing from one call to the next, unless it is a method of an object of its own for each trajectory.
+A tool keeps no state between calls, except as a method of an object that belongs to one trajectory.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from laminar_py.config import ConfigError
 from laminar_py.environment import BrokenCall, Call, Json
 from laminar_py.sandbox import SandboxError
 
-SHOWN_FAULTS = 3  # of the arguments of a call
+SHOWN_FAULTS = 3  # of a call's arguments
 TYPES = "give it types that JSON has a form for, e.g. int, str, list[float], a pydantic model"
 
 
@@ -74,7 +74,7 @@ class Tool:
     async def call(self, given: Mapping[str, Json]) -> object:
         """Call the function and return its answer. A function that is not `async` runs in a thread.
 
-        Raises `ToolError` where it was not called, and whatever it raises.
+        Raises `ToolError` for wrong arguments, and every error of the function.
         """
         return await called(self.function, self.read(given))
 

@@ -1,7 +1,7 @@
 """An environment of tools: it runs the calls in a model's turn and answers with their results.
 
-Made by a `Toolbox`, one for each trajectory. Invariants: a turn without calls ends the trajectory; each call that
-is run has one result, in the order of the calls.
+Made by a `Toolbox`, one for each trajectory. A turn without calls ends the trajectory. Each call that
+is run has one result, in the order of the calls (`tests/environment/tools/test_environment.py`).
 """
 
 import asyncio
@@ -69,8 +69,6 @@ def format_of(family: CallFamily, tools: Mapping[str, Tool]) -> CallFormat:
 class ToolEnvironment:
     """Tools by name, for one trajectory, which may have a Python session. `close` ends that session."""
 
-    deterministic = False
-
     def __init__(
         self,
         tools: Mapping[str, Tool],
@@ -83,6 +81,7 @@ class ToolEnvironment:
         self._settings = settings
         self._turns = CallTurns(settings, call_format)
         self._session = session
+        self.deterministic = session is None  # other tools depend on their arguments alone
 
     def reset(self, problem: Problem) -> Observation:
         """Add no message: the prompt is the whole conversation."""
@@ -110,17 +109,3 @@ class ToolEnvironment:
                 raise result
             texts.append(result)
         return texts
-
-
-class StatelessToolEnvironment(ToolEnvironment):
-    """Tools without state between calls, so the snapshot is empty."""
-
-    deterministic = True
-
-    def snapshot(self) -> bytes:
-        """Return an empty state."""
-        return b""
-
-    def restore(self, state: bytes) -> None:
-        """Continue; there is no state to restore."""
-        assert state == b"", f"{len(state)} bytes of another environment"

@@ -52,15 +52,6 @@ class EnvironmentCalls:
         self._room = asyncio.Semaphore(settings.at_once)
         self.threads = ThreadPoolExecutor(2 * settings.at_once, thread_name_prefix="environment")
         self._hung = 0  # threads whose call overran its time
-        self._next_s = 0.0  # earliest start of the next environment
-
-    async def wait_for_start(self) -> None:
-        """Wait until another environment may start, by `environment.starts_per_s`."""
-        per_s = self._settings.starts_per_s
-        if per_s is not None:
-            now = time.monotonic()
-            self._next_s = max(self._next_s, now) + 1 / per_s
-            await asyncio.sleep(self._next_s - 1 / per_s - now)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function and return its result. Raises `CallFailedError` if it raises or times out."""

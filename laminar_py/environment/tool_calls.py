@@ -1,4 +1,4 @@
-"""Read and write tool calls in the formats of model families.
+"""Read tool calls in the formats of model families.
 
 The formats are those of the chat templates of Qwen2.5 and Qwen3, and of Llama 3.1 to 3.3. Parsing never raises; a
 call that cannot be read becomes a `BrokenCall` (`tests/environment/tools/test_calls.py`).
@@ -6,7 +6,7 @@ call that cannot be read becomes a `BrokenCall` (`tests/environment/tools/test_c
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
@@ -54,10 +54,6 @@ class CallFormat(Protocol):
         """Yield the calls in a turn's text, without its reasoning."""
         ...
 
-    def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Write a turn that consists of these calls, for a demonstration."""
-        ...
-
 
 def outside_reasoning(turn: str, *, begun: bool = False) -> str:
     """Return the text of a turn outside of `<think>` and `</think>`. Unclosed reasoning lasts to the end.
@@ -95,10 +91,6 @@ class HermesCalls:
             yield call if alone else BrokenCall(f"more than one JSON object before {self._close}")
             place = text.find(self._open, closed)
 
-    def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Write the calls, each on lines of its own."""
-        return "\n".join(f"{self._open}\n{_json(call, 'arguments')}\n{self._close}" for call in calls)
-
 
 class LlamaCalls:
     """JSON alone, or after text and a tag, e.g. `<|python_tag|>{"name": "add", "parameters": {"a": 1}}`.
@@ -122,10 +114,6 @@ class LlamaCalls:
             call, place = _read_call(text, place, "parameters", "arguments")
             yield call
             first = False
-
-    def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Write the calls, separated by semicolons."""
-        return "; ".join(_json(call, "parameters") for call in calls)
 
     def _after(self, text: str, place: int) -> int:
         """Skip separators and return the next position."""
@@ -157,19 +145,6 @@ class TagCalls:
             yield WrittenCall(name, {self._arguments[name]: text[start:closed]})
             place = closed
 
-    def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Write the calls, one on a line.
-
-        Raises `ValueError` if an argument contains its end tag or a `<think>` tag.
-        """
-        return "\n".join(map(self._tag, calls))
-
-    def _tag(self, call: WrittenCall) -> str:
-        body = str(call.arguments[self._arguments[call.name]])
-        if f"</{call.name}>" in body or MARK.search(body):
-            raise ValueError(f"{call.name}: {body!r} cannot stand between tags; use another family")
-        return f"<{call.name}>{body}</{call.name}>"
-
 
 def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:
     """Read a JSON call after `start`, whose arguments have one of these keys.
@@ -187,12 +162,6 @@ def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:
         if isinstance(arguments, dict):
             return WrittenCall(read["name"], arguments), end
     return BrokenCall(f'write {{"name": "...", "{keys[0]}": {{...}}}}'), end
-
-
-def _json(call: WrittenCall, key: str) -> str:
-    """Encode a call as JSON; escape `<` if the text contains a `<think>` tag."""
-    text = json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False, allow_nan=False)
-    return text.replace("<", "\\u003c") if MARK.search(text) else text
 
 
 def _no_number(name: str) -> float:

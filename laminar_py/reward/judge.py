@@ -4,8 +4,8 @@ Rules are more precise than judges, and a policy learns to please a judge. So as
 with `unless`. The judge gets the question twice, with the two answers in either order, and must say yes twice.
 
 **Servers.** Calls go over HTTP to the least busy server. The addresses come from the config, or from the
-controller if the run launches the servers. A server that failed a call gets none for `REST_S` seconds; else a dead
-server, which has no calls in flight, would draw all of them.
+controller if the run launches the servers. A server that failed a call gets none for `REST_S` seconds. Without
+that pause a crashed server, which has no calls in flight, would draw all of them.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -42,16 +42,12 @@ class AskingTerm(TermConfig):
     """Longest time of a call for one response; null: `reward.timeout_s`."""
     at_once: Count = 32
     """Responses that each scorer asks about at a time."""
+    asks_servers: ClassVar[bool] = True
 
     @property
     def pool(self) -> str | None:
         """See `TermConfig.pool`."""
         return self.servers
-
-    @property
-    def asks_servers(self) -> bool:
-        """True, whoever runs them."""
-        return True
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:

@@ -1,7 +1,7 @@
 """A scorer: responses in, scores out, many at a time. It runs in a process of the scoring stage.
 
 It calls the terms of a reward. Functions run in processes of their own (`calls.pool`), because they may hang or
-die and must not see the run's secrets. Served terms run in the scorer itself. Every submitted response gets one
+crash and must not see the run's secrets. Served terms run in the scorer itself. Every submitted response gets one
 score (law 6); `next_scores` raises our own mistakes. A term may look ahead and work on responses that still
 generate; no score depends on it. The scorer writes a column into a segment before it returns the score that names
 the column.
@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -287,9 +286,7 @@ class Scorer:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         under_way = [*self._running, *self._ahead.values()]
         for task in under_way:
             task.cancel()

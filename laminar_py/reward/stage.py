@@ -1,7 +1,7 @@
 """The scoring stage: finished trajectories wait here for a reward. The controller owns it.
 
 The controller submits finished responses and gets scores through the callback `deliver`. Each response that a
-scorer takes gets exactly one score (law 6): when a scorer dies, its replacement scores its responses again.
+scorer takes gets exactly one score (law 6): when a scorer crashes, its replacement scores its responses again.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ GATHER_S = 0.05  # a scorer with work and room waits so long, so that one call s
 SMOOTHING = 0.1  # weight of the newest score in the mean time of a score
 
 
-class ScorerDiedError(Exception):
-    """The process of a scorer has died. A `ScorerHandle` raises it, and the stage starts a replacement."""
+class ScorerCrashedError(Exception):
+    """The process of a scorer has crashed. A `ScorerHandle` raises it, and the stage starts a replacement."""
 
 
 class ScorerLoad:
@@ -122,7 +122,7 @@ class ScoringStage:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._feed(index), name=f"scorer-{index}-feed")
                     tasks.create_task(self._drain(index), name=f"scorer-{index}-drain")
-            except* ScorerDiedError as errors:
+            except* ScorerCrashedError as errors:
                 lost = list(self._loads[index].requests.values())
                 log.warning("scorer %d is replaced, %d responses wait again: %r", index, len(lost), errors)
                 self._waiting.extendleft(reversed(lost))

@@ -4,11 +4,13 @@ import asyncio
 import signal
 import socket
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 
+from laminar_py.sandbox.hosted import HostedCall, ProcessLostError
 from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotNews, SlotOrder
 from laminar_py.sandbox.records import SandboxLabel, SandboxResult
-from laminar_py.sandbox.slot import GRACE_S, RunFiles, SandboxSlot, ZygoteLostError
+from laminar_py.sandbox.slot import GRACE_S, RunFiles, SandboxSlot, read_news
 
 OWN_END_S = 0.2  # a program that closed its socket by itself has exited after so long
 
@@ -19,7 +21,8 @@ class LiveProgram:
 
     files: RunFiles
     calls: socket.socket
-    end: asyncio.Task[SlotNews]
+    run: HostedCall
+    end: asyncio.Task[SlotNews]  # of the run
 
 
 class SandboxSession:
@@ -46,7 +49,7 @@ class SandboxSession:
         fresh = ended or not self._slot.ready  # a cancelled call abandoned the zygote; its caller knows
         try:
             return await self._run(code)
-        except ZygoteLostError:
+        except ProcessLostError:
             await self.close()
             await self._slot.start()
             if fresh:
@@ -61,11 +64,11 @@ class SandboxSession:
         """End the program."""
         live, self._live = self._live, None
         if live is not None:
-            with live.files:
+            with closing(live.files):
                 live.calls.close()
                 try:
                     await self._ended(live)
-                except ZygoteLostError:  # the slot starts a new zygote for the next run
+                except ProcessLostError:  # the slot starts a new zygote for the next run
                     self._slot.abandon()
 
     async def _run(self, code: str) -> SandboxResult:
@@ -84,7 +87,7 @@ class SandboxSession:
             call.cancel()
             await asyncio.wait({call})  # the socket may not be closed while the call reads from it
         if answered:
-            self._slot.send_order(SlotOrder(kind="pause"))
+            self._slot.begin(SlotOrder(kind="pause"))
             result = self._slot.result(files, self._limits, before=before, news=None)
         else:
             if not timed_out:  # the program seems to exit by itself: let its own status be the result
@@ -96,10 +99,10 @@ class SandboxSession:
         return replace(result, elapsed_s=time.monotonic() - start)
 
     async def _resume(self) -> LiveProgram:
-        """Resume the program, or start a new one if the last has ended. Raises `ZygoteLostError`."""
+        """Resume the program, or start a new one if the last has ended. Raises `ProcessLostError`."""
         if self._live is not None:
             if not self._live.end.done():
-                self._slot.send_order(SlotOrder(kind="resume"))
+                self._slot.begin(SlotOrder(kind="resume"))
                 return self._live
             if self._live.end.exception():
                 self._live.end.result()
@@ -113,22 +116,22 @@ class SandboxSession:
         ours.setblocking(False)
         order = SlotOrder(kind="run", limits=self._limits, session=True)
         try:
-            self._slot.send_order(order, [*files.descriptors, theirs.fileno()])
-        except ZygoteLostError:
+            run = self._slot.begin(order, [*files.descriptors, theirs.fileno()])
+        except ProcessLostError:
             ours.close()
             files.close()
             raise
         finally:
             theirs.close()
-        return LiveProgram(files, ours, asyncio.create_task(self._slot.next_news(), name="sandbox-session"))
+        return LiveProgram(files, ours, run, asyncio.create_task(read_news(run), name="sandbox-session"))
 
     async def _ended(self, live: LiveProgram) -> SlotNews:
-        """End the program and return the zygote's message about it. Raises `ZygoteLostError`."""
+        """End the program and return the zygote's message about it. Raises `ProcessLostError`."""
         if not live.end.done():
-            self._slot.send_order(SlotOrder(kind="end"))
+            live.run.cancel()
         await asyncio.wait({live.end}, timeout=GRACE_S)
         if not live.end.done():
-            raise ZygoteLostError("it does not answer")
+            raise ProcessLostError("it does not answer", "its program was to end")
         return live.end.result()
 
 

@@ -416,24 +416,14 @@ async def test_calls_of_more_bytes_than_one_answer_has_are_made_in_turns(tmp_pat
     [
         ("import numpy.linalg\nassert f(1) == 1", "imports 'numpy', which the sandbox does not have"),
         ("from . import other\nassert f(1) == 1", "imports '.', which"),
-        ("s = f(); s.push(1)\nassert s.x == [1]", "takes `.push` of what f returns, which no plain value has"),
-        ("def g():\n    assert f(1).val == 2\ng()", "takes `.val` of what f returns"),
     ],
 )
-def test_tests_of_classes_and_of_packages_are_refused_at_load(asserts, words):
+def test_tests_that_import_packages_are_refused_at_load(asserts, words):
     fields = json.dumps({"tests": {"entry_point": "f", "asserts": asserts}}).encode()
     assert words in fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields))
 
 
-@pytest.mark.parametrize(
-    "asserts",
-    [
-        "try:\n    import numpy\nexcept ImportError:\n    pass\nr = f()\nr.sort()\nassert f(1).items()",
-        "def norm(p):\n    return p.x + p.y\np = f(1)\nassert p == 3",
-        "node = f(1)\nassert (lambda node: node.val)(int) == 1 and node == 2",
-        "e = f(1)\ntry:\n    f('x')\nexcept UnicodeDecodeError as e:\n    assert e.reason",
-    ],
-)
-def test_tests_of_plain_values_are_taken(asserts):
+def test_tests_may_try_to_import_packages():
+    asserts = "try:\n    import numpy\nexcept ImportError:\n    pass\nr = f()\nr.sort()\nassert f(1).items()"
     fields = json.dumps({"tests": {"entry_point": "f", "asserts": asserts}}).encode()
     assert fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields)) is None

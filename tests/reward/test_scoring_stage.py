@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from laminar_py.records.scoring import NO_IDS, PartialResponse, Score, ScorerHandle, Unfinished, Unscored
-from laminar_py.reward.stage import MOST_IN_HAND, ScorerDiedError, ScoringStage
+from laminar_py.reward.stage import MOST_IN_HAND, ScorerCrashedError, ScoringStage
 from tests.reward.requests import make_requests
 
 PATIENCE_S = 60.0
@@ -28,7 +28,7 @@ class GatedScorer:
         self.batches.append([request.request.response for request in requests])
         await asyncio.sleep(0)  # as over a wire
         if "die" in self.batches[-1]:
-            raise ScorerDiedError
+            raise ScorerCrashedError
         for request in requests:
             score = Score(trajectory_id=request.id, value=1.0, elapsed_s=self._elapsed_s)
             self._scores.put_nowait(score)
@@ -176,7 +176,7 @@ async def test_what_a_dead_scorer_had_is_scored_once_by_the_next_before_what_wai
     class Dying(GatedScorer):
         async def next_scores(self) -> list[Score]:
             await self.gate.wait()
-            raise ScorerDiedError
+            raise ScorerCrashedError
 
     dying, successor, inbox = Dying(at_once=2), open_scorer(at_once=2), Inbox()
 

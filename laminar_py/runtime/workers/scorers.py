@@ -16,7 +16,7 @@ from laminar_py.config.reward import server_name
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.scoring import PoolAddresses, Score, ScorerHandle, ServerAddress, Unfinished, Unscored
-from laminar_py.reward.stage import ScorerDiedError
+from laminar_py.reward.stage import ScorerCrashedError
 from laminar_py.runtime.cluster.errors import PartDiedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -43,13 +43,13 @@ class RemoteScorer:
         self.at_once = at_once
 
     async def submit_responses(self, responses: Sequence[Unscored]) -> None:
-        """Send responses to the scorer. Raises `ScorerDiedError` if the process is gone."""
+        """Send responses to the scorer. Raises `ScorerCrashedError` if the process is gone."""
         located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
         try:
             for some in _by_size(located):
                 await self._part.call("submit_responses", some)
         except PartDiedError as error:
-            raise ScorerDiedError(str(error)) from error
+            raise ScorerCrashedError(str(error)) from error
 
     def look_ahead(self, responses: Sequence[Unfinished]) -> None:
         """Send the beginnings of responses, without an answer."""
@@ -60,13 +60,13 @@ class RemoteScorer:
         return self._payload.stores_for((one.at for one in tokens), self._part.place.node)
 
     async def next_scores(self) -> list[Score]:
-        """Wait for scores, and return them. Raises `ScorerDiedError` if the process is gone or hangs."""
+        """Wait for scores, and return them. Raises `ScorerCrashedError` if the process is gone or hangs."""
         scores: list[Score] = []
         while not scores:
             try:
                 scores = await self._part.call_for(list[Score], "next_scores", TAKE_S)
             except PartDiedError as error:
-                raise ScorerDiedError(str(error)) from error
+                raise ScorerCrashedError(str(error)) from error
         return scores
 
 

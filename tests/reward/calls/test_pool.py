@@ -13,7 +13,7 @@ import pytest
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.pool import LIVES, CallPool, CallSpec
+from laminar_py.reward.calls.pool import MOST_CRASHES, CallPool, CallSpec
 from laminar_py.reward.outcome import Outcome
 from laminar_py.sandbox.inside import landlock
 from tests.reward.requests import make_request, make_requests
@@ -123,7 +123,7 @@ async def test_a_response_that_kills_its_process_is_given_up_after_some_and_the_
     async with pool_of(tmp_path, timeout_s=30.0) as pool:
         outcomes = await outcomes_of(pool, "1", "die", "2")
     assert [outcome.value for outcome in outcomes] == [1.0, None, 2.0]
-    assert (outcomes[1].failure, outcomes[1].detail) == (FAILED, f"its process died {LIVES} times")
+    assert (outcomes[1].failure, outcomes[1].detail) == (FAILED, f"its process crashed {MOST_CRASHES} times")
 
 
 async def test_a_process_that_dies_without_a_call_is_replaced_by_the_next(tmp_path):
@@ -304,6 +304,6 @@ async def test_a_process_that_does_not_start_fails_no_call_while_another_is_ther
         async def refuse(*args, **kwargs):
             raise ConfigError("no memory")
 
-        monkeypatch.setattr("laminar_py.reward.calls.pool.Child.start", refuse)
+        monkeypatch.setattr("laminar_py.reward.calls.pool.RewardWorker.start", refuse)
         outcomes = await asyncio.gather(*(pool.call(request) for request in make_requests("late", "2", "3", "4")))
     assert [outcome.failure for outcome in outcomes] == [None] * 4
