@@ -138,10 +138,10 @@ class TaskScorers:
             fault = f"it returned {score}"
         except Exception as error:  # noqa: BLE001 - a scorer may raise anything at a text that it does not expect
             fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        self._tell(entry["metadata"]["source_dataset"], fault)
+        self._log_fault_once(entry["metadata"]["source_dataset"], fault)
         return 0.0
 
-    def _tell(self, name: str, fault: str) -> None:
+    def _log_fault_once(self, name: str, fault: str) -> None:
         with self._lock:
             is_new = name not in self._told
             self._told.add(name)

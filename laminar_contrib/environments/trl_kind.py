@@ -71,7 +71,7 @@ class TrlTurns:
 
     async def step(self, action: str) -> Answer:
         """Run the calls of a turn and return their results. A turn without a call ends with the reward."""
-        calls, has_more = self._turns.read(action)
+        calls, has_more = self._turns.read_calls(action)
         if not calls:
             return End(await self._reward())
         timeout_s, chars = self._settings.timeout_s, self._settings.tools.result_chars

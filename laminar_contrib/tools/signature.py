@@ -24,7 +24,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 
 from laminar_py.config import ConfigError
-from laminar_py.environment import BrokenCall, Call, Json
+from laminar_py.environment import BrokenCall, Call, Json, call_in_thread
 from laminar_py.sandbox import SandboxError
 
 SHOWN_FAULTS = 3  # of a call's arguments
@@ -60,7 +60,7 @@ class Tool:
         names = required or list(self.parameters["properties"])
         return names[0] if len(names) == 1 else None
 
-    def read(self, given: Mapping[str, Json]) -> dict[str, object]:
+    def validate(self, given: Mapping[str, Json]) -> dict[str, object]:
         """Validate arguments for the function. Raises `ToolError` if they do not fit its types."""
         try:
             read = self.arguments.model_validate(given, by_alias=True)
@@ -76,7 +76,7 @@ class Tool:
 
         Raises `ToolError` for wrong arguments, and every error of the function.
         """
-        return await called(self.function, self.read(given))
+        return await called(self.function, self.validate(given))
 
 
 class ArgumentsSchema(GenerateJsonSchema):
@@ -92,15 +92,8 @@ async def called(function: Callable[..., object], arguments: Mapping[str, object
     if inspect.iscoroutinefunction(function):
         answer: object = function(**arguments)
     else:
-        answer = await asyncio.to_thread(_answer, function, arguments)
+        answer = await asyncio.to_thread(call_in_thread, function, **arguments)
     return await answer if inspect.isawaitable(answer) else answer  # a decorator may hide a coroutine function
-
-
-def _answer(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    try:
-        return function(**arguments)
-    except StopIteration as error:  # asyncio futures cannot carry it, so the call would never return
-        raise RuntimeError(f"StopIteration: {error}") from error
 
 
 def make_tool(function: Callable[..., object], *, name: str = "", given: str = "") -> Tool:

@@ -31,7 +31,7 @@ from laminar_py.environment import (
 class CallTurns:
     """Reads calls and writes results as the settings say.
 
-    E.g. `CallTurns(CallSettings(), HermesCalls()).read(turn)`.
+    E.g. `CallTurns(CallSettings(), HermesCalls()).read_calls(turn)`.
     """
 
     def __init__(self, settings: CallSettings, call_format: CallFormat) -> None:
@@ -39,7 +39,7 @@ class CallTurns:
         self._format = call_format
         self._form = call_format.result_form if settings.result_form is None else settings.result_form
 
-    def read(self, turn: str) -> tuple[list[Call], bool]:
+    def read_calls(self, turn: str) -> tuple[list[Call], bool]:
         """Return the calls of a turn to run, and True if the turn has more calls than allowed."""
         parsed = self._format.parse(outside_reasoning(turn, begun=self._settings.opens_reasoning))
         calls = list(islice(parsed, self._settings.most_calls))
@@ -89,7 +89,7 @@ class ToolEnvironment:
 
     async def step(self, action: str) -> Answer:
         """Run the calls of a turn and return their results. A turn without a call ends. Raises `SandboxError`."""
-        calls, has_more = self._turns.read(action)
+        calls, has_more = self._turns.read_calls(action)
         if not calls:
             return End()
         return self._turns.write_results(await self._results(calls), has_more=has_more)

@@ -163,7 +163,7 @@ class ServeContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardKind:
-    """A kind of term, with either `make` or `serve`, e.g. `RewardKind(settings=ExactTerm, make=ExactReward)`.
+    """A kind of term, with either `make` or `serve`, e.g. `RewardKind(settings=ExactTerm, make=make_exact)`.
 
     Each scorer calls `make` or `serve` once with the term's settings. A `ConfigError` in it ends the run.
     """

@@ -36,11 +36,11 @@ from laminar_py.environment.protocol import (
     Begin,
     End,
     Environment,
-    HearsTokens,
     Observation,
     Restorable,
     Rewrite,
     SampledTurn,
+    TokenListener,
     TokenWords,
 )
 from laminar_py.environment.writer import PlainWriter
@@ -177,7 +177,7 @@ class EnvironmentHost:
     def hear(self, parts: Sequence[TurnPart]) -> None:
         """Pass new tokens of running turns to environments that listen.
 
-        An environment whose `hear` raises gets no more tokens of that turn until the turn is finished.
+        An environment whose `receive_tokens` raises gets no more tokens of that turn until the turn is finished.
         """
         for part in parts:
             session = self._sessions.get(part.trajectory_id)
@@ -185,14 +185,16 @@ class EnvironmentHost:
             if (
                 session is not None
                 and session.turn_start == part.turn_start
-                and isinstance(environment, HearsTokens)
+                and isinstance(environment, TokenListener)
             ):
                 try:
-                    environment.hear(part.place, part.ids, part.logprobs)
+                    environment.receive_tokens(part.place, part.ids, part.logprobs)
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; the turn continues
                     session.turn_start = -1
                     reason = str(error) or type(error).__name__
-                    log.warning("%s: hear failed, so no more tokens of this turn: %s", part.trajectory_id, reason)
+                    log.warning(
+                        "%s: receive_tokens failed, so no more tokens of this turn: %s", part.trajectory_id, reason
+                    )
 
     def forget(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have no further turn.
@@ -239,7 +241,7 @@ class EnvironmentHost:
         taken = len(turn_ends(turn.spans))
         returned = await self._step_environment(environment, turn, taken)
         answer = self._encode_answer(returned, turn.response_ids, turn.spans, elapsed_s=time.monotonic() - began)
-        if isinstance(environment, HearsTokens):
+        if isinstance(environment, TokenListener):
             answer = msgspec.structs.replace(answer, listens=environment.listens)
         if answer.ids is not None and taken >= self._limits.max_turns:
             answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
@@ -308,7 +310,7 @@ class EnvironmentHost:
             return await self._calls.answer(environment.reset, turn.problem)
         start, end = _place_of(turn, number)
         ids = turn.response_ids[start:end]
-        if isinstance(environment, HearsTokens):
+        if isinstance(environment, TokenListener):
             is_last = end == len(turn.response_ids)
             logprobs = turn.logprobs if is_last else _NO_LOGPROBS
             is_cut = not self._writer.has_ended(ids)

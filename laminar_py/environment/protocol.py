@@ -141,15 +141,15 @@ class Restorable(Protocol):
 
 
 @runtime_checkable
-class HearsTokens(Protocol):
+class TokenListener(Protocol):
     """An environment that reads the tokens of the model's turns, too."""
 
     @property
     def listens(self) -> bool:
-        """True if the host should call `hear` while the model samples the next turn."""
+        """True if the host should call `receive_tokens` while the model samples the next turn."""
         ...
 
-    def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
+    def receive_tokens(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
         """Receive [n] new tokens of a running turn; `place` is the index of the first.
 
         Some may miss, or come twice.

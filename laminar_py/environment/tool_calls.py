@@ -75,13 +75,13 @@ class HermesCalls:
     """JSON between marks, with text around: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`."""
 
     result_form = "{}"
-    _open, _close = "<tool_call>", "</tool_call>"
+    mark, _close = "<tool_call>", "</tool_call>"  # around a call
 
     def parse(self, text: str) -> Iterator[Call]:
         """Yield each call; an unclosed one is broken."""
-        place = text.find(self._open)
+        place = text.find(self.mark)
         while place >= 0:
-            start = place + len(self._open)
+            start = place + len(self.mark)
             call, end = _read_call(text, start, "arguments")
             closed = text.find(self._close, start if end is None else end)
             if closed < 0:
@@ -89,7 +89,7 @@ class HermesCalls:
                 return
             alone = end is None or not text[end:closed].strip()
             yield call if alone else BrokenCall(f"more than one JSON object before {self._close}")
-            place = text.find(self._open, closed)
+            place = text.find(self.mark, closed)
 
 
 class LlamaCalls:
@@ -99,13 +99,13 @@ class LlamaCalls:
     """
 
     result_form = "{}"
-    _mark = "<|python_tag|>"
+    mark = "<|python_tag|>"  # before a call
     _begin = re.compile(r'\s*\{\s*"(?:name|type|parameters)"\s*:')  # other JSON may be an answer
     _between = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
 
     def parse(self, text: str) -> Iterator[Call]:
         """Yield each call, up to the first one without an end."""
-        place: int | None = 0 if self._begin.match(text) else text.find(self._mark)
+        place: int | None = 0 if self._begin.match(text) else text.find(self.mark)
         first = True
         while place is not None and place >= 0:
             place = self._after(text, place)
@@ -131,12 +131,12 @@ class TagCalls:
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
         self._arguments = arguments
-        self._opening = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
+        self.marking = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
 
     def parse(self, text: str) -> Iterator[Call]:
         """Yield each call; an unclosed one is broken."""
         place = 0
-        while opening := self._opening.search(text, place):
+        while opening := self.marking.search(text, place):
             name, start = opening[1], opening.end()
             closed = text.find(f"</{name}>", start)
             if closed < 0:

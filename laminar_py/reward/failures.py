@@ -71,7 +71,9 @@ class ScoreFailures:
         if score.value is not None and len(self._values) < 2:
             self._values.add(score.value)
 
-    def add(self, score: Score, *, task: str, trains: bool, now_s: float, own_reward: bool = False) -> str | None:
+    def add_score(
+        self, score: Score, *, task: str, trains: bool, now_s: float, own_reward: bool = False
+    ) -> str | None:
         """Count a score. Returns a line for the user about a first failure of its kind or an outage, else None.
 
         `own_reward` is True for an evaluation set with terms of its own, whose values are no evidence for
@@ -101,7 +103,7 @@ class ScoreFailures:
         self._failed_s = min(self._failed_s, now_s)
         all_late = set(self._purpose) == {DropReason.REWARD_TIMEOUT} and not self._values
         if all_late and self._purpose.total() >= LATE and now_s - self._failed_s >= TELL_S:
-            self._end(f"every response {'to train on' if self._trains else 'so far'} was out of time")
+            self._end_run(f"every response {'to train on' if self._trains else 'so far'} was out of time")
 
     def _judge(self, score: Score, *, now_s: float) -> str | None:
         """Count a training response. Returns a line for the user while an outage lasts, else None."""
@@ -127,9 +129,9 @@ class ScoreFailures:
             self._since, self._reported_s = now_s, -math.inf
         left = self._since + OUTAGE_S - now_s
         if not self.num_scored:
-            self._end("no response could be scored")
+            self._end_run("no response could be scored")
         elif left <= 0:
-            self._end(f"for {OUTAGE_S:g} s nearly no response could be scored")
+            self._end_run(f"for {OUTAGE_S:g} s nearly no response could be scored")
         elif now_s - self._reported_s >= TELL_S:
             self._reported_s = now_s
             return (
@@ -143,12 +145,12 @@ class ScoreFailures:
             return
         (value,) = self._values
         if value > 0:
-            self._end(
+            self._end_run(
                 f"some of each of {MIXED_STEPS} steps could not be scored, and all others got {value:g}, which"
                 " teaches nothing"
             )
 
-    def _end(self, why: str) -> None:
+    def _end_run(self, why: str) -> None:
         failed = f"{self.counts.total()} of {self.num_scored + self.counts.total()}"
         self.fault = (
             f"reward.use={self._title}: {why} ({failed} failed), the last: {self._detail}; mend it and go"

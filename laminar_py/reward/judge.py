@@ -217,7 +217,7 @@ class Judge:
         seen = request.response.rpartition("</think>")[2].strip()[-self._term.chars :]
         said = ""
         for first, second in ((request.answer, seen), (seen, request.answer)):
-            said = await self._ask(QUESTION.format(problem=request.prompt, first=first, second=second))
+            said = await self._ask_judge(QUESTION.format(problem=request.prompt, first=first, second=second))
             word = WORD.search(said)
             if word is None:
                 raise NoValueError(f"the judge ended with neither yes nor no: {said[-SHOWN:]!r}")
@@ -225,7 +225,7 @@ class Judge:
                 return Reward(0.0, text=f"the judge: {said[-SHOWN:]}")
         return Reward(1.0, text=f"the judge: {said[-SHOWN:]}")
 
-    async def _ask(self, question: str) -> str:
+    async def _ask_judge(self, question: str) -> str:
         term = self._term
         body = {
             "model": term.model or term.servers,

@@ -458,23 +458,20 @@ def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) ->
 
     async def call(request: ScoringRequest) -> Outcome:
         async with room:
-            return await limited(request)
-
-    async def limited(request: ScoringRequest) -> Outcome:
-        start = time.perf_counter()
-        with REWARDS.naming_package(term.kind):
-            try:
-                async with asyncio.timeout(limit_s + OWN_LIMITS_S):
-                    returned = await function(request)
-                outcome = check_reward(read_reward(returned), (), length=len(request.response_ids))
-            except TimeoutError:
-                detail = f"no value within {limit_s:g} s, by reward.timeout_s or its own limit"
-                outcome = Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail)
-            except (NoValueError, TryAgainError, ColumnError) as error:
-                reason = error.reason if isinstance(error, NoValueError) else DropReason.REWARD_FAILED
-                transient = isinstance(error, TryAgainError)
-                outcome = Outcome(failure=reason, detail=one_line(str(error)), transient=transient)
-        return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
+            start = time.perf_counter()
+            with REWARDS.naming_package(term.kind):
+                try:
+                    async with asyncio.timeout(limit_s + OWN_LIMITS_S):
+                        returned = await function(request)
+                    outcome = check_reward(read_reward(returned), (), length=len(request.response_ids))
+                except TimeoutError:
+                    detail = f"no value within {limit_s:g} s, by reward.timeout_s or its own limit"
+                    outcome = Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail)
+                except (NoValueError, TryAgainError, ColumnError) as error:
+                    reason = error.reason if isinstance(error, NoValueError) else DropReason.REWARD_FAILED
+                    transient = isinstance(error, TryAgainError)
+                    outcome = Outcome(failure=reason, detail=one_line(str(error)), transient=transient)
+            return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
 
     return call
 

@@ -112,12 +112,12 @@ class HostedProcess:
         """
         try:
             async with asyncio.timeout(limit_s):
-                return await self.begin(body).answer
+                return await self.begin_call(body).answer
         except TimeoutError:
             self.kill("it hung")
             raise
 
-    def begin(self, body: bytes, descriptors: Sequence[int] = ()) -> HostedCall:
+    def begin_call(self, body: bytes, descriptors: Sequence[int] = ()) -> HostedCall:
         """Send a call without a timeout, and return it at once. A call with `descriptors` must be small."""
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

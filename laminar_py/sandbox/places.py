@@ -60,13 +60,13 @@ class SlotCgroup:
         """Files into which a process writes its id to join the cgroup."""
         return [str(folder / "cgroup.procs") for folder in self.folders]
 
-    def measure(self) -> None:
+    def measure_own_memory(self) -> None:
         """Read the memory that the idle slot uses, so that limits of programs do not include it."""
         name = "memory.usage_in_bytes" if self._old else "memory.current"
         self._own_bytes = int((self._memory / name).read_text())
         self._limits = (0, 0)
 
-    def limit(self, *, memory_bytes: int, processes: int) -> None:
+    def set_limits(self, *, memory_bytes: int, processes: int) -> None:
         """Set the limits of all programs that start from now on. Raises `OSError` if more memory is in use."""
         if (memory_bytes, processes) == self._limits:
             return

@@ -161,7 +161,7 @@ class SandboxSlot:
         """Run a program to its end and return its result. Raises `ProcessLostError`."""
         with closing(RunFiles(packed or pack(payload, {}), stdin)) as files:
             before = self.set_limits(limits)
-            call = self.begin(SlotOrder(kind="run", limits=limits), files.descriptors)
+            call = self.send_order(SlotOrder(kind="run", limits=limits), files.descriptors)
             try:
                 async with asyncio.timeout(limits.wall_s + GRACE_S):
                     news = await read_news(call)
@@ -205,7 +205,7 @@ class SandboxSlot:
         """Set the limits of the cgroup and return its counts before a run. Raises `ProcessLostError`."""
         if self._place.cgroup is not None:
             try:
-                self._place.cgroup.limit(memory_bytes=limits.memory_bytes, processes=limits.processes)
+                self._place.cgroup.set_limits(memory_bytes=limits.memory_bytes, processes=limits.processes)
             except OSError as error:  # earlier runs still hold more memory than the new limit
                 raise ProcessLostError("its cgroup takes no limit", str(error)) from error
         return self.counts()
@@ -214,11 +214,11 @@ class SandboxSlot:
         """Read the counts of the cgroup; zeros without a cgroup."""
         return CgroupCounts(0, 0) if self._place.cgroup is None else self._place.cgroup.counts()
 
-    def begin(self, order: SlotOrder | SlotSetup, descriptors: Sequence[int] = ()) -> HostedCall:
+    def send_order(self, order: SlotOrder | SlotSetup, descriptors: Sequence[int] = ()) -> HostedCall:
         """Send an order to the zygote. Raises `ProcessLostError` if the slot has abandoned it."""
         if self._zygote is None:
             raise ProcessLostError("the slot abandoned it", "it ends")
-        return self._zygote.begin(msgspec.json.encode(order), descriptors)
+        return self._zygote.begin_call(msgspec.json.encode(order), descriptors)
 
     def abandon(self) -> None:
         """Close the connection to the zygote, which then kills its program and exits.
@@ -249,14 +249,14 @@ class SandboxSlot:
             alone=self.alone,
             counted=cgroup is not None,
         )
-        news = await read_news(self.begin(setup))
+        news = await read_news(self.send_order(setup))
         while news.kind == "map":
             _map_users(zygote.pid, users)
-            news = await read_news(self.begin(SlotOrder(kind="mapped")))
+            news = await read_news(self.send_order(SlotOrder(kind="mapped")))
         if news.kind != "ready":
             raise SandboxError(f"slot {self._place.number} does not start: {news.detail}")
         if cgroup is not None:
-            cgroup.measure()
+            cgroup.measure_own_memory()
         result = await self.run(ProgramPayload(program="print('ready')"), limits=SandboxLimits())
         if result.stdout != "ready\n":
             raise SandboxError(f"slot {self._place.number} runs nothing: {result.detail} {result.stderr.strip()}")

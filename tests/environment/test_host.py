@@ -1,4 +1,4 @@
-"""Environments of a process: every turn is taken once, whatever dies, and nothing that they return is believed."""
+"""Environments of a process: every turn is taken once, whatever crashes, and each answer is checked."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from laminar_py.environment.host import SavedTurns
-from laminar_py.environment.protocol import End, Observation, Rewrite, TokenWords
+from laminar_py.environment.protocol import End, Observation, Rewrite
 from laminar_py.records.spans import ANEW
 from laminar_py.records.trajectory import DropReason
 from tests.environment.turns import (
@@ -195,8 +195,8 @@ BAD = {
     "a limit that is true": (Rewrite("b", max_tokens=True), "Rewrite max_tokens=True; give a number from 1 to"),
     "a limit of 400 digits": (Rewrite("b", max_tokens=10**400), "Rewrite max_tokens=(too many); give a number"),
     "a limit below nothing": (
-        TokenWords(np.ones(1, np.int32), 0, max_tokens=-1),
-        "TokenWords max_tokens=-1; give a number from 1 to 2,147,483,647, or None",
+        Rewrite("b", max_tokens=-1),
+        "Rewrite max_tokens=-1; give a number from 1 to 2,147,483,647, or None",
     ),
     "nothing": (None, "returned a NoneType; return an Observation, a Rewrite or End"),
     "behind no turn": (Observation("4", after=0), "after=0; give a turn of the model, from 1 on"),
@@ -298,19 +298,19 @@ async def test_any_finite_number_is_a_reward(tmp_path, reward):
     assert (answer.reward, type(answer.reward)) == (float(reward), float)
 
 
-async def test_a_turn_over_which_its_process_dies_each_time_is_given_up(tmp_path):
-    class Deadly(Diary):
+async def test_a_turn_over_which_its_process_crashes_each_time_is_given_up(tmp_path):
+    class Crashing(Diary):
         def step(self, action):
             raise asyncio.CancelledError  # as far as the host can tell its process is gone
 
-    story = Story(make_host(Deadly, tmp_path))
+    story = Story(make_host(Crashing, tmp_path))
     await story.say()
     story.append([1, END], 3)
     for _ in range(3):
-        story.host = make_host(Deadly, tmp_path)
+        story.host = make_host(Crashing, tmp_path)
         with pytest.raises(asyncio.CancelledError):
             await story.ask()
-    story.host = make_host(Deadly, tmp_path)
+    story.host = make_host(Crashing, tmp_path)
     answer = await story.ask()
     assert (answer.failure, answer.detail) == (
         DropReason.ENVIRONMENT_LOST,

@@ -62,7 +62,7 @@ class AgentRequest:
     logprobs: list[float] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)  # new tokens are there, or the answer
 
-    def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
+    def receive_tokens(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
         """Append new tokens whose first has the index `place`. A gap stays until the whole turn arrives."""
         if self.listens and place == len(self.ids):
             self.ids.extend(ids.tolist())
@@ -158,10 +158,10 @@ class AgentEnvironment:
         """True if the current request wants its answer token by token."""
         return self._current is not None and self._current.listens
 
-    def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
+    def receive_tokens(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
         """Pass new tokens of the current turn to its request."""
         if self._current is not None:
-            self._current.hear(place, ids, logprobs)
+            self._current.receive_tokens(place, ids, logprobs)
 
     def receive_turn(self, turn: SampledTurn) -> None:
         """Keep the tokens of a turn until `step` gets its text."""
@@ -175,8 +175,8 @@ class AgentEnvironment:
         self._current = None
         assert current.prompt is not None, "it is answered once"
         self._roles.append(current.role)
-        message = self._messages.read(action, turn=len(self._roles), has_tools=current.prompt.has_tools)
-        current.prompt.note_answer(self._history, turn, message, turn=len(self._roles))
+        message = self._messages.read_turn(action, turn=len(self._roles), has_tools=current.prompt.has_tools)
+        current.prompt.record_answer(self._history, turn, message, turn=len(self._roles))
         if self._newest is not None:
             self._newest.context = None
         self._newest = AgentAnswer(
@@ -281,7 +281,7 @@ class AgentEnvironment:
             assert given is not None, "None comes only with the end"
             assert given.prompt is not None, "it was not answered yet"
             try:
-                words = given.prompt.join(self._history, turn=len(self._roles) + 1)
+                words = given.prompt.new_words(self._history, turn=len(self._roles) + 1)
             except WordsTooLongError as error:
                 del self._requests[given.digest]
                 given.refuse(HttpStatusError(413, str(error)))

@@ -20,7 +20,6 @@ from laminar_py.environment.agents.runner import (
     ExternalAgents,
     LauncherError,
     load_or_make_key,
-    open_runner,
     write_address_file,
 )
 from laminar_py.environment.protocol import Environment
@@ -98,12 +97,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
     """Serve the endpoint, and yield a function that makes environments. Raises `ConfigError`."""
     if settings.family is CallFamily.TAGS:
         raise ConfigError("environment.family=tags: agents name arguments; write hermes or llama")
-    is_hermes = settings.family is CallFamily.HERMES
-    messages = (
-        AssistantMessages(HermesCalls(), mark="<tool_call>")
-        if is_hermes
-        else AssistantMessages(LlamaCalls(), mark="<|python_tag|>")
-    )
+    messages = AssistantMessages(HermesCalls() if settings.family is CallFamily.HERMES else LlamaCalls())
     keys: dict[str, AgentEnvironment] = {}
     where = home.folder / "agents" / f"external-{home.index}.json"
     external = ExternalAgents(load_or_make_key(where)) if settings.external else None
@@ -138,15 +132,17 @@ async def _own_agents(settings: AgentConfig, home: EnvironmentHome, *, url: str)
         memory_mib=settings.memory_mib,
         cpu_s=settings.cpu_s,
     )
-    async with AsyncExitStack() as stack:
+    folder, keeps = home.folder / "agents", settings.keep_folders
+    runner = AgentRunner(program, url=url, folder=folder, model=home.model, keeps=keeps)
+    try:
         try:
-            folder, keeps = home.folder / "agents", settings.keep_folders
-            opened = open_runner(program, url=url, folder=folder, model=home.model, keeps=keeps)
-            runner = await stack.enter_async_context(opened)
+            await runner.ensure_launcher()
         except LauncherError as error:
             program_of = "command" if settings.function is None else f"function={settings.function}"
             raise ConfigError(f"environment.{program_of}: {error}; mend it") from None
         yield runner
+    finally:
+        await runner.close()
 
 
 def _resolved(command: list[str]) -> tuple[str, ...]:

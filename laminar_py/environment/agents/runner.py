@@ -11,8 +11,7 @@ import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -93,7 +92,7 @@ class AgentRunner:
         launcher = await self.ensure_launcher()
         variables = {"OPENAI_API_KEY": key, "LAMINAR_PROBLEM": str(folder / PROBLEM), "PWD": str(folder)}
         order = {"folder": str(folder), "log": str(folder / LOG), "variables": variables}
-        call = launcher.begin(msgspec.json.encode(order))
+        call = launcher.begin_call(msgspec.json.encode(order))
         agent = self._in_folder[folder] = RunningAgent(folder, call, keeps=self._keeps, ended=ended)
         return agent
 
@@ -112,7 +111,7 @@ class AgentRunner:
             )
             self._launcher = launcher
             try:
-                await launcher.begin(msgspec.json.encode(self._program)).answer
+                await launcher.begin_call(msgspec.json.encode(self._program)).answer
             except ProcessLostError as error:
                 raise LauncherError(error.last_line) from None
             return launcher
@@ -122,19 +121,6 @@ class AgentRunner:
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
             await launcher.end(patience_s=LAUNCHER_END_S)
-
-
-@asynccontextmanager
-async def open_runner(
-    program: Program, *, url: str, folder: Path, model: Path, keeps: bool
-) -> AsyncIterator[AgentRunner]:
-    """Open a runner, and end its agents with it. Raises `LauncherError`."""
-    runner = AgentRunner(program, url=url, folder=folder, model=model, keeps=keeps)
-    await runner.ensure_launcher()
-    try:
-        yield runner
-    finally:
-        await runner.close()
 
 
 def _make(folder: Path, problem: bytes) -> None:

@@ -15,11 +15,11 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
 
 import msgspec
 
@@ -90,9 +90,10 @@ def main() -> None:
             control.sendall(call_frame(number, encode(CallStarted(fault=str(error)))))
             return
         control.sendall(call_frame(number, encode(CallStarted(at_once=function.at_once))))
-        watch = Watch(hangs, start.timeout_s + LATE_S)
+        limit_s = start.timeout_s + LATE_S
+        watch = partial(faulthandler.dump_traceback_later, limit_s, file=hangs)  # works while a call holds the GIL
         if function.at_once > 1:
-            asyncio.run(_serve_many(function, control, watch))
+            asyncio.run(_serve_many(function, control, watch, pause_s=limit_s / 2))
         else:
             _serve_each(function, control, watch)
 
@@ -108,23 +109,12 @@ def _load(start: CallStart) -> "LimitedFunction":
     return LimitedFunction(function, timeout_s=start.timeout_s, columns=start.columns)
 
 
-class Watch:
-    """Writes the stacks of all threads to a file after `limit_s`. It works while a call holds the interpreter."""
-
-    def __init__(self, file: BinaryIO, limit_s: float) -> None:
-        self._file = file
-        self.limit_s = limit_s
-
-    def wind(self) -> None:
-        """Start the timer, or restart it."""
-        faulthandler.dump_traceback_later(self.limit_s, file=self._file)
-
-
-def _serve_each(function: "LimitedFunction", control: socket.socket, watch: Watch) -> None:
+def _serve_each(function: "LimitedFunction", control: socket.socket, watch: Callable[[], None]) -> None:
+    """Answer one request at a time. `watch` starts the timer that writes the stacks of all threads."""
     while (call := receive_call(control)) is not None:
         number, body, _ = call
         request = decode(ScoringRequest, body)
-        watch.wind()
+        watch()
         try:
             answer = CallAnswer(function.call(request))
         except Exception:  # noqa: BLE001 - a mistake of ours: errors of the user's code are outcomes
@@ -133,7 +123,10 @@ def _serve_each(function: "LimitedFunction", control: socket.socket, watch: Watc
         control.sendall(call_frame(number, encode(answer)))
 
 
-async def _serve_many(function: "LimitedFunction", control: socket.socket, watch: Watch) -> None:
+async def _serve_many(
+    function: "LimitedFunction", control: socket.socket, watch: Callable[[], None], *, pause_s: float
+) -> None:
+    """Answer requests at the same time. The timer of `watch` runs out if the loop blocks."""
     reader, writer = await asyncio.open_connection(sock=control)
 
     async def answer(number: int, body: bytes) -> None:
@@ -143,12 +136,12 @@ async def _serve_many(function: "LimitedFunction", control: socket.socket, watch
             answer = CallAnswer(None, traceback.format_exc())
         writer.write(call_frame(number, encode(answer)))
 
-    async def wind() -> None:
+    async def keep_watch() -> None:
         while True:
-            watch.wind()
-            await asyncio.sleep(watch.limit_s / 2)
+            watch()
+            await asyncio.sleep(pause_s)
 
-    running: set[asyncio.Task[None]] = {asyncio.create_task(wind(), name="watch")}
+    running: set[asyncio.Task[None]] = {asyncio.create_task(keep_watch(), name="watch")}
     while True:
         try:
             size, number = CALL.unpack(await reader.readexactly(CALL.size))

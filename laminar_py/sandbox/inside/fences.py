@@ -1,6 +1,6 @@
 """Fences that a child of the zygote applies before it runs a program: limits, user, Landlock, seccomp.
 
-The zygote makes them once. `put_on` applies all of them or raises (law 10).
+The zygote makes them once. `apply` applies all of them or raises (law 10).
 """
 
 import math
@@ -37,13 +37,13 @@ class Fences:
         self._processes = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._space = 0
 
-    def measure(self) -> None:
+    def measure_address_space(self) -> None:
         """Read the zygote's address space, so that limits of programs do not include it."""
         file = os.open("self/statm", os.O_RDONLY, dir_fd=self._processes)
         self._space = int(os.read(file, 100).split()[0]) * resource.getpagesize()
         os.close(file)
 
-    def allow(self, *, readable: list[str], home: str) -> None:
+    def allow_paths(self, *, readable: list[str], home: str) -> None:
         """Let programs read the paths `readable` and write into the folder `home`."""
         if self._walls and landlock.version():
             devices = [(path, landlock.USE) for path in ("/dev/null", "/dev/zero", "/dev/urandom")]
@@ -52,11 +52,11 @@ class Fences:
             if old >= 0:
                 os.close(old)
 
-    def put_on(self, limits: SandboxLimits, *, session: bool) -> None:
+    def apply(self, limits: SandboxLimits, *, session: bool) -> None:
         """Apply all fences to the calling child. Raises `OSError` if the kernel refuses one."""
         os.setsid()
         self._accept_oom_kill()
-        self._limit(limits, session=session)
+        self._set_limits(limits, session=session)
         if self._user is not None:
             os.setgroups([])
             os.setresgid(self._user, self._user, self._user)
@@ -70,7 +70,7 @@ class Fences:
         if self._rules >= 0:
             landlock.restrict(self._rules)
         if self._walls:
-            seccomp.put_on(self._assemble(alone=os.getpid()) if self._alone else self._filter)
+            seccomp.apply_filter(self._assemble(alone=os.getpid()) if self._alone else self._filter)
 
     def _assemble(self, *, alone: int = 0) -> bytes:
         return seccomp.assemble(alone=alone, shared=self._shared, own_user=self._user is not None)
@@ -82,7 +82,7 @@ class Fences:
         os.write(file, b"1000")
         os.close(file)
 
-    def _limit(self, limits: SandboxLimits, *, session: bool) -> None:
+    def _set_limits(self, limits: SandboxLimits, *, session: bool) -> None:
         seconds = math.ceil(limits.cpu_s)
         most = resource.RLIM_INFINITY if session else seconds + 1
         kernel.limit(resource.RLIMIT_CPU, seconds, most=most)

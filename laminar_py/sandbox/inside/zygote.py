@@ -85,7 +85,7 @@ class Zygote:
         program.hide_own_modules()
         gc.collect()
         gc.freeze()
-        self._fences.measure()
+        self._fences.measure_address_space()
         self._answer(number, SlotNews(kind="ready"))
         with contextlib.suppress(OwnerGoneError):
             while True:
@@ -97,7 +97,7 @@ class Zygote:
                         self._answer(number, SlotNews(kind="done"))  # its program has ended before
 
     def _run(self, number: int, order: SlotOrder, descriptors: list[int]) -> None:
-        self._freshen(order)
+        self._reset_home(order)
         before, start = _children_cpu_s(), time.monotonic()
         child = os.fork()
         if child == 0:
@@ -111,7 +111,7 @@ class Zygote:
         finally:
             elapsed_s = time.monotonic() - start
             status = end_all(self._reaper, child, self._status)
-        if not ended and self._home.full(
+        if not ended and self._home.is_full(
             order.limits.file_bytes
         ):  # measured again, now that no process can hide files
             ended = "folder"
@@ -119,11 +119,11 @@ class Zygote:
             kind="end", status=status, ended=ended, cpu_s=_children_cpu_s() - before, elapsed_s=elapsed_s
         )
         self._answer(number, news)
-        self._freshen(order)
+        self._reset_home(order)
 
-    def _freshen(self, order: SlotOrder) -> None:
-        if self._home.freshen(order.limits.file_bytes):
-            self._fences.allow(readable=self._readable, home=self._home.path)
+    def _reset_home(self, order: SlotOrder) -> None:
+        if self._home.reset(order.limits.file_bytes):
+            self._fences.allow_paths(readable=self._readable, home=self._home.path)
 
     def _watch(self, child: int, order: SlotOrder, deadline: float) -> str:
         """Wait until a child ends, or until there is a reason to end it. Returns the reason, or ""."""
@@ -139,7 +139,7 @@ class Zygote:
                 paused = order_now.kind == "pause"
                 self._reaper.signal_all(signal.SIGSTOP if paused else signal.SIGCONT, leader=child)
                 self._answer(number, SlotNews(kind="done"))
-            if self._home.full(order.limits.file_bytes):
+            if self._home.is_full(order.limits.file_bytes):
                 return "folder"
         return ""
 
@@ -180,7 +180,7 @@ class Zygote:
             os.chdir(self._home.path)
             _replace_environment(self._home.path)
             self._control.detach()
-            self._fences.put_on(order.limits, session=order.session)
+            self._fences.apply(order.limits, session=order.session)
             _arrange(descriptors[1:])
             if order.session:
                 calls = socket.socket(fileno=STREAMS - 1)

@@ -43,7 +43,7 @@ async def answer_all(agent, text):
 async def served_here(bounds, text):
     """Yield the URL of an endpoint in this process, and the key of its only agent."""
     keys, runner = {}, InNoProcess()
-    messages = AssistantMessages(HermesCalls(), mark="<tool_call>")
+    messages = AssistantMessages(HermesCalls())
     agent = AgentEnvironment(runner, messages, None, keys=keys, deterministic=False, most_bytes=2**20)
     async with serve(keys, None, host="127.0.0.1", port=0, bounds=ConnectionBounds(**bounds)) as url:
         answers = asyncio.create_task(answer_all(agent, text))

@@ -281,10 +281,10 @@ reward(1)
 """
 
 
-@pytest.mark.parametrize("dies", [False, True])
-async def test_a_turn_that_a_request_limits_is_cut_and_the_next_request_is_joined_behind_it(tmp_path, dies):
-    story = Story(tmp_path, LIMITED, is_process=dies)
-    before = await story.lead(["thirty-seven", "7"][:1], to_the_end=False) if dies else []
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_a_turn_that_a_request_limits_is_cut_and_the_next_request_is_joined_behind_it(tmp_path, crashes):
+    story = Story(tmp_path, LIMITED, is_process=crashes)
+    before = await story.lead(["thirty-seven", "7"][:1], to_the_end=False) if crashes else []
     heard = [*before, *(await story.lead(["thirty-seven", "7", "8, I say"][len(before) :]))]
     assert [answer.max_tokens for answer in heard] == [3, 900, 2, None], heard
     assert [answer.follows for answer in heard] == [ANEW, None, None, None]
@@ -631,7 +631,7 @@ class Hears:
     def step(self, action):
         return Observation("and?")
 
-    def hear(self, place, ids, logprobs):
+    def receive_tokens(self, place, ids, logprobs):
         self.places.append(place)
         if place >= self.fails_at:
             raise ValueError("no room")
@@ -745,7 +745,7 @@ reward(1)
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3, 4])
-async def test_an_agent_whose_process_died_is_started_over_and_asks_the_same(tmp_path, turns):
+async def test_an_agent_whose_process_crashed_is_started_over_and_asks_the_same(tmp_path, turns):
     says = ["4", "7", "9", "10"]
     whole = Story(tmp_path / "whole", REWRITES.replace("WORDS", "'in short: 9'"))
     await whole.lead(says)
@@ -801,16 +801,16 @@ def test_agents_and_what_they_start_end_with_whoever_had_them_started(tmp_path):
 import asyncio, os, signal
 from pathlib import Path
 from laminar_py.environment.agents.launcher import Program
-from laminar_py.environment.agents.runner import open_runner
+from laminar_py.environment.agents.runner import AgentRunner
 from laminar_py.environment.protocol import Problem
 async def main():
     folder = Path({str(tmp_path)!r})
     program = Program(command=({sys.executable!r}, str(folder / "agent.py")))
-    async with open_runner(program, url="", folder=folder / "agents", model=folder, keeps=True) as runner:
-        await runner.start(Problem(prompt="", answer="", trajectory_id="t"), key="", ended=print)
-        while not (folder / "agents/t/pids").exists() or not (folder / "agents/t/pids").read_text():
-            await asyncio.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
+    runner = AgentRunner(program, url="", folder=folder / "agents", model=folder, keeps=True)
+    await runner.start(Problem(prompt="", answer="", trajectory_id="t"), key="", ended=print)
+    while not (folder / "agents/t/pids").exists() or not (folder / "agents/t/pids").read_text():
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
     assert subprocess.run([sys.executable, "-c", parent], check=False, timeout=60).returncode == -signal.SIGKILL

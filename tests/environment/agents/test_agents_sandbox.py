@@ -98,7 +98,7 @@ async def session_of(pool, folder):
         serve(keys, words, host="127.0.0.1", port=0, bounds=bounds) as url,
         aiohttp.ClientSession() as http,
     ):
-        messages = AssistantMessages(HermesCalls(), mark="<tool_call>")
+        messages = AssistantMessages(HermesCalls())
         session = PythonSession(pool)
         agent = AgentEnvironment(
             None, messages, words, keys=keys, deterministic=False, most_bytes=1000, session=session

@@ -191,7 +191,7 @@ async def lead(host, model, name, seed):
 async def hosted(folder, model):
     """A process of environments whose agents are tasks."""
     settings, keys, runner = AgentConfig(command=["true"], max_turns=1000), {}, InThisProcess()
-    messages = AssistantMessages(HermesCalls(), mark="<tool_call>")
+    messages = AssistantMessages(HermesCalls())
 
     def make():
         return AgentEnvironment(runner, messages, model.writer, keys=keys, deterministic=False, most_bytes=2**20)

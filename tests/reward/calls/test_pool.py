@@ -1,4 +1,4 @@
-"""Processes that call reward functions: real ones, which hang, die and print."""
+"""Processes that call reward functions: real ones, which hang, crash and print."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def score(request):
             time.sleep(60)
         except BaseException:
             continue
-    if request.response == "die":
+    if request.response == "crash":
         os._exit(1)
     if request.response == "env":
         return float(os.environ.get("SECRET", 0)) + float(os.environ.get("SHOWN", 0))
@@ -55,7 +55,7 @@ def score(request):
 async def many(request):
     if request.response == "block":
         time.sleep(60)
-    if request.response == "die":
+    if request.response == "crash":
         os._exit(1)
     if request.response == "meet":
         many.met = getattr(many, "met", 0) + 1
@@ -121,12 +121,12 @@ async def test_a_hang_that_nothing_interrupts_costs_its_own_response_and_is_told
 
 async def test_a_response_that_kills_its_process_is_given_up_after_some_and_the_others_are_scored(tmp_path):
     async with pool_of(tmp_path, timeout_s=30.0) as pool:
-        outcomes = await outcomes_of(pool, "1", "die", "2")
+        outcomes = await outcomes_of(pool, "1", "crash", "2")
     assert [outcome.value for outcome in outcomes] == [1.0, None, 2.0]
     assert (outcomes[1].failure, outcomes[1].detail) == (FAILED, f"its process crashed {MOST_CRASHES} times")
 
 
-async def test_a_process_that_dies_without_a_call_is_replaced_by_the_next(tmp_path):
+async def test_a_process_that_crashes_without_a_call_is_replaced_by_the_next(tmp_path):
     async with pool_of(tmp_path, timeout_s=30.0) as pool:
         (first,) = await outcomes_of(pool, "pid")
         process = psutil.Process(int(first.value))
@@ -182,7 +182,7 @@ async def test_an_async_function_is_called_for_many_at_once(tmp_path):
         assert [outcome.value for outcome in await outcomes_of(pool, "meet", "meet", "meet")] == [1.0] * 3
 
 
-@pytest.mark.parametrize(("kind", "failure"), [("block", LATE), ("die", FAILED)])
+@pytest.mark.parametrize(("kind", "failure"), [("block", LATE), ("crash", FAILED)])
 async def test_of_many_in_a_process_that_is_lost_only_the_guilty_has_no_value(tmp_path, kind, failure):
     async with pool_of(tmp_path, "many") as pool:
         outcomes = await outcomes_of(pool, "1", "3", kind, "2")
@@ -291,8 +291,8 @@ async def test_a_function_that_cannot_be_loaded_is_the_users_fault(tmp_path):
 async def test_a_function_that_was_broken_meanwhile_costs_responses_and_mended_goes_on(tmp_path):
     async with pool_of(tmp_path, timeout_s=30.0) as pool:
         (tmp_path / "mine.py").write_text("(")
-        (died,) = await outcomes_of(pool, "die")
-        assert "importing" in died.detail
+        (crashed,) = await outcomes_of(pool, "crash")
+        assert "importing" in crashed.detail
         (tmp_path / "mine.py").write_text(REWARDS)
         (again,) = await outcomes_of(pool, "3")
     assert again.value == 3.0
