@@ -16,7 +16,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -81,7 +81,8 @@ class SavedTurns:
         path, attempts = self._paths(trajectory_id)
         partial = path.with_name(f"{path.name}.new")
         partial.write_bytes(encode(saved))
-        os.replace(partial, path)
+        with suppress(FileNotFoundError):  # the controller may forget a dropped trajectory at this moment
+            os.replace(partial, path)
         attempts.unlink(missing_ok=True)
 
     def count_attempt(self, trajectory_id: str, digest: bytes) -> None:

@@ -1,7 +1,7 @@
 """Read tool calls in the formats of model families.
 
-The formats are those of the chat templates of Qwen2.5 and Qwen3, and of Llama 3.1 to 3.3. Parsing never raises; a
-call that cannot be read becomes a `BrokenCall` (`tests/environment/tools/test_calls.py`).
+The chat templates of Qwen2.5, Qwen3, and Llama 3.1 to 3.3 define the formats. Parsing never raises; an unreadable
+call becomes a `BrokenCall` (`tests/environment/tools/test_calls.py`).
 """
 
 import json

@@ -149,7 +149,7 @@ class AssertionRun:
             known += zip(step.needed, answers, strict=False)
 
     async def _answers(self, calls: Sequence[str]) -> tuple[list[str | None], str]:
-        """Make calls up to the first one that ends the process.
+        """Make calls until a call ends the process.
 
         Returns an answer for each, None for the fatal one, and a note about it for the user. The rest is made when
         the test code needs it; mostly the verdict is known before.
@@ -204,7 +204,7 @@ def _answers_in(result: SandboxResult) -> list[str] | None:
 
 
 def _step(result: SandboxResult) -> Step:
-    """Decode the result of a run of the test code. Raises `NoValueError` if the test code itself is at fault."""
+    """Decode the result of running the test code. Raises `NoValueError` if the test code itself is at fault."""
     if result.label is not SandboxLabel.OK or result.value_json is None:
         raise NoValueError(f"the tests of the problem: {result.label.value}: {result.detail}")
     try:
@@ -231,7 +231,7 @@ class CodeTerm(TermConfig):
 
     kind: str = "code"
     timeout_s: Seconds | None = 60.0
-    """Longest time of all tests of a response; null: `reward.timeout_s`. `sandbox` limits each run."""
+    """Longest time of a response's tests together; null: `reward.timeout_s`. `sandbox` limits each run."""
     partial: bool = False
     """Give the share of the tests that pass, up to the first that runs out of time; asserts have no share."""
 

@@ -129,7 +129,7 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
         return {"broken": f"the test code calls {entry} more than {MOST_CALLS} times"}
     if foreseen := _first([call for call in literal if call not in answers and None not in answers.values()]):
         return {"needed": foreseen}
-    stops: list[dict[str, Any]] = []  # the first is the verdict, even if the test code catches it and goes on
+    stops: list[dict[str, Any]] = []  # the first is the verdict, even if the test code catches it and continues
     used: list[str] = []  # calls that had an answer
     raised: list[Exception] = []  # errors of the function
 

@@ -6,12 +6,12 @@
 - *Nothing to learn from*: nine tenths of every step fail for `OUTAGE_S` seconds, or a whole step has no score at
   all. A reward that fails now and then never gets there, and the run waits for a service that is down.
 - *Always late*: at least `LATE` responses, over `TELL_S` seconds, all timed out, and the reward never gave a
-  value. Only training responses count, or those of the evaluation under `laminar eval`: an evaluation inside a run
+  value. Only training responses count, or evaluated responses under `laminar eval`: an evaluation inside a run
   may have another reward and longer answers, and does not end the run. A value of the same reward counts wherever
   it came from, trials and evaluations included: it shows that the service works and is only down.
 - *Wrong answers fail*: in each of `MIXED_STEPS` steps in a row, some responses failed (`SOME`) and some had a
   score, and every value of this reward so far, trials and evaluations included, is the same number above 0. Then
-  no step has taught anything. A run with sparse rewards has zeros, so it goes on. So does a solved run whose
+  no step has taught anything. A run with sparse rewards has zeros, so it continues. So does a solved run whose
   scores fail now and then: an honest reward gives another value to the trial with an empty response. If that trial
   failed too, the run ends, and `--resume` tries again. Timeouts do not count here, nor do rewards whose columns
   teach by themselves.
@@ -47,7 +47,7 @@ class ScoreFailures:
         self.counts: Counter[str] = Counter()  # by reason
         self.num_scored = 0
         self.fault: str | None = None
-        """Why the run must end; None while it may go on."""
+        """Why the run must end; None while it may continue."""
         self._title = title
         self._size = max(FEWEST, step)
         self._trains = trains
@@ -64,7 +64,7 @@ class ScoreFailures:
         self._purpose = Counter[
             str
         ]()  # failures by reason, of training responses, or of the evaluation for `eval`
-        self._failed_s = math.inf  # time of the first of these
+        self._failed_s = math.inf  # time of the first such failure
 
     def add_trial(self, score: Score) -> None:
         """Remember the value of a trial."""

@@ -35,7 +35,7 @@ class AskingTerm(TermConfig):
     urls: tuple[str, ...] = ()
     """Servers that somebody else runs, e.g. `[http://10.0.0.4:30000]`; calls go to the least busy."""
     servers: str | None = None
-    """Name in `reward.servers` of those that the run launches, in place of `urls`."""
+    """Name of a pool in `reward.servers`, which the run launches, in place of `urls`."""
     key: str | None = None
     """Environment variable with the key of `urls`, one of those in `reward.env`."""
     timeout_s: Seconds | None = 60.0

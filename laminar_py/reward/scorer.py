@@ -73,7 +73,7 @@ class LaunchedServers:
             self._news = asyncio.Event()
 
     async def wait_for_servers(self, pool: str) -> Sequence[ServerAddress]:
-        """Wait until a server of the pool is up, and return all that are."""
+        """Wait until a server of the pool is up, and return the addresses of all running ones."""
         while not (found := self._newest.pools.get(pool)):
             await self._news.wait()
         return found
@@ -316,7 +316,7 @@ class Scorer:
                 self._ahead[name] = asyncio.create_task(self._look_ahead(unfinished), name=f"look-ahead-{name}")
 
     async def next_scores(self, wait_s: float) -> list[Score]:
-        """Wait for scores and return all that are ready; [] after `wait_s` seconds. Raises our own mistakes."""
+        """Wait for scores and return all ready ones; [] after `wait_s` seconds. Raises our own mistakes."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._news.wait()

@@ -51,7 +51,7 @@ class StepsTerm(AskingTerm):
     tokens, where some tokenizers leave out a space before a word."""
     credit: StepCredit = StepCredit.RETURNS
     """`returns`: a step's score is its reward, and what follows from a token counts for it. `minimum`: scores are
-    weighted so that their sum is near the lowest, and a token's return is near that of the worst step after it."""
+    weighted so that their sum is near the lowest, and a token's return is near the worst later score."""
 
     looks_ahead: ClassVar[bool] = True  # finished steps are scored while the response still generates
     rounding: ClassVar[float] = 0.02  # of a bfloat16 model: 0.002 was seen in a step that was computed with others

@@ -301,7 +301,7 @@ def _runs_as(process: str, user: int) -> bool:
 
 
 def _base() -> Path:
-    """Return the folder of all slots of our user. Other users can traverse it."""
+    """Return the folder of our user's slots. Other users can traverse it."""
     folder = Path(tempfile.gettempdir())
     if not all(above.stat().st_mode & 0o001 for above in (folder, *folder.parents)):
         folder = Path("/tmp")
@@ -336,7 +336,7 @@ def _try_lock(number: int) -> int | None:
 
 
 def _make_base() -> None:
-    """Create the folder of all slots of our user. Raises `SandboxError` if another user created it."""
+    """Create the folder of our user's slots. Raises `SandboxError` if another user created it."""
     _base().mkdir(mode=0o711, exist_ok=True)
     found = _base().lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:

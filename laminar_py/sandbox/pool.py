@@ -305,11 +305,6 @@ async def survey_tiers() -> list[TierOffer]:
     return [await _offer(tier) for tier in SandboxTier]
 
 
-def available_tiers() -> list[TierOffer]:
-    """Call `survey_tiers` without an event loop."""
-    return asyncio.run(survey_tiers())
-
-
 async def _offer(tier: SandboxTier) -> TierOffer:
     try:
         async with SandboxPool(slots=1, require=tier, tier=tier) as pool:

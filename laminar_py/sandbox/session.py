@@ -20,8 +20,8 @@ class LiveProgram:
     """The running program of a session."""
 
     files: RunFiles
-    reader: asyncio.StreamReader  # of its answers
-    writer: asyncio.StreamWriter  # of pieces of code
+    reader: asyncio.StreamReader  # reads their answers
+    writer: asyncio.StreamWriter  # sends pieces of code
     run: HostedCall
     end: asyncio.Task[SlotNews]  # of the run
 

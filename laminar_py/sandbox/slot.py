@@ -262,7 +262,7 @@ class SandboxSlot:
             raise SandboxError(f"slot {self._place.number} runs nothing: {result.detail} {result.stderr.strip()}")
 
     async def _end(self) -> None:
-        """Wait until the last zygote and its processes have ended, and kill those that have not."""
+        """Wait until the last zygote and its processes have ended; kill them after `END_S`."""
         old, self._old = self._old, None
         if old is not None:
             await old.end(patience_s=END_S)

@@ -4,12 +4,8 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.data.tokenizer import Tokenizer
-from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost, SavedTurns
-from laminar_py.environment.writer import PlainWriter
-from tests.environment.turns import END, appended, first_turn
+from tests.environment.turns import END, appended, first_turn, make_host
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -32,15 +28,9 @@ class TextStory:
         self.move()
 
     def move(self):
-        settings = EnvironmentConfig(**self._limits)
         self._processes += 1
-        self._host = EnvironmentHost(
-            self._make,
-            calls=EnvironmentCalls(settings),
-            writer=PlainWriter(self._tokenizer, stop_ids=(END,)),
-            saved=SavedTurns(self._folder / str(self._processes)),
-            limits=settings,
-        )
+        folder = self._folder / str(self._processes)
+        self._host = make_host(self._make, folder, tokenizer=self._tokenizer, **self._limits)
 
     async def say(self, text=None):
         """Answer to what the model says, or to the problem, and its text; None where it writes none."""

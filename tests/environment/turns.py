@@ -110,12 +110,12 @@ class Forgetful:
         return Observation("b" * self.made)
 
 
-def make_host(make, folder, **limits) -> EnvironmentHost:
+def make_host(make, folder, *, tokenizer=None, **limits) -> EnvironmentHost:
     settings = EnvironmentConfig(**limits)
     return EnvironmentHost(
         make,
         calls=EnvironmentCalls(settings),
-        writer=PlainWriter(greedy_tokenizer(), stop_ids=(END,)),
+        writer=PlainWriter(tokenizer or greedy_tokenizer(), stop_ids=(END,)),
         saved=SavedTurns(folder),
         limits=settings,
     )

@@ -66,7 +66,7 @@ class CallStarted(msgspec.Struct, frozen=True):
 
 
 class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Answer to a `ScoringRequest`: its outcome, or the traceback of a mistake of ours."""
+    """Answer to a `ScoringRequest`: its outcome, or the traceback of our own mistake."""
 
     outcome: Outcome | None
     bug: str = ""

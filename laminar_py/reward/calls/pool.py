@@ -304,6 +304,6 @@ def _place_in_stacks(stacks: str) -> str:
         frames: list[tuple[str, str]] = FRAME.findall(stack)
         ours = next((index for index, (file, _) in enumerate(frames) if file.startswith(OWN_FILES)), None)
         if ours:
-            own = frames[ours - 1][0]  # the file of what is called
+            own = frames[ours - 1][0]  # the user's file
             return next(f" (at {file}:{number})" for file, number in frames[:ours] if file == own)
     return ""

@@ -18,7 +18,7 @@ HIDDEN = ("site-packages", "dist-packages")  # installed packages, in a folder o
 
 
 class Fences:
-    """Fences of all runs of a slot.
+    """Fences around every program of a slot.
 
     Programs run as `user`, or as the zygote's user if it is None. `walls` turns Landlock and seccomp on. `shared`
     is True if programs see the host's files. `SlotSetup` explains `alone` and `counted`.

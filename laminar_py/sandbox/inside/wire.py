@@ -17,7 +17,7 @@ import struct
 import sys
 from dataclasses import asdict, dataclass, fields
 
-HEADER = 4  # bytes of the length of a text between the owner and a program
+HEADER = 4  # bytes before a text between the owner and a program: its length
 MOST_DESCRIPTORS = 8
 CALL = struct.Struct("<II")  # length of a body, number of its call
 
