@@ -32,7 +32,7 @@ TEXT = "ansi"  # gymnasium's word for a rendering in text
 
 
 class GymnasiumEnvironment(EnvironmentConfig):
-    """An environment of the package gymnasium; the reward is the sum of those of its steps."""
+    """An environment of the package gymnasium; the reward is the sum of its steps' rewards."""
 
     kind: str = "gymnasium"
     id: str

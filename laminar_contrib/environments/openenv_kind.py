@@ -19,7 +19,6 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
@@ -46,7 +45,6 @@ NO_ROOM = "CAPACITY_REACHED"  # code of a server that has as many sessions as it
 INVALID = "VALIDATION_ERROR"  # code for an action that is none of its kind
 ROOM_TRIES = 20  # since a session that ends may still take its place
 ROOM_PAUSE_S = 0.25
-SCHEMA_BYTES = 2**22
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +121,7 @@ class OpenEnvSession:
         await self._socket.close()
 
     async def _send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError, aiohttp.ClientError):  # what comes, if only the end, says why
+        with contextlib.suppress(OSError, aiohttp.ClientError):  # the next message, or the end, says why
             await self._socket.send_str(msgspec.json.encode(message).decode())
 
     def _read(self, message: aiohttp.WSMessage) -> ObservationMessage | FaultMessage:
@@ -150,7 +148,7 @@ class OpenEnvServer:
         try:
             async with asyncio.timeout(CONNECT_S), self._http.get(f"{self._url}/schema") as answer:
                 answer.raise_for_status()
-                schemas = msgspec.json.decode(await _read(answer.content), type=dict[str, dict[str, Any]])
+                schemas = msgspec.json.decode(await answer.read(), type=dict[str, dict[str, Any]])
                 return schemas["action"]
         except (aiohttp.ClientError, ValueError, KeyError, TimeoutError) as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
@@ -192,16 +190,6 @@ async def connected(url: str, *, max_message_bytes: int) -> AsyncIterator[OpenEn
         yield OpenEnvServer(http, url, max_message_bytes=max_message_bytes)
 
 
-async def _read(content: aiohttp.StreamReader) -> bytes:
-    """Read the body of an answer. Raises `ValueError` above `SCHEMA_BYTES`."""
-    found = b""
-    while chunk := await content.read(SCHEMA_BYTES):
-        found += chunk
-        if len(found) > SCHEMA_BYTES:
-            raise ValueError(f"more than {SCHEMA_BYTES:,} bytes")
-    return found
-
-
 def _is_too_big(error: object) -> bool:
     return isinstance(error, aiohttp.WebSocketError) and error.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
 
@@ -217,7 +205,7 @@ FAULT_CHARS = 400  # of a fault in an action
 
 
 class OpenEnvEnvironment(EnvironmentConfig):
-    """An environment that a server of OpenEnv has; the reward is the sum of those of its steps."""
+    """An environment that a server of OpenEnv has; the reward is the sum of its steps' rewards."""
 
     kind: str = "openenv"
     url: str
@@ -226,8 +214,8 @@ class OpenEnvEnvironment(EnvironmentConfig):
     arguments: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it
     """Arguments of `reset`, beside the seed and the fields of the problem."""
     action_field: str | None = None
-    """Field of an action that the text of a turn is, e.g. `message`. Default: the only one that the server's
-    schema requires, if that is a text; else a turn has the whole action, as a JSON object."""
+    """Field of an action that gets the text of a turn, e.g. `message`. Default: the only field that the server's
+    schema requires, if that field is a text; else a turn has the whole action, as a JSON object."""
     pattern: str | None = None
     """Regular expression whose first group is the action: its last match in a turn, outside of reasoning, counts.
     Default: the whole turn, or the object in it."""
@@ -237,8 +225,8 @@ class OpenEnvEnvironment(EnvironmentConfig):
     """An observation as the model reads it, with `{name}` for its fields, e.g. `{hint}`. Default: all of them but
     `metadata`, as JSON."""
     deterministic: bool = False
-    """The same actions always have the same answers: a trajectory goes on, by its actions over again, after the
-    death of its process. Else it is dropped as `environment_lost`."""
+    """The same actions always have the same answers, so a crash of the process repeats the actions. Otherwise the
+    crash drops the trajectory as `environment_lost`."""
 
     @model_validator(mode="after")
     def _check_openenv(self) -> Self:
@@ -248,35 +236,28 @@ class OpenEnvEnvironment(EnvironmentConfig):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class TurnActions:
-    """Reads actions from turns: a turn's text is the field `name` of the action, or else the action as JSON.
+def read_action(settings: OpenEnvEnvironment, name: str | None, turn: str) -> dict[str, Any] | None:
+    """Read the action of a turn; None if it has none.
 
-    E.g. `TurnActions(settings, "message").read("4")` is `{"message": "4"}`.
+    The text of the turn is the field `name` of the action, e.g. `{"message": "4"}`, or else the action as JSON.
     """
-
-    settings: OpenEnvEnvironment
-    name: str | None
-
-    def read(self, turn: str) -> dict[str, Any] | None:
-        """Read the action of a turn; None if it has none."""
-        said = outside_reasoning(turn, begun=self.settings.opens_reasoning).strip()
-        if self.settings.pattern is not None:
-            said = last_group(re.compile(self.settings.pattern), said) or ""
-        if self.name is not None:
-            return {self.name: said} if said else None
-        try:
-            return msgspec.json.decode(last_group(OBJECT, said) or "", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError):
-            return None
+    said = outside_reasoning(turn, begun=settings.opens_reasoning).strip()
+    if settings.pattern is not None:
+        said = last_group(re.compile(settings.pattern), said) or ""
+    if name is not None:
+        return {name: said} if said else None
+    try:
+        return msgspec.json.decode(last_group(OBJECT, said) or "", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 class OpenEnvTurns:
     """A trajectory in a session of its own."""
 
-    def __init__(self, server: OpenEnvServer, actions: TurnActions, settings: OpenEnvEnvironment) -> None:
+    def __init__(self, server: OpenEnvServer, settings: OpenEnvEnvironment, field: str | None) -> None:
         self._server = server
-        self._actions = actions
+        self._field = field  # of an action that gets the text of a turn
         self._settings = settings
         self._session: OpenEnvSession | None = None
         self._earned: float | None = None  # of the steps so far; None where none of them said
@@ -297,9 +278,9 @@ class OpenEnvTurns:
     async def step(self, action: str) -> Answer:
         """Take the action of a turn, or tell the model that it has none."""
         assert self._session is not None, "reset has begun it"
-        data = self._actions.read(action)
+        data = read_action(self._settings, self._field, action)
         if data is None:
-            what = "one" if self._actions.name is not None else "one as a JSON object"
+            what = "one" if self._field is not None else "one as a JSON object"
             return Observation(f"No action. Write {what}.")
         try:
             observed = await self._session.send_request("step", data)
@@ -342,8 +323,8 @@ async def open_openenv(
         except OSError as error:
             remedy = "start one there, or mend the address"
             raise ConfigError(f"environment.url={settings.url}: no OpenEnv server ({error}); {remedy}") from error
-        actions = TurnActions(settings, _action_field(settings, schema))
-        yield lambda: OpenEnvTurns(server, actions, settings)
+        field = _action_field(settings, schema)
+        yield lambda: OpenEnvTurns(server, settings, field)
 
 
 def _action_field(settings: OpenEnvEnvironment, schema: Mapping[str, Any]) -> str | None:

@@ -1,7 +1,7 @@
 """The kind `reasoning_gym`: problems of a single turn, which the package's own scorers judge.
 
-`reasoning_gym_data` writes the problems; each has the `entry` that its scorer needs. Invariant: whatever a model
-says has a score, unless the problem itself is at fault.
+`reasoning_gym_data` writes the problems; each has the `entry` that its scorer needs. Every answer of a
+model has a score, unless the problem itself is at fault (`tests/environment/test_reasoning_gym.py`).
 """
 
 import importlib.util
@@ -97,7 +97,7 @@ class ReasoningGymEnvironment(EnvironmentConfig):
     kind: str = "reasoning_gym"
     pattern: str | None = None
     """Regular expression whose first group is the answer: its last match in the turn, outside of reasoning,
-    counts, and a turn without one is worth 0. Default: what stands in the last `<answer>` tags, or else the whole
+    counts, and a turn without one is worth 0. Default: the text in the last `<answer>` tags, or else the whole
     turn."""
     opens_reasoning: bool = False
     """True where the chat template itself writes the `<think>` that the turn begins in."""
@@ -138,10 +138,10 @@ class TaskScorers:
             fault = f"it returned {score}"
         except Exception as error:  # noqa: BLE001 - a scorer may raise anything at a text that it does not expect
             fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        self._tell(entry["metadata"]["source_dataset"], fault)
+        self._log_fault_once(entry["metadata"]["source_dataset"], fault)
         return 0.0
 
-    def _tell(self, name: str, fault: str) -> None:
+    def _log_fault_once(self, name: str, fault: str) -> None:
         with self._lock:
             is_new = name not in self._told
             self._told.add(name)

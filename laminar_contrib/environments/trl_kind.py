@@ -1,8 +1,8 @@
 """The kind `trl`: a class written for TRL's `environment_factory`, whose public methods are tools.
 
 Its contract is that of TRL 1.16: `reset` takes the fields of the problem and returns a text or None, every other
-public method is a tool, and `get_reward`, if there is one, gives the reward. Invariant: the calls of a turn run
-one after another, in their order, since they share the state of one object.
+public method is a tool, and `get_reward`, if there is one, gives the reward. The calls of a turn run one after
+another, since they share the state of one object (`tests/environment/test_trl.py`).
 """
 
 import inspect
@@ -71,7 +71,7 @@ class TrlTurns:
 
     async def step(self, action: str) -> Answer:
         """Run the calls of a turn and return their results. A turn without a call ends with the reward."""
-        calls, has_more = self._turns.read(action)
+        calls, has_more = self._turns.read_calls(action)
         if not calls:
             return End(await self._reward())
         timeout_s, chars = self._settings.timeout_s, self._settings.tools.result_chars
@@ -111,7 +111,7 @@ def declared(settings: TrlEnvironment) -> dict[str, Tool]:
 
 
 def _declared(own: type, name: str, path: str) -> Tool:
-    """Make a tool of a method. Its timeout is that of a turn, after which the state of its object is unknown."""
+    """Make a tool of a method. It has no timeout but the turn's, after which the object's state is unknown."""
     is_static = isinstance(inspect.getattr_static(own, name), staticmethod)
     function: Callable[..., object] = getattr(own, name)
     bound = function if is_static else MethodType(function, object())

@@ -1,9 +1,9 @@
 """Tools that come with the package.
 
-`calculator` is exact arithmetic whose cost is bounded, whatever the expression. Numbers are fractions, so that
-integers and decimals have no rounding. Only a power with a broken exponent is a floating-point number. Invariant:
-no power with many more than `MOST_DIGITS` digits is computed. `search` finds passages of a local corpus by BM25
-(Robertson and Zaragoza, 2009), with the library bm25s.
+`calculator` is exact arithmetic whose cost is bounded for every expression. Numbers are fractions, so that
+integers and decimals have no rounding. Only a power with a broken exponent is a floating-point number. It computes
+no power with many more than `MOST_DIGITS` digits (`tests/environment/tools/test_calculator.py`). `search` finds
+passages of a local corpus by BM25 (Robertson and Zaragoza, 2009), with the library bm25s.
 """
 
 import ast

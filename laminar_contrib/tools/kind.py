@@ -30,7 +30,7 @@ class CallSettings(Section):
     opens_reasoning: bool = False
     """True where the chat template itself writes the `<think>` that a turn begins in."""
     most_calls: Count = 8
-    """Calls of one turn that are run; others are told that they were not."""
+    """Most calls of one turn that are run; the model reads that further calls were not run."""
     result_chars: Annotated[int, Field(ge=200)] = 4000
     """Longest result of a call, characters; the middle of a longer one is left out."""
     result_form: str | None = None
@@ -51,11 +51,11 @@ class ToolSettings(CallSettings):
     """`calculator`, `search`, `python`, or `path/to/file.py:function` for a typed function of your own, whose
     answer depends on its arguments alone."""
     timeout_s: Seconds = 10.0
-    """Longest time of a call, seconds, below `environment.timeout_s`; the model is told of one that takes longer.
-    The limits of `python` are those of the sandbox."""
+    """Longest time of a call, seconds, below `environment.timeout_s`; the model reads that a longer call failed.
+    `python` has the limits of the sandbox."""
     corpus: Path | None = None
-    """What `search` looks through: a `.jsonl` file with `text`, and `title` if there is one, or a text file whose
-    passages are separated by empty lines."""
+    """File that `search` looks through: `.jsonl` with `text` and perhaps `title`, or a text file with empty lines
+    between passages."""
     passages: Count = 3
     """Passages that `search` gives."""
     passage_chars: Count = 1000
@@ -101,7 +101,7 @@ class ToolsEnvironment(EnvironmentConfig):
 async def open_tools(
     settings: ToolsEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
-    """Maker of environments of tools. Raises `ConfigError` where one cannot be had."""
+    """Yield a function that makes environments. Raises `ConfigError` if a tool cannot be loaded."""
     from laminar_contrib.tools.toolbox import open_toolbox
 
     async with open_toolbox(settings.tools, home.sandbox) as toolbox:

@@ -7,7 +7,7 @@
     tool = make_tool(add)
     await tool.call({"a": 2})  # 3
 
-A tool keeps nothing from one call to the next, unless it is a method of an object of its own for each trajectory.
+A tool keeps no state between calls, except as a method of an object that belongs to one trajectory.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 
 from laminar_py.config import ConfigError
-from laminar_py.environment import BrokenCall, Call, Json
+from laminar_py.environment import BrokenCall, Call, Json, call_in_thread
 from laminar_py.sandbox import SandboxError
 
-SHOWN_FAULTS = 3  # of the arguments of a call
+SHOWN_FAULTS = 3  # of a call's arguments
 TYPES = "give it types that JSON has a form for, e.g. int, str, list[float], a pydantic model"
 
 
@@ -60,7 +60,7 @@ class Tool:
         names = required or list(self.parameters["properties"])
         return names[0] if len(names) == 1 else None
 
-    def read(self, given: Mapping[str, Json]) -> dict[str, object]:
+    def validate(self, given: Mapping[str, Json]) -> dict[str, object]:
         """Validate arguments for the function. Raises `ToolError` if they do not fit its types."""
         try:
             read = self.arguments.model_validate(given, by_alias=True)
@@ -74,9 +74,9 @@ class Tool:
     async def call(self, given: Mapping[str, Json]) -> object:
         """Call the function and return its answer. A function that is not `async` runs in a thread.
 
-        Raises `ToolError` where it was not called, and whatever it raises.
+        Raises `ToolError` for wrong arguments, and every error of the function.
         """
-        return await called(self.function, self.read(given))
+        return await called(self.function, self.validate(given))
 
 
 class ArgumentsSchema(GenerateJsonSchema):
@@ -92,15 +92,8 @@ async def called(function: Callable[..., object], arguments: Mapping[str, object
     if inspect.iscoroutinefunction(function):
         answer: object = function(**arguments)
     else:
-        answer = await asyncio.to_thread(_answer, function, arguments)
+        answer = await asyncio.to_thread(call_in_thread, function, **arguments)
     return await answer if inspect.isawaitable(answer) else answer  # a decorator may hide a coroutine function
-
-
-def _answer(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    try:
-        return function(**arguments)
-    except StopIteration as error:  # asyncio futures cannot carry it, so the call would never return
-        raise RuntimeError(f"StopIteration: {error}") from error
 
 
 def make_tool(function: Callable[..., object], *, name: str = "", given: str = "") -> Tool:

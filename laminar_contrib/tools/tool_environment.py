@@ -1,7 +1,7 @@
 """An environment of tools: it runs the calls in a model's turn and answers with their results.
 
-Made by a `Toolbox`, one for each trajectory. Invariants: a turn without calls ends the trajectory; each call that
-is run has one result, in the order of the calls.
+Made by a `Toolbox`, one for each trajectory. A turn without calls ends the trajectory. Each call that
+is run has one result, in the order of the calls (`tests/environment/tools/test_environment.py`).
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from laminar_py.environment import (
 class CallTurns:
     """Reads calls and writes results as the settings say.
 
-    E.g. `CallTurns(CallSettings(), HermesCalls()).read(turn)`.
+    E.g. `CallTurns(CallSettings(), HermesCalls()).read_calls(turn)`.
     """
 
     def __init__(self, settings: CallSettings, call_format: CallFormat) -> None:
@@ -39,7 +39,7 @@ class CallTurns:
         self._format = call_format
         self._form = call_format.result_form if settings.result_form is None else settings.result_form
 
-    def read(self, turn: str) -> tuple[list[Call], bool]:
+    def read_calls(self, turn: str) -> tuple[list[Call], bool]:
         """Return the calls of a turn to run, and True if the turn has more calls than allowed."""
         parsed = self._format.parse(outside_reasoning(turn, begun=self._settings.opens_reasoning))
         calls = list(islice(parsed, self._settings.most_calls))
@@ -69,8 +69,6 @@ def format_of(family: CallFamily, tools: Mapping[str, Tool]) -> CallFormat:
 class ToolEnvironment:
     """Tools by name, for one trajectory, which may have a Python session. `close` ends that session."""
 
-    deterministic = False
-
     def __init__(
         self,
         tools: Mapping[str, Tool],
@@ -83,6 +81,7 @@ class ToolEnvironment:
         self._settings = settings
         self._turns = CallTurns(settings, call_format)
         self._session = session
+        self.deterministic = session is None  # other tools depend on their arguments alone
 
     def reset(self, problem: Problem) -> Observation:
         """Add no message: the prompt is the whole conversation."""
@@ -90,7 +89,7 @@ class ToolEnvironment:
 
     async def step(self, action: str) -> Answer:
         """Run the calls of a turn and return their results. A turn without a call ends. Raises `SandboxError`."""
-        calls, has_more = self._turns.read(action)
+        calls, has_more = self._turns.read_calls(action)
         if not calls:
             return End()
         return self._turns.write_results(await self._results(calls), has_more=has_more)
@@ -110,17 +109,3 @@ class ToolEnvironment:
                 raise result
             texts.append(result)
         return texts
-
-
-class StatelessToolEnvironment(ToolEnvironment):
-    """Tools without state between calls, so the snapshot is empty."""
-
-    deterministic = True
-
-    def snapshot(self) -> bytes:
-        """Return an empty state."""
-        return b""
-
-    def restore(self, state: bytes) -> None:
-        """Continue; there is no state to restore."""
-        assert state == b"", f"{len(state)} bytes of another environment"

@@ -8,7 +8,7 @@ from types import MethodType
 from laminar_contrib.tools.given import PassageSearch, calculator, read_corpus
 from laminar_contrib.tools.kind import PYTHON, ToolSettings
 from laminar_contrib.tools.signature import Tool, make_tool
-from laminar_contrib.tools.tool_environment import StatelessToolEnvironment, ToolEnvironment, format_of
+from laminar_contrib.tools.tool_environment import ToolEnvironment, format_of
 from laminar_py.config import ConfigError, SandboxConfig, load_from_file
 from laminar_py.environment import Json, PythonSession
 from laminar_py.sandbox import SandboxPool
@@ -40,7 +40,7 @@ class Toolbox:
     def environment(self) -> ToolEnvironment:
         """Make the environment of a trajectory."""
         if self._pool is None or PYTHON not in self._settings.use:
-            return StatelessToolEnvironment(self._tools, settings=self._settings, call_format=self._format)
+            return ToolEnvironment(self._tools, settings=self._settings, call_format=self._format)
         session = PythonSession(self._pool)
         tools = {**self._tools, PYTHON: replace(self._tools[PYTHON], function=session.python)}
         return ToolEnvironment(tools, settings=self._settings, call_format=self._format, session=session)

@@ -252,7 +252,7 @@ class Numbers:
     """Values and seconds of one term or of the reward, e.g. `Numbers(array("d", [1.0]), array("d", [0.2]))`."""
 
     values: "array[float]" = field(default_factory=lambda: array("d"))  # [responses]
-    seconds: "array[float]" = field(default_factory=lambda: array("d"))  # without those of cached values
+    seconds: "array[float]" = field(default_factory=lambda: array("d"))  # cached values have none
 
     def add(self, value: float, elapsed_s: float) -> None:
         """Add a value, and its seconds if it was computed and not cached."""

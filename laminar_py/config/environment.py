@@ -31,8 +31,6 @@ class EnvironmentConfig(Section):
     """Processes of environments; each runs many environments at a time."""
     at_once: Count = 64
     """Environments of one process that work on a turn at the same time; others wait."""
-    starts_per_s: Seconds | None = None
-    """Most environments that a process begins in a second, for environments that are expensive to begin."""
     timeout_s: Seconds = 30.0
     """Longest time of a turn, seconds; a trajectory above it is dropped as `environment_timeout`."""
     hold_s: Seconds = 10.0

@@ -1,4 +1,4 @@
-"""Settings of rewards and of the scoring stage, and the registry of kinds of terms.
+"""Settings of rewards and of the scoring stage, and the registry of their kinds.
 
 A reward is a weighted sum of terms. The settings of the kind that `kind` names validate a term. A kind is built
 in, or an installed package announces it in the entry point group `laminar_py.rewards`.
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
 
 from pydantic import BeforeValidator, Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
@@ -36,7 +36,7 @@ class ServerPoolConfig(Section):
     gpus: Annotated[int, Field(ge=0)] = 1
     """GPUs of each server, on one node; 0: the server runs on a CPU."""
     python: Path | None = None
-    """Python interpreter that has SGLang; default: that of the run."""
+    """Python interpreter that has SGLang; default: the run's own."""
     flags: dict[str, ServerFlag] = {}  # noqa: RUF012 - pydantic copies it
     """Other flags of `sglang.launch_server`, without dashes, e.g. `mem-fraction-static: 0.85`. Write `true` for a
     flag without a value, a list for a flag with several values."""
@@ -70,6 +70,11 @@ class TermConfig(Section):
     timeout_s: Seconds | None = None
     """Longest call for one response, seconds. Default: `reward.timeout_s`."""
 
+    asks_servers: ClassVar[bool] = False  # True where servers compute the value: the scorer waits and uses no core
+    gives_columns: ClassVar[bool] = False  # True where the term may return columns beside its value
+    looks_ahead: ClassVar[bool] = False  # True where the scorer serves the term as a `ForesightedReward`
+    rounding: ClassVar[float] = 1e-6  # relative difference that counts as equal when a reward is computed again
+
     @property
     def title(self) -> str:
         """Name of the term's value."""
@@ -86,33 +91,8 @@ class TermConfig(Section):
         return None
 
     @property
-    def asks_servers(self) -> bool:
-        """True where servers compute the value, so that the scorer waits and uses no core."""
-        return self.pool is not None
-
-    @property
-    def gives_columns(self) -> bool:
-        """True where the term may return columns beside its value."""
-        return False
-
-    @property
-    def rounding(self) -> float:
-        """Relative difference that counts as equal when a reward is computed again."""
-        return 1e-6
-
-    @property
-    def looks_ahead(self) -> bool:
-        """True where the scorer serves the term as a `ForesightedReward`."""
-        return False
-
-    @property
     def processes(self) -> int:
         """Most processes of a scorer that call the function; more than one where calls may hang."""
-        return 1
-
-    @property
-    def calls_at_once(self) -> int:
-        """Simultaneous calls in one process of a function that is not `async`."""
         return 1
 
     @property
@@ -129,8 +109,7 @@ class FunctionTerm(TermConfig):
     """`path/to/file.py:function`."""
     most_processes: Count = 1
     """Most processes of each scorer; it starts one more when a response waits for a slow call."""
-    threads: Count = 1
-    """Simultaneous calls in one process, for a thread-safe function that waits for I/O and is not `async`."""
+    gives_columns: ClassVar[bool] = True
 
     @property
     def title(self) -> str:
@@ -138,19 +117,9 @@ class FunctionTerm(TermConfig):
         return self.name or self.path
 
     @property
-    def gives_columns(self) -> bool:
-        """True: a `Reward` may have columns."""
-        return True
-
-    @property
     def processes(self) -> int:
         """Most processes."""
         return self.most_processes
-
-    @property
-    def calls_at_once(self) -> int:
-        """Threads of each process."""
-        return self.threads
 
 
 class ServedReward(Protocol):
@@ -194,7 +163,7 @@ class ServeContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardKind:
-    """A kind of term, with either `make` or `serve`, e.g. `RewardKind(settings=ExactTerm, make=ExactReward)`.
+    """A kind of term, with either `make` or `serve`, e.g. `RewardKind(settings=ExactTerm, make=make_exact)`.
 
     Each scorer calls `make` or `serve` once with the term's settings. A `ConfigError` in it ends the run.
     """
@@ -266,7 +235,7 @@ class RewardConfig(Section):
 
     use: Terms = ()
     """Terms whose weighted sum is the reward, e.g. `[{kind: exact, pattern: '#(\\d)$'}, {kind: length, most: 9}]`.
-    Write just the kind of a term without settings, and just the path of a function of your own:
+    Write just the kind of a term without settings, and just the path of your own function:
     `[rewards.py:score]`."""
     by_task: dict[str, Terms] = {}  # noqa: RUF012 - pydantic copies it
     """Terms for a task's problems instead of `use`, e.g. `{code: [rewards.py:run_tests]}`."""

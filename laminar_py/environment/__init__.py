@@ -6,6 +6,7 @@ from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
     from laminar_py.environment.calls import CallFailedError as CallFailedError
+    from laminar_py.environment.calls import call_in_thread as call_in_thread
     from laminar_py.environment.protocol import Answer as Answer
     from laminar_py.environment.protocol import End as End
     from laminar_py.environment.protocol import Environment as Environment

@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from typing import Any, TypeGuard
 
-import numpy as np
-
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.environment.protocol import MOST_TOKENS, Answer, End, Observation, Rewrite, Role, TokenWords
 from laminar_py.records.credit import MOST_ROLES, ROLE_CHARS
@@ -52,15 +50,6 @@ class EnvironmentCalls:
         self._room = asyncio.Semaphore(settings.at_once)
         self.threads = ThreadPoolExecutor(2 * settings.at_once, thread_name_prefix="environment")
         self._hung = 0  # threads whose call overran its time
-        self._next_s = 0.0  # earliest start of the next environment
-
-    async def wait_for_start(self) -> None:
-        """Wait until another environment may start, by `environment.starts_per_s`."""
-        per_s = self._settings.starts_per_s
-        if per_s is not None:
-            now = time.monotonic()
-            self._next_s = max(self._next_s, now) + 1 / per_s
-            await asyncio.sleep(self._next_s - 1 / per_s - now)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function and return its result. Raises `CallFailedError` if it raises or times out."""
@@ -110,7 +99,7 @@ class EnvironmentCalls:
             await asyncio.sleep(WATCH_S)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        future = self.threads.submit(_call_in_thread, function, *arguments)
+        future = self.threads.submit(call_in_thread, function, *arguments)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -130,8 +119,8 @@ class EnvironmentCalls:
             return _plain_end(returned)
         if isinstance(returned, Rewrite):
             return Rewrite(returned.messages, returned.tools, max_tokens=returned.max_tokens)
-        if isinstance(returned, TokenWords):
-            return TokenWords(returned.ids.astype(np.int32), returned.after, max_tokens=returned.max_tokens)
+        if isinstance(returned, TokenWords):  # only our own environments return it
+            return returned
         assert isinstance(returned, Observation), "what has no fault is an answer"
         role, most = Role(returned.role), returned.max_tokens
         return Observation(returned.texts, role=role, after=returned.after, max_tokens=most)
@@ -149,7 +138,7 @@ class EnvironmentCalls:
         if isinstance(returned, Rewrite):
             return self._fault_of_rewrite(returned.messages, returned.tools)
         if isinstance(returned, TokenWords):
-            return _fault_of_tokens(returned.ids, returned.after)
+            return ""
         if not isinstance(returned, Observation):
             return f"a {type(returned).__name__}; return an Observation, a Rewrite or End"
         if returned.role not in tuple(Role):
@@ -187,9 +176,10 @@ class EnvironmentCalls:
         return f"{num_bytes:,} bytes, above environment.max_observation_bytes={most:,}" if num_bytes > most else ""
 
 
-def _call_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a function and return its result, for use in a thread."""
     try:
-        return function(*arguments)
+        return function(*arguments, **named)
     except StopIteration as error:  # asyncio futures cannot carry it, so the call would never return
         raise RuntimeError(f"StopIteration: {error}") from error
 
@@ -216,14 +206,6 @@ def _plain_end(end: End) -> End:
     if isinstance(end.reward, Mapping):
         return End({role: float(one) for role, one in end.reward.items()}, roles=tuple(end.roles))
     return End(None if end.reward is None else float(end.reward))
-
-
-def _fault_of_tokens(ids: object, after: object) -> str:
-    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind != "i" or not ids.size:
-        return "TokenWords without ids; give an array of one dimension"
-    if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
-        return "TokenWords with an id that is none"
-    return "" if after == 0 or _is_turn(after) else f"TokenWords after={after!r}; give a turn of the model, or 0"
 
 
 def _is_pair(value: object) -> bool:

@@ -5,20 +5,18 @@ the environment takes it. If the environment is not in this process, the host re
 or by replaying its actions if it is deterministic. The host saves an answer before it returns it, so an
 environment that cannot replay never takes an answered turn twice (`tests/environment/test_host.py`).
 
-**Saved turns.** Each trajectory has a file of frames. A frame is an attempt at a turn, or an answered turn with
-the environment's state, if it can be saved. The controller deletes a file once the ledger has the trajectory's
-end.
+**Saved turns.** Each trajectory has a file with its last answered turn and the environment's state after it, if it
+can be saved. A second file counts attempts at the next turn. The controller deletes both once the ledger has the
+trajectory's end.
 """
 
 import asyncio
-import errno
 import logging
 import os
-import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -38,11 +36,11 @@ from laminar_py.environment.protocol import (
     Begin,
     End,
     Environment,
-    HearsTokens,
     Observation,
     Restorable,
     Rewrite,
     SampledTurn,
+    TokenListener,
     TokenWords,
 )
 from laminar_py.environment.writer import PlainWriter
@@ -52,10 +50,7 @@ from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
 from laminar_py.records.spans import ANEW, Span, context_of, turn_ends
 from laminar_py.records.trajectory import DropReason
 
-SUFFIX = ".environment"
-KEPT_BYTES = 65_536  # a file longer than this, and than `KEPT_FRAMES` last frames, shrinks to its last frame
-KEPT_FRAMES = 4
-_HEAD = struct.Struct(f"<I{DIGEST_BYTES}s")  # length of the frame's body, and its digest
+SUFFIX, ATTEMPTS = ".environment", ".attempts"  # of a trajectory's files
 
 
 def environments_path(run: Path) -> Path:
@@ -71,110 +66,64 @@ class SavedTurn(msgspec.Struct, frozen=True, kw_only=True):
     state: bytes | None = None  # of the environment after that turn; None if it is not `Restorable`
 
 
-class TurnEntry(msgspec.Struct, frozen=True):
-    """A frame of a file: an answered turn, or else an attempt at a turn."""
-
-    saved: SavedTurn | None = None
-    attempted: bytes = b""  # digest of the response up to the attempted turn
-
-
-class TurnsOnFile(msgspec.Struct, frozen=True):
-    """Content of a file: the last answered turn, and the number of attempts at the next one."""
-
-    saved: SavedTurn | None = None
-    attempts: int = 0
-
-
 class SavedTurns:
-    """Files of saved turns of one process, one for each running trajectory. All methods raise `OSError`."""
+    """Files of saved turns of one process, two for each running trajectory. All methods raise `OSError`.
+
+    A crash of the process leaves either the old content of a file or the new one.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, trajectory_id: str, saved: SavedTurn) -> None:
-        """Append an answered turn, and drop older frames once the file is long."""
-        frame, path = _frame(TurnEntry(saved)), self._path(trajectory_id)
-        if _append(path, frame) > max(KEPT_BYTES, KEPT_FRAMES * len(frame)):
-            partial = _partial(path)
-            partial.write_bytes(frame)
+        """Replace the saved turn of a trajectory, and forget its attempts."""
+        path, attempts = self._paths(trajectory_id)
+        partial = path.with_name(f"{path.name}.new")
+        partial.write_bytes(encode(saved))
+        with suppress(FileNotFoundError):  # the controller may forget a dropped trajectory at this moment
             os.replace(partial, path)
+        attempts.unlink(missing_ok=True)
 
-    def attempt(self, trajectory_id: str, digest: bytes) -> None:
-        """Append an attempt at the turn that ends the response of this digest."""
-        _append(self._path(trajectory_id), _frame(TurnEntry(attempted=digest)))
+    def count_attempt(self, trajectory_id: str, digest: bytes) -> None:
+        """Count an attempt at the turn that ends the response of this digest."""
+        _, attempts = self._paths(trajectory_id)
+        with attempts.open("a", encoding="ascii") as file:
+            file.write(f"{digest.hex()}\n")
 
-    def load(self, trajectory_id: str, digest: bytes) -> TurnsOnFile:
-        """Read the file of a trajectory, which an earlier process may have written.
+    def load(self, trajectory_id: str, digest: bytes) -> tuple[SavedTurn | None, int]:
+        """Read the saved turn of a trajectory, and the number of attempts at the turn of `digest` after it.
 
-        It counts attempts at the turn of `digest`. A last frame that a crash cut off is removed from the file.
+        An earlier process may have written both. A file that a crash of the host has damaged counts as missing.
         """
-        path, found = self._path(trajectory_id), TurnsOnFile()
+        path, attempts = self._paths(trajectory_id)
+        saved = None
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return found
-        whole = 0
-        for entry, end in _entries(data):
-            whole = end
-            if entry.saved is not None:
-                found = TurnsOnFile(entry.saved)
-            else:
-                found = TurnsOnFile(found.saved, found.attempts + (entry.attempted == digest))
-        if whole < len(data):
-            os.truncate(path, whole)
-        return found
+            saved = decode(SavedTurn, path.read_bytes()) if path.exists() else None
+        except msgspec.DecodeError as error:
+            log.warning("%s cannot be read, so its turn is taken again: %s", path, error)
+        return saved, attempts.read_text().split().count(digest.hex()) if attempts.exists() else 0
 
     def names(self) -> list[str]:
         """List trajectories that have a file."""
-        return sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}"))
+        return sorted({path.stem for suffix in (SUFFIX, ATTEMPTS) for path in self._folder.glob(f"*{suffix}")})
 
     def forget(self, trajectory_ids: Iterable[str]) -> None:
         """Delete the files of these trajectories."""
         for name in trajectory_ids:
-            for path in (self._path(name), _partial(self._path(name))):
-                path.unlink(missing_ok=True)
+            path, attempts = self._paths(name)
+            for found in (path, path.with_name(f"{path.name}.new"), attempts):
+                found.unlink(missing_ok=True)
 
-    def _path(self, trajectory_id: str) -> Path:
-        return self._folder / f"{trajectory_id}{SUFFIX}"
-
-
-def _partial(path: Path) -> Path:
-    """Return the temporary file that replaces `path` by a rename."""
-    return path.with_name(f"{path.name}.new")
-
-
-def _frame(entry: TurnEntry) -> bytes:
-    body = encode(entry)
-    return _HEAD.pack(len(body), blake3(body).digest(length=DIGEST_BYTES)) + body
-
-
-def _append(path: Path, frame: bytes) -> int:
-    """Append a frame, whole or not at all, and return the new size of the file. Raises `OSError`."""
-    with path.open("ab", buffering=0) as file:
-        before = file.tell()
-        if file.write(frame) != len(frame):  # the disk is full
-            file.truncate(before)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return file.tell()
-
-
-def _entries(data: bytes) -> Iterator[tuple[TurnEntry, int]]:
-    """Yield the entries of all complete frames, each with the offset of its end."""
-    place = 0
-    while place + _HEAD.size <= len(data):
-        size, digest = _HEAD.unpack_from(data, place)
-        body = data[place + _HEAD.size : place + _HEAD.size + size]
-        if len(body) < size or blake3(body).digest(length=DIGEST_BYTES) != digest:
-            return
-        place += _HEAD.size + size
-        yield decode(TurnEntry, body), place
+    def _paths(self, trajectory_id: str) -> tuple[Path, Path]:
+        """Return the files of a trajectory: of its saved turn, and of attempts at the next one."""
+        return self._folder / f"{trajectory_id}{SUFFIX}", self._folder / f"{trajectory_id}{ATTEMPTS}"
 
 
 log = logging.getLogger(__name__)
 
 _NO_LOGPROBS = np.empty(0, np.float32)
-MOST_ATTEMPTS = 3  # at a turn in which the process dies each time
+MOST_ATTEMPTS = 3  # at a turn over which the process crashes each time
 
 
 @dataclass(slots=True, kw_only=True)
@@ -191,7 +140,7 @@ class Session:
 class EnvironmentHost:
     """Answers turns with environments from `make`, e.g. `EnvironmentHost(Guess, calls=calls, ...)`.
 
-    It keeps at most `limits.most_kept` environments between turns, and closes those that are idle longest.
+    It keeps at most `limits.most_kept` environments between turns, and closes the longest idle.
     """
 
     def __init__(
@@ -229,7 +178,7 @@ class EnvironmentHost:
     def hear(self, parts: Sequence[TurnPart]) -> None:
         """Pass new tokens of running turns to environments that listen.
 
-        An environment whose `hear` raises gets no more tokens of that turn until the turn is finished.
+        An environment whose `receive_tokens` raises gets no more tokens of that turn until the turn is finished.
         """
         for part in parts:
             session = self._sessions.get(part.trajectory_id)
@@ -237,14 +186,16 @@ class EnvironmentHost:
             if (
                 session is not None
                 and session.turn_start == part.turn_start
-                and isinstance(environment, HearsTokens)
+                and isinstance(environment, TokenListener)
             ):
                 try:
-                    environment.hear(part.place, part.ids, part.logprobs)
-                except Exception as error:  # noqa: BLE001 - user code may raise anything; the turn goes on
+                    environment.receive_tokens(part.place, part.ids, part.logprobs)
+                except Exception as error:  # noqa: BLE001 - user code may raise anything; the turn continues
                     session.turn_start = -1
                     reason = str(error) or type(error).__name__
-                    log.warning("%s: hear failed, so no more tokens of this turn: %s", part.trajectory_id, reason)
+                    log.warning(
+                        "%s: receive_tokens failed, so no more tokens of this turn: %s", part.trajectory_id, reason
+                    )
 
     def forget(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have no further turn.
@@ -279,20 +230,19 @@ class EnvironmentHost:
 
     async def _answer_turn(self, turn: ModelTurn, session: Session, before: Session | None) -> EnvironmentTurn:
         is_here = before is not None and before.environment is not None
-        on_file = TurnsOnFile() if is_here else self._saved.load(turn.trajectory_id, session.response_digest)
-        saved = on_file.saved
+        saved, attempts = (None, 0) if is_here else self._saved.load(turn.trajectory_id, session.response_digest)
         if saved is not None and saved.response_digest == session.response_digest:
             return saved.answer
-        if on_file.attempts >= MOST_ATTEMPTS:
-            detail = f"its process died {MOST_ATTEMPTS} times over this turn"
+        if attempts >= MOST_ATTEMPTS:
+            detail = f"its process crashed {MOST_ATTEMPTS} times over this turn"
             raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
-        self._saved.attempt(turn.trajectory_id, session.response_digest)
+        self._saved.count_attempt(turn.trajectory_id, session.response_digest)
         began = time.monotonic()
         session.environment = environment = await self._environment_before(turn, before, saved)
         taken = len(turn_ends(turn.spans))
         returned = await self._step_environment(environment, turn, taken)
         answer = self._encode_answer(returned, turn.response_ids, turn.spans, elapsed_s=time.monotonic() - began)
-        if isinstance(environment, HearsTokens):
+        if isinstance(environment, TokenListener):
             answer = msgspec.structs.replace(answer, listens=environment.listens)
         if answer.ids is not None and taken >= self._limits.max_turns:
             answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
@@ -319,7 +269,7 @@ class EnvironmentHost:
             return before.environment
         if before is not None:
             self._close_environment(before)
-        environment = await self._make_environment()
+        environment: Environment = await self._calls.call(self._make)
         try:
             await self._restore_or_replay(
                 environment, turn, saved if saved is not None and saved.response_digest == digest else None
@@ -342,13 +292,8 @@ class EnvironmentHost:
         elif getattr(environment, "deterministic", False):
             await self._replay_turns(environment, turn)
         else:
-            detail = "its process died, and it can neither be restored nor repeated"
+            detail = "its process crashed, and it can neither be restored nor replayed"
             raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
-
-    async def _make_environment(self) -> Environment:
-        await self._calls.wait_for_start()
-        environment: Environment = await self._calls.call(self._make)
-        return environment
 
     async def _replay_turns(self, environment: Environment, turn: ModelTurn) -> None:
         """Replay all turns but the last. Raises `CallFailedError` if an answer differs from the recorded one."""
@@ -357,7 +302,7 @@ class EnvironmentHost:
             returned = await self._step_environment(environment, turn, number)
             answer = self._encode_answer(returned, turn.response_ids, before, elapsed_s=0.0)
             if not _is_same_answer(answer, turn, place=end):
-                detail = f"its process died, and turn {number} was answered otherwise again"
+                detail = f"its process crashed, and the replay answered turn {number} otherwise"
                 raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
 
     async def _step_environment(self, environment: Environment, turn: ModelTurn, number: int) -> Answer:
@@ -366,7 +311,7 @@ class EnvironmentHost:
             return await self._calls.answer(environment.reset, turn.problem)
         start, end = _place_of(turn, number)
         ids = turn.response_ids[start:end]
-        if isinstance(environment, HearsTokens):
+        if isinstance(environment, TokenListener):
             is_last = end == len(turn.response_ids)
             logprobs = turn.logprobs if is_last else _NO_LOGPROBS
             is_cut = not self._writer.has_ended(ids)

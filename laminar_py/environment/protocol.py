@@ -103,7 +103,7 @@ Answer: TypeAlias = Begin | End
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """Tokens of a turn of the model."""
+    """Tokens that the model sampled in one turn."""
 
     context: IntArray  # [c] tokens before the turn, without the prompt of the data set
     ids: IntArray  # [n] with the token that ended it
@@ -114,8 +114,8 @@ class SampledTurn:
 class Environment(Protocol):
     """Counterpart of a model in one trajectory.
 
-    A class with `deterministic = True` always answers the same actions alike. If its process dies, a new instance
-    replays the actions. A `Restorable` environment is restored from its last snapshot instead.
+    A class with `deterministic = True` always answers the same actions alike. If its process crashes, a new
+    instance replays the actions. A `Restorable` environment is restored from its last snapshot instead.
     """
 
     def reset(self, problem: Problem) -> Begin | Awaitable[Begin]:
@@ -141,15 +141,15 @@ class Restorable(Protocol):
 
 
 @runtime_checkable
-class HearsTokens(Protocol):
+class TokenListener(Protocol):
     """An environment that reads the tokens of the model's turns, too."""
 
     @property
     def listens(self) -> bool:
-        """True if the host should call `hear` while the model samples the next turn."""
+        """True if the host should call `receive_tokens` while the model samples the next turn."""
         ...
 
-    def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
+    def receive_tokens(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
         """Receive [n] new tokens of a running turn; `place` is the index of the first.
 
         Some may miss, or come twice.

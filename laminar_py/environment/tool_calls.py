@@ -1,12 +1,12 @@
-"""Read and write tool calls in the formats of model families.
+"""Read tool calls in the formats of model families.
 
-The formats are those of the chat templates of Qwen2.5 and Qwen3, and of Llama 3.1 to 3.3. Parsing never raises; a
-call that cannot be read becomes a `BrokenCall` (`tests/environment/tools/test_calls.py`).
+The chat templates of Qwen2.5, Qwen3, and Llama 3.1 to 3.3 define the formats. Parsing never raises; an unreadable
+call becomes a `BrokenCall` (`tests/environment/tools/test_calls.py`).
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
@@ -54,10 +54,6 @@ class CallFormat(Protocol):
         """Yield the calls in a turn's text, without its reasoning."""
         ...
 
-    def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Write a turn that consists of these calls, for a demonstration."""
-        ...
-
 
 def outside_reasoning(turn: str, *, begun: bool = False) -> str:
     """Return the text of a turn outside of `<think>` and `</think>`. Unclosed reasoning lasts to the end.
@@ -79,13 +75,13 @@ class HermesCalls:
     """JSON between marks, with text around: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`."""
 
     result_form = "{}"
-    _open, _close = "<tool_call>", "</tool_call>"
+    mark, _close = "<tool_call>", "</tool_call>"  # around a call
 
     def parse(self, text: str) -> Iterator[Call]:
         """Yield each call; an unclosed one is broken."""
-        place = text.find(self._open)
+        place = text.find(self.mark)
         while place >= 0:
-            start = place + len(self._open)
+            start = place + len(self.mark)
             call, end = _read_call(text, start, "arguments")
             closed = text.find(self._close, start if end is None else end)
             if closed < 0:
@@ -93,11 +89,7 @@ class HermesCalls:
                 return
             alone = end is None or not text[end:closed].strip()
             yield call if alone else BrokenCall(f"more than one JSON object before {self._close}")
-            place = text.find(self._open, closed)
-
-    def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Write the calls, each on lines of its own."""
-        return "\n".join(f"{self._open}\n{_json(call, 'arguments')}\n{self._close}" for call in calls)
+            place = text.find(self.mark, closed)
 
 
 class LlamaCalls:
@@ -107,13 +99,13 @@ class LlamaCalls:
     """
 
     result_form = "{}"
-    _mark = "<|python_tag|>"
+    mark = "<|python_tag|>"  # before a call
     _begin = re.compile(r'\s*\{\s*"(?:name|type|parameters)"\s*:')  # other JSON may be an answer
     _between = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
 
     def parse(self, text: str) -> Iterator[Call]:
         """Yield each call, up to the first one without an end."""
-        place: int | None = 0 if self._begin.match(text) else text.find(self._mark)
+        place: int | None = 0 if self._begin.match(text) else text.find(self.mark)
         first = True
         while place is not None and place >= 0:
             place = self._after(text, place)
@@ -122,10 +114,6 @@ class LlamaCalls:
             call, place = _read_call(text, place, "parameters", "arguments")
             yield call
             first = False
-
-    def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Write the calls, separated by semicolons."""
-        return "; ".join(_json(call, "parameters") for call in calls)
 
     def _after(self, text: str, place: int) -> int:
         """Skip separators and return the next position."""
@@ -143,12 +131,12 @@ class TagCalls:
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
         self._arguments = arguments
-        self._opening = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
+        self.marking = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
 
     def parse(self, text: str) -> Iterator[Call]:
         """Yield each call; an unclosed one is broken."""
         place = 0
-        while opening := self._opening.search(text, place):
+        while opening := self.marking.search(text, place):
             name, start = opening[1], opening.end()
             closed = text.find(f"</{name}>", start)
             if closed < 0:
@@ -156,19 +144,6 @@ class TagCalls:
                 return
             yield WrittenCall(name, {self._arguments[name]: text[start:closed]})
             place = closed
-
-    def render(self, calls: Sequence[WrittenCall]) -> str:
-        """Write the calls, one on a line.
-
-        Raises `ValueError` if an argument contains its end tag or a `<think>` tag.
-        """
-        return "\n".join(map(self._tag, calls))
-
-    def _tag(self, call: WrittenCall) -> str:
-        body = str(call.arguments[self._arguments[call.name]])
-        if f"</{call.name}>" in body or MARK.search(body):
-            raise ValueError(f"{call.name}: {body!r} cannot stand between tags; use another family")
-        return f"<{call.name}>{body}</{call.name}>"
 
 
 def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:
@@ -187,12 +162,6 @@ def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:
         if isinstance(arguments, dict):
             return WrittenCall(read["name"], arguments), end
     return BrokenCall(f'write {{"name": "...", "{keys[0]}": {{...}}}}'), end
-
-
-def _json(call: WrittenCall, key: str) -> str:
-    """Encode a call as JSON; escape `<` if the text contains a `<think>` tag."""
-    text = json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False, allow_nan=False)
-    return text.replace("<", "\\u003c") if MARK.search(text) else text
 
 
 def _no_number(name: str) -> float:

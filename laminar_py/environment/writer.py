@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PROBE, PromptEncoder, TemplateError, Turn
-from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.environment.protocol import Observation, Rewrite, Role
 from laminar_py.records.codec import IntArray
 
@@ -26,54 +26,10 @@ OTHER_MARK = "turntwoturntwo"  # placeholder for the content of a message
 REMEDY = "name a model whose chat template only appends, or write prompts as text"
 
 
-class TextCodec(Protocol):
-    """Tokenizer as a writer needs it."""
-
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """Names of special tokens, the longest first."""
-        ...
-
-    @property
-    def num_ids(self) -> int:
-        """Number of token ids of the model."""
-        ...
-
-    def encode(self, text: str) -> IntArray:
-        """Encode a text to [n] ids, without adding any."""
-        ...
-
-    def encode_literal(self, text: str) -> IntArray:
-        """Encode a text to [n] ids, with names of special tokens as plain text."""
-        ...
-
-    def encode_prompt(self, text: str) -> IntArray:
-        """Encode a text to [n] ids, after the tokenizer's begin-of-text tokens."""
-        ...
-
-    def decode(self, ids: IntArray, *, special: bool = False) -> str:
-        """Decode ids to text."""
-        ...
-
-
-class Template(Protocol):
-    """Chat template as a writer needs it."""
-
-    def with_system(self, messages: Sequence[Turn]) -> list[Turn]:
-        """Put the run's system message before the messages, if it has one."""
-        ...
-
-    def conversation(
-        self, messages: Sequence[Turn], *, answers: bool, tools: Sequence[Mapping[str, object]] = ()
-    ) -> str:
-        """Write messages and `tools` as text. If the model `answers` next, the text ends where its turn begins."""
-        ...
-
-
 class PlainWriter:
     """Encodes messages as plain text, for prompts that are text, e.g. `PlainWriter(tokenizer, stop_ids=(1,))`."""
 
-    def __init__(self, codec: TextCodec, *, stop_ids: Sequence[int]) -> None:
+    def __init__(self, codec: Tokenizer, *, stop_ids: Sequence[int]) -> None:
         self._codec = codec
         self._stop_ids = frozenset(stop_ids)
 
@@ -122,7 +78,7 @@ class ChatWriter(PlainWriter):
     Raises `ConfigError` if the template does not only append, so that its text depends on earlier turns.
     """
 
-    def __init__(self, codec: TextCodec, template: Template, *, stop_ids: Sequence[int], model: str) -> None:
+    def __init__(self, codec: Tokenizer, template: PromptEncoder, *, stop_ids: Sequence[int], model: str) -> None:
         super().__init__(codec, stop_ids=stop_ids)
         self._template = template
         self._faults = {role: fault for role in Role if (fault := self._why_unsupported(role))}

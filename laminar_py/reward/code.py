@@ -20,7 +20,6 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,7 @@ class AssertionRun:
             known += zip(step.needed, answers, strict=False)
 
     async def _answers(self, calls: Sequence[str]) -> tuple[list[str | None], str]:
-        """Make calls up to the first one that ends the process.
+        """Make calls until a call ends the process.
 
         Returns an answer for each, None for the fatal one, and a note about it for the user. The rest is made when
         the test code needs it; mostly the verdict is known before.
@@ -183,10 +182,15 @@ class AssertionRun:
     async def _call(
         self, program: str, function: str, args: list[object], files: dict[str, bytes] | None = None
     ) -> SandboxResult:
-        try:
-            return await self._pool.call(program, function, args, files=files)
-        except SandboxError as error:
-            raise TryAgainError(f"the sandbox: {error}") from error
+        return await _run_in_sandbox(self._pool.call(program, function, args, files=files))
+
+
+async def _run_in_sandbox(run: Awaitable[SandboxResult]) -> SandboxResult:
+    """Return the result of a run. Raises `TryAgainError` if the sandbox itself fails."""
+    try:
+        return await run
+    except SandboxError as error:
+        raise TryAgainError(f"the sandbox: {error}") from error
 
 
 def _answers_in(result: SandboxResult) -> list[str] | None:
@@ -200,7 +204,7 @@ def _answers_in(result: SandboxResult) -> list[str] | None:
 
 
 def _step(result: SandboxResult) -> Step:
-    """Decode the result of a run of the test code. Raises `NoValueError` if the test code itself is at fault."""
+    """Decode the result of running the test code. Raises `NoValueError` if the test code itself is at fault."""
     if result.label is not SandboxLabel.OK or result.value_json is None:
         raise NoValueError(f"the tests of the problem: {result.label.value}: {result.detail}")
     try:
@@ -213,7 +217,6 @@ def _step(result: SandboxResult) -> Step:
 
 
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
-PLAIN = frozenset().union(*map(dir, (0, 0.0, 0j, "", b"", [], {}, (), set(), frozenset(), None)))
 PYTHON = ("python", "python3", "py")
 TOGETHER = 16  # tests of a function that run in one process first
 ALL_CASES = """
@@ -228,7 +231,7 @@ class CodeTerm(TermConfig):
 
     kind: str = "code"
     timeout_s: Seconds | None = 60.0
-    """Longest time of all tests of a response; null: `reward.timeout_s`. `sandbox` limits each run."""
+    """Longest time of a response's tests together; null: `reward.timeout_s`. `sandbox` limits each run."""
     partial: bool = False
     """Give the share of the tests that pass, up to the first that runs out of time; asserts have no share."""
 
@@ -288,9 +291,6 @@ def _asserts_fault(tests: Tests) -> str | None:
     foreign = next((name for name in imported_names(tree) if name not in sys.stdlib_module_names), None)
     if foreign is not None:
         return f"`tests.asserts` imports {foreign!r}, which the sandbox does not have"
-    asked = next((name for name in attributes_of_values(tree, tests.entry_point) if name not in PLAIN), None)
-    if asked is not None:
-        return f"`tests.asserts` takes `.{asked}` of what {tests.entry_point} returns, which no plain value has"
     return None
 
 
@@ -301,39 +301,6 @@ def imported_names(tree: ast.Module) -> Iterator[str]:
             yield from (each.name.partition(".")[0] for each in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield "." if node.level else str(node.module).partition(".")[0]
-
-
-def attributes_of_values(tree: ast.Module, entry: str) -> Iterator[str]:
-    """Yield attributes that code reads from values of the function `entry`, directly or through a variable.
-
-    A variable counts if the code assigns nothing but such values to it.
-    """
-    nodes = list(ast.walk(tree))
-    stored = [_stored(node) for node in nodes]
-    given = [
-        node.targets[0].id
-        for node in nodes
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _calls(node.value, entry)
-    ]
-    values = {name for name in given if given.count(name) == stored.count(name)}
-    for node in nodes:
-        if isinstance(node, ast.Attribute):
-            of = node.value
-            if _calls(of, entry) or (isinstance(of, ast.Name) and of.id in values):
-                yield node.attr
-
-
-def _stored(node: ast.AST) -> str | None:
-    """Return the name to which a syntax node gives a value, in any scope; None if it gives none."""
-    if isinstance(node, ast.Name):
-        return node.id if isinstance(node.ctx, ast.Store) else None
-    if isinstance(node, ast.arg):
-        return node.arg
-    return getattr(node, "asname", None) or getattr(node, "name", None)  # imports, definitions, `except ... as`
-
-
-def _calls(node: ast.expr, entry: str) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in (entry, "candidate")
 
 
 def defined_names(table: symtable.SymbolTable) -> Iterator[str]:
@@ -384,14 +351,6 @@ def _defines(program: str, wanted: str) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class CodeFault:
-    """Why a test does not pass, e.g. `CodeFault(SandboxLabel.TIME, "time: more than 5 s on the CPU")`."""
-
-    label: SandboxLabel  # `ok`: the program ended well, with a wrong output
-    text: str
-
-
 class CodeReward:
     """Runs the programs of responses in the slots of a sandbox pool."""
 
@@ -416,10 +375,11 @@ class CodeReward:
             fault = await self._test(program, tests.fn_name, tests.inputs[index], tests.outputs[index])
             if fault is None:
                 continue
-            first = first or f"test {index + 1}: {fault.text}"
+            label, text = fault
+            first = first or f"test {index + 1}: {text}"
             if not self._term.partial:
                 return Reward(0.0, text=first)
-            if fault.label is SandboxLabel.TIME:  # the rest counts as failed
+            if label is SandboxLabel.TIME:  # the rest counts as failed
                 return Reward((index - failed) / len(tests.inputs), text=first)
             failed += 1
         return Reward(1 - failed / len(tests.inputs), text=first)
@@ -441,7 +401,7 @@ class CodeReward:
         """Call a function for several arguments in one process; [] if the run fails."""
         holder, _, method = function.rpartition(".")
         call = f"{holder}().{method}" if holder else function
-        result = await self._sandboxed(
+        result = await _run_in_sandbox(
             self._pool.call(program + ALL_CASES.format(call=call), "_all_cases", [cases])
         )
         if result.label is not SandboxLabel.OK or result.value_json is None:
@@ -452,26 +412,16 @@ class CodeReward:
             return []
         return values if isinstance(values, list) else []
 
-    async def _test(self, program: str, function: str, given: Any, wanted: Any) -> CodeFault | None:
-        """Fault in the result of one test; None where it passes."""
+    async def _test(self, program: str, function: str, given: Any, wanted: Any) -> tuple[SandboxLabel, str] | None:
+        """Return the label and the fault of one test; None if it passes. A wrong output has the label `ok`."""
         run = self._pool.call(program, function, given) if function else self._pool.run(program, stdin=given)
-        result = await self._sandboxed(run)
+        result = await _run_in_sandbox(run)
         if result.label is not SandboxLabel.OK:
-            return CodeFault(result.label, f"{result.label.value}: {result.detail}")
-        text = _value_fault(result, wanted) if function else _output_fault(result, wanted)
-        return CodeFault(result.label, text) if text is not None else None
-
-    async def _sandboxed(self, run: Awaitable[SandboxResult]) -> SandboxResult:
-        """The result of a run. Raises `TryAgainError` where the sandbox itself fails."""
-        try:
-            return await run
-        except SandboxError as error:
-            raise TryAgainError(f"the sandbox: {error}") from error
-
-
-def _output_fault(result: SandboxResult, wanted: str) -> str | None:
-    same = same_output(result.stdout, wanted)
-    return None if same else f"printed {shown(result.stdout)}, wanted {shown(wanted)}"
+            return result.label, f"{result.label.value}: {result.detail}"
+        fault = _value_fault(result, wanted) if function else None
+        if not function and not same_output(result.stdout, wanted):
+            fault = f"printed {shown(result.stdout)}, wanted {shown(wanted)}"
+        return None if fault is None else (result.label, fault)
 
 
 def _value_fault(result: SandboxResult, wanted: object) -> str | None:

@@ -129,7 +129,7 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
         return {"broken": f"the test code calls {entry} more than {MOST_CALLS} times"}
     if foreseen := _first([call for call in literal if call not in answers and None not in answers.values()]):
         return {"needed": foreseen}
-    stops: list[dict[str, Any]] = []  # the first is the verdict, even if the test code catches it and goes on
+    stops: list[dict[str, Any]] = []  # the first is the verdict, even if the test code catches it and continues
     used: list[str] = []  # calls that had an answer
     raised: list[Exception] = []  # errors of the function
 
@@ -161,11 +161,11 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
             or not isinstance(error, Exception)
         )
         what = "an assertion fails" if isinstance(error, AssertionError) else ""
-        end = {"broken" if own else "fault": _told(error, what)}
+        end = {"broken" if own else "fault": _describe_error(error, what)}
     return stops[0] if stops else end
 
 
-def _told(error: BaseException, what: str = "") -> str:
+def _describe_error(error: BaseException, what: str = "") -> str:
     """Describe an error in one text. A program may have made its message, so replace broken characters by `?`."""
     return f"{what or type(error).__name__}: {error}".encode(errors="replace").decode()
 

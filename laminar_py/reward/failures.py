@@ -6,12 +6,12 @@
 - *Nothing to learn from*: nine tenths of every step fail for `OUTAGE_S` seconds, or a whole step has no score at
   all. A reward that fails now and then never gets there, and the run waits for a service that is down.
 - *Always late*: at least `LATE` responses, over `TELL_S` seconds, all timed out, and the reward never gave a
-  value. Only training responses count, or those of the evaluation under `laminar eval`: an evaluation inside a run
+  value. Only training responses count, or evaluated responses under `laminar eval`: an evaluation inside a run
   may have another reward and longer answers, and does not end the run. A value of the same reward counts wherever
   it came from, trials and evaluations included: it shows that the service works and is only down.
 - *Wrong answers fail*: in each of `MIXED_STEPS` steps in a row, some responses failed (`SOME`) and some had a
   score, and every value of this reward so far, trials and evaluations included, is the same number above 0. Then
-  no step has taught anything. A run with sparse rewards has zeros, so it goes on. So does a solved run whose
+  no step has taught anything. A run with sparse rewards has zeros, so it continues. So does a solved run whose
   scores fail now and then: an honest reward gives another value to the trial with an empty response. If that trial
   failed too, the run ends, and `--resume` tries again. Timeouts do not count here, nor do rewards whose columns
   teach by themselves.
@@ -47,7 +47,7 @@ class ScoreFailures:
         self.counts: Counter[str] = Counter()  # by reason
         self.num_scored = 0
         self.fault: str | None = None
-        """Why the run must end; None while it may go on."""
+        """Why the run must end; None while it may continue."""
         self._title = title
         self._size = max(FEWEST, step)
         self._trains = trains
@@ -64,14 +64,16 @@ class ScoreFailures:
         self._purpose = Counter[
             str
         ]()  # failures by reason, of training responses, or of the evaluation for `eval`
-        self._failed_s = math.inf  # time of the first of these
+        self._failed_s = math.inf  # time of the first such failure
 
     def add_trial(self, score: Score) -> None:
         """Remember the value of a trial."""
         if score.value is not None and len(self._values) < 2:
             self._values.add(score.value)
 
-    def add(self, score: Score, *, task: str, trains: bool, now_s: float, own_reward: bool = False) -> str | None:
+    def add_score(
+        self, score: Score, *, task: str, trains: bool, now_s: float, own_reward: bool = False
+    ) -> str | None:
         """Count a score. Returns a line for the user about a first failure of its kind or an outage, else None.
 
         `own_reward` is True for an evaluation set with terms of its own, whose values are no evidence for
@@ -101,7 +103,7 @@ class ScoreFailures:
         self._failed_s = min(self._failed_s, now_s)
         all_late = set(self._purpose) == {DropReason.REWARD_TIMEOUT} and not self._values
         if all_late and self._purpose.total() >= LATE and now_s - self._failed_s >= TELL_S:
-            self._end(f"every response {'to train on' if self._trains else 'so far'} was out of time")
+            self._end_run(f"every response {'to train on' if self._trains else 'so far'} was out of time")
 
     def _judge(self, score: Score, *, now_s: float) -> str | None:
         """Count a training response. Returns a line for the user while an outage lasts, else None."""
@@ -127,9 +129,9 @@ class ScoreFailures:
             self._since, self._reported_s = now_s, -math.inf
         left = self._since + OUTAGE_S - now_s
         if not self.num_scored:
-            self._end("no response could be scored")
+            self._end_run("no response could be scored")
         elif left <= 0:
-            self._end(f"for {OUTAGE_S:g} s nearly no response could be scored")
+            self._end_run(f"for {OUTAGE_S:g} s nearly no response could be scored")
         elif now_s - self._reported_s >= TELL_S:
             self._reported_s = now_s
             return (
@@ -143,12 +145,12 @@ class ScoreFailures:
             return
         (value,) = self._values
         if value > 0:
-            self._end(
+            self._end_run(
                 f"some of each of {MIXED_STEPS} steps could not be scored, and all others got {value:g}, which"
                 " teaches nothing"
             )
 
-    def _end(self, why: str) -> None:
+    def _end_run(self, why: str) -> None:
         failed = f"{self.counts.total()} of {self.num_scored + self.counts.total()}"
         self.fault = (
             f"reward.use={self._title}: {why} ({failed} failed), the last: {self._detail}; mend it and go"

@@ -4,8 +4,8 @@ Rules are more precise than judges, and a policy learns to please a judge. So as
 with `unless`. The judge gets the question twice, with the two answers in either order, and must say yes twice.
 
 **Servers.** Calls go over HTTP to the least busy server. The addresses come from the config, or from the
-controller if the run launches the servers. A server that failed a call gets none for `REST_S` seconds; else a dead
-server, which has no calls in flight, would draw all of them.
+controller if the run launches the servers. A server that failed a call gets none for `REST_S` seconds. Without
+that pause a crashed server, which has no calls in flight, would draw all of them.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -35,23 +35,19 @@ class AskingTerm(TermConfig):
     urls: tuple[str, ...] = ()
     """Servers that somebody else runs, e.g. `[http://10.0.0.4:30000]`; calls go to the least busy."""
     servers: str | None = None
-    """Name in `reward.servers` of those that the run launches, in place of `urls`."""
+    """Name of a pool in `reward.servers`, which the run launches, in place of `urls`."""
     key: str | None = None
     """Environment variable with the key of `urls`, one of those in `reward.env`."""
     timeout_s: Seconds | None = 60.0
     """Longest time of a call for one response; null: `reward.timeout_s`."""
     at_once: Count = 32
     """Responses that each scorer asks about at a time."""
+    asks_servers: ClassVar[bool] = True
 
     @property
     def pool(self) -> str | None:
         """See `TermConfig.pool`."""
         return self.servers
-
-    @property
-    def asks_servers(self) -> bool:
-        """True, whoever runs them."""
-        return True
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
@@ -221,7 +217,7 @@ class Judge:
         seen = request.response.rpartition("</think>")[2].strip()[-self._term.chars :]
         said = ""
         for first, second in ((request.answer, seen), (seen, request.answer)):
-            said = await self._ask(QUESTION.format(problem=request.prompt, first=first, second=second))
+            said = await self._ask_judge(QUESTION.format(problem=request.prompt, first=first, second=second))
             word = WORD.search(said)
             if word is None:
                 raise NoValueError(f"the judge ended with neither yes nor no: {said[-SHOWN:]!r}")
@@ -229,7 +225,7 @@ class Judge:
                 return Reward(0.0, text=f"the judge: {said[-SHOWN:]}")
         return Reward(1.0, text=f"the judge: {said[-SHOWN:]}")
 
-    async def _ask(self, question: str) -> str:
+    async def _ask_judge(self, question: str) -> str:
         term = self._term
         body = {
             "model": term.model or term.servers,

@@ -28,7 +28,7 @@ from laminar_py.records.scoring import Reward, ScoringRequest
 from laminar_py.records.trajectory import DropReason
 
 DETAIL_CHARS = 400
-KEPT_CHARS = 200  # of the end of a longer text, where the place is
+KEPT_CHARS = 200  # of a longer text's end, where the place is
 LARGEST = 1e30  # reward: advantages, which are differences of rewards, are finite in float32
 PROCESS_REWARDS = Column(name=TOKEN_REWARDS)
 

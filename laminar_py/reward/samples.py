@@ -17,7 +17,7 @@ TAKE_S = 1.0
 
 
 class SampleLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a file of samples. Its other fields belong to the problem."""
+    """A line of a samples file. Its other fields belong to the problem."""
 
     response: str
     prompt: str = ""

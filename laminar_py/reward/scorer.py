@@ -1,7 +1,7 @@
 """A scorer: responses in, scores out, many at a time. It runs in a process of the scoring stage.
 
 It calls the terms of a reward. Functions run in processes of their own (`calls.pool`), because they may hang or
-die and must not see the run's secrets. Served terms run in the scorer itself. Every submitted response gets one
+crash and must not see the run's secrets. Served terms run in the scorer itself. Every submitted response gets one
 score (law 6); `next_scores` raises our own mistakes. A term may look ahead and work on responses that still
 generate; no score depends on it. The scorer writes a column into a segment before it returns the score that names
 the column.
@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -74,7 +73,7 @@ class LaunchedServers:
             self._news = asyncio.Event()
 
     async def wait_for_servers(self, pool: str) -> Sequence[ServerAddress]:
-        """Wait until a server of the pool is up, and return all that are."""
+        """Wait until a server of the pool is up, and return the addresses of all running ones."""
         while not (found := self._newest.pools.get(pool)):
             await self._news.wait()
         return found
@@ -287,9 +286,7 @@ class Scorer:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         under_way = [*self._running, *self._ahead.values()]
         for task in under_way:
             task.cancel()
@@ -319,7 +316,7 @@ class Scorer:
                 self._ahead[name] = asyncio.create_task(self._look_ahead(unfinished), name=f"look-ahead-{name}")
 
     async def next_scores(self, wait_s: float) -> list[Score]:
-        """Wait for scores and return all that are ready; [] after `wait_s` seconds. Raises our own mistakes."""
+        """Wait for scores and return all ready ones; [] after `wait_s` seconds. Raises our own mistakes."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._news.wait()
@@ -461,23 +458,20 @@ def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) ->
 
     async def call(request: ScoringRequest) -> Outcome:
         async with room:
-            return await limited(request)
-
-    async def limited(request: ScoringRequest) -> Outcome:
-        start = time.perf_counter()
-        with REWARDS.naming_package(term.kind):
-            try:
-                async with asyncio.timeout(limit_s + OWN_LIMITS_S):
-                    returned = await function(request)
-                outcome = check_reward(read_reward(returned), (), length=len(request.response_ids))
-            except TimeoutError:
-                detail = f"no value within {limit_s:g} s, by reward.timeout_s or its own limit"
-                outcome = Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail)
-            except (NoValueError, TryAgainError, ColumnError) as error:
-                reason = error.reason if isinstance(error, NoValueError) else DropReason.REWARD_FAILED
-                transient = isinstance(error, TryAgainError)
-                outcome = Outcome(failure=reason, detail=one_line(str(error)), transient=transient)
-        return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
+            start = time.perf_counter()
+            with REWARDS.naming_package(term.kind):
+                try:
+                    async with asyncio.timeout(limit_s + OWN_LIMITS_S):
+                        returned = await function(request)
+                    outcome = check_reward(read_reward(returned), (), length=len(request.response_ids))
+                except TimeoutError:
+                    detail = f"no value within {limit_s:g} s, by reward.timeout_s or its own limit"
+                    outcome = Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail)
+                except (NoValueError, TryAgainError, ColumnError) as error:
+                    reason = error.reason if isinstance(error, NoValueError) else DropReason.REWARD_FAILED
+                    transient = isinstance(error, TryAgainError)
+                    outcome = Outcome(failure=reason, detail=one_line(str(error)), transient=transient)
+            return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
 
     return call
 

@@ -1,7 +1,7 @@
 """The scoring stage: finished trajectories wait here for a reward. The controller owns it.
 
 The controller submits finished responses and gets scores through the callback `deliver`. Each response that a
-scorer takes gets exactly one score (law 6): when a scorer dies, its replacement scores its responses again.
+scorer takes gets exactly one score (law 6): when a scorer crashes, its replacement scores its responses again.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ SMOOTHING = 0.1  # weight of the newest score in the mean time of a score
 
 
 class ScorerCrashedError(Exception):
-    """The process of a scorer has died. A `ScorerHandle` raises it, and the stage starts a replacement."""
+    """The process of a scorer has crashed. A `ScorerHandle` raises it, and the stage starts a replacement."""
 
 
 class ScorerHandle(Protocol):

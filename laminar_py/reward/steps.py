@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
 import numpy as np
@@ -51,17 +51,10 @@ class StepsTerm(AskingTerm):
     tokens, where some tokenizers leave out a space before a word."""
     credit: StepCredit = StepCredit.RETURNS
     """`returns`: a step's score is its reward, and what follows from a token counts for it. `minimum`: scores are
-    weighted so that their sum is near the lowest, and a token's return is near that of the worst step after it."""
+    weighted so that their sum is near the lowest, and a token's return is near the worst later score."""
 
-    @property
-    def rounding(self) -> float:
-        """Rounding of a bfloat16 model, which depends on what is computed together: 0.002 was seen in a step."""
-        return 0.02
-
-    @property
-    def looks_ahead(self) -> bool:
-        """True: finished steps are scored while the response still generates."""
-        return True
+    looks_ahead: ClassVar[bool] = True  # finished steps are scored while the response still generates
+    rounding: ClassVar[float] = 0.02  # of a bfloat16 model: 0.002 was seen in a step that was computed with others
 
 
 LabelLogprob: TypeAlias = tuple[float, int, str | None]  # log-probability, the label's id, its text

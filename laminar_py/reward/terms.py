@@ -39,22 +39,21 @@ class ExactTerm(TermConfig):
         return self
 
 
-class ExactReward:
-    """Compares the first group of the pattern's last match with the problem's answer.
+def make_exact(term: ExactTerm) -> Callable[[ScoringRequest], Reward]:
+    """Make the reward function of the term `exact`.
 
     With pattern `#(\\d)$` and answer `7` the response `1+6=7;#7` is worth 1; cut by a cap it is worth 0.
     """
+    pattern = re.compile(term.pattern)
 
-    def __init__(self, term: ExactTerm) -> None:
-        self._pattern = re.compile(term.pattern)
-
-    def __call__(self, request: ScoringRequest) -> Reward:
-        """Return 1.0 or 0.0, and the answer found in the response."""
+    def exact_reward(request: ScoringRequest) -> Reward:
         if request.finish_reason is not FinishReason.STOP:
             return Reward(0.0)
-        matches = list(self._pattern.finditer(request.response))
+        matches = list(pattern.finditer(request.response))
         said = (matches[-1].group(1) or "") if matches else None
         return Reward(float(said == request.answer), said=said or "")
+
+    return exact_reward
 
 
 class FormatTerm(TermConfig):
@@ -70,15 +69,10 @@ class FormatTerm(TermConfig):
         return self
 
 
-class FormatReward:
-    """Looks for the pattern, e.g. `^<think>.*</think>`."""
-
-    def __init__(self, term: FormatTerm) -> None:
-        self._pattern = re.compile(term.pattern, re.DOTALL)
-
-    def __call__(self, request: ScoringRequest) -> float:
-        """Return 1.0 or 0.0."""
-        return float(self._pattern.search(request.response) is not None)
+def make_format(term: FormatTerm) -> Callable[[ScoringRequest], float]:
+    """Make the reward function of the term `format`, which looks for the pattern, e.g. `^<think>.*</think>`."""
+    pattern = re.compile(term.pattern, re.DOTALL)
+    return lambda request: float(pattern.search(request.response) is not None)
 
 
 class LengthTerm(TermConfig):
@@ -97,16 +91,9 @@ class LengthTerm(TermConfig):
         return self
 
 
-class LengthReward:
-    """Penalizes each token beyond `free`."""
-
-    def __init__(self, term: LengthTerm) -> None:
-        self._term = term
-
-    def __call__(self, request: ScoringRequest) -> float:
-        """Return a number from -1.0 to 0.0."""
-        free, most = self._term.free, self._term.most
-        return -min(max(len(request.response_ids) - free, 0) / (most - free), 1.0)
+def make_length(term: LengthTerm) -> Callable[[ScoringRequest], float]:
+    """Make the reward function of the term `length`: from 0.0 at `free` tokens to -1.0 at `most`."""
+    return lambda request: -min(max(len(request.response_ids) - term.free, 0) / (term.most - term.free), 1.0)
 
 
 def missing_answer(term: TermConfig, problem: Prompt) -> str | None:
@@ -114,9 +101,9 @@ def missing_answer(term: TermConfig, problem: Prompt) -> str | None:
     return None if problem.answer else "`answer` is missing or empty"
 
 
-EXACT = RewardKind(settings=ExactTerm, make=ExactReward, fault=missing_answer)
-FORMAT = RewardKind(settings=FormatTerm, make=FormatReward)
-LENGTH = RewardKind(settings=LengthTerm, make=LengthReward)
+EXACT = RewardKind(settings=ExactTerm, make=make_exact, fault=missing_answer)
+FORMAT = RewardKind(settings=FormatTerm, make=make_format)
+LENGTH = RewardKind(settings=LengthTerm, make=make_length)
 
 
 class EnvironmentTerm(TermConfig):
@@ -127,7 +114,7 @@ class EnvironmentTerm(TermConfig):
     """Value of a trajectory that a cap ended, of tokens, turns or seconds."""
 
 
-def make_reward(term: EnvironmentTerm) -> Callable[[ScoringRequest], float | dict[str, float]]:
+def make_environment(term: EnvironmentTerm) -> Callable[[ScoringRequest], float | dict[str, float]]:
     """Make the reward function of the term `environment`."""
 
     def environment_reward(request: ScoringRequest) -> float | dict[str, float]:
@@ -142,7 +129,7 @@ def make_reward(term: EnvironmentTerm) -> Callable[[ScoringRequest], float | dic
     return environment_reward
 
 
-ENVIRONMENT = RewardKind(settings=EnvironmentTerm, make=make_reward)
+ENVIRONMENT = RewardKind(settings=EnvironmentTerm, make=make_environment)
 
 
 def load_function(term: FunctionTerm) -> RewardFunction:

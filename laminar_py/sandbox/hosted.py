@@ -1,8 +1,8 @@
 """Start, call and end processes that run user code or model code, with fences or without.
 
-Reward functions and agents run in a `HostedProcess` each. A sandbox slot starts its zygote by `start_process`. A
-hosted process gets a short list of our environment variables, has no standard input, and prints into a log. A call
-ends with an answer, a timeout, or `ProcessLostError` with the last line of the log.
+Processes of reward functions (`reward.calls`), the launcher of agents (`environment.agents`) and the zygotes of
+sandbox slots (`sandbox.slot`) are each a `HostedProcess`. A hosted process has no standard input and prints into a
+log. A call ends with an answer, a timeout, or `ProcessLostError` with the last line of the log.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from laminar_py.sandbox.inside.wire import CALL, call_frame
 
-INHERITED_VARIABLES = (  # a hosted process sees these of our environment variables, and no keys
+INHERITED_VARIABLES = (  # a hosted module sees these of our environment variables, and no keys
     "PATH",
     "LD_LIBRARY_PATH",
     "HOME",
@@ -37,104 +37,99 @@ TAIL_BYTES = 2000
 
 
 class ProcessLostError(Exception):
-    """A process died, or we killed it because a call hung, e.g. `ProcessLostError("it died", "MemoryError")`."""
+    """A process crashed, or we killed it in a call that hung: `ProcessLostError("it crashed", "MemoryError")`."""
 
     def __init__(self, why: str, last_line: str) -> None:
         super().__init__(f"{why}: {last_line}")
         self.last_line = last_line  # of its log
 
 
-def start_process(
-    command: Sequence[str],
-    *,
-    control: socket.socket,
-    environment: Mapping[str, str],
-    log: Path | None,
-    cwd: str = ".",
-) -> "subprocess.Popen[bytes]":
-    """Start a process in a session of its own, which inherits the `control` socket and writes into `log`.
-
-    This blocks for milliseconds. In a thread, a cancelled caller could lose track of the new process.
-    """
-    with open(os.devnull if log is None else log, "ab") as output:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            cwd=cwd,
-            pass_fds=[control.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class HostedCall:
-    """A call in flight. Its `answer` raises `ProcessLostError` if the process dies."""
+    """A call in flight. Its `answer` raises `ProcessLostError` if the process crashes."""
 
     answer: "asyncio.Future[bytes]"
     cancel: Callable[[], None]  # asks the process to end the call; the process still answers
 
 
 class HostedProcess:
-    """A Python module that runs as a process and answers calls. Calls are numbered bytes (`inside.wire`)."""
+    """A process that answers calls. Calls are numbered bytes, which may bring file descriptors (`inside.wire`)."""
 
     def __init__(
         self,
         process: "subprocess.Popen[bytes]",
+        control: socket.socket,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         *,
-        log: Path,
+        log: Path | None,
     ) -> None:
         self._process = process
+        self._control = control
         self._reader, self._writer = reader, writer
         self._log = log
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._listening = asyncio.get_running_loop().create_task(self._listen(), name=f"hosted-{process.pid}")
+        self._is_closed = False  # our side of the socket
         self.is_lost = False
 
     @classmethod
     async def start(
-        cls, module: str, *, variables: Mapping[str, str], log: Path, switches: Sequence[str] = ()
+        cls, command: Sequence[str], *, environment: Mapping[str, str], log: Path | None = None, cwd: str = "."
     ) -> "HostedProcess":
-        """Start a module with these environment variables and our `INHERITED_VARIABLES`."""
+        """Start a command in a session of its own. Its last argument is the descriptor of its socket to us."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
-            inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
-            command = [sys.executable, *switches, "-m", module, str(theirs.fileno())]
             try:
-                process = start_process(command, control=theirs, environment={**inherited, **variables}, log=log)
+                process = _start_process(command, theirs.fileno(), environment=environment, log=log, cwd=cwd)
             except BaseException:
                 writer.close()
                 raise
-        return cls(process, reader, writer, log=log)
+        return cls(process, ours, reader, writer, log=log)
+
+    @classmethod
+    async def start_module(
+        cls, module: str, *, variables: Mapping[str, str], log: Path, switches: Sequence[str] = ()
+    ) -> "HostedProcess":
+        """Start a Python module with these environment variables and our `INHERITED_VARIABLES`."""
+        inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
+        command = [sys.executable, *switches, "-m", module]
+        return await cls.start(command, environment={**inherited, **variables}, log=log)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     async def call(self, body: bytes, *, limit_s: float) -> bytes:
         """Send a call and return its answer.
 
         Raises `TimeoutError` after `limit_s` seconds, and kills the process then. Raises `ProcessLostError` if the
-        process dies first.
+        process crashes first.
         """
         try:
             async with asyncio.timeout(limit_s):
-                return await self.begin(body).answer
+                return await self.begin_call(body).answer
         except TimeoutError:
             self.kill("it hung")
             raise
 
-    def begin(self, body: bytes) -> HostedCall:
-        """Send a call without a timeout, and return it at once."""
+    def begin_call(self, body: bytes, descriptors: Sequence[int] = ()) -> HostedCall:
+        """Send a call without a timeout, and return it at once. A call with `descriptors` must be small."""
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        if self.is_lost:
-            answer.set_exception(self._lost("it died"))
+        self._waiting[number] = answer
+        if self.is_lost or self._is_closed:
+            self.kill("it crashed")
+        elif descriptors:
+            try:
+                socket.send_fds(self._control, [call_frame(number, body)], descriptors)
+            except OSError as error:  # it has ended
+                self.kill(f"it takes no calls ({error})")
         else:
-            self._waiting[number] = answer
             self._writer.write(call_frame(number, body))
         return HostedCall(answer, partial(self._cancel, number))
 
@@ -146,26 +141,29 @@ class HostedProcess:
         self.is_lost = True
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(self._lost(why))
+                answer.set_exception(ProcessLostError(why, last_line(self._log)))
                 answer.exception()  # mark it as retrieved: a cancelled caller does not await it
         self._waiting.clear()
 
     def _cancel(self, number: int) -> None:
-        if number in self._waiting:
+        if number in self._waiting and not self._is_closed:
             self._writer.write(call_frame(number, b""))
 
-    async def end(self, *, kill: bool = True) -> None:
-        """Wait until the process has ended.
-
-        Kill it first, or else close our side of the socket and let it exit.
-        """
-        if kill:
-            self.kill("it was ended")
-        elif not self._writer.is_closing():
+    def close(self) -> None:
+        """Close our side of the socket. The process then ends its work and exits."""
+        if not self._is_closed and not self._writer.is_closing():
             self._writer.write_eof()
+        self._is_closed = True
+
+    async def end(self, *, patience_s: float = 0.0) -> None:
+        """Close our side of the socket, kill the process unless it exits in `patience_s`, and await its exit."""
+        self.close()
+        if patience_s:
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, patience_s)
+                await asyncio.wait([self._listening], timeout=patience_s)  # for answers that it sent before
+        self.kill("it was ended")
         await asyncio.to_thread(self._process.wait)
-        if not kill:
-            await self._listening
         self._listening.cancel()
         self._writer.close()
 
@@ -180,15 +178,32 @@ class HostedProcess:
                 if answer is not None and not answer.done():
                     answer.set_result(body)
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.kill("it died")
-
-    def _lost(self, why: str) -> ProcessLostError:
-        return ProcessLostError(why, last_line(self._log))
+            self.kill("it crashed")
 
 
-def last_line(log: Path) -> str:
+def _start_process(
+    command: Sequence[str], control: int, *, environment: Mapping[str, str], log: Path | None, cwd: str
+) -> "subprocess.Popen[bytes]":
+    """Start a process that inherits the descriptor `control` and writes into `log`.
+
+    This blocks for milliseconds. In a thread, a cancelled caller could lose track of the new process.
+    """
+    with open(os.devnull if log is None else log, "ab") as output:
+        return subprocess.Popen(
+            [*command, str(control)],
+            env=environment,
+            cwd=cwd,
+            pass_fds=[control],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def last_line(log: Path | None) -> str:
     """Return the last line of a log that is not blank."""
-    if not log.is_file():
+    if log is None or not log.is_file():
         return "it wrote nothing"
     with log.open("rb") as file:
         file.seek(-min(TAIL_BYTES, log.stat().st_size), os.SEEK_END)

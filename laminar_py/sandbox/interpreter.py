@@ -25,17 +25,16 @@ print(*sorted(path for path in found if path.startswith("/")), sep="\\n")
 """
 START = """
 import sys
-sys.path.append(sys.argv[2])
+sys.path.append(sys.argv[1])
 from laminar_py.sandbox.inside.zygote import main
-sys.path.remove(sys.argv[2])
+sys.path.remove(sys.argv[1])
 main()
 """
 
 
-def zygote_command(control: int) -> list[str]:
-    """Return the command line of a zygote that reads its orders from the descriptor `control`."""
-    root = Path(__file__).parent.parent.parent
-    return [executable(), *SWITCHES, "-c", START, str(control), str(root)]
+def zygote_command() -> list[str]:
+    """Return the command line of a zygote, without the descriptor of its socket."""
+    return [executable(), *SWITCHES, "-c", START, str(Path(__file__).parent.parent.parent)]
 
 
 def zygote_environment(home: Path | None) -> dict[str, str]:
@@ -54,12 +53,7 @@ def executable() -> str:
 
 @cache
 def shared_libraries() -> list[str]:
-    """Return shared libraries that the interpreter and its extension modules load, and the links to them.
-
-    The list is empty on systems other than Linux.
-    """
-    if sys.platform != "linux":
-        return []
+    """Return shared libraries that the interpreter and its extension modules load, and the links to them."""
     run = [executable(), *SWITCHES, "-c", LOAD_ALL]
     done = subprocess.run(run, env=zygote_environment(None), capture_output=True, text=True, check=True)
     files = {Path(line) for line in done.stdout.splitlines()}

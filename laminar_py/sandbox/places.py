@@ -60,13 +60,13 @@ class SlotCgroup:
         """Files into which a process writes its id to join the cgroup."""
         return [str(folder / "cgroup.procs") for folder in self.folders]
 
-    def measure(self) -> None:
+    def measure_own_memory(self) -> None:
         """Read the memory that the idle slot uses, so that limits of programs do not include it."""
         name = "memory.usage_in_bytes" if self._old else "memory.current"
         self._own_bytes = int((self._memory / name).read_text())
         self._limits = (0, 0)
 
-    def limit(self, *, memory_bytes: int, processes: int) -> None:
+    def set_limits(self, *, memory_bytes: int, processes: int) -> None:
         """Set the limits of all programs that start from now on. Raises `OSError` if more memory is in use."""
         if (memory_bytes, processes) == self._limits:
             return
@@ -301,7 +301,7 @@ def _runs_as(process: str, user: int) -> bool:
 
 
 def _base() -> Path:
-    """Return the folder of all slots of our user. Other users can traverse it."""
+    """Return the folder of our user's slots. Other users can traverse it."""
     folder = Path(tempfile.gettempdir())
     if not all(above.stat().st_mode & 0o001 for above in (folder, *folder.parents)):
         folder = Path("/tmp")
@@ -336,7 +336,7 @@ def _try_lock(number: int) -> int | None:
 
 
 def _make_base() -> None:
-    """Create the folder of all slots of our user. Raises `SandboxError` if another user created it."""
+    """Create the folder of our user's slots. Raises `SandboxError` if another user created it."""
     _base().mkdir(mode=0o711, exist_ok=True)
     found = _base().lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:

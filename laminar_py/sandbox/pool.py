@@ -12,12 +12,12 @@ import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.sandbox.hosted import ProcessLostError
 from laminar_py.sandbox.inside.program import ProgramPayload
 from laminar_py.sandbox.inside.wire import SandboxLimits
 from laminar_py.sandbox.interpreter import (
@@ -28,7 +28,7 @@ from laminar_py.sandbox.interpreter import (
 from laminar_py.sandbox.places import SlotPlace, sweep_places
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier, TierOffer
 from laminar_py.sandbox.session import SandboxSession
-from laminar_py.sandbox.slot import SandboxSlot, ZygoteLostError, pack
+from laminar_py.sandbox.slot import SandboxSlot, pack
 
 REMEDY = (
     "run as root or where user namespaces, Landlock (Linux 5.13) and seccomp are allowed, or lower it to a tier"
@@ -111,9 +111,7 @@ class SandboxPool:
         self._open = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._close()
 
     async def run(
@@ -181,7 +179,7 @@ class SandboxPool:
             async with self._slot() as slot:
                 try:
                     result = await slot.run(payload, limits=limits, stdin=given, packed=packed)
-                except ZygoteLostError:
+                except ProcessLostError:
                     slot.abandon()
                     continue
             if result.label is not SandboxLabel.CRASH or result.exit_code != -signal.SIGKILL:
@@ -278,7 +276,7 @@ class SandboxPool:
         if self._slots[0].alone:
             why = "code may start no process in the sandbox of this machine"
             raise ConfigError(f"sandbox.programs: {why}; run as root, or leave it out")
-        with suppress(ZygoteLostError):
+        with suppress(ProcessLostError):
             tried = await self._slots[0].run(ProgramPayload(program=TRIES_SHELL), limits=self._limits)
             self._has_shell = tried.stdout == "runs\n"
 
@@ -305,11 +303,6 @@ def _text(program: str) -> str:
 async def survey_tiers() -> list[TierOffer]:
     """Try every tier, the strongest first; say why this machine does not offer it, or how it is weaker here."""
     return [await _offer(tier) for tier in SandboxTier]
-
-
-def available_tiers() -> list[TierOffer]:
-    """Call `survey_tiers` without an event loop."""
-    return asyncio.run(survey_tiers())
 
 
 async def _offer(tier: SandboxTier) -> TierOffer:

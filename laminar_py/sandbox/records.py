@@ -98,40 +98,41 @@ CLAIMED = {kind: SandboxLabel(kind) for kind in ("memory", "processes", "network
 CPU_SLACK_S = 0.2  # between the kernel's clocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """Facts about a run that ended, e.g. `Evidence(status=0, claim=Claim(finished=True))`."""
+def label(
+    limits: SandboxLimits,
+    claim: Claim,
+    *,
+    status: int | None,
+    ended: str = "",
+    cpu_s: float = 0.0,
+    num_oom_kills: int = 0,
+    num_refused: int = 0,
+    too_long: bool = False,
+) -> tuple[SandboxLabel, str]:
+    """Return the label of a run, and one line that says why.
 
-    status: int | None  # as `waitpid` has it; None: a session that lives on
-    claim: Claim
-    ended: str = ""  # by the zygote: `wall`, `folder`, `asked`
-    cpu_s: float = 0.0
-    num_oom_kills: int = 0  # of the slot's cgroup
-    num_refused: int = 0  # processes, by the slot's cgroup
-    too_long: bool = False  # output, errors or report
-
-
-def label(evidence: Evidence, limits: SandboxLimits) -> tuple[SandboxLabel, str]:
-    """Return the label of a run, and one line that says why."""
-    number = exit_code(evidence.status)
+    `status` is that of `waitpid`; None for a session that lives on. `ended` is the zygote's reason to end the run:
+    `wall`, `folder`, `asked`. The slot's cgroup counts OOM kills and refused processes. `too_long` is True for
+    output, errors or a report above the limit.
+    """
+    number = exit_code(status)
     stopped = _signal_name(-number) if number is not None and number < 0 else ""
-    if evidence.too_long:
+    if too_long:
         return SandboxLabel.OUTPUT, f"more than {limits.output_bytes} bytes"
-    if evidence.num_oom_kills:
+    if num_oom_kills:
         return SandboxLabel.MEMORY, f"more than {limits.memory_bytes} bytes"
-    if evidence.num_refused:
-        return SandboxLabel.PROCESSES, f"more than {limits.processes}, {evidence.num_refused} refused"
-    if evidence.ended == "folder":
+    if num_refused:
+        return SandboxLabel.PROCESSES, f"more than {limits.processes}, {num_refused} refused"
+    if ended == "folder":
         return SandboxLabel.FILES, f"more than {limits.file_bytes} bytes or {MOST_ENTRIES} names"
     if stopped == "SIGXFSZ":
         return SandboxLabel.FILES, f"more than {limits.file_bytes} bytes"
-    if evidence.ended == "wall":
-        return SandboxLabel.TIME, f"more than {limits.wall_s:g} s, {evidence.cpu_s:.1f} s of them on the CPU"
-    if stopped == "SIGXCPU" or (stopped == "SIGKILL" and evidence.cpu_s > limits.cpu_s - CPU_SLACK_S):
+    if ended == "wall":
+        return SandboxLabel.TIME, f"more than {limits.wall_s:g} s, {cpu_s:.1f} s of them on the CPU"
+    if stopped == "SIGXCPU" or (stopped == "SIGKILL" and cpu_s > limits.cpu_s - CPU_SLACK_S):
         return SandboxLabel.TIME, f"more than {limits.cpu_s:g} s on the CPU"
     if stopped:
         return SandboxLabel.CRASH, f"ended by {stopped}"
-    claim = evidence.claim
     if number == 0 or (number is None and not claim.detail):
         return SandboxLabel.OK, ""
     return CLAIMED.get(claim.kind, SandboxLabel.ERROR), claim.detail or f"exit code {number}"

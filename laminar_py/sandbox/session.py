@@ -4,22 +4,26 @@ import asyncio
 import signal
 import socket
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 
+from laminar_py.sandbox.hosted import HostedCall, ProcessLostError
 from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotNews, SlotOrder
 from laminar_py.sandbox.records import SandboxLabel, SandboxResult
-from laminar_py.sandbox.slot import GRACE_S, RunFiles, SandboxSlot, ZygoteLostError
+from laminar_py.sandbox.slot import GRACE_S, RunFiles, SandboxSlot, read_news
 
 OWN_END_S = 0.2  # a program that closed its socket by itself has exited after so long
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveProgram:
     """The running program of a session."""
 
     files: RunFiles
-    calls: socket.socket
-    end: asyncio.Task[SlotNews]
+    reader: asyncio.StreamReader  # reads their answers
+    writer: asyncio.StreamWriter  # sends pieces of code
+    run: HostedCall
+    end: asyncio.Task[SlotNews]  # of the run
 
 
 class SandboxSession:
@@ -46,7 +50,7 @@ class SandboxSession:
         fresh = ended or not self._slot.ready  # a cancelled call abandoned the zygote; its caller knows
         try:
             return await self._run(code)
-        except ZygoteLostError:
+        except ProcessLostError:
             await self.close()
             await self._slot.start()
             if fresh:
@@ -61,11 +65,11 @@ class SandboxSession:
         """End the program."""
         live, self._live = self._live, None
         if live is not None:
-            with live.files:
-                live.calls.close()
+            with closing(live.files):
+                live.writer.close()
                 try:
                     await self._ended(live)
-                except ZygoteLostError:  # the slot starts a new zygote for the next run
+                except ProcessLostError:  # the slot starts a new zygote for the next run
                     self._slot.abandon()
 
     async def _run(self, code: str) -> SandboxResult:
@@ -73,16 +77,14 @@ class SandboxSession:
         files, end = live.files, live.end
         files.clear()
         before, start = self._slot.set_limits(self._limits), time.monotonic()
-        call = asyncio.create_task(
-            _call(live.calls, code.encode("utf-8", "replace"), files, self._limits.output_bytes)
-        )
+        call = asyncio.create_task(_call(live, code.encode("utf-8", "replace"), self._limits.output_bytes))
         try:
             await asyncio.wait({call, end}, timeout=self._limits.wall_s, return_when=asyncio.FIRST_COMPLETED)
             timed_out = not call.done() and not end.done()
             answered = call.done() and call.exception() is None and call.result()
         finally:
             call.cancel()
-            await asyncio.wait({call})  # the socket may not be closed while the call reads from it
+            await asyncio.wait({call})
         if answered:
             self._slot.send_order(SlotOrder(kind="pause"))
             result = self._slot.result(files, self._limits, before=before, news=None)
@@ -96,7 +98,7 @@ class SandboxSession:
         return replace(result, elapsed_s=time.monotonic() - start)
 
     async def _resume(self) -> LiveProgram:
-        """Resume the program, or start a new one if the last has ended. Raises `ZygoteLostError`."""
+        """Resume the program, or start a new one if the last has ended. Raises `ProcessLostError`."""
         if self._live is not None:
             if not self._live.end.done():
                 self._slot.send_order(SlotOrder(kind="resume"))
@@ -104,53 +106,45 @@ class SandboxSession:
             if self._live.end.exception():
                 self._live.end.result()
         await self.close()
-        self._live = self._begin()
+        self._live = await self._begin()
         return self._live
 
-    def _begin(self) -> LiveProgram:
-        files = RunFiles(self._packed, b"")
+    async def _begin(self) -> LiveProgram:
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        order = SlotOrder(kind="run", limits=self._limits, session=True)
-        try:
-            self._slot.send_order(order, [*files.descriptors, theirs.fileno()])
-        except ZygoteLostError:
-            ours.close()
-            files.close()
-            raise
-        finally:
-            theirs.close()
-        return LiveProgram(files, ours, asyncio.create_task(self._slot.next_news(), name="sandbox-session"))
+        with theirs:
+            ours.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=ours)
+            files, order = RunFiles(self._packed, b""), SlotOrder(kind="run", limits=self._limits, session=True)
+            try:
+                run = self._slot.send_order(order, [*files.descriptors, theirs.fileno()])
+            except ProcessLostError:
+                writer.close()
+                files.close()
+                raise
+        end = asyncio.create_task(read_news(run), name="sandbox-session")
+        return LiveProgram(files=files, reader=reader, writer=writer, run=run, end=end)
 
     async def _ended(self, live: LiveProgram) -> SlotNews:
-        """End the program and return the zygote's message about it. Raises `ZygoteLostError`."""
+        """End the program and return the zygote's message about it. Raises `ProcessLostError`."""
         if not live.end.done():
-            self._slot.send_order(SlotOrder(kind="end"))
+            live.run.cancel()
         await asyncio.wait({live.end}, timeout=GRACE_S)
         if not live.end.done():
-            raise ZygoteLostError("it does not answer")
+            raise ProcessLostError("it does not answer", "its program was to end")
         return live.end.result()
 
 
-async def _call(calls: socket.socket, code: bytes, files: RunFiles, limit: int) -> bool:
+async def _call(live: LiveProgram, code: bytes, limit: int) -> bool:
     """Send a piece of code and write the program's answer into the report file.
 
     Returns False if the answer is incomplete or longer than `limit` bytes.
     """
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(calls, len(code).to_bytes(HEADER, "big") + code)
-    head = await _exactly(calls, HEADER)
-    size = int.from_bytes(head, "big")
-    if len(head) < HEADER or size > limit:
+    live.writer.write(len(code).to_bytes(HEADER, "big") + code)
+    try:
+        size = int.from_bytes(await live.reader.readexactly(HEADER), "big")
+        if size > limit:
+            return False
+        live.files.write_report(await live.reader.readexactly(size))
+    except (asyncio.IncompleteReadError, ConnectionError):
         return False
-    answer = await _exactly(calls, size)
-    files.write_report(answer)
-    return len(answer) == size
-
-
-async def _exactly(calls: socket.socket, number: int) -> bytes:
-    """Read `number` bytes, or fewer if the other side closes the socket first."""
-    loop, text = asyncio.get_running_loop(), b""
-    while len(text) < number and (more := await loop.sock_recv(calls, number - len(text))):
-        text += more
-    return text
+    return True

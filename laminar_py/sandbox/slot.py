@@ -13,26 +13,20 @@ import asyncio
 import fcntl
 import os
 import platform
-import signal
-import socket
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 
 import msgspec
 
-from laminar_py.sandbox.hosted import start_process
+from laminar_py.sandbox.hosted import HostedCall, HostedProcess, ProcessLostError
 from laminar_py.sandbox.inside.namespaces import USER
 from laminar_py.sandbox.inside.program import ProgramPayload
-from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotNews, SlotOrder, SlotSetup, frame
+from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotNews, SlotOrder, SlotSetup
 from laminar_py.sandbox.interpreter import shared_libraries, zygote_command, zygote_environment
 from laminar_py.sandbox.places import CgroupCounts, SlotPlace
 from laminar_py.sandbox.records import (
-    Evidence,
     SandboxError,
     SandboxLabel,
     SandboxResult,
@@ -45,35 +39,25 @@ from laminar_py.sandbox.records import (
 START_S, END_S = 60.0, 5.0
 STARTS = 5  # of a zygote that is lost before it is ready
 GRACE_S = 10.0  # for the zygote to end a program whose time is over
-MOST_NEWS = 1 << 16  # bytes
 COUNTED_USERS = (5, 14)  # kernel that counts processes by user namespace
 
 
 class RunFiles:
-    """Files in memory of one run, in the order that a zygote expects. The end of a `with` closes them."""
+    """Files in memory of one run, in the order that a zygote expects."""
 
     def __init__(self, payload: bytes, stdin: bytes) -> None:
         self.descriptors = [_file(payload), _file(stdin), *(_file(b"", appends=True) for _ in range(3))]
-
-    def __enter__(self) -> "RunFiles":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close all descriptors."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 
-    def read_output(self, limit: int) -> "ProgramOutput":
-        """Read standard output, standard error and report, each up to `limit` bytes."""
+    def read_output(self, limit: int) -> tuple[list[bytes], bool]:
+        """Read standard output, standard error and report, each up to `limit` bytes; True if one is longer."""
         outputs = self.descriptors[2:]
         too_long = any(os.fstat(descriptor).st_size > limit for descriptor in outputs)
-        stdout, stderr, report = (os.pread(descriptor, limit, 0) for descriptor in outputs)
-        return ProgramOutput(stdout=stdout, stderr=stderr, report=report, too_long=too_long)
+        return [os.pread(descriptor, limit, 0) for descriptor in outputs], too_long
 
     def write_report(self, text: bytes) -> None:
         """Replace the report. A session sends its reports over a socket instead of writing them here."""
@@ -84,15 +68,6 @@ class RunFiles:
         """Empty output, errors and report for the next call of a session."""
         for descriptor in self.descriptors[2:]:
             os.ftruncate(descriptor, 0)
-
-
-class ProgramOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of a program, e.g. `ProgramOutput(stdout=b"3", stderr=b"", report=b"{}", too_long=False)`."""
-
-    stdout: bytes
-    stderr: bytes
-    report: bytes
-    too_long: bool
 
 
 def pack(payload: ProgramPayload, files: Mapping[str, bytes]) -> bytes:
@@ -110,11 +85,7 @@ def pack(payload: ProgramPayload, files: Mapping[str, bytes]) -> bytes:
 
 def _file(content: bytes, *, appends: bool = False) -> int:
     """Create a file in memory with this content and return its descriptor."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("run", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+    descriptor = os.memfd_create("run", os.MFD_CLOEXEC)
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
@@ -122,10 +93,6 @@ def _file(content: bytes, *, appends: bool = False) -> int:
     if appends:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
     return descriptor
-
-
-class ZygoteLostError(Exception):
-    """The zygote process ended, or it does not answer."""
 
 
 class SandboxSlot:
@@ -142,14 +109,13 @@ class SandboxSlot:
         self._place = place
         self._home = home
         self._programs = programs
-        self._control: socket.socket | None = None
-        self._old: socket.socket | None = None  # of an abandoned zygote, until `_end` closes it
-        self._process: subprocess.Popen[bytes] | None = None
+        self._zygote: HostedProcess | None = None
+        self._old: HostedProcess | None = None  # an abandoned zygote, until `_end` has ended it
 
     @property
     def ready(self) -> bool:
         """True if the slot has a zygote. The zygote may still turn out to be lost."""
-        return self._control is not None
+        return self._zygote is not None
 
     @property
     def alone(self) -> bool:
@@ -181,7 +147,7 @@ class SandboxSlot:
             try:
                 async with asyncio.timeout(START_S):
                     return await self._start()
-            except (ZygoteLostError, TimeoutError) as error:  # e.g. killed for lack of memory: try again
+            except (ProcessLostError, TimeoutError) as error:  # e.g. killed for lack of memory: try again
                 lost = error
             except SandboxError:
                 self.abandon()
@@ -192,15 +158,15 @@ class SandboxSlot:
     async def run(
         self, payload: ProgramPayload, *, limits: SandboxLimits, stdin: bytes = b"", packed: bytes = b""
     ) -> SandboxResult:
-        """Run a program to its end and return its result. Raises `ZygoteLostError`."""
-        with RunFiles(packed or pack(payload, {}), stdin) as files:
+        """Run a program to its end and return its result. Raises `ProcessLostError`."""
+        with closing(RunFiles(packed or pack(payload, {}), stdin)) as files:
             before = self.set_limits(limits)
-            self.send_order(SlotOrder(kind="run", limits=limits), files.descriptors)
+            call = self.send_order(SlotOrder(kind="run", limits=limits), files.descriptors)
             try:
                 async with asyncio.timeout(limits.wall_s + GRACE_S):
-                    news = await self.next_news()
+                    news = await read_news(call)
             except TimeoutError as error:
-                raise ZygoteLostError("it does not answer") from error
+                raise ProcessLostError("it does not answer", "its program's time is over") from error
             return self.result(files, limits, before=before, news=news)
 
     def result(
@@ -210,24 +176,25 @@ class SandboxSlot:
 
         `news` is the zygote's message about the end of the run; None after a call of a session that lives on.
         """
-        output, counts = files.read_output(limits.output_bytes), self.counts().since(before)
-        claim = read_claim(output.report)
-        evidence = Evidence(
-            status=None if news is None else news.status,
-            claim=claim,
+        (stdout, stderr, report), too_long = files.read_output(limits.output_bytes)
+        counts, claim = self.counts().since(before), read_claim(report)
+        status = None if news is None else news.status
+        named, detail = label(
+            limits,
+            claim,
+            status=status,
             ended="" if news is None else news.ended,
             cpu_s=0.0 if news is None else news.cpu_s,
             num_oom_kills=counts.num_oom_kills,
             num_refused=counts.num_refused,
-            too_long=output.too_long,
+            too_long=too_long,
         )
-        named, detail = label(evidence, limits)
         return SandboxResult(
             label=named,
             detail=detail,
-            stdout=output.stdout.decode("utf-8", "replace"),
-            stderr=output.stderr.decode("utf-8", "replace"),
-            exit_code=exit_code(evidence.status),
+            stdout=stdout.decode("utf-8", "replace"),
+            stderr=stderr.decode("utf-8", "replace"),
+            exit_code=exit_code(status),
             elapsed_s=0.0 if news is None else news.elapsed_s,
             cpu_s=claim.cpu_s if news is None else news.cpu_s,
             finished=claim.finished,
@@ -235,49 +202,32 @@ class SandboxSlot:
         )
 
     def set_limits(self, limits: SandboxLimits) -> CgroupCounts:
-        """Set the limits of the cgroup and return its counts before a run. Raises `ZygoteLostError`."""
+        """Set the limits of the cgroup and return its counts before a run. Raises `ProcessLostError`."""
         if self._place.cgroup is not None:
             try:
-                self._place.cgroup.limit(memory_bytes=limits.memory_bytes, processes=limits.processes)
+                self._place.cgroup.set_limits(memory_bytes=limits.memory_bytes, processes=limits.processes)
             except OSError as error:  # earlier runs still hold more memory than the new limit
-                raise ZygoteLostError(f"its cgroup takes no limit: {error}") from error
+                raise ProcessLostError("its cgroup takes no limit", str(error)) from error
         return self.counts()
 
     def counts(self) -> CgroupCounts:
         """Read the counts of the cgroup; zeros without a cgroup."""
         return CgroupCounts(0, 0) if self._place.cgroup is None else self._place.cgroup.counts()
 
-    def send_order(self, order: SlotOrder | SlotSetup, descriptors: Sequence[int] = ()) -> None:
-        """Send an order to the zygote. Orders are small and few, so the socket always has room.
-
-        Raises `ZygoteLostError`.
-        """
-        if self._control is None:
-            raise ZygoteLostError("the slot abandoned it")
-        try:
-            socket.send_fds(self._control, [frame(order)], list(descriptors))
-        except OSError as error:
-            raise ZygoteLostError(f"it ended: {error}") from error
-
-    async def next_news(self) -> SlotNews:
-        """Wait for the next message of the zygote. Raises `ZygoteLostError`."""
-        size = int.from_bytes(await self._exactly(HEADER), "big")
-        if size > MOST_NEWS:
-            raise ZygoteLostError(f"it answered {size} bytes")
-        try:
-            return msgspec.json.decode(await self._exactly(size), type=SlotNews)
-        except msgspec.DecodeError as error:
-            raise ZygoteLostError(f"it answered nonsense: {error}") from error
+    def send_order(self, order: SlotOrder | SlotSetup, descriptors: Sequence[int] = ()) -> HostedCall:
+        """Send an order to the zygote. Raises `ProcessLostError` if the slot has abandoned it."""
+        if self._zygote is None:
+            raise ProcessLostError("the slot abandoned it", "it ends")
+        return self._zygote.begin_call(msgspec.json.encode(order), descriptors)
 
     def abandon(self) -> None:
         """Close the connection to the zygote, which then kills its program and exits.
 
         The slot is cold afterwards.
         """
-        if self._control is not None:
-            with suppress(OSError):  # the zygote closed it first
-                self._control.shutdown(socket.SHUT_RDWR)  # closed later: another task may be reading from it
-            self._old, self._control = self._control, None
+        if self._zygote is not None:
+            self._zygote.close()
+            self._old, self._zygote = self._zygote, None
 
     async def close(self) -> None:
         """Abandon the zygote and wait until all processes of the slot have ended."""
@@ -285,14 +235,8 @@ class SandboxSlot:
         await self._end()
 
     async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._control = ours
-        try:
-            command, environment = zygote_command(theirs.fileno()), zygote_environment(self._home)
-            self._process = start_process(command, control=theirs, environment=environment, log=None, cwd="/")
-        finally:
-            theirs.close()
+        environment = zygote_environment(self._home)
+        self._zygote = zygote = await HostedProcess.start(zygote_command(), environment=environment, cwd="/")
         users, cgroup = self._place.users, self._place.cgroup
         folder = self._place.folder / "root"
         folder.mkdir(exist_ok=True)
@@ -305,57 +249,36 @@ class SandboxSlot:
             alone=self.alone,
             counted=cgroup is not None,
         )
-        self.send_order(setup)
-        while (news := await self.next_news()).kind == "map":
-            self._map_users(users)
-            self.send_order(SlotOrder(kind="mapped"))
+        news = await read_news(self.send_order(setup))
+        while news.kind == "map":
+            _map_users(zygote.pid, users)
+            news = await read_news(self.send_order(SlotOrder(kind="mapped")))
         if news.kind != "ready":
             raise SandboxError(f"slot {self._place.number} does not start: {news.detail}")
         if cgroup is not None:
-            cgroup.measure()
+            cgroup.measure_own_memory()
         result = await self.run(ProgramPayload(program="print('ready')"), limits=SandboxLimits())
         if result.stdout != "ready\n":
             raise SandboxError(f"slot {self._place.number} runs nothing: {result.detail} {result.stderr.strip()}")
 
-    def _map_users(self, users: list[int]) -> None:
-        """Write the zygote's user map: its root is our user, or the slot's first user if we are root."""
-        assert self._process is not None, "a zygote that asks was started"
-        folder = Path("/proc") / str(self._process.pid)
-        if not users:
-            (folder / "setgroups").write_text("deny")
-        for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
-            mapped = f"0 {users[0]} 1\n{USER} {users[1]} 1\n" if users else f"0 {own} 1\n"
-            (folder / name).write_text(mapped)
-
-    async def _exactly(self, number: int) -> bytes:
-        loop, control, text = asyncio.get_running_loop(), self._control, b""
-        while len(text) < number:
-            if control is None:
-                raise ZygoteLostError("the slot abandoned it")
-            try:
-                more = await loop.sock_recv(control, number - len(text))
-            except OSError as error:
-                raise ZygoteLostError(f"it ended: {error}") from error
-            if not more:
-                raise ZygoteLostError("it ended")
-            text += more
-        return text
-
     async def _end(self) -> None:
-        """Wait until the last zygote and its processes have ended, and kill those that have not."""
-        process, self._process = self._process, None
-        if process is not None:
-            await asyncio.to_thread(_wait, process)
+        """Wait until the last zygote and its processes have ended; kill them after `END_S`."""
+        old, self._old = self._old, None
+        if old is not None:
+            await old.end(patience_s=END_S)
         await asyncio.to_thread(self._place.end_all)
-        if self._old is not None:
-            self._old.close()
-            self._old = None
 
 
-def _wait(process: "subprocess.Popen[bytes]") -> None:
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGKILL)
-        process.wait()
+async def read_news(call: HostedCall) -> SlotNews:
+    """Wait for the zygote's answer to an order. Raises `ProcessLostError`."""
+    return msgspec.json.decode(await call.answer, type=SlotNews)
+
+
+def _map_users(zygote: int, users: list[int]) -> None:
+    """Write the user map of a zygote's process: its root is our user, or the slot's first user if we are root."""
+    folder = Path("/proc") / str(zygote)
+    if not users:
+        (folder / "setgroups").write_text("deny")
+    for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+        mapped = f"0 {users[0]} 1\n{USER} {users[1]} 1\n" if users else f"0 {own} 1\n"
+        (folder / name).write_text(mapped)

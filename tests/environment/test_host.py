@@ -1,19 +1,27 @@
-"""Environments of a process: every turn is taken once, whatever dies, and nothing that they return is believed."""
+"""Environments of a process: every turn is taken once, whatever crashes, and each answer is checked."""
 
 import asyncio
 import time
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 
 from laminar_py.environment.host import SavedTurns
-from laminar_py.environment.protocol import End, Observation, Rewrite, TokenWords
-from laminar_py.records.environment import ModelTurn
-from laminar_py.records.spans import ANEW, Span, add_span
+from laminar_py.environment.protocol import End, Observation, Rewrite
+from laminar_py.records.spans import ANEW
 from laminar_py.records.trajectory import DropReason
-from tests.environment.turns import END, Chatter, Diary, Forgetful, Wanderer, make_host, problem
+from tests.environment.turns import (
+    END,
+    Chatter,
+    Diary,
+    Forgetful,
+    Wanderer,
+    appended,
+    first_turn,
+    make_host,
+    problem,
+)
 
 
 class Story:
@@ -21,16 +29,10 @@ class Story:
 
     def __init__(self, host, *, turns=9, name="g0.0"):
         self.host = host
-        self.turn = ModelTurn(
-            trajectory_id=name, problem=problem(turns), response_ids=np.empty(0, np.int32), spans=()
-        )
+        self.turn = first_turn(problem(turns), name=name)
 
     def append(self, ids, version, follows=None, *, limit=None):
-        spans, length = list(self.turn.spans), len(self.turn.response_ids)
-        if len(ids):
-            add_span(spans, Span(version, length, length + len(ids), follows=follows, turn_limit=limit))
-        joined = np.concatenate([self.turn.response_ids, np.array(ids, np.int32)])
-        self.turn = msgspec.structs.replace(self.turn, response_ids=joined, spans=tuple(spans))
+        self.turn = appended(self.turn, ids, version, follows, limit=limit)
 
     async def ask(self):
         return await self.host.answer(self.turn)
@@ -137,7 +139,7 @@ async def test_what_is_neither_ends_with_a_reason_and_so_does_what_answers_other
     story.host = make_host(Fickle, tmp_path / "c")
     answer = await story.ask()
     assert answer.failure is DropReason.ENVIRONMENT_LOST
-    assert "answered otherwise again" in answer.detail
+    assert "the replay answered turn" in answer.detail
 
 
 async def test_the_longest_idle_make_room_and_are_rebuilt(tmp_path):
@@ -193,8 +195,8 @@ BAD = {
     "a limit that is true": (Rewrite("b", max_tokens=True), "Rewrite max_tokens=True; give a number from 1 to"),
     "a limit of 400 digits": (Rewrite("b", max_tokens=10**400), "Rewrite max_tokens=(too many); give a number"),
     "a limit below nothing": (
-        TokenWords(np.ones(1, np.int32), 0, max_tokens=-1),
-        "TokenWords max_tokens=-1; give a number from 1 to 2,147,483,647, or None",
+        Rewrite("b", max_tokens=-1),
+        "Rewrite max_tokens=-1; give a number from 1 to 2,147,483,647, or None",
     ),
     "nothing": (None, "returned a NoneType; return an Observation, a Rewrite or End"),
     "behind no turn": (Observation("4", after=0), "after=0; give a turn of the model, from 1 on"),
@@ -269,7 +271,7 @@ async def test_the_limit_of_a_turn_is_told_and_the_same_again(tmp_path):
     story.host = make_host(Longer, tmp_path / "c")
     answer = await story.ask()
     assert answer.failure is DropReason.ENVIRONMENT_LOST
-    assert "answered otherwise again" in answer.detail
+    assert "the replay answered turn" in answer.detail
 
 
 async def test_a_limit_without_a_word_to_keep_it_with_is_refused(tmp_path):
@@ -296,23 +298,23 @@ async def test_any_finite_number_is_a_reward(tmp_path, reward):
     assert (answer.reward, type(answer.reward)) == (float(reward), float)
 
 
-async def test_a_turn_over_which_its_process_dies_each_time_is_given_up(tmp_path):
-    class Deadly(Diary):
+async def test_a_turn_over_which_its_process_crashes_each_time_is_given_up(tmp_path):
+    class Crashing(Diary):
         def step(self, action):
             raise asyncio.CancelledError  # as far as the host can tell its process is gone
 
-    story = Story(make_host(Deadly, tmp_path))
+    story = Story(make_host(Crashing, tmp_path))
     await story.say()
     story.append([1, END], 3)
     for _ in range(3):
-        story.host = make_host(Deadly, tmp_path)
+        story.host = make_host(Crashing, tmp_path)
         with pytest.raises(asyncio.CancelledError):
             await story.ask()
-    story.host = make_host(Deadly, tmp_path)
+    story.host = make_host(Crashing, tmp_path)
     answer = await story.ask()
     assert (answer.failure, answer.detail) == (
         DropReason.ENVIRONMENT_LOST,
-        "its process died 3 times over this turn",
+        "its process crashed 3 times over this turn",
     )
 
 
@@ -379,12 +381,12 @@ async def test_what_takes_too_long_is_dropped_and_enough_of_it_ends_the_process(
                 time.sleep(0.01)
             return End()
 
-    host = make_host(Slow, tmp_path, timeout_s=0.05, at_once=2)
+    host = make_host(Slow, tmp_path, timeout_s=0.3, at_once=2)
     story = Story(host)
     await story.say()
     answer = await story.say(1)
     assert answer.failure is DropReason.ENVIRONMENT_TIMEOUT
-    assert "environment.timeout_s=0.05" in answer.detail
+    assert "environment.timeout_s=0.3" in answer.detail
     with pytest.raises(Exception, match="calls hang"):
         await host._calls.watch(5.0)
     release.set()

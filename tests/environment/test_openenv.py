@@ -154,7 +154,7 @@ async def test_a_server_without_rewards_leaves_them_to_other_terms(tmp_path):
         ({"reset": observation("?", 0.0, done=True)}, DropReason.ENVIRONMENT_FAILED, "over before the first turn"),
     ],
 )
-async def test_a_server_that_dies_or_answers_nonsense_drops_the_trajectory_with_a_reason(
+async def test_a_server_that_crashes_or_answers_nonsense_drops_the_trajectory_with_a_reason(
     tmp_path, says, reason, words
 ):
     async with story_of(Game(says=says), tmp_path, max_observation_bytes=1000) as story:
@@ -211,7 +211,7 @@ async def test_a_trajectory_for_which_there_is_no_room_says_so(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-async def test_after_the_death_of_its_process_it_goes_on_where_it_is_deterministic(tmp_path, deterministic):
+async def test_after_the_crash_of_its_process_it_goes_on_where_it_is_deterministic(tmp_path, deterministic):
     game = Game()
     async with story_of(game, tmp_path, form="{hint}", deterministic=deterministic) as story:
         await story.say()

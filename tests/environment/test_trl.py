@@ -300,6 +300,7 @@ def test_arguments_are_described_by_the_docstring():
     assert argument_texts("Do.") == argument_texts("Do.\n\nArgs:\n") == {}
 
 
+@pytest.mark.slow
 def test_trl_takes_the_same_class_and_tells_a_model_the_same_of_it(file, tmp_path, monkeypatch):
     """TRL's trainer finds the same tools, and transformers, which it asks, the same schemas."""
     trl = pytest.importorskip("trl", reason="trl is not installed")

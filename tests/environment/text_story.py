@@ -1,20 +1,11 @@
 """Trajectories whose turns are any text, over a tokenizer of bytes."""
 
-import msgspec
-import numpy as np
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.data.tokenizer import Tokenizer
-from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost, SavedTurns
-from laminar_py.environment.writer import PlainWriter
-from laminar_py.records.environment import ModelTurn
-from laminar_py.records.spans import Span, add_span
-
-END = 0  # ends a turn
+from tests.environment.turns import END, appended, first_turn, make_host
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -33,33 +24,20 @@ class TextStory:
     def __init__(self, make, problem, folder, **limits):
         self._make, self._folder, self._limits, self._processes = make, folder, limits, 0
         self._tokenizer = byte_tokenizer()
-        self._turn = ModelTurn(trajectory_id="g0.0", problem=problem, response_ids=np.empty(0, np.int32), spans=())
+        self._turn = first_turn(problem)
         self.move()
 
     def move(self):
-        settings = EnvironmentConfig(**self._limits)
         self._processes += 1
-        self._host = EnvironmentHost(
-            self._make,
-            calls=EnvironmentCalls(settings),
-            writer=PlainWriter(self._tokenizer, stop_ids=(END,)),
-            saved=SavedTurns(self._folder / str(self._processes)),
-            limits=settings,
-        )
+        folder = self._folder / str(self._processes)
+        self._host = make_host(self._make, folder, tokenizer=self._tokenizer, **self._limits)
 
     async def say(self, text=None):
         """Answer to what the model says, or to the problem, and its text; None where it writes none."""
         if text is not None:
-            self._append(np.array([*self._tokenizer.encode(text), END], np.int32), 3)
+            self._turn = appended(self._turn, [*self._tokenizer.encode(text), END], 3)
         answer = await self._host.answer(self._turn)
         if answer.ids is None:
             return answer, None
-        self._append(answer.ids, None)
+        self._turn = appended(self._turn, answer.ids)
         return answer, self._tokenizer.decode(answer.ids)
-
-    def _append(self, ids, version):
-        spans, length = list(self._turn.spans), len(self._turn.response_ids)
-        if len(ids):
-            add_span(spans, Span(version, length, length + len(ids)))
-        joined = np.concatenate([self._turn.response_ids, ids])
-        self._turn = msgspec.structs.replace(self._turn, response_ids=joined, spans=tuple(spans))

@@ -1,9 +1,12 @@
-"""Environments over a tokenizer that merges wherever it can."""
+"""Environments over a tokenizer that merges wherever it can, and trajectories as a replica leads them."""
 
+import asyncio
 import itertools
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
+import numpy as np
 import tokenizers
 from tokenizers.models import BPE
 
@@ -14,7 +17,8 @@ from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.protocol import End, Observation, Rewrite
 from laminar_py.environment.writer import PlainWriter
-from laminar_py.records.environment import Problem
+from laminar_py.records.environment import ModelTurn, Problem, TurnPart
+from laminar_py.records.spans import Span, add_span
 
 LETTERS = "abcd"
 END = 0  # ends a turn
@@ -106,15 +110,38 @@ class Forgetful:
         return Observation("b" * self.made)
 
 
-def make_host(make, folder, **limits) -> EnvironmentHost:
+def make_host(make, folder, *, tokenizer=None, **limits) -> EnvironmentHost:
     settings = EnvironmentConfig(**limits)
     return EnvironmentHost(
         make,
         calls=EnvironmentCalls(settings),
-        writer=PlainWriter(greedy_tokenizer(), stop_ids=(END,)),
+        writer=PlainWriter(tokenizer or greedy_tokenizer(), stop_ids=(END,)),
         saved=SavedTurns(folder),
         limits=settings,
     )
+
+
+def first_turn(given, *, name="g0.0") -> ModelTurn:
+    """A trajectory of this problem before its first token."""
+    return ModelTurn(trajectory_id=name, problem=given, response_ids=np.empty(0, np.int32), spans=())
+
+
+def appended(turn, ids, version=None, follows=None, *, limit=None) -> ModelTurn:
+    """The trajectory with ids of the environment, or of the model at a version."""
+    spans, length = list(turn.spans), len(turn.response_ids)
+    if len(ids):
+        add_span(spans, Span(version, length, length + len(ids), follows=follows, turn_limit=limit))
+    joined = np.concatenate([turn.response_ids, np.array(ids, np.int32)])
+    return msgspec.structs.replace(turn, response_ids=joined, spans=tuple(spans))
+
+
+async def hear(host, turn, ids, logprobs, *, pause_s=0.0):
+    """Pass all tokens of the next turn of the model but the last, one by one."""
+    for place in range(len(ids) - 1):
+        part = slice(place, place + 1)
+        tokens = {"place": place, "ids": ids[part], "logprobs": logprobs[part]}
+        host.hear([TurnPart(trajectory_id=turn.trajectory_id, turn_start=len(turn.response_ids), **tokens)])
+        await asyncio.sleep(pause_s)
 
 
 def problem(turns: int) -> Problem:

@@ -21,7 +21,7 @@ from laminar_py.data.sources import source_at
 from laminar_py.data.tiny_models import SPECIAL, UNKNOWN
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.trajectory import FinishReason
-from laminar_py.reward.terms import ExactReward
+from laminar_py.reward.terms import make_exact
 from tests.reward.requests import make_request
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_the_tokenizer_knows_every_token_and_gives_the_text_back(data: Path) -> 
 
 def test_the_configured_reward_accepts_the_right_answer_alone() -> None:
     (term,) = CONFIG.reward.use
-    reward = ExactReward(term)
+    reward = make_exact(term)
     problem = task.Problem("-2", "*7", 1, 5)
 
     def value(response: str, finish: FinishReason = FinishReason.STOP) -> float:

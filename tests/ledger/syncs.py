@@ -19,4 +19,4 @@ def refuse():
     refused = [op for number in CALLS for op in seccomp._case(number, [seccomp._refuse(errno.EIO)])]
     number, allow = seccomp._op(seccomp.LOAD, seccomp.NUMBER), seccomp._op(seccomp.RETURN, seccomp.ALLOW)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    seccomp.put_on(b"".join([number, *refused, allow]))
+    seccomp.apply_filter(b"".join([number, *refused, allow]))

@@ -83,21 +83,22 @@ async def test_tests_after_one_that_is_out_of_time_are_not_waited_for(tmp_path):
     assert (found.value, found.terms[0].text) == (9 / 40, "test 1: returned 1, wanted 0")
 
 
-@pytest.mark.parametrize(
-    ("program", "label"),
-    [
-        ("def f(x):\n    while True: pass", "time"),
-        ("def f(x):\n    return 'a' * 10**10", "memory"),
-        ("def f(x):\n    return open('/etc/passwd').read()", "files"),
-        ("def f(x):\n    import ctypes\n    ctypes.string_at(0)", "crash"),
-        ("def f(", "error"),
-    ],
-)
-async def test_a_violation_is_a_label_and_no_failed_reward(tmp_path, program, label):
+VIOLATIONS = {
+    "time": "def f(x):\n    while True: pass",
+    "memory": "def f(x):\n    return 'a' * 10**10",
+    "files": "def f(x):\n    return open('/etc/passwd').read()",
+    "crash": "def f(x):\n    import ctypes\n    ctypes.string_at(0)",
+    "error": "def f(",
+}
+
+
+async def test_a_violation_is_a_label_and_no_failed_reward(tmp_path):
+    programs = enumerate(VIOLATIONS.values())
     async with scorer_of(tmp_path, {"use": ["code"]}, sandbox={"cpu_s": 1}) as scorer:
-        (found,) = await score(scorer, request_of(program, FUNCTION))
-    assert (found.value, found.failure) == (0.0, None)
-    assert found.terms[0].text.startswith(f"test 1: {label}: ")
+        found = await score(scorer, *(request_of(program, FUNCTION, index=index) for index, program in programs))
+    for one, label in zip(found, VIOLATIONS, strict=True):
+        assert (one.value, one.failure) == (0.0, None)
+        assert one.terms[0].text.startswith(f"test 1: {label}: ")
 
 
 FORGERIES = {
@@ -133,11 +134,11 @@ def f(x):
 }
 
 
-@pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
-@pytest.mark.parametrize("tests", [FUNCTION, ASSERTED])
-async def test_no_program_forges_its_verdict(tmp_path, program, tests):
-    (found,) = await scores_of(tmp_path, request_of(program, tests))
-    assert found.value == 0.0
+async def test_no_program_forges_its_verdict(tmp_path):
+    cases = [(name, tests) for name in FORGERIES for tests in (FUNCTION, ASSERTED)]
+    requests = [request_of(FORGERIES[name], tests, index=index) for index, (name, tests) in enumerate(cases)]
+    found = await scores_of(tmp_path, *requests)
+    assert [name for (name, _), one in zip(cases, found, strict=True) if one.value != 0.0] == []
 
 
 @pytest.mark.parametrize(
@@ -282,12 +283,6 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("program", LEFT)
-async def test_arguments_hold_what_the_function_left_in_them(tmp_path, program):
-    (found,) = await scores_of(tmp_path, request_of(program, {"entry_point": "f", "asserts": LEFT[program]}))
-    assert (found.value, found.terms[0].text, found.detail) == (1.0, "", "")
-
-
 SWALLOWED = [
     "for x in (1, 2):\n    try: ok = f(x) == 2 * x\n    except: ok = False\n    assert ok",
     "assert f(0) == 0\nfor x in (1, 2):\n    try: r = f(x)\n    except: r = None\n    assert r == 2 * x",
@@ -296,12 +291,15 @@ SWALLOWED = [
 ]
 
 
-@pytest.mark.parametrize("asserts", SWALLOWED)
-async def test_no_verdict_is_given_on_calls_that_were_not_made(tmp_path, asserts):
+async def test_no_verdict_is_given_on_calls_that_were_not_made(tmp_path):
     wrong = "def f(x):\n    return 3 * x"
-    tests = {"entry_point": "f", "asserts": asserts}
-    right, other = await scores_of(tmp_path, request_of(DOUBLE, tests), request_of(wrong, tests, index=1))
-    assert (right.value, right.detail, other.value, other.detail) == (1.0, "", 0.0, "")
+    cases = [(program, asserts) for asserts in SWALLOWED for program in (DOUBLE, wrong)]
+    requests = [
+        request_of(program, {"entry_point": "f", "asserts": asserts}, index=index)
+        for index, (program, asserts) in enumerate(cases)
+    ]
+    found = await scores_of(tmp_path, *requests)
+    assert [(one.value, one.detail) for one in found] == [(1.0, ""), (0.0, "")] * len(SWALLOWED)
 
 
 async def test_a_call_that_cannot_be_made_is_told_though_the_tests_swallow_it(tmp_path):
@@ -311,11 +309,16 @@ async def test_a_call_that_cannot_be_made_is_told_though_the_tests_swallow_it(tm
     assert "a value of type object has no plain form" in found.detail
 
 
-@pytest.mark.parametrize("program", EXACT)
-async def test_assertions_see_values_and_exceptions_as_they_are(tmp_path, program):
-    tests = {"entry_point": "f", "asserts": EXACT[program]}
-    (found,) = await scores_of(tmp_path, request_of(program, tests))
-    assert (found.value, found.terms[0].text) == (1.0, "")
+async def test_assertions_see_values_and_exceptions_and_arguments_as_the_function_left_them(tmp_path):
+    cases = [*EXACT.items(), *LEFT.items()]
+    requests = [
+        request_of(program, {"entry_point": "f", "asserts": asserts}, index=index)
+        for index, (program, asserts) in enumerate(cases)
+    ]
+    found = await scores_of(tmp_path, *requests)
+    texts = [one.detail or one.terms[0].text for one in found]
+    assert [(case, text) for case, text in zip(cases, texts, strict=True) if text] == []
+    assert [one.value for one in found] == [1.0] * len(cases)
 
 
 async def test_a_call_that_takes_its_process_down_fails_alone(tmp_path):
@@ -365,11 +368,12 @@ BLAMED_ON_THE_PROGRAM = {
 }
 
 
-@pytest.mark.parametrize("program", BLAMED_ON_THE_PROGRAM)
-async def test_what_the_program_is_to_blame_for_is_zero(tmp_path, program):
-    (found,) = await scores_of(tmp_path, request_of(program, ASSERTED))
-    assert (found.value, found.failure) == (0.0, None)
-    assert found.terms[0].text.startswith(BLAMED_ON_THE_PROGRAM[program])
+async def test_what_the_program_is_to_blame_for_is_zero(tmp_path):
+    blamed = enumerate(BLAMED_ON_THE_PROGRAM)
+    found = await scores_of(tmp_path, *(request_of(program, ASSERTED, index=index) for index, program in blamed))
+    for one, text in zip(found, BLAMED_ON_THE_PROGRAM.values(), strict=True):
+        assert (one.value, one.failure) == (0.0, None)
+        assert one.terms[0].text.startswith(text)
 
 
 async def test_a_program_cannot_have_no_value_by_leading_the_tests_to_more_calls(tmp_path, monkeypatch):
@@ -416,24 +420,14 @@ async def test_calls_of_more_bytes_than_one_answer_has_are_made_in_turns(tmp_pat
     [
         ("import numpy.linalg\nassert f(1) == 1", "imports 'numpy', which the sandbox does not have"),
         ("from . import other\nassert f(1) == 1", "imports '.', which"),
-        ("s = f(); s.push(1)\nassert s.x == [1]", "takes `.push` of what f returns, which no plain value has"),
-        ("def g():\n    assert f(1).val == 2\ng()", "takes `.val` of what f returns"),
     ],
 )
-def test_tests_of_classes_and_of_packages_are_refused_at_load(asserts, words):
+def test_tests_that_import_packages_are_refused_at_load(asserts, words):
     fields = json.dumps({"tests": {"entry_point": "f", "asserts": asserts}}).encode()
     assert words in fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields))
 
 
-@pytest.mark.parametrize(
-    "asserts",
-    [
-        "try:\n    import numpy\nexcept ImportError:\n    pass\nr = f()\nr.sort()\nassert f(1).items()",
-        "def norm(p):\n    return p.x + p.y\np = f(1)\nassert p == 3",
-        "node = f(1)\nassert (lambda node: node.val)(int) == 1 and node == 2",
-        "e = f(1)\ntry:\n    f('x')\nexcept UnicodeDecodeError as e:\n    assert e.reason",
-    ],
-)
-def test_tests_of_plain_values_are_taken(asserts):
+def test_tests_may_try_to_import_packages():
+    asserts = "try:\n    import numpy\nexcept ImportError:\n    pass\nr = f()\nr.sort()\nassert f(1).items()"
     fields = json.dumps({"tests": {"entry_point": "f", "asserts": asserts}}).encode()
     assert fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields)) is None

@@ -114,16 +114,6 @@ async def test_a_lost_piece_is_a_score_of_a_lost_host_and_costs_no_other(tmp_pat
     assert after.value == 1.0
 
 
-async def test_bytes_that_were_changed_are_lost_and_not_scored(tmp_path):
-    unscored = by_reference(response("#7"), replica(tmp_path))
-    (segment,) = (tmp_path / SEGMENTS).iterdir()
-    segment.write_bytes(segment.read_bytes().replace(b"7\0\0\0", b"8\0\0\0"))
-    async with scorer_of(tmp_path, {"use": [{"kind": "exact", "pattern": "#(.)"}]}) as scorer:
-        (found,) = await scores_of(scorer, unscored)
-    assert (found.failure, found.value) == (DropReason.HOST_LOST, None)
-    assert "the stored bytes were changed" in found.detail
-
-
 async def test_columns_are_in_a_segment_before_a_score_names_them(tmp_path):
     (tmp_path / "mine.py").write_text(GIVES_BOTH)
     writer = replica(tmp_path)

@@ -40,7 +40,7 @@ def judge(
     failures.add_trial(scored(trial))
     for index, value in enumerate(values):
         score = scored(value, reason=reason)
-        failures.add(score, task="", trains=trained(index), now_s=index * every_s)
+        failures.add_score(score, task="", trains=trained(index), now_s=index * every_s)
         if failures.fault is not None:
             return failures.fault, index + 1
     return None, len(values)
@@ -49,7 +49,7 @@ def judge(
 def test_the_first_failure_of_each_task_and_reason_is_told_with_what_the_worker_says() -> None:
     failures = ScoreFailures("mine.py:score", step=STEP)
     said = [
-        failures.add(
+        failures.add_score(
             scored(value, reason=reason, detail="ValueError: no (at mine.py:3)"), task=task, trains=True, now_s=0.0
         )
         for value, reason, task in (
@@ -108,10 +108,10 @@ def test_evaluations_that_are_late_do_not_end_a_run_that_trains() -> None:
 def test_what_another_reward_does_in_an_evaluation_hides_no_lateness_in_training(failure, own_reward) -> None:
     failures = ScoreFailures("mine.py:score", step=STEP)
     evaluated = scored(1.0 if failure is None else None, reason=failure)
-    failures.add(evaluated, task="", trains=False, own_reward=own_reward, now_s=0.0)
+    failures.add_score(evaluated, task="", trains=False, own_reward=own_reward, now_s=0.0)
     for index in range(LATE):
         late = scored(None, reason=DropReason.REWARD_TIMEOUT)
-        failures.add(late, task="", trains=True, now_s=13.0 * index)
+        failures.add_score(late, task="", trains=True, now_s=13.0 * index)
     ends = own_reward or failure is not None
     assert (failures.fault is not None) == ends, "a value of the same reward shows that it is down, and waited for"
 
@@ -189,13 +189,13 @@ def test_equal_rewards_with_columns_beside_failures_end_nothing() -> None:
     columns = {"teacher_logprobs": ColumnRef(Dtype.FLOAT32, make_ref())}
     for value in [1.0, None] * 2 * STEP:
         score = msgspec.structs.replace(scored(value), columns={} if value is None else columns)
-        failures.add(score, task="", trains=True, now_s=0.0)
+        failures.add_score(score, task="", trains=True, now_s=0.0)
         assert failures.fault is None, "a teacher teaches whatever the value is"
 
 
 def test_evaluations_are_counted_and_told_and_end_nothing() -> None:
     failures = ScoreFailures("mine.py:score", step=STEP)
-    lines = [failures.add(scored(None), task="", trains=False, now_s=0.0) for _ in range(4 * STEP)]
+    lines = [failures.add_score(scored(None), task="", trains=False, now_s=0.0) for _ in range(4 * STEP)]
     assert failures.fault is None
     assert sum(line is not None for line in lines) == 1
     assert failures.text.startswith(f"{4 * STEP} of {4 * STEP}")
@@ -212,7 +212,7 @@ def test_an_outage_is_told_as_it_begins_and_again_each_minute_until_scores_come(
     failures = ScoreFailures("mine.py:score", step=STEP)
 
     def step(value: float | None, now_s: float) -> str | None:
-        lines = [failures.add(scored(value), task="", trains=True, now_s=now_s) for _ in range(STEP)]
+        lines = [failures.add_score(scored(value), task="", trains=True, now_s=now_s) for _ in range(STEP)]
         told = [line for line in lines if line is not None and "fail, the last" in line]
         assert len(told) <= 1
         return told[0] if told else None
@@ -235,7 +235,7 @@ def test_an_outage_ends_with_the_first_value_and_the_run_on_time_however_few_sco
     failures = ScoreFailures("mine.py:score", step=STEP)
 
     def add(value: float | None, now_s: float) -> None:
-        failures.add(scored(value), task="", trains=True, now_s=now_s)
+        failures.add_score(scored(value), task="", trains=True, now_s=now_s)
 
     for value in [1.0, 0.0] * (STEP // 2) + [None] * STEP:
         add(value, 0.0)

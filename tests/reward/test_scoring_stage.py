@@ -14,7 +14,7 @@ PATIENCE_S = 60.0
 
 
 class GatedScorer:
-    """Scores what it has when its gate is open; remembers what it got together. Dies over "die"."""
+    """Scores what it has when its gate is open; remembers what it got together. Crashes over "crash"."""
 
     def __init__(self, at_once: int = 4, elapsed_s: float = 9.0) -> None:
         self.at_once = at_once
@@ -27,7 +27,7 @@ class GatedScorer:
     async def submit_responses(self, requests: Sequence[Unscored]) -> None:
         self.batches.append([request.request.response for request in requests])
         await asyncio.sleep(0)  # as over a wire
-        if "die" in self.batches[-1]:
+        if "crash" in self.batches[-1]:
             raise ScorerCrashedError
         for request in requests:
             score = Score(trajectory_id=request.id, value=1.0, elapsed_s=self._elapsed_s)
@@ -172,21 +172,21 @@ async def test_what_was_dropped_while_it_waited_takes_no_time_of_a_scorer() -> N
     assert (stage.num_unscored, stage.oldest_s) == (0, 0.0)
 
 
-async def test_what_a_dead_scorer_had_is_scored_once_by_the_next_before_what_waits() -> None:
-    class Dying(GatedScorer):
+async def test_what_a_crashed_scorer_had_is_scored_once_by_the_next_before_what_waits() -> None:
+    class Crashing(GatedScorer):
         async def next_scores(self) -> list[Score]:
             await self.gate.wait()
             raise ScorerCrashedError
 
-    dying, successor, inbox = Dying(at_once=2), open_scorer(at_once=2), Inbox()
+    crashing, successor, inbox = Crashing(at_once=2), open_scorer(at_once=2), Inbox()
 
     async def restart(index: int) -> ScorerHandle:
         return successor
 
-    async with running(make_stage([dying], inbox, restart=restart), *"abc"):
-        dying.gate.set()
+    async with running(make_stage([crashing], inbox, restart=restart), *"abc"):
+        crashing.gate.set()
         assert set(await inbox.wait(3)) == {"g0.0", "g0.1", "g0.2"}
-    assert (dying.batches, successor.batches[0]) == ([["a", "b"]], ["a", "b"])
+    assert (crashing.batches, successor.batches[0]) == ([["a", "b"]], ["a", "b"])
 
 
 async def test_one_by_one_takes_one_and_leaves_the_others_in_the_queue() -> None:
@@ -215,7 +215,7 @@ async def test_a_scorer_rests_while_its_score_is_being_delivered() -> None:
 
 async def test_an_error_of_the_restart_ends_the_stage() -> None:
     stage = make_stage([GatedScorer()], Inbox())
-    stage.submit_response(unscored("die")[0])
+    stage.submit_response(unscored("crash")[0])
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.timeout(PATIENCE_S):
             await stage.run()

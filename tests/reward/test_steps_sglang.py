@@ -1,4 +1,4 @@
-"""Process rewards of a real SGLang server on the CPU: as a plain forward has them, and in a run whose server dies.
+"""Process rewards of a real SGLang server on the CPU: as a plain forward has them, and in a run with a crash.
 
 The model is random: how steps are asked about, kept and trained on is what is shown. A start takes about 20 s.
 """
@@ -151,7 +151,7 @@ async def test_a_run_trains_on_scores_of_steps_though_their_server_is_killed_twi
 
 
 async def check_scores(prm: ModelServer, run: Path) -> None:
-    """Every reward is that of a plain forward, and so are the advantages; what the dead server left has none."""
+    """Every reward is that of a plain forward, and so are advantages; a crashed server leaves none."""
     decode = load_tokenizer(REPO / "experiments/quickstart/data/model").decode
     groups = defaultdict(list)
     with reading(run) as connection:

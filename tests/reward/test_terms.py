@@ -9,13 +9,13 @@ from laminar_py.config.reward import FunctionTerm, RewardConfig, check_tasks
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.reward.terms import (
-    ExactReward,
     ExactTerm,
-    FormatReward,
     FormatTerm,
-    LengthReward,
     LengthTerm,
     load_function,
+    make_exact,
+    make_format,
+    make_length,
 )
 from tests.reward.requests import make_request
 
@@ -33,21 +33,21 @@ from tests.reward.requests import make_request
     ],
 )
 def test_exact_compares_the_last_match_with_the_answer(pattern: str, response: str, value: float) -> None:
-    assert ExactReward(ExactTerm(pattern=pattern))(make_request(response)).value == value
+    assert make_exact(ExactTerm(pattern=pattern))(make_request(response)).value == value
 
 
 @pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.ABORT])
 def test_exact_gives_nothing_for_a_response_that_was_cut(finish: FinishReason) -> None:
-    assert ExactReward(ExactTerm(pattern=r"#(\d)"))(make_request("#7", finish_reason=finish)).value == 0.0
+    assert make_exact(ExactTerm(pattern=r"#(\d)"))(make_request("#7", finish_reason=finish)).value == 0.0
 
 
 def test_format_looks_over_line_breaks() -> None:
-    reward = FormatReward(FormatTerm(pattern="^<think>.*</think>"))
+    reward = make_format(FormatTerm(pattern="^<think>.*</think>"))
     assert [reward(make_request(text)) for text in ("<think>a\nb</think>7", "7")] == [1.0, 0.0]
 
 
 def test_length_takes_off_between_two_lengths_and_no_more() -> None:
-    reward = LengthReward(LengthTerm(free=10, most=20))
+    reward = make_length(LengthTerm(free=10, most=20))
     assert [reward(make_request("", num_tokens=count)) for count in (1, 10, 15, 20, 99)] == [0, 0, -0.5, -1, -1]
 
 

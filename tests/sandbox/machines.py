@@ -66,7 +66,7 @@ def refuse(numbers):
     cases = [part for number in numbers for part in seccomp._case(number, [seccomp._refuse(errno.EPERM)])]
     end = seccomp._op(seccomp.RETURN, seccomp.ALLOW)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    seccomp.put_on(b"".join([seccomp._op(seccomp.LOAD, seccomp.NUMBER), *cases, end]))
+    seccomp.apply_filter(b"".join([seccomp._op(seccomp.LOAD, seccomp.NUMBER), *cases, end]))
 
 
 async def survey():

@@ -7,18 +7,18 @@ from laminar_py.sandbox.inside.homes import FolderHome
 
 def test_a_folder_with_more_names_than_a_command_takes_is_emptied(tmp_path):
     home = FolderHome(str(tmp_path / "home"), None)
-    home.freshen(1)
+    home.reset(1)
     for number in range(9000):
         os.symlink("x", os.path.join(home.path, f"{number:010d}".ljust(255, "x")))
-    assert home.full(1 << 30)
-    assert home.freshen(1)
+    assert home.is_full(1 << 30)
+    assert home.reset(1)
     assert os.listdir(home.path) == []
 
 
 def test_a_folder_that_vanishes_at_each_look_counts_as_full(tmp_path, monkeypatch):
     home = FolderHome(str(tmp_path), None)
     (tmp_path / "inner").mkdir()
-    assert not home.full(1 << 20)
+    assert not home.is_full(1 << 20)
     found = os.open
 
     def vanishing(path, *args, **options):
@@ -27,4 +27,4 @@ def test_a_folder_that_vanishes_at_each_look_counts_as_full(tmp_path, monkeypatc
         return found(path, *args, **options)
 
     monkeypatch.setattr(os, "open", vanishing)
-    assert home.full(1 << 20)
+    assert home.is_full(1 << 20)

@@ -6,7 +6,7 @@ import pytest
 
 from laminar_py.sandbox.inside.program import Claim, kind_of
 from laminar_py.sandbox.inside.wire import SandboxLimits
-from laminar_py.sandbox.records import Evidence, SandboxLabel, label, read_claim
+from laminar_py.sandbox.records import SandboxLabel, label, read_claim
 
 LIMITS = SandboxLimits()
 FAILED = 1 << 8  # exit code 1
@@ -38,7 +38,7 @@ FAILED = 1 << 8  # exit code 1
     ],
 )
 def test_a_label_follows_from_the_evidence(expected, evidence):
-    found, detail = label(Evidence(**{"claim": Claim(), **evidence}), LIMITS)
+    found, detail = label(LIMITS, **{"claim": Claim(), **evidence})
     assert found is SandboxLabel(expected)
     assert "\n" not in detail
 

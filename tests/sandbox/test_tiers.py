@@ -49,8 +49,8 @@ def test_events_of_both_versions_of_cgroups_are_counted(tmp_path):
         (tmp_path / name).write_text("max\n")
     cgroup = places.SlotCgroup(tmp_path, tmp_path)
     assert cgroup.counts() == places.CgroupCounts(2, 5)
-    cgroup.measure()
-    cgroup.limit(memory_bytes=100, processes=3)
+    cgroup.measure_own_memory()
+    cgroup.set_limits(memory_bytes=100, processes=3)
     limits = [(tmp_path / name).read_text() for name in ("memory.max", "memory.swap.max", "pids.max")]
     assert limits == ["4196", "0", "5"]
     (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")

@@ -62,7 +62,7 @@ class AgentRequest:
     logprobs: list[float] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)  # new tokens are there, or the answer
 
-    def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
+    def receive_tokens(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
         """Append new tokens whose first has the index `place`. A gap stays until the whole turn arrives."""
         if self.listens and place == len(self.ids):
             self.ids.extend(ids.tolist())
@@ -84,32 +84,11 @@ class AgentRequest:
         self.news.set()
 
 
-class Keys:
-    """API keys of running agents, e.g. `keys.find_agent("sk-...")`."""
-
-    def __init__(self) -> None:
-        self._agents: dict[str, AgentEnvironment] = {}
-
-    def admit(self, agent: "AgentEnvironment") -> str:
-        """Make a key for the agent's requests."""
-        key = f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
-        self._agents[key] = agent
-        return key
-
-    def remove(self, key: str) -> None:
-        """Refuse the key from now on."""
-        self._agents.pop(key, None)
-
-    def find_agent(self, key: str) -> "AgentEnvironment | None":
-        """Return the agent with this key, or None."""
-        return self._agents.get(key)
-
-
 class StartedAgent(Protocol):
     """An agent that was started, or a trajectory that waits for an external one."""
 
     async def end(self) -> None:
-        """End the agent, whatever it does."""
+        """End the agent, also while it works."""
         ...
 
 
@@ -127,8 +106,8 @@ class Agents(Protocol):
 class AgentEnvironment:
     """Environment whose messages to the model are the requests of an agent.
 
-    `agents` starts the agent, and `keys` makes its API key. A request with more than `most_bytes` of new text is
-    refused. `session` runs code for the agent.
+    `agents` starts the agent. `keys` has the running agents by their API keys. A request with more than
+    `most_bytes` of new text is refused. `session` runs code for the agent.
     """
 
     def __init__(
@@ -137,7 +116,7 @@ class AgentEnvironment:
         messages: AssistantMessages,
         words: Words,
         *,
-        keys: "Keys",
+        keys: "dict[str, AgentEnvironment]",
         deterministic: bool,
         most_bytes: int,
         session: PythonSession | None = None,
@@ -154,7 +133,7 @@ class AgentEnvironment:
         self._last: End | AgentFailedError | None = None  # once it is set, waiting requests get no answer
         self._requests: dict[bytes, AgentRequest] = {}  # all, by digest
         self._current: AgentRequest | None = None  # the model's next turn answers it
-        self._roles: list[str] = []  # role of each turn of the model
+        self._roles: list[str] = []  # that the model played, by turn
         self._sampled: SampledTurn | None = None
         self._newest: AgentAnswer | None = None
         self._agent: StartedAgent | None = None
@@ -166,7 +145,8 @@ class AgentEnvironment:
     async def reset(self, problem: Problem) -> Begin:
         """Start the agent and wait for its first request, which begins the conversation."""
         self.trajectory_id = problem.trajectory_id
-        self._key = self._keys.admit(self)
+        self._key = f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
+        self._keys[self._key] = self
         self._agent = await self._agents.start(problem, key=self._key, ended=self._agent_ended)
         first = await self._next_request()
         if isinstance(first, End):
@@ -178,10 +158,10 @@ class AgentEnvironment:
         """True if the current request wants its answer token by token."""
         return self._current is not None and self._current.listens
 
-    def hear(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
+    def receive_tokens(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
         """Pass new tokens of the current turn to its request."""
         if self._current is not None:
-            self._current.hear(place, ids, logprobs)
+            self._current.receive_tokens(place, ids, logprobs)
 
     def receive_turn(self, turn: SampledTurn) -> None:
         """Keep the tokens of a turn until `step` gets its text."""
@@ -195,8 +175,8 @@ class AgentEnvironment:
         self._current = None
         assert current.prompt is not None, "it is answered once"
         self._roles.append(current.role)
-        message = self._messages.read(action, turn=len(self._roles), has_tools=current.prompt.has_tools)
-        current.prompt.note_answer(self._history, turn, message, turn=len(self._roles))
+        message = self._messages.read_turn(action, turn=len(self._roles), has_tools=current.prompt.has_tools)
+        current.prompt.record_answer(self._history, turn, message, turn=len(self._roles))
         if self._newest is not None:
             self._newest.context = None
         self._newest = AgentAnswer(
@@ -214,7 +194,7 @@ class AgentEnvironment:
         """End the agent and its session; refuse its requests from now on."""
         self._refuse_requests()
         async with AsyncExitStack() as stack:  # runs in reverse order, each step even if another fails
-            stack.callback(self._keys.remove, self._key)
+            stack.callback(self._keys.pop, self._key, None)
             if self._agent is not None:
                 stack.push_async_callback(self._agent.end)
             if self._session is not None:
@@ -301,7 +281,7 @@ class AgentEnvironment:
             assert given is not None, "None comes only with the end"
             assert given.prompt is not None, "it was not answered yet"
             try:
-                words = given.prompt.join(self._history, turn=len(self._roles) + 1)
+                words = given.prompt.new_words(self._history, turn=len(self._roles) + 1)
             except WordsTooLongError as error:
                 del self._requests[given.digest]
                 given.refuse(HttpStatusError(413, str(error)))

@@ -18,12 +18,12 @@ from laminar_py.environment.agents.agent import AgentAnswer
 from laminar_py.environment.agents.connections import HttpStatusError
 from laminar_py.environment.agents.history import Chat, Prompt, TextPrompt, TokenPrompt
 from laminar_py.environment.protocol import MOST_TOKENS
-from laminar_py.records.codec import IntArray
 from laminar_py.records.credit import MOST_ROLES, ROLE_CHARS
 
 MODEL = "policy"
 MOST_CHOICES = 16
 TurnLimit = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)] | None
+TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1)]
 
 
 class CalledFunction(msgspec.Struct):
@@ -70,31 +70,30 @@ class AnyRequest(msgspec.Struct, kw_only=True):
     model: Annotated[str, msgspec.Meta(max_length=ROLE_CHARS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] | None = None
     return_token_ids: bool | None = None
     max_tokens: TurnLimit = None
 
     @property
     def choices(self) -> int:
         """Number of turns that answer the request. Raises `HttpStatusError`."""
-        choices = 1 if self.n is None else self.n
-        if not 1 <= choices <= MOST_CHOICES or (choices > 1 and self.stream):
-            raise HttpStatusError(400, f"n={choices}: give 1 to {MOST_CHOICES}, and 1 for a stream")
-        return choices
+        if self.stream and (self.n or 1) > 1:
+            raise HttpStatusError(400, f"n={self.n}: give 1 for a stream")
+        return self.n or 1
 
 
 class ChatRequest(AnyRequest):
     """Body of a chat completion."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     logprobs: bool | None = None
     max_completion_tokens: TurnLimit = None
 
     def prompt_of_turn(self) -> Prompt:
         """Return the messages as a prompt, with roles that chat templates know. Raises `HttpStatusError`."""
-        if not self.messages or self.messages[-1].role == "assistant":
-            raise HttpStatusError(400, "messages: there are none, or the last is the assistant's")
+        if self.messages[-1].role == "assistant":
+            raise HttpStatusError(400, "messages: the last is the assistant's")
         plain = [msgspec.to_builtins(message) for message in self.messages]
         messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in plain]
         most = _least(self.max_tokens, self.max_completion_tokens)
@@ -104,19 +103,17 @@ class ChatRequest(AnyRequest):
 class CompletionRequest(AnyRequest):
     """Body of a completion: a text or token ids, which the model continues."""
 
-    prompt: str | list[int]
+    prompt: Annotated[str, msgspec.Meta(min_length=1)] | TokenIds
     logprobs: int | None = None
     echo: bool | None = None
 
     def prompt_of_turn(self) -> Prompt:
         """Return the text or the ids as a prompt. Raises `HttpStatusError`."""
-        if not self.prompt:
-            raise HttpStatusError(400, "prompt: is empty")
         if self.echo:
             raise HttpStatusError(400, "echo: this endpoint does not support it; leave it out")
         if isinstance(self.prompt, str):
             return TextPrompt(self.prompt, self.max_tokens)
-        return TokenPrompt(_ids(self.prompt), self.max_tokens)
+        return TokenPrompt(np.array(self.prompt, np.int32), self.max_tokens)
 
 
 class SamplingFields(msgspec.Struct):
@@ -128,17 +125,15 @@ class SamplingFields(msgspec.Struct):
 class TokensRequest(AnyRequest):
     """Body of a request in token ids, which the model continues."""
 
-    token_ids: list[int]
+    token_ids: TokenIds
     sampling_params: SamplingFields | None = None
 
     def prompt_of_turn(self) -> Prompt:
         """Return the ids as a prompt. Raises `HttpStatusError`."""
-        if not self.token_ids:
-            raise HttpStatusError(400, "token_ids: there are none")
         if self.stream:
             raise HttpStatusError(400, "stream: this endpoint does not support it for tokens; leave it out")
         sampled = None if self.sampling_params is None else self.sampling_params.max_tokens
-        return TokenPrompt(_ids(self.token_ids), _least(self.max_tokens, sampled))
+        return TokenPrompt(np.array(self.token_ids, np.int32), _least(self.max_tokens, sampled))
 
 
 TurnRequest = ChatRequest | CompletionRequest | TokensRequest
@@ -249,9 +244,3 @@ def to_json(value: object) -> str:
 
 def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _ids(given: list[int]) -> IntArray:
-    if min(given) < 0 or max(given) > np.iinfo(np.int32).max:
-        raise HttpStatusError(400, "tokens: one of them is no id of the model")
-    return np.array(given, np.int32)

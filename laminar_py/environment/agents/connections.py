@@ -15,7 +15,6 @@ then the connection that is idle longest. So connections without a key never kee
 import asyncio
 import resource
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,35 +45,25 @@ class HttpStatusError(Exception):
 class ConnectionBounds:
     """Bounds of an endpoint, e.g. `ConnectionBounds(most=4096, max_body_bytes=2**22)`."""
 
-    most: int  # connections
+    most: int  # connections, and never more than half of the file descriptors of this process
     max_body_bytes: int
     read_s: float = READ_S  # timeout of a first request's headers, and of each body
     stall_s: float = STALL_S  # timeout of a client that does not read its answer
 
     @property
-    def connections(self) -> int:
-        """Most connections: `most`, but at most half of the file descriptors of this process."""
-        return min(self.most, _descriptors() // 2)
-
-    @property
     def backlog(self) -> int:
         """Connections that the kernel accepts before we can close others to make room."""
-        return min(BACKLOG, _descriptors() // 8)
-
-    @property
-    def bodies_bytes(self) -> int:
-        """Most bytes of all bodies that we read at a time."""
-        return max(BODIES_BYTES, self.max_body_bytes)
+        return min(BACKLOG, _num_descriptors() // 8)
 
 
 class AgentConnection(asyncio.Protocol):
     """A connection. It counts bytes and passes them to the protocol `inner`, which speaks HTTP."""
 
-    def __init__(self, inner: asyncio.Protocol, all_of_them: "AgentConnections") -> None:
+    def __init__(self, inner: asyncio.Protocol, connections: "AgentConnections") -> None:
         self.inner = inner
         self.held = 0  # bytes of a stranger in our memory, at most LARGEST_HELD
         self.timer: asyncio.TimerHandle | None = None
-        self._all = all_of_them
+        self._connections = connections
         self._stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -82,11 +71,11 @@ class AgentConnection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport), "it is one of a socket"
         self.transport = transport
         self.inner.connection_made(transport)
-        self._all.opened(self)
+        self._connections.add_stranger(self)
 
     def data_received(self, data: bytes) -> None:
         """Pass data to HTTP, unless the connection was closed for sending too much."""
-        self._all.received(self, len(data))
+        self._connections.count_bytes(self, len(data))
         if not self.transport.is_closing():
             self.inner.data_received(data)
 
@@ -97,7 +86,7 @@ class AgentConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Close the connection unless the client reads within `stall_s`."""
         self.inner.pause_writing()
-        self._stall = asyncio.get_running_loop().call_later(self._all.bounds.stall_s, self.transport.abort)
+        self._stall = asyncio.get_running_loop().call_later(self._connections.bounds.stall_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         """Keep the connection: the client reads again."""
@@ -107,7 +96,7 @@ class AgentConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Forget the connection."""
         self._cancel_stall()
-        self._all.closed(self)
+        self._connections.remove(self)
         self.inner.connection_lost(error)
 
     def refuse(self, status: str) -> None:
@@ -132,13 +121,12 @@ class AgentConnections:
 
     def __init__(self, bounds: ConnectionBounds) -> None:
         self.bounds = bounds
-        self._most = bounds.connections
+        self._most = min(bounds.most, _num_descriptors() // 2)
         self._strangers: dict[AgentConnection, None] = {}  # the oldest first
         self._idle: dict[AgentConnection, None] = {}  # the longest idle first
         self._busy: set[AgentConnection] = set()
-        self._answering: Counter[object] = Counter()  # requests in flight, by agent
+        self._bodies: dict[object, list[int]] = {}  # bytes of each body in flight, by agent
         self._held = 0  # bytes of all strangers in our memory
-        self._kept: Counter[object] = Counter()  # bytes of bodies of requests in flight, by agent
         self._reading = 0  # bytes of bodies that we read now
 
     def __len__(self) -> int:
@@ -150,7 +138,7 @@ class AgentConnections:
 
     # ---- called by connections
 
-    def opened(self, one: AgentConnection) -> None:
+    def add_stranger(self, one: AgentConnection) -> None:
         """Add a connection as a stranger; close another one if there are too many."""
         if len(self) >= self._most and not self._make_room():
             one.refuse(TOO_MANY)
@@ -158,7 +146,7 @@ class AgentConnections:
         self._strangers[one] = None
         one.timer = asyncio.get_running_loop().call_later(self.bounds.read_s, self._refuse, one, TOO_SLOW)
 
-    def received(self, one: AgentConnection, count: int) -> None:
+    def count_bytes(self, one: AgentConnection, count: int) -> None:
         """Count the bytes of a stranger; close the oldest strangers while they hold too many."""
         if one in self._strangers:
             more = min(count, LARGEST_HELD - one.held)
@@ -167,7 +155,7 @@ class AgentConnections:
             while self._held > STRANGERS_BYTES:
                 self._make_room()
 
-    def closed(self, one: AgentConnection) -> None:
+    def remove(self, one: AgentConnection) -> None:
         """Remove a closed connection."""
         self._forget_stranger(one)
         self._idle.pop(one, None)
@@ -176,42 +164,39 @@ class AgentConnections:
     # ---- called by the endpoint
 
     @contextmanager
-    def answering(self, transport: asyncio.BaseTransport | None, agent: object | None) -> Iterator[None]:
-        """Mark a connection as the agent's while its request is in flight. Raises `HttpStatusError`.
+    def admit(self, transport: asyncio.BaseTransport | None, agent: object | None, count: int) -> Iterator[None]:
+        """Mark a connection as the agent's while its request with `count` bytes of body is in flight.
 
-        Without an agent, an external client waits for a trajectory; such a connection counts as idle.
+        Without an agent, an external client waits for a trajectory; such a connection counts as idle. Raises
+        `HttpStatusError` if the agent has too much in flight.
         """
         one = _connection_of(transport)
         self._forget_stranger(one)
         self._idle.pop(one, None)
         self._idle[one] = None
-        if agent is None:
-            yield
-            return
-        if self._answering[agent] >= MOST_AT_ONCE:
+        bodies = self._bodies.setdefault(agent, [])
+        if agent is not None and len(bodies) >= MOST_AT_ONCE:
             raise HttpStatusError(429, f"the agent has {MOST_AT_ONCE} requests in flight; try again")
-        del self._idle[one]
-        self._busy.add(one)
-        with _held(self._answering, agent, 1):
-            try:
-                yield
-            finally:
-                if one in self._busy:  # the client may have closed it meanwhile
-                    self._busy.remove(one)
-                    self._idle[one] = None
-
-    @contextmanager
-    def keeping(self, agent: object | None, count: int) -> Iterator[None]:
-        """Reserve `count` bytes for a body of an agent until its request is answered. Raises `HttpStatusError`."""
-        if self._kept[agent] + count > BODIES_KEPT * self.bounds.max_body_bytes:
+        if sum(bodies) + count > BODIES_KEPT * self.bounds.max_body_bytes:
             raise HttpStatusError(503, BODIES_FULL)
-        with _held(self._kept, agent, count):
+        bodies.append(count)
+        if agent is not None:
+            del self._idle[one]
+            self._busy.add(one)
+        try:
             yield
+        finally:
+            bodies.remove(count)
+            if not bodies:
+                self._bodies.pop(agent, None)
+            if one in self._busy:  # the client may have closed it meanwhile
+                self._busy.remove(one)
+                self._idle[one] = None
 
     @contextmanager
     def reading(self, count: int) -> Iterator[None]:
         """Reserve `count` bytes while a body is read. Raises `HttpStatusError`."""
-        if self._reading + count > self.bounds.bodies_bytes:
+        if self._reading + count > max(BODIES_BYTES, self.bounds.max_body_bytes):
             raise HttpStatusError(503, BODIES_FULL)
         self._reading += count
         try:
@@ -228,13 +213,13 @@ class AgentConnections:
             return True
         if self._idle:
             one = next(iter(self._idle))
-            self.closed(one)
+            self.remove(one)
             one.close()
             return True
         return False
 
     def _refuse(self, one: AgentConnection, status: str) -> None:
-        self.closed(one)
+        self.remove(one)
         one.refuse(status)
 
     def _forget_stranger(self, one: AgentConnection) -> None:
@@ -246,22 +231,10 @@ class AgentConnections:
                 one.timer.cancel()
 
 
-def _descriptors() -> int:
+def _num_descriptors() -> int:
     """Return how many file descriptors this process may open."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors
-
-
-@contextmanager
-def _held(counter: Counter[object], agent: object, count: int) -> Iterator[None]:
-    """Add `count` to an agent's counter within the context; drop counters that are 0."""
-    counter[agent] += count
-    try:
-        yield
-    finally:
-        counter[agent] -= count
-        if not counter[agent]:
-            del counter[agent]
 
 
 def _connection_of(transport: asyncio.BaseTransport | None) -> AgentConnection:

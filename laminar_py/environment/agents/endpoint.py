@@ -8,7 +8,7 @@ request gets one whole turn of the model, or a status. The endpoint reads no bod
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from laminar_py.config.environment import Words
 from laminar_py.config.section import ConfigError
-from laminar_py.environment.agents.agent import AgentEnvironment, Keys
+from laminar_py.environment.agents.agent import AgentEnvironment
 from laminar_py.environment.agents.bodies import (
     MODEL,
     Bodies,
@@ -56,7 +56,11 @@ class AgentEndpoint:
     """HTTP handlers of the endpoint."""
 
     def __init__(
-        self, keys: Keys, words: Words, connections: AgentConnections, external: ExternalAgents | None = None
+        self,
+        keys: Mapping[str, AgentEnvironment],
+        words: Words,
+        connections: AgentConnections,
+        external: ExternalAgents | None = None,
     ) -> None:
         self._keys = keys
         self._external = external
@@ -102,7 +106,7 @@ class AgentEndpoint:
         bounds, length = self._connections.bounds, request.content_length
         most = bounds.max_body_bytes if length is None else min(length, bounds.max_body_bytes)
         count = most if request.can_read_body else 0
-        with self._connections.answering(request.transport, agent), self._connections.keeping(agent, count):
+        with self._connections.admit(request.transport, agent, count):
             with self._connections.reading(count):
                 try:
                     async with asyncio.timeout(bounds.read_s):
@@ -119,7 +123,7 @@ class AgentEndpoint:
 
     def _agent(self, request: web.Request) -> AgentEnvironment:
         """Find the agent by the request's key. Raises `HttpStatusError`."""
-        agent = self._keys.find_agent(_key_of(request))
+        agent = self._keys.get(_key_of(request))
         if agent is None:
             raise HttpStatusError(401, "no trajectory that goes on has this key", closes=True)
         return agent
@@ -185,7 +189,7 @@ def _key_of(request: web.Request) -> str:
 
 @asynccontextmanager
 async def serve(
-    keys: Keys,
+    keys: Mapping[str, AgentEnvironment],
     words: Words,
     *,
     external: ExternalAgents | None = None,

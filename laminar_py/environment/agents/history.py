@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from laminar_py.config.environment import Words
 from laminar_py.environment.protocol import Observation, Rewrite, Role, SampledTurn, TokenWords
-from laminar_py.environment.tool_calls import CallFormat, WrittenCall, outside_reasoning
+from laminar_py.environment.tool_calls import HermesCalls, LlamaCalls, WrittenCall, outside_reasoning
 from laminar_py.records.codec import DIGEST_BYTES, IntArray
 
 Message: TypeAlias = Mapping[str, Any]  # of a request, as the API has it
@@ -72,7 +72,7 @@ class Chat:
         """True if the answer may call tools."""
         return bool(self.tools)
 
-    def join(self, history: AgentHistory, *, turn: int) -> Observation | Rewrite:
+    def new_words(self, history: AgentHistory, *, turn: int) -> Observation | Rewrite:
         """Return the messages for the model before its turn `turn`; 1 is the first. Raises `WordsTooLongError`."""
         self._kind, self._said = _digest(_json(list(self.tools))), b"".join(map(message_digest, self.messages))
         behind, size = history.longest_prefix(self._kind, self._said)
@@ -81,7 +81,7 @@ class Chat:
             raise WordsTooLongError(f"{count:,} bytes, above max_observation_bytes={history.most_bytes:,}")
         return words
 
-    def note_answer(self, history: AgentHistory, sampled: SampledTurn, message: Message, *, turn: int) -> None:
+    def record_answer(self, history: AgentHistory, sampled: SampledTurn, message: Message, *, turn: int) -> None:
         """Add the turn that answers this request to the history."""
         history.add_turn(self._kind, self._said + message_digest(message), turn=turn)
 
@@ -103,14 +103,14 @@ class TokenPrompt:
     max_tokens: int | None = None  # of the answer
     has_tools: bool = False
 
-    def join(self, history: AgentHistory, *, turn: int) -> TokenWords:
+    def new_words(self, history: AgentHistory, *, turn: int) -> TokenWords:
         """Return the new tokens, and the turn that they follow."""
         behind, size = history.longest_prefix(TOKENS, self.ids.tobytes())
         return TokenWords(self.ids[size // self.ids.itemsize :], behind, max_tokens=self.max_tokens)
 
-    def note_answer(self, history: AgentHistory, sampled: SampledTurn, message: Message, *, turn: int) -> None:
+    def record_answer(self, history: AgentHistory, sampled: SampledTurn, message: Message, *, turn: int) -> None:
         """Add the turn that answers this request to the history."""
-        _note_tokens(history, sampled, turn=turn)
+        _record_tokens(history, sampled, turn=turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,42 +121,38 @@ class TextPrompt:
     max_tokens: int | None = None  # of the answer
     has_tools: bool = False
 
-    def join(self, history: AgentHistory, *, turn: int) -> TokenWords:
+    def new_words(self, history: AgentHistory, *, turn: int) -> TokenWords:
         """Return the new text as tokens, and the turn that they follow."""
         said = self.text.encode()
         behind, size = history.longest_prefix(TEXT, said)
         ids = history.words.encode_text(said[size:].decode(), begins=not behind)
         return TokenWords(ids, behind, max_tokens=self.max_tokens)
 
-    def note_answer(self, history: AgentHistory, sampled: SampledTurn, message: Message, *, turn: int) -> None:
+    def record_answer(self, history: AgentHistory, sampled: SampledTurn, message: Message, *, turn: int) -> None:
         """Add the turn that answers this request to the history. Requests in tokens may continue it, too."""
         history.add_turn(TEXT, f"{self.text}{history.words.decode_turn(sampled.ids)}".encode(), turn=turn)
-        _note_tokens(history, sampled, turn=turn)
+        _record_tokens(history, sampled, turn=turn)
 
 
 Prompt = Chat | TokenPrompt | TextPrompt
 
 
 class AssistantMessages:
-    """Reads turns of the model as chat messages, e.g. `AssistantMessages(HermesCalls(), mark="<tool_call>")`.
+    """Reads turns of the model as chat messages, e.g. `AssistantMessages(HermesCalls())`."""
 
-    `mark` is the text that begins a tool call.
-    """
-
-    def __init__(self, call_format: CallFormat, *, mark: str) -> None:
+    def __init__(self, call_format: HermesCalls | LlamaCalls) -> None:
         self._format = call_format
-        self._mark = mark
 
-    def read(self, text: str, *, turn: int, has_tools: bool) -> Message:
+    def read_turn(self, text: str, *, turn: int, has_tools: bool) -> Message:
         """Read a turn as a message. The whole turn is text if a call is broken, or if the agent has no tools."""
         parsed = list(self._format.parse(outside_reasoning(text))) if has_tools else []
         calls = [call for call in parsed if isinstance(call, WrittenCall)]
         if not calls or len(calls) < len(parsed):
             return {"role": "assistant", "content": text}
-        before = text.partition(self._mark)[0] if self._mark in text else ""
+        before, found, _ = text.partition(self._format.mark)
         return {
             "role": "assistant",
-            "content": before.strip() or None,
+            "content": (before.strip() if found else "") or None,
             "tool_calls": [
                 {
                     "id": f"call_{turn}_{place}",
@@ -171,10 +167,12 @@ class AssistantMessages:
 def message_digest(message: Message) -> bytes:
     """Hash the fields of a message that count, whatever other fields a client adds or leaves out."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    return _digest(_json([message["role"], _text(message), [[call["name"], _read(call)] for call in calls]]))
+    return _digest(
+        _json([message["role"], _text(message), [[call["name"], _read_arguments(call)] for call in calls]])
+    )
 
 
-def _note_tokens(history: AgentHistory, sampled: SampledTurn, *, turn: int) -> None:
+def _record_tokens(history: AgentHistory, sampled: SampledTurn, *, turn: int) -> None:
     history.add_turn(TOKENS, np.concatenate([sampled.context, sampled.ids]).astype(np.int32).tobytes(), turn=turn)
 
 
@@ -193,7 +191,7 @@ def _digest(said: bytes) -> bytes:
     return blake3(said).digest(length=DIGEST_BYTES)
 
 
-def _read(call: Mapping[str, Any]) -> Any:
+def _read_arguments(call: Mapping[str, Any]) -> Any:
     """Decode the arguments of a call; return their text if it is not JSON."""
     try:
         return json.loads(call["arguments"])
@@ -213,7 +211,7 @@ def _turn(message: Message) -> Message:
         turn["tool_calls"] = [
             {
                 "type": "function",
-                "function": {"name": call["function"]["name"], "arguments": _read(call["function"])},
+                "function": {"name": call["function"]["name"], "arguments": _read_arguments(call["function"])},
             }
             for call in calls
         ]

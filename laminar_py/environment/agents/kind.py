@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError, Count, Seconds
-from laminar_py.environment.agents.agent import AgentEnvironment, Agents, Keys
+from laminar_py.environment.agents.agent import AgentEnvironment, Agents
 from laminar_py.environment.agents.connections import ConnectionBounds
 from laminar_py.environment.agents.endpoint import serve
 from laminar_py.environment.agents.history import AssistantMessages
@@ -20,7 +20,6 @@ from laminar_py.environment.agents.runner import (
     ExternalAgents,
     LauncherError,
     load_or_make_key,
-    open_runner,
     write_address_file,
 )
 from laminar_py.environment.protocol import Environment
@@ -42,20 +41,19 @@ class AgentConfig(EnvironmentConfig):
     """Longest time between an answer and the next request; what takes longer is dropped as
     `environment_timeout`."""
     max_observation_bytes: Count = 2**20
-    """Longest text that a request has beyond what it repeats, with its tools; a longer one is refused by status
-    413."""
+    """Longest new text of a request, its tools included; a longer one is refused by status 413."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """Command of the agent, e.g. `[python, agent.py]`. It finds the endpoint in `OPENAI_BASE_URL` and
     `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`, the tokenizer in the folder `LAMINAR_MODEL`."""
     function: str | None = None
-    """In place of a command `path/to/file.py:function`, called with the problem; what it returns is the reward,
+    """In place of a command: `path/to/file.py:function`, called with the problem. Its return value is the reward,
     unless it is None. The file is imported once, and each agent is a fork of that process."""
     external: bool = False
     """In place of both: agents run elsewhere, and ask the endpoint for trajectories."""
     memory_mib: Count | None = None
-    """Memory of an agent's own data, MiB, of each process of it. Default: no limit of its own."""
+    """Memory of own data for each process that belongs to an agent, MiB. Default: no limit of its own."""
     cpu_s: Seconds | None = None
-    """CPU time of each process of an agent, seconds. Default: no limit of its own."""
+    """CPU time for each process that belongs to an agent, seconds. Default: no limit of its own."""
     python: bool = False
     """Let agents run code of the model in the `sandbox`, by `POST /v1/python` at the endpoint. Each has a session
     of its own, which holds one of `sandbox.slots` from its first code until its trajectory ends."""
@@ -64,18 +62,18 @@ class AgentConfig(EnvironmentConfig):
     family: CallFamily = CallFamily.HERMES
     """How the model writes calls of the agent's tools: `hermes` or `llama`."""
     deterministic: bool = True
-    """Start an agent over whose process died, as long as it asks its model the same again; what it does elsewhere
-    it does twice. Else its trajectory is dropped as `environment_lost`."""
+    """True: after a crash of its process an agent starts again, and must send the same requests; its other effects
+    happen twice. False: the crash drops its trajectory as `environment_lost`."""
     host: str = LOOPBACK
-    """Address that the endpoint is served on; others than loopback are for external agents of other machines. What
-    is sent is not encrypted."""
+    """Address that the endpoint is served on; other addresses than loopback are for external agents on other
+    machines. Traffic is not encrypted."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
-    """Port of the endpoint, of the first of several processes: the others have the next ones. 0: any free one."""
+    """Port of the first process's endpoint; other processes have the following ports. 0: any free port."""
     max_body_bytes: Count = 4 * 2**20
     """Longest request; a longer one is refused by status 413."""
     max_connections: Count = 4096
-    """Connections of the endpoint, half of the file descriptors at most. Where there are more, those that have not
-    shown the key of an agent make room, and get status 503."""
+    """Most connections of the endpoint, and never more than half of the file descriptors. Beyond them, connections
+    without an agent's key get status 503."""
 
     @property
     def has_session(self) -> bool:
@@ -99,13 +97,9 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
     """Serve the endpoint, and yield a function that makes environments. Raises `ConfigError`."""
     if settings.family is CallFamily.TAGS:
         raise ConfigError("environment.family=tags: agents name arguments; write hermes or llama")
-    is_hermes = settings.family is CallFamily.HERMES
-    messages = (
-        AssistantMessages(HermesCalls(), mark="<tool_call>")
-        if is_hermes
-        else AssistantMessages(LlamaCalls(), mark="<|python_tag|>")
-    )
-    keys, where = Keys(), home.folder / "agents" / f"external-{home.index}.json"
+    messages = AssistantMessages(HermesCalls() if settings.family is CallFamily.HERMES else LlamaCalls())
+    keys: dict[str, AgentEnvironment] = {}
+    where = home.folder / "agents" / f"external-{home.index}.json"
     external = ExternalAgents(load_or_make_key(where)) if settings.external else None
     port = settings.port + home.index if settings.port else 0
     bounds = ConnectionBounds(most=settings.max_connections, max_body_bytes=settings.max_body_bytes)
@@ -138,15 +132,17 @@ async def _own_agents(settings: AgentConfig, home: EnvironmentHome, *, url: str)
         memory_mib=settings.memory_mib,
         cpu_s=settings.cpu_s,
     )
-    async with AsyncExitStack() as stack:
+    folder, keeps = home.folder / "agents", settings.keep_folders
+    runner = AgentRunner(program, url=url, folder=folder, model=home.model, keeps=keeps)
+    try:
         try:
-            folder, keeps = home.folder / "agents", settings.keep_folders
-            opened = open_runner(program, url=url, folder=folder, model=home.model, keeps=keeps)
-            runner = await stack.enter_async_context(opened)
+            await runner.ensure_launcher()
         except LauncherError as error:
             program_of = "command" if settings.function is None else f"function={settings.function}"
             raise ConfigError(f"environment.{program_of}: {error}; mend it") from None
         yield runner
+    finally:
+        await runner.close()
 
 
 def _resolved(command: list[str]) -> tuple[str, ...]:

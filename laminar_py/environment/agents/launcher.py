@@ -8,7 +8,7 @@ answered by the agent's exit code. A cancelled call kills its agent:
     -> 7                                                         <- 7 -9
 
 A function is imported once; each agent is a fork of this process. The launcher kills the process group of an agent
-that has ended. No agent outlives the launcher's owner, however it dies
+that has ended. No agent outlives the launcher's owner, however that process ends
 (`tests/environment/agents/test_agents.py`).
 """
 
@@ -75,7 +75,8 @@ class Launcher:
                 call = receive_call(self._control)
                 if call is None:
                     return
-                self._follow(*call)
+                number, body, _ = call
+                self._follow(number, body)
 
     def end_all(self) -> None:
         """End every agent."""
@@ -170,7 +171,7 @@ def main() -> None:
     first = receive_call(control)
     if first is None:
         return
-    number, body = first
+    number, body, _ = first
     given = json.loads(body)
     launcher = Launcher(Program(**{**given, "command": tuple(given["command"])}), control)
     try:

@@ -4,15 +4,14 @@ The launcher process (`agents.launcher`) starts an agent in a working folder of 
 trajectory. The agent finds its model by the environment variables that API clients read, and its problem in a
 file. An external agent requests a trajectory from the endpoint, with the run's key from a file of the run. No
 agent outlives the environment process that started it. A trajectory goes to one external agent, unless that
-process has died since (`tests/environment/agents/test_agents.py`).
+process has crashed since (`tests/environment/agents/test_agents.py`).
 """
 
 import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -29,7 +28,8 @@ LAUNCHER_LOG = "launcher.log"
 PROBLEM = "problem.json"
 NO_KEY = "each-agent-has-its-own"  # for clients that the user's file creates at import
 GRACE_S = 2.0
-LAUNCHER_DIED = "the process that starts agents has died"
+LAUNCHER_END_S = 10.0
+LAUNCHER_CRASHED = "the process that starts agents has crashed"
 
 
 class LauncherError(Exception):
@@ -64,7 +64,7 @@ class RunningAgent:
         if self._ended is None or answer.cancelled():
             return
         if answer.exception() is not None:
-            self._ended(LAUNCHER_DIED)
+            self._ended(LAUNCHER_CRASHED)
         elif (code := int(answer.result())) == 0:
             self._ended("")
         else:
@@ -92,18 +92,18 @@ class AgentRunner:
         launcher = await self.ensure_launcher()
         variables = {"OPENAI_API_KEY": key, "LAMINAR_PROBLEM": str(folder / PROBLEM), "PWD": str(folder)}
         order = {"folder": str(folder), "log": str(folder / LOG), "variables": variables}
-        call = launcher.begin(msgspec.json.encode(order))
+        call = launcher.begin_call(msgspec.json.encode(order))
         agent = self._in_folder[folder] = RunningAgent(folder, call, keeps=self._keeps, ended=ended)
         return agent
 
     async def ensure_launcher(self) -> HostedProcess:
-        """Return the launcher; start one if there is none or it has died. Raises `LauncherError`."""
+        """Return the launcher; start one if there is none or it has crashed. Raises `LauncherError`."""
         async with self._beginning:
             if self._launcher is not None and not self._launcher.is_lost:
                 return self._launcher
             await self.close()
             self._folder.mkdir(parents=True, exist_ok=True)
-            launcher = await HostedProcess.start(
+            launcher = await HostedProcess.start_module(
                 "laminar_py.environment.agents.launcher",
                 variables={**self._model, "OPENAI_API_KEY": NO_KEY, "PYTHONHASHSEED": "0"},
                 log=self._folder / LAUNCHER_LOG,
@@ -111,7 +111,7 @@ class AgentRunner:
             )
             self._launcher = launcher
             try:
-                await launcher.begin(msgspec.json.encode(self._program)).answer
+                await launcher.begin_call(msgspec.json.encode(self._program)).answer
             except ProcessLostError as error:
                 raise LauncherError(error.last_line) from None
             return launcher
@@ -120,20 +120,7 @@ class AgentRunner:
         """End the launcher and all of its agents."""
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
-            await launcher.end(kill=False)
-
-
-@asynccontextmanager
-async def open_runner(
-    program: Program, *, url: str, folder: Path, model: Path, keeps: bool
-) -> AsyncIterator[AgentRunner]:
-    """Open a runner, and end its agents with it. Raises `LauncherError`."""
-    runner = AgentRunner(program, url=url, folder=folder, model=model, keeps=keeps)
-    await runner.ensure_launcher()
-    try:
-        yield runner
-    finally:
-        await runner.close()
+            await launcher.end(patience_s=LAUNCHER_END_S)
 
 
 def _make(folder: Path, problem: bytes) -> None:

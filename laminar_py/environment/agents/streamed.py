@@ -72,9 +72,9 @@ class EventStream:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         while not self._waiting.answer.done():
-            await response.write(self._part() or b": working\n\n")
+            await response.write(self._next_event() or b": working\n\n")
             await self._wait_for_tokens()
-        await response.write(self._end() + b"data: [DONE]\n\n")
+        await response.write(self._last_events() + b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
@@ -87,7 +87,7 @@ class EventStream:
             async with asyncio.timeout(KEEP_ALIVE_S):
                 await self._waiting.news.wait()
 
-    def _part(self) -> bytes:
+    def _next_event(self) -> bytes:
         """Return an event with the tokens since the last event; b"" if there are none."""
         ids, values = self._waiting.ids[self._place :], self._waiting.logprobs[self._place :]
         self._place += len(ids)
@@ -95,7 +95,7 @@ class EventStream:
         self._sent += text
         return self._event(text, ids, values) if ids else b""
 
-    def _end(self) -> bytes:
+    def _last_events(self) -> bytes:
         """Return the last events: the rest of the text, tool calls, finish reason and usage."""
         if error := self._waiting.answer.exception():
             return _event(error_body(error))

@@ -1,4 +1,4 @@
-"""Processes that call functions and end those that hang."""
+"""Worker processes that call reward functions. The pool kills a worker that hangs."""
 
 from typing import TYPE_CHECKING
 

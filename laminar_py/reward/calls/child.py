@@ -2,8 +2,8 @@
 
 It is a hosted process (`sandbox.hosted`). The owner's first call is a `CallStart`, answered by a `CallStarted`.
 Each further call is a `ScoringRequest`, answered by a `CallAnswer`. A plain function runs in the main thread for
-one response at a time, because Python delivers the timeout's signal only there. An `async` function, or one with
-several threads, runs for many responses at a time.
+one response at a time, because Python delivers the timeout's signal only there. An `async` function runs for many
+responses at a time.
 """
 
 import asyncio
@@ -13,16 +13,13 @@ import logging
 import resource
 import signal
 import socket
-import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
 
 import msgspec
 
@@ -69,7 +66,7 @@ class CallStarted(msgspec.Struct, frozen=True):
 
 
 class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Answer to a `ScoringRequest`: its outcome, or the traceback of a mistake of ours."""
+    """Answer to a `ScoringRequest`: its outcome, or the traceback of our own mistake."""
 
     outcome: Outcome | None
     bug: str = ""
@@ -82,7 +79,7 @@ def main() -> None:
     first = receive_call(control)
     if first is None:
         return
-    number, body = first
+    number, body, _ = first
     start = decode(CallStart, body)
     with open(start.hang_log, "wb", buffering=0) as hangs:
         if start.record is not None and not forbid_writes(Path(start.record)):
@@ -93,9 +90,10 @@ def main() -> None:
             control.sendall(call_frame(number, encode(CallStarted(fault=str(error)))))
             return
         control.sendall(call_frame(number, encode(CallStarted(at_once=function.at_once))))
-        watch = Watch(hangs, start.timeout_s + LATE_S)
+        limit_s = start.timeout_s + LATE_S
+        watch = partial(faulthandler.dump_traceback_later, limit_s, file=hangs)  # works while a call holds the GIL
         if function.at_once > 1:
-            asyncio.run(_serve_many(function, control, watch))
+            asyncio.run(_serve_many(function, control, watch, pause_s=limit_s / 2))
         else:
             _serve_each(function, control, watch)
 
@@ -108,26 +106,15 @@ def _load(start: CallStart) -> "LimitedFunction":
         function = make(term)
     if term.memory_bytes is not None:
         kernel.limit(resource.RLIMIT_AS, term.memory_bytes)
-    return LimitedFunction(function, timeout_s=start.timeout_s, columns=start.columns, threads=term.calls_at_once)
+    return LimitedFunction(function, timeout_s=start.timeout_s, columns=start.columns)
 
 
-class Watch:
-    """Writes the stacks of all threads to a file after `limit_s`. It works while a call holds the interpreter."""
-
-    def __init__(self, file: BinaryIO, limit_s: float) -> None:
-        self._file = file
-        self.limit_s = limit_s
-
-    def wind(self) -> None:
-        """Start the timer, or restart it."""
-        faulthandler.dump_traceback_later(self.limit_s, file=self._file)
-
-
-def _serve_each(function: "LimitedFunction", control: socket.socket, watch: Watch) -> None:
+def _serve_each(function: "LimitedFunction", control: socket.socket, watch: Callable[[], None]) -> None:
+    """Answer one request at a time. `watch` starts the timer that writes the stacks of all threads."""
     while (call := receive_call(control)) is not None:
-        number, body = call
+        number, body, _ = call
         request = decode(ScoringRequest, body)
-        watch.wind()
+        watch()
         try:
             answer = CallAnswer(function.call(request))
         except Exception:  # noqa: BLE001 - a mistake of ours: errors of the user's code are outcomes
@@ -136,7 +123,10 @@ def _serve_each(function: "LimitedFunction", control: socket.socket, watch: Watc
         control.sendall(call_frame(number, encode(answer)))
 
 
-async def _serve_many(function: "LimitedFunction", control: socket.socket, watch: Watch) -> None:
+async def _serve_many(
+    function: "LimitedFunction", control: socket.socket, watch: Callable[[], None], *, pause_s: float
+) -> None:
+    """Answer requests at the same time. The timer of `watch` runs out if the loop blocks."""
     reader, writer = await asyncio.open_connection(sock=control)
 
     async def answer(number: int, body: bytes) -> None:
@@ -146,12 +136,12 @@ async def _serve_many(function: "LimitedFunction", control: socket.socket, watch
             answer = CallAnswer(None, traceback.format_exc())
         writer.write(call_frame(number, encode(answer)))
 
-    async def wind() -> None:
+    async def keep_watch() -> None:
         while True:
-            watch.wind()
-            await asyncio.sleep(watch.limit_s / 2)
+            watch()
+            await asyncio.sleep(pause_s)
 
-    running: set[asyncio.Task[None]] = {asyncio.create_task(wind(), name="watch")}
+    running: set[asyncio.Task[None]] = {asyncio.create_task(keep_watch(), name="watch")}
     while True:
         try:
             size, number = CALL.unpack(await reader.readexactly(CALL.size))
@@ -169,16 +159,12 @@ class _OutOfTimeError(BaseException):
 class LimitedFunction:
     """Calls `function` with a timeout of `timeout_s` seconds; it should give `columns` besides a value."""
 
-    def __init__(
-        self, function: RewardFunction, *, timeout_s: float, columns: Sequence[Column] = (), threads: int = 1
-    ) -> None:
+    def __init__(self, function: RewardFunction, *, timeout_s: float, columns: Sequence[Column] = ()) -> None:
         called = (function, vars(type(function)).get("__call__"))
         self._function = function
-        self._is_async = any(map(inspect.iscoroutinefunction, called))
         self._timeout_s = timeout_s
         self._columns = columns
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="reward") if threads > 1 else None
-        self.at_once = CALLS_AT_ONCE if self._is_async else threads
+        self.at_once = CALLS_AT_ONCE if any(map(inspect.iscoroutinefunction, called)) else 1
 
     def call(self, request: ScoringRequest) -> Outcome:
         """Call the function for one response, from the main thread, and return its outcome."""
@@ -193,28 +179,16 @@ class LimitedFunction:
         return self._checked(given, request, start)
 
     async def call_beside(self, request: ScoringRequest) -> Outcome:
-        """Call the function while other calls of it run, and return its outcome."""
+        """Call an `async` function while other calls of it run, and return its outcome."""
         start = time.perf_counter()
-        threads = dict[str, int]()
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                given = read_reward(await self._returned(request, threads))
+                given = read_reward(await self._function(request))  # type: ignore[misc]
         except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, a CancelledError too
             if not limit.expired():
                 return self._failed(error, start)
-            where = _place_of_thread(threads) or error_place(self._function, error.__cause__, beyond=__file__)
-            return self._late(where, start)
+            return self._late(error_place(self._function, error.__cause__, beyond=__file__), start)
         return self._checked(given, request, start)
-
-    async def _returned(self, request: ScoringRequest, threads: dict[str, int]) -> object:
-        if self._is_async:
-            return await self._function(request)  # type: ignore[misc]
-
-        def run() -> object:
-            threads["of call"] = threading.get_ident()
-            return self._function(request)
-
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     def _checked(self, given: GivenReward, request: ScoringRequest, start: float) -> Outcome:
         elapsed_s = time.perf_counter() - start
@@ -253,12 +227,6 @@ def _alarm(timeout_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-
-
-def _place_of_thread(threads: dict[str, int]) -> str:
-    """Return the line that the thread of a call executes; "" if the call has no thread, or has ended."""
-    frame = sys._current_frames().get(threads.get("of call", 0))
-    return "" if frame is None else f" (at {frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Processes that call one reward function for a scorer. The pool kills a process in which a call hangs.
+"""Workers: processes that call one reward function for a scorer. The pool kills a worker in which a call hangs.
 
-Every call has an outcome (law 6). A call that was alone in a process which hung or died is to blame. If several
+Every call has an outcome (law 6). A call that was alone in a worker which hung or crashed is to blame. If several
 calls were in it, the pool repeats each of them with fewer calls beside it, in the end with none.
 """
 
@@ -26,15 +26,15 @@ from laminar_py.sandbox.hosted import HostedProcess, ProcessLostError
 
 log = logging.getLogger(__name__)
 
-GROWS_AGAIN_S = 30.0  # pause after a process that did not start
-APART = 2  # processes that repeat suspect calls
-NARROWER = 8  # times fewer suspect calls at a time in a process
-LIVES = 3  # processes that one response may take down before it fails
+STARTS_AGAIN_S = 30.0  # pause after a worker that did not start
+SUSPECT_WORKERS = 2  # that repeat suspect calls
+NARROWER = 8  # times fewer suspect calls at a time in a worker
+MOST_CRASHES = 3  # of workers over one response, before it fails
 START_S = 60.0
 GRACE_S = 3.0  # beyond the timeout that a process keeps itself
 OWN_FILES = str(Path(__file__).parent)
 FRAME = re.compile(r'File "(.+)", line (\d+) in ')
-WAIT_S = 0.05  # a call waits so long for a free process before the pool starts another
+WAIT_S = 0.05  # a call waits so long for a free worker before it starts another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +60,12 @@ class CallSpec:
         )
 
     @property
-    def variables(self) -> dict[str, str]:
-        """Environment variables of the process, besides `hosted.INHERITED_VARIABLES`."""
-        return {"PYTHONUNBUFFERED": "1", **self.env}
-
-    @property
     def limit_s(self) -> float:
         """Seconds after which an unfinished call counts as hanging."""
         return self.timeout_s + self.grace_s
 
 
-class Child:
+class RewardWorker:
     """A process that calls the function (`calls.child`)."""
 
     def __init__(self, process: HostedProcess, *, at_once: int, hang_log: Path) -> None:
@@ -81,14 +76,14 @@ class Child:
         self.num_calls = 0
 
     @classmethod
-    async def start(cls, spec: CallSpec, *, name: str, log: str) -> "Child":
+    async def start(cls, spec: CallSpec, *, name: str, log: str) -> "RewardWorker":
         """Start a process and wait until it is ready; it writes into the file `log`.
 
         Raises `ConfigError` if the process does not start, or cannot load the function.
         """
         start, log_file = spec.start(name), spec.folder / log
-        process = await HostedProcess.start(
-            "laminar_py.reward.calls.child", variables=spec.variables, log=log_file
+        process = await HostedProcess.start_module(
+            "laminar_py.reward.calls.child", variables={"PYTHONUNBUFFERED": "1", **spec.env}, log=log_file
         )
         try:
             started = decode(CallStarted, await process.call(encode(start), limit_s=START_S))
@@ -117,7 +112,7 @@ class Child:
     async def call(self, request: ScoringRequest, *, limit_s: float) -> Outcome:
         """Call the function for a response and return its outcome.
 
-        Raises `TimeoutError` after `limit_s` seconds, `ProcessLostError` if the process dies or sends nonsense.
+        Raises `TimeoutError` after `limit_s` seconds, `ProcessLostError` if the process crashes or sends nonsense.
         Either way the process is gone afterwards.
         """
         body = await self._process.call(encode(request), limit_s=limit_s)
@@ -142,9 +137,9 @@ class Child:
 
 
 class CallPool:
-    """Processes that call the function of `spec`. `async with` starts and ends them.
+    """Workers that call the function of `spec`. `async with` starts and ends them.
 
-    The pool starts with one process, and adds one whenever a call waits, up to `processes`. Each runs at most
+    The pool starts with one worker, and adds one whenever a call waits, up to `processes`. Each runs at most
     `lanes` calls at a time. Entering raises `ConfigError` if the function cannot be loaded.
     """
 
@@ -153,14 +148,14 @@ class CallPool:
         self._name = name
         self._most = processes
         self._lanes = lanes
-        self._children: list[Child] = []
-        self._turns = asyncio.Lock()  # calls wait in a fair queue; its first one waits for a process
-        self._free = asyncio.Condition()
-        self._growing: asyncio.Task[None] | None = None
-        self._grows_at = 0.0  # on the loop's clock: no new process before, since the last one did not start
+        self._workers: list[RewardWorker] = []
+        self._num_starting = 0
+        self._starts_at = 0.0  # on the loop's clock: no new worker before, since the last one did not start
+        self._turns = asyncio.Lock()  # calls wait in a fair queue; its first one waits for a worker
+        self._changed = asyncio.Condition()
         self._numbers = count()
-        self._suspects: CallPool | None = None  # repeats calls that shared a process which was lost
-        self._num_apart = 0  # number of such calls
+        self._suspects: CallPool | None = None  # repeats calls that shared a worker which was lost
+        self._num_suspects = 0  # number of such calls
         self._opening = asyncio.Lock()  # guards `_suspects`
 
     @property
@@ -169,144 +164,139 @@ class CallPool:
         return self._most * self._lanes
 
     async def __aenter__(self) -> "CallPool":
-        await self._grow()
-        self._lanes = self._children[0].at_once
+        worker = await self._start_worker()
+        await self._release_worker(worker)
+        self._lanes = worker.at_once
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._growing is not None:
-            self._growing.cancel()
-            await asyncio.gather(self._growing, return_exceptions=True)
-        self._num_apart = 0
-        await self._end_apart()
-        for child in list(self._children):  # calls that end meanwhile forget theirs
-            await child.end()
+        self._num_suspects = 0
+        await self._end_suspects()
+        for worker in list(self._workers):  # calls that end meanwhile remove theirs
+            await worker.end()
 
     async def call(self, request: ScoringRequest) -> Outcome:
-        """Wait for a free process, call the function for a response, and return its outcome."""
-        deaths = 0
-        while deaths < LIVES:
+        """Wait for a free worker, call the function for a response, and return its outcome."""
+        crashes = 0
+        while crashes < MOST_CRASHES:
             try:
-                child = await self._acquire_child()
+                worker = await self._acquire_worker()
             except ConfigError as error:  # e.g. the user changed the file meanwhile
                 return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
-            alone = child.at_once == 1
+            alone = worker.at_once == 1
             try:
-                return await child.call(request, limit_s=self._spec.limit_s)
+                return await worker.call(request, limit_s=self._spec.limit_s)
             except TimeoutError:
                 if alone:
-                    return self._hung(child)
+                    return self._hung(worker)
                 log.warning(
-                    "%s: a process hung over %s, or over what was beside it", self._name, request.trajectory_id
+                    "%s: a worker hung over %s, or over a call beside it", self._name, request.trajectory_id
                 )
             except ProcessLostError as error:
                 log.warning("%s: %s over %s", self._name, error, request.trajectory_id)
             finally:
-                await self._release_child(child)
+                await self._release_worker(worker)
             if not alone:
-                return await self._call_apart(request)
-            deaths += 1
-        return Outcome(failure=DropReason.REWARD_FAILED, detail=f"its process died {LIVES} times")
+                return await self._repeat_suspect(request)
+            crashes += 1
+        return Outcome(failure=DropReason.REWARD_FAILED, detail=f"its process crashed {MOST_CRASHES} times")
 
-    async def _call_apart(self, request: ScoringRequest) -> Outcome:
-        """Repeat a call that shared a process which was lost, with fewer calls beside it."""
-        self._num_apart += 1
+    async def _repeat_suspect(self, request: ScoringRequest) -> Outcome:
+        """Repeat a call that shared a worker which was lost, with fewer calls beside it."""
+        self._num_suspects += 1
         try:
             async with self._opening:
                 if self._suspects is None:
-                    lanes = max(1, self._lanes // NARROWER)
-                    apart = CallPool(self._spec, name=f"{self._name}-apart", processes=APART, lanes=lanes)
-                    self._suspects = await apart.__aenter__()
+                    lanes, name = max(1, self._lanes // NARROWER), f"{self._name}-apart"
+                    suspects = CallPool(self._spec, name=name, processes=SUSPECT_WORKERS, lanes=lanes)
+                    self._suspects = await suspects.__aenter__()
                 suspects = self._suspects
             return await suspects.call(request)
         except ConfigError as error:
             return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
         finally:
-            self._num_apart -= 1
-            await self._end_apart()
+            self._num_suspects -= 1
+            await self._end_suspects()
 
-    async def _end_apart(self) -> None:
-        """End the processes for suspect calls once no such call is left."""
+    async def _end_suspects(self) -> None:
+        """End the workers for suspect calls once no such call is left."""
         async with self._opening:
-            if self._suspects is not None and self._num_apart <= 0:
+            if self._suspects is not None and self._num_suspects <= 0:
                 suspects, self._suspects = self._suspects, None
                 await suspects.__aexit__()
 
-    def _hung(self, child: Child) -> Outcome:
+    def _hung(self, worker: RewardWorker) -> Outcome:
         limit = self._spec.timeout_s
-        where = child.hang_place() + ("; an async function must not block" if child.takes_many else "")
+        where = worker.hang_place() + ("; an async function must not block" if worker.takes_many else "")
         detail = (
             f"no value within {limit:g} s, by reward.timeout_s or its own limit, nor could it be stopped{where}"
         )
         return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=self._spec.limit_s)
 
-    async def _acquire_child(self) -> Child:
-        """Wait for a process with room and reserve it; calls are served in order.
+    async def _acquire_worker(self) -> RewardWorker:
+        """Wait for a worker with room and reserve it; calls are served in order.
 
-        After `WAIT_S` the pool starts another process. Raises `ConfigError` if there is none and none can start.
+        After `WAIT_S` the call starts a worker, unless there are enough. Raises `ConfigError` if there is none and
+        none can start.
         """
         late = asyncio.get_running_loop().time() + WAIT_S
-        async with self._turns, self._free:
+        while True:
+            async with self._turns:
+                worker = await self._reserve_worker(late)
+            if worker is not None:
+                return worker
+            try:
+                return await self._start_worker()
+            except ConfigError as error:
+                if not self._workers:
+                    raise
+                self._starts_at = asyncio.get_running_loop().time() + STARTS_AGAIN_S
+                log.warning("%s: no further worker: %s", self._name, error)
+
+    async def _reserve_worker(self, late: float) -> RewardWorker | None:
+        """Wait for a worker with room and reserve it; None once it is `late` and another worker may start."""
+        async with self._changed:
             while True:
-                await self._forget_lost()
-                free = [child for child in self._children if child.has_room]
-                if free:
-                    child = min(free, key=lambda child: child.num_calls)
-                    child.num_calls += 1
-                    return child
+                await self._end_lost_workers()
+                if free := [worker for worker in self._workers if worker.has_room]:
+                    worker = min(free, key=lambda worker: worker.num_calls)
+                    worker.num_calls += 1
+                    return worker
+                is_full = len(self._workers) + self._num_starting >= self._most
+                starts_at = max(late * bool(self._workers), self._starts_at)
                 try:
-                    async with asyncio.timeout_at(None if self._is_full else late * bool(self._children)):
-                        await self._free.wait()
+                    async with asyncio.timeout_at(None if is_full else starts_at):
+                        await self._changed.wait()
                 except TimeoutError:
-                    self._growing = asyncio.create_task(self._grow(), name=f"{self._name}-grows")
-                self._look_at_growth()
+                    return None
 
-    def _look_at_growth(self) -> None:
-        """Check whether a new process has failed to start.
-
-        Raises its `ConfigError` if there is no other process.
-        """
-        if self._growing is None or not self._growing.done():
-            return
-        growing, self._growing = self._growing, None
+    async def _start_worker(self) -> RewardWorker:
+        """Start a worker and reserve it. Raises `ConfigError`."""
+        self._num_starting += 1
+        name, log_name = f"{self._name}-{next(self._numbers)}", f"{self._name}.log"
         try:
-            growing.result()
-        except ConfigError as error:
-            if not self._children:
-                raise
-            self._grows_at = asyncio.get_running_loop().time() + GROWS_AGAIN_S
-            log.warning("%s: no further process: %s", self._name, error)
-
-    @property
-    def _is_full(self) -> bool:
-        """True if the pool may not start another process now."""
-        starting = self._growing is not None and not self._growing.done()
-        starting = starting or asyncio.get_running_loop().time() < self._grows_at
-        return starting or len(self._children) >= self._most
-
-    async def _grow(self) -> None:
-        try:
-            child = await Child.start(
-                self._spec, name=f"{self._name}-{next(self._numbers)}", log=f"{self._name}.log"
-            )
-            child.at_once = min(child.at_once, self._lanes)
-            self._children.append(child)
+            worker = await RewardWorker.start(self._spec, name=name, log=log_name)
         finally:
-            async with self._free:
-                self._free.notify_all()
+            self._num_starting -= 1
+            async with self._changed:
+                self._changed.notify_all()
+        worker.at_once = min(worker.at_once, self._lanes)
+        worker.num_calls = 1
+        self._workers.append(worker)
+        return worker
 
-    async def _release_child(self, child: Child) -> None:
-        """Release a process after a call, and remove it if it is gone."""
-        async with self._free:
-            child.num_calls -= 1
-            await self._forget_lost()
-            self._free.notify_all()
+    async def _release_worker(self, worker: RewardWorker) -> None:
+        """Release a worker after a call, and remove it if it is gone."""
+        async with self._changed:
+            worker.num_calls -= 1
+            await self._end_lost_workers()
+            self._changed.notify_all()
 
-    async def _forget_lost(self) -> None:
-        """Remove processes that are gone and have no calls, so that others may start in their place."""
-        for child in [child for child in self._children if child.is_lost and not child.num_calls]:
-            self._children.remove(child)
-            await child.end()
+    async def _end_lost_workers(self) -> None:
+        """Remove workers that are gone and have no calls, so that others may start in their place."""
+        for worker in [worker for worker in self._workers if worker.is_lost and not worker.num_calls]:
+            self._workers.remove(worker)
+            await worker.end()
 
 
 def _place_in_stacks(stacks: str) -> str:
@@ -314,6 +304,6 @@ def _place_in_stacks(stacks: str) -> str:
         frames: list[tuple[str, str]] = FRAME.findall(stack)
         ours = next((index for index, (file, _) in enumerate(frames) if file.startswith(OWN_FILES)), None)
         if ours:
-            own = frames[ours - 1][0]  # the file of what is called
+            own = frames[ours - 1][0]  # the user's file
             return next(f" (at {file}:{number})" for file, number in frames[:ours] if file == own)
     return ""

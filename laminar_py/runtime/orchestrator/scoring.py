@@ -191,7 +191,7 @@ class Scoring:
 
     def count_score(self, score: Score, trajectory: LiveTrajectory) -> None:
         """Count the score of a response: its value in the statistics, its failure towards an outage or a fault."""
-        line = self.failures.add(
+        line = self.failures.add_score(
             score,
             task=trajectory.prompt.task,
             trains=trajectory.trains,

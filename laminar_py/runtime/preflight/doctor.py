@@ -21,7 +21,7 @@ from laminar_py.runtime.preflight import survey
 from laminar_py.runtime.preflight.gpus import Gpu, read_group
 from laminar_py.runtime.preflight.inputs import check_engine
 from laminar_py.runtime.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
-from laminar_py.sandbox.pool import REMEDY, available_tiers
+from laminar_py.sandbox.pool import REMEDY, survey_tiers
 from laminar_py.sandbox.records import SandboxTier
 
 FILES_WANTED = 4096
@@ -208,7 +208,7 @@ def _gpu() -> Finding:
 
 def _sandbox() -> Finding:
     """Find the strongest sandbox for programs of a model, and why no stronger one works."""
-    offers = available_tiers()
+    offers = asyncio.run(survey_tiers())
     best = next(offer for offer in offers if offer.offered)
     missing = [f"{offer.tier.value}: {offer.reason}" for offer in offers[: offers.index(best)]]
     weaker = "; ".join([best.reason] * bool(best.reason) + missing)

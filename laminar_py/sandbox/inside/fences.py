@@ -1,12 +1,11 @@
 """Fences that a child of the zygote applies before it runs a program: limits, user, Landlock, seccomp.
 
-The zygote makes them once. `put_on` applies all of them or raises (law 10).
+The zygote makes them once. `apply` applies all of them or raises (law 10).
 """
 
 import math
 import os
 import resource
-import sys
 from collections.abc import Iterator
 
 from laminar_py.sandbox.inside import kernel, landlock, seccomp
@@ -16,19 +15,18 @@ NUM_DESCRIPTORS = 64
 SPARE = 8  # processes that the user's limit allows above the cgroup's: only the cgroup counts refusals
 ADDRESS_SPACE = 4  # times the memory limit, where a cgroup bounds the memory in use
 HIDDEN = ("site-packages", "dist-packages")  # installed packages, in a folder of the standard library
-LINUX = sys.platform == "linux"
 
 
 class Fences:
-    """Fences of all runs of a slot.
+    """Fences around every program of a slot.
 
     Programs run as `user`, or as the zygote's user if it is None. `walls` turns Landlock and seccomp on. `shared`
     is True if programs see the host's files. `SlotSetup` explains `alone` and `counted`.
     """
 
     def __init__(self, *, user: int | None, walls: bool, shared: bool, alone: bool, counted: bool) -> None:
-        if walls and not (LINUX and seccomp.offered()):
-            raise OSError(f"seccomp is not known of {sys.platform} on {kernel.MACHINE}")
+        if walls and not seccomp.offered():
+            raise OSError(f"seccomp is not known of {kernel.MACHINE}")
         self._user = user
         self._walls = walls
         self._alone = alone
@@ -36,17 +34,16 @@ class Fences:
         self._shared = shared
         self._filter = self._assemble() if walls and not alone else b""
         self._rules = -1
-        self._processes = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if LINUX else -1
+        self._processes = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._space = 0
 
-    def measure(self) -> None:
+    def measure_address_space(self) -> None:
         """Read the zygote's address space, so that limits of programs do not include it."""
-        if LINUX:
-            file = os.open("self/statm", os.O_RDONLY, dir_fd=self._processes)
-            self._space = int(os.read(file, 100).split()[0]) * resource.getpagesize()
-            os.close(file)
+        file = os.open("self/statm", os.O_RDONLY, dir_fd=self._processes)
+        self._space = int(os.read(file, 100).split()[0]) * resource.getpagesize()
+        os.close(file)
 
-    def allow(self, *, readable: list[str], home: str) -> None:
+    def allow_paths(self, *, readable: list[str], home: str) -> None:
         """Let programs read the paths `readable` and write into the folder `home`."""
         if self._walls and landlock.version():
             devices = [(path, landlock.USE) for path in ("/dev/null", "/dev/zero", "/dev/urandom")]
@@ -55,12 +52,11 @@ class Fences:
             if old >= 0:
                 os.close(old)
 
-    def put_on(self, limits: SandboxLimits, *, session: bool) -> None:
+    def apply(self, limits: SandboxLimits, *, session: bool) -> None:
         """Apply all fences to the calling child. Raises `OSError` if the kernel refuses one."""
         os.setsid()
-        if LINUX:
-            self._die_first()
-        self._limit(limits, session=session)
+        self._accept_oom_kill()
+        self._set_limits(limits, session=session)
         if self._user is not None:
             os.setgroups([])
             os.setresgid(self._user, self._user, self._user)
@@ -69,39 +65,37 @@ class Fences:
             kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_CLEAR_ALL)
             kernel.keep_capabilities(0)
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        if LINUX:
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-            kernel.end_with_parent()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        kernel.end_with_parent()
         if self._rules >= 0:
             landlock.restrict(self._rules)
         if self._walls:
-            seccomp.put_on(self._assemble(alone=os.getpid()) if self._alone else self._filter)
+            seccomp.apply_filter(self._assemble(alone=os.getpid()) if self._alone else self._filter)
 
     def _assemble(self, *, alone: int = 0) -> bytes:
         return seccomp.assemble(alone=alone, shared=self._shared, own_user=self._user is not None)
 
-    def _die_first(self) -> None:
+    def _accept_oom_kill(self) -> None:
         """Make the kernel kill this process first when memory is short, before the zygote and others."""
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else the file belongs to root
         file = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=self._processes)
         os.write(file, b"1000")
         os.close(file)
 
-    def _limit(self, limits: SandboxLimits, *, session: bool) -> None:
+    def _set_limits(self, limits: SandboxLimits, *, session: bool) -> None:
         seconds = math.ceil(limits.cpu_s)
         most = resource.RLIM_INFINITY if session else seconds + 1
         kernel.limit(resource.RLIMIT_CPU, seconds, most=most)
         kernel.limit(resource.RLIMIT_CORE, 0)
         kernel.limit(resource.RLIMIT_NOFILE, NUM_DESCRIPTORS)
         kernel.limit(resource.RLIMIT_FSIZE, max(limits.file_bytes, limits.output_bytes + 1))
-        if LINUX:
-            wanted = limits.memory_bytes * (ADDRESS_SPACE if self._counted else 1)
-            kernel.limit(resource.RLIMIT_AS, self._space + wanted)
-            kernel.limit(resource.RLIMIT_MEMLOCK, 0)
-            kernel.limit(resource.RLIMIT_MSGQUEUE, 0)
-            if self._walls and not self._alone:
-                others = 2 if self._user is None else 0  # the launcher and the zygote are the same user then
-                kernel.limit(resource.RLIMIT_NPROC, limits.processes + others + (SPARE if self._counted else 0))
+        wanted = limits.memory_bytes * (ADDRESS_SPACE if self._counted else 1)
+        kernel.limit(resource.RLIMIT_AS, self._space + wanted)
+        kernel.limit(resource.RLIMIT_MEMLOCK, 0)
+        kernel.limit(resource.RLIMIT_MSGQUEUE, 0)
+        if self._walls and not self._alone:
+            others = 2 if self._user is None else 0  # the launcher and the zygote are the same user then
+            kernel.limit(resource.RLIMIT_NPROC, limits.processes + others + (SPARE if self._counted else 0))
 
 
 def _without_hidden(paths: list[str]) -> Iterator[tuple[str, int]]:

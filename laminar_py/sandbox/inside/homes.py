@@ -18,11 +18,11 @@ class Home(Protocol):
 
     path: str
 
-    def freshen(self, file_bytes: int) -> bool:
+    def reset(self, file_bytes: int) -> bool:
         """Empty the folder and bound its size. Returns True if `path` is a new folder, which needs new rules."""
         ...
 
-    def full(self, file_bytes: int) -> bool:
+    def is_full(self, file_bytes: int) -> bool:
         """Return True if the folder holds more than `file_bytes`. The zygote calls this while a program runs."""
         ...
 
@@ -36,7 +36,7 @@ class MemoryHome:
         self._user = user
         self._mounted: tuple[int, int, int] | None = None  # size, mode, time of the last change
 
-    def freshen(self, file_bytes: int) -> bool:
+    def reset(self, file_bytes: int) -> bool:
         """Mount a new file system if a program has changed the last one."""
         if self._mounted == self._state(file_bytes) and not os.listdir(self.path):
             return False
@@ -52,7 +52,7 @@ class MemoryHome:
         self._mounted = self._state(file_bytes)
         return True
 
-    def full(self, file_bytes: int) -> bool:
+    def is_full(self, file_bytes: int) -> bool:
         """Return False: the kernel itself refuses writes beyond the size."""
         return False
 
@@ -64,7 +64,7 @@ class MemoryHome:
 class FolderHome:
     """A folder on a shared disk.
 
-    The kernel does not bound its size, so `full` measures it while a program runs.
+    The kernel does not bound its size, so `is_full` measures it while a program runs.
     """
 
     def __init__(self, path: str, user: int | None) -> None:
@@ -72,7 +72,7 @@ class FolderHome:
         self._user = user
         self._changed = 0
 
-    def freshen(self, file_bytes: int) -> bool:
+    def reset(self, file_bytes: int) -> bool:
         """Remove the folder, whatever file modes and depths the program left in it, and create it again."""
         if os.path.exists(self.path):
             if self._changed == os.stat(self.path).st_ctime_ns and not os.listdir(self.path):
@@ -87,7 +87,7 @@ class FolderHome:
         self._changed = os.stat(self.path).st_ctime_ns
         return True
 
-    def full(self, file_bytes: int) -> bool:
+    def is_full(self, file_bytes: int) -> bool:
         """Walk the folder and add up its files.
 
         True also if it is too deep or unreadable: its size is unknown then.

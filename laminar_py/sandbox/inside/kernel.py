@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import signal
-import sys
 
 CLONE_FS = 0x00000200
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -66,13 +65,12 @@ def prctl(option: int, *args: object) -> int:
 
 
 def end_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
-    """Let the kernel send a signal to this process when its parent dies, however it dies. No effect off Linux.
+    """Let the kernel send a signal to this process when its parent ends, however it ends.
 
     The kernel forgets the request when the calling thread ends, and when the process changes its user. Give the
-    process id of the `parent` if it may have died before this call: this process then exits at once.
+    process id of the `parent` if it may have ended before this call: this process then exits at once.
     """
-    if sys.platform == "linux":
-        prctl(PR_SET_PDEATHSIG, number)
+    prctl(PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + number)
 

@@ -9,7 +9,6 @@ Source: https://docs.kernel.org/userspace-api/landlock.html
 import ctypes
 import os
 import stat
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -100,8 +99,6 @@ def forbid_writes(folder: Path) -> bool:
     read the memory or environment of other processes. Returns False if the kernel has no Landlock; then only the
     capabilities are dropped.
     """
-    if sys.platform != "linux":
-        return False
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     fenced = bool(version())
     if fenced:

@@ -28,7 +28,7 @@ from laminar_py.sandbox.inside.wire import HEADER, exactly
 NAME = "program.py"
 DETAIL_CHARS = 400
 SHOWN_CHARS = 16384  # of a traceback, which shows lines of the program
-CHAIN = 20  # exceptions of a chain of causes that we look at
+CHAIN = 20  # causes of an exception that we look at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

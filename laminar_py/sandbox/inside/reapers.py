@@ -4,7 +4,6 @@ import glob
 import os
 import signal
 import socket
-import sys
 from typing import Protocol
 
 from laminar_py.sandbox.inside import kernel
@@ -114,9 +113,7 @@ def _any_left() -> bool:
 
 
 def _below(process: int) -> set[int]:
-    """Return all descendants of a process; an empty set on systems other than Linux."""
-    if sys.platform != "linux":
-        return set()
+    """Return all descendants of a process."""
     found = set[int]()
     for path in glob.glob(f"/proc/{process}/task/*/children"):
         try:

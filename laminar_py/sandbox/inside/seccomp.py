@@ -124,7 +124,7 @@ def assemble(*, alone: int = 0, shared: bool = False, own_user: bool = True) -> 
     return b"".join([*code, _op(RETURN, ALLOW)])
 
 
-def put_on(code: bytes) -> None:
+def apply_filter(code: bytes) -> None:
     """Apply the filter to this process and its future children. `no_new_privs` must be set."""
     memory = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.cast(memory, ctypes.c_void_p))

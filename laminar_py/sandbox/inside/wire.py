@@ -1,16 +1,14 @@
-"""Messages between our processes and processes that run untrusted code. It imports only the standard library.
+"""Calls between our processes and hosted processes (`sandbox.hosted`), which run code that we do not trust.
 
-**Zygotes.** Each frame is four bytes of length, then JSON. File descriptors travel with a frame.
+A call is four bytes of length, four bytes of the call's number, then a body in the form that both sides agreed on.
+File descriptors may travel with it. The owner may send many calls at a time; each gets one answer with its number.
+An empty body cancels the call. A hosted process ends when its socket closes.
 
-    owner -> zygote   SlotSetup, then any number of SlotOrder
-    zygote -> owner   SlotNews: `map` (write my user map), `ready`, `fault` (and it ends), `end` (of a run)
-
-Input and output of a program lie in files of their own, whose descriptors come with the order. So a program cannot
-write into this socket, and the zygote reads nothing that a program wrote.
-
-**Hosted processes** (`sandbox.hosted`). A call is four bytes of length, four bytes of the call's number, then a
-body in the form that both sides agreed on. The owner may send many calls at a time; each gets one answer with its
-number. An empty body cancels the call. A hosted process ends when its socket closes.
+**Zygotes** take JSON. The first call is a `SlotSetup`, each further one a `SlotOrder`. Each answer is a
+`SlotNews`: `map` (write my user map, then call again), `ready`, `fault` (and it exits), `end` (of a run), `done`.
+Input and output of a program lie in files of their own, whose descriptors come with the order. So a program
+cannot write into this socket, and the zygote reads nothing that a program wrote. This module imports only the
+standard library.
 """
 
 import json
@@ -19,8 +17,7 @@ import struct
 import sys
 from dataclasses import asdict, dataclass, fields
 
-HEADER = 4
-MOST_BYTES = 1 << 16  # of a frame here
+HEADER = 4  # bytes before a text between the owner and a program: its length
 MOST_DESCRIPTORS = 8
 CALL = struct.Struct("<II")  # length of a body, number of its call
 
@@ -56,7 +53,7 @@ DEFAULTS = SandboxLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSetup:
-    """First frame: tier, folder, users and cgroups of the slot."""
+    """First call: tier, folder, users and cgroups of the slot."""
 
     tier: str
     folder: str  # an empty folder that belongs to the slot
@@ -69,7 +66,7 @@ class SlotSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotOrder:
-    """Order to the zygote: `run` (five descriptors come with it, six for a session), `pause`, `resume`, `end`."""
+    """Order to the zygote: `run`, with five descriptors or a session's six, `pause`, `resume`, `mapped`."""
 
     kind: str
     limits: SandboxLimits = DEFAULTS
@@ -88,38 +85,20 @@ class SlotNews:
     elapsed_s: float = 0.0
 
 
-def frame(record: SlotSetup | SlotOrder | SlotNews) -> bytes:
-    """Encode a record as a frame."""
-    text = json.dumps(asdict(record)).encode()
-    return len(text).to_bytes(HEADER, "big") + text
+def read_setup(body: bytes) -> SlotSetup:
+    """Decode the owner's first call."""
+    return SlotSetup(**json.loads(body))
 
 
-def read_setup(text: bytes) -> SlotSetup:
-    """Decode the owner's first frame."""
-    return SlotSetup(**json.loads(text))
-
-
-def read_order(text: bytes) -> SlotOrder:
+def read_order(body: bytes) -> SlotOrder:
     """Decode an order of the owner."""
-    order = json.loads(text)
+    order = json.loads(body)
     return SlotOrder(**{**order, "limits": SandboxLimits(**order["limits"])})
 
 
-def receive(control: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receive the next frame and its file descriptors; None when the owner has closed the socket."""
-    head, descriptors, _, _ = socket.recv_fds(control, HEADER, MOST_DESCRIPTORS)
-    if len(head) < HEADER:
-        return None
-    text = exactly(control, int.from_bytes(head, "big"))
-    return None if text is None else (text, descriptors)
-
-
 def own_control() -> socket.socket:
-    """Open the socket to the owner, whose descriptor is the first command-line argument.
-
-    Children do not inherit it.
-    """
-    control = socket.socket(fileno=int(sys.argv[1]))
+    """Open the socket to the owner, whose descriptor is the last argument. Children do not inherit it."""
+    control = socket.socket(fileno=int(sys.argv[-1]))
     control.set_inheritable(False)
     return control
 
@@ -129,14 +108,20 @@ def call_frame(number: int, body: bytes) -> bytes:
     return CALL.pack(len(body), number) + body
 
 
-def receive_call(control: socket.socket) -> tuple[int, bytes] | None:
-    """Receive the number and the body of the next call; None when the owner has closed the socket."""
-    head = exactly(control, CALL.size)
-    if head is None:
+def news_frame(number: int, news: SlotNews) -> bytes:
+    """Encode a zygote's answer to a call."""
+    return call_frame(number, json.dumps(asdict(news)).encode())
+
+
+def receive_call(control: socket.socket) -> tuple[int, bytes, list[int]] | None:
+    """Receive number, body and descriptors of the next call; None when the owner has closed the socket."""
+    head, descriptors, _, _ = socket.recv_fds(control, CALL.size, MOST_DESCRIPTORS)
+    rest = exactly(control, CALL.size - len(head)) if head else None
+    if rest is None:
         return None
-    size, number = CALL.unpack(head)
+    size, number = CALL.unpack(head + rest)
     body = exactly(control, size)
-    return None if body is None else (number, body)
+    return None if body is None else (number, body, descriptors)
 
 
 def exactly(source: socket.socket, number: int) -> bytes | None:

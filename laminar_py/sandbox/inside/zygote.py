@@ -5,7 +5,7 @@ It ends when its owner ends. Its states, by orders of the owner:
 
     setting up -> idle -> (run) running -> idle             a program ends, or is ended at its wall time
                           running -> (pause) paused -> (resume) running     between calls of a session
-                          running or paused -> (end) idle
+                          running or paused -> (cancelled) idle
 """
 
 import contextlib
@@ -20,21 +20,22 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from laminar_py.sandbox.inside import kernel, landlock, namespaces, program
-from laminar_py.sandbox.inside.fences import LINUX, NUM_DESCRIPTORS, Fences
+from laminar_py.sandbox.inside.fences import NUM_DESCRIPTORS, Fences
 from laminar_py.sandbox.inside.homes import FolderHome, Home, MemoryHome
 from laminar_py.sandbox.inside.reapers import NamespaceReaper, Reaper, TreeReaper, UserReaper, end_all
 from laminar_py.sandbox.inside.wire import (
     SlotNews,
     SlotOrder,
     SlotSetup,
-    frame,
+    news_frame,
     own_control,
     read_order,
     read_setup,
-    receive,
+    receive_call,
 )
 
 PRELOADED = (  # modules that short programs import; each further module makes every fork slower
@@ -49,7 +50,7 @@ KEPT_CAPABILITIES = 0b11101011  # of root outside of namespaces: over files and 
 
 
 class OwnerGoneError(Exception):
-    """The owner has closed its end of the socket, or has died."""
+    """The owner has closed its end of the socket, or has crashed."""
 
 
 class Zygote:
@@ -72,29 +73,31 @@ class Zygote:
         self._reaper = reaper
         self._readable = readable
         self._status: int | None = None  # exit status of the child once it has ended
-        self._woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if LINUX else _pipe()
+        self._woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda number, place: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self._poll = select.poll()
-        for descriptor in (control.fileno(), self._woken, *([owner] if owner >= 0 else [])):
+        for descriptor in (control.fileno(), self._woken, owner):
             self._poll.register(descriptor, select.POLLIN)
 
-    def serve(self) -> None:
-        """Run programs until the owner closes the socket or dies."""
+    def serve(self, number: int) -> None:
+        """Answer the call `number` by `ready`, and run programs until the owner closes the socket or ends."""
         program.hide_own_modules()
         gc.collect()
         gc.freeze()
-        self._fences.measure()
-        self._control.sendall(frame(SlotNews(kind="ready")))
+        self._fences.measure_address_space()
+        self._answer(number, SlotNews(kind="ready"))
         with contextlib.suppress(OwnerGoneError):
             while True:
                 if self._wait(None):
-                    order, descriptors = self._receive()
-                    if order.kind == "run":
-                        self._run(order, descriptors)
+                    number, order, descriptors = self._receive()
+                    if order is not None and order.kind == "run":
+                        self._run(number, order, descriptors)
+                    elif order is not None:
+                        self._answer(number, SlotNews(kind="done"))  # its program has ended before
 
-    def _run(self, order: SlotOrder, descriptors: list[int]) -> None:
-        self._freshen(order)
+    def _run(self, number: int, order: SlotOrder, descriptors: list[int]) -> None:
+        self._reset_home(order)
         before, start = _children_cpu_s(), time.monotonic()
         child = os.fork()
         if child == 0:
@@ -108,19 +111,19 @@ class Zygote:
         finally:
             elapsed_s = time.monotonic() - start
             status = end_all(self._reaper, child, self._status)
-        if not ended and self._home.full(
+        if not ended and self._home.is_full(
             order.limits.file_bytes
         ):  # measured again, now that no process can hide files
             ended = "folder"
         news = SlotNews(
             kind="end", status=status, ended=ended, cpu_s=_children_cpu_s() - before, elapsed_s=elapsed_s
         )
-        self._control.sendall(frame(news))
-        self._freshen(order)
+        self._answer(number, news)
+        self._reset_home(order)
 
-    def _freshen(self, order: SlotOrder) -> None:
-        if self._home.freshen(order.limits.file_bytes):
-            self._fences.allow(readable=self._readable, home=self._home.path)
+    def _reset_home(self, order: SlotOrder) -> None:
+        if self._home.reset(order.limits.file_bytes):
+            self._fences.allow_paths(readable=self._readable, home=self._home.path)
 
     def _watch(self, child: int, order: SlotOrder, deadline: float) -> str:
         """Wait until a child ends, or until there is a reason to end it. Returns the reason, or ""."""
@@ -130,12 +133,13 @@ class Zygote:
             if left is not None and left <= 0:
                 return "wall"
             if self._wait(min(left or LOOK_S, LOOK_S) if looks else left):
-                order_now, _ = self._receive()
-                if order_now.kind == "end":
+                number, order_now, _ = self._receive()
+                if order_now is None:
                     return "asked"
-                number = signal.SIGSTOP if order_now.kind == "pause" else signal.SIGCONT
-                self._reaper.signal_all(number, leader=child)
-            if self._home.full(order.limits.file_bytes):
+                paused = order_now.kind == "pause"
+                self._reaper.signal_all(signal.SIGSTOP if paused else signal.SIGCONT, leader=child)
+                self._answer(number, SlotNews(kind="done"))
+            if self._home.is_full(order.limits.file_bytes):
                 return "folder"
         return ""
 
@@ -156,11 +160,16 @@ class Zygote:
             os.read(self._woken, 4096)
         return self._control.fileno() in found
 
-    def _receive(self) -> tuple[SlotOrder, list[int]]:
-        found = receive(self._control)
-        if found is None:
+    def _receive(self) -> tuple[int, SlotOrder | None, list[int]]:
+        """Receive the next call; it has no order if it cancels the run. Raises `OwnerGoneError`."""
+        call = receive_call(self._control)
+        if call is None:
             raise OwnerGoneError
-        return read_order(found[0]), found[1]
+        number, body, descriptors = call
+        return number, read_order(body) if body else None, descriptors
+
+    def _answer(self, number: int, news: SlotNews) -> None:
+        self._control.sendall(news_frame(number, news))
 
     def _become(self, order: SlotOrder, descriptors: list[int]) -> NoReturn:
         """Run the program in this forked child, then exit."""
@@ -171,7 +180,7 @@ class Zygote:
             os.chdir(self._home.path)
             _replace_environment(self._home.path)
             self._control.detach()
-            self._fences.put_on(order.limits, session=order.session)
+            self._fences.apply(order.limits, session=order.session)
             _arrange(descriptors[1:])
             if order.session:
                 calls = socket.socket(fileno=STREAMS - 1)
@@ -186,21 +195,32 @@ class Zygote:
 
 
 def main() -> None:
-    """Set up the fences of the first frame and serve. Report a fault to the owner, then exit."""
+    """Set up the fences of the first call and serve. Report a fault to the owner, then exit."""
     control = own_control()
-    owner = os.pidfd_open(os.getppid()) if LINUX else -1
-    found = receive(control)
-    if found is None:
+    owner = os.pidfd_open(os.getppid())
+    call = receive_call(control)
+    if call is None:
         return
+    number, setup, _ = call
+
+    def map_users() -> None:
+        nonlocal number
+        control.sendall(news_frame(number, SlotNews(kind="map")))
+        mapped = receive_call(control)
+        if mapped is None:
+            raise OwnerGoneError
+        number = mapped[0]
+
     try:
-        zygote = _set_up(control, read_setup(found[0]), owner)
+        zygote = _set_up(control, read_setup(setup), owner, map_users)
     except Exception as error:  # noqa: BLE001 - the owner raises it
-        control.sendall(frame(SlotNews(kind="fault", detail=f"{error}" or type(error).__name__)))
+        fault = SlotNews(kind="fault", detail=f"{error}" or type(error).__name__)
+        control.sendall(news_frame(number, fault))
         return
-    zygote.serve()
+    zygote.serve(number)
 
 
-def _set_up(control: socket.socket, setup: SlotSetup, owner: int) -> Zygote:
+def _set_up(control: socket.socket, setup: SlotSetup, owner: int, map_users: Callable[[], None]) -> Zygote:
     for path in setup.cgroups:
         with open(path, "w") as file:
             file.write("0")
@@ -217,23 +237,16 @@ def _set_up(control: socket.socket, setup: SlotSetup, owner: int) -> Zygote:
     home: Home
     reaper: Reaper
     if setup.tier == "namespaces":
-        namespaces.enter(setup, control, readable=readable, map_users=lambda: _map_users(control))
+        namespaces.enter(setup, control, readable=readable, map_users=map_users)
         home, reaper, readable = MemoryHome(user or 0), NamespaceReaper(), ["/"]
     else:
         home = FolderHome(os.path.join(setup.folder, "home"), user)
         reaper = TreeReaper() if user is None else UserReaper.split(setup.uids[0], user, control)
-        if LINUX:
-            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         if user is not None:
             kernel.drop_bounding_set()
             kernel.keep_capabilities(KEPT_CAPABILITIES)
     return Zygote(control, owner=owner, fences=fences, home=home, reaper=reaper, readable=readable)
-
-
-def _map_users(control: socket.socket) -> None:
-    control.sendall(frame(SlotNews(kind="map")))
-    if receive(control) is None:
-        raise OwnerGoneError
 
 
 def _arrange(descriptors: list[int]) -> None:
@@ -252,10 +265,3 @@ def _replace_environment(home: str) -> None:
 def _children_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def _pipe() -> tuple[int, int]:
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    return ends

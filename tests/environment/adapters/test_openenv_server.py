@@ -111,7 +111,7 @@ async def test_sessions_beyond_those_that_the_server_takes_wait_for_one_that_end
     assert [answer.reward for answer, _ in ends] == [1.0, 1.0]
 
 
-async def test_trajectories_of_a_server_that_dies_are_lost(tmp_path):
+async def test_trajectories_of_a_server_that_crashes_are_lost(tmp_path):
     with served(tmp_path) as (server, url):
         async with story_of(url, tmp_path, action_field="number") as story:
             await story.say()

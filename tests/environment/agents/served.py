@@ -7,10 +7,11 @@ import asyncio
 import json
 import resource
 import sys
+from contextlib import asynccontextmanager
 
 import numpy as np
 
-from laminar_py.environment.agents.agent import AgentEnvironment, Keys
+from laminar_py.environment.agents.agent import AgentEnvironment
 from laminar_py.environment.agents.connections import ConnectionBounds
 from laminar_py.environment.agents.endpoint import serve
 from laminar_py.environment.agents.history import AssistantMessages
@@ -38,16 +39,26 @@ async def answer_all(agent, text):
         await agent.step(text)
 
 
-async def main(bounds, text):
-    keys, runner = Keys(), InNoProcess()
-    messages = AssistantMessages(HermesCalls(), mark="<tool_call>")
+@asynccontextmanager
+async def served_here(bounds, text):
+    """Yield the URL of an endpoint in this process, and the key of its only agent."""
+    keys, runner = {}, InNoProcess()
+    messages = AssistantMessages(HermesCalls())
     agent = AgentEnvironment(runner, messages, None, keys=keys, deterministic=False, most_bytes=2**20)
     async with serve(keys, None, host="127.0.0.1", port=0, bounds=ConnectionBounds(**bounds)) as url:
         answers = asyncio.create_task(answer_all(agent, text))
         await asyncio.sleep(0)
-        sys.stdout.write(json.dumps({"url": url, "key": runner.key}) + "\n")
+        try:
+            yield url, runner.key
+        finally:
+            answers.cancel()
+
+
+async def main(bounds, text):
+    async with served_here(bounds, text) as (url, key):
+        sys.stdout.write(json.dumps({"url": url, "key": key}) + "\n")
         sys.stdout.flush()
-        await answers
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

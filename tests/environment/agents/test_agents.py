@@ -1,14 +1,20 @@
 """Agents that know the `openai` package alone, against the endpoint."""
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -18,16 +24,19 @@ import pytest
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentHome
 from laminar_py.config.section import ConfigError
+from laminar_py.environment.agents import kind
 from laminar_py.environment.agents.agent import AgentFailedError
 from laminar_py.environment.agents.kind import AgentConfig, open_agents
+from laminar_py.environment.agents.runner import GRACE_S
 from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.protocol import Observation, SampledTurn
 from laminar_py.environment.writer import open_writer
-from laminar_py.records.environment import ModelTurn, Problem, TurnPart
-from laminar_py.records.spans import ANEW, Span, add_span, sequences_of
+from laminar_py.records.environment import Problem, TurnPart
+from laminar_py.records.spans import ANEW, sequences_of
 from laminar_py.records.trajectory import DropReason
 from tests.data.templates import TEMPLATES, make_chat_encoder
+from tests.environment.turns import appended, first_turn, hear
 
 NONE = np.empty(0, np.int32)
 HEAD = """
@@ -54,10 +63,51 @@ def home(folder, words=None):
     return EnvironmentHome(sandbox=SandboxConfig(), folder=folder, model=folder, words=words)
 
 
-class Story:
-    """A model that says given texts, and the trajectory that comes of it."""
+class AgentThreads:
+    """Runs the agents of a file as threads of this process, with their log as in a process."""
 
-    def __init__(self, folder, agent, *, head=HEAD, **settings):
+    def __init__(self, settings, home, *, url):
+        self.source, self.folder, self.url = Path(settings.command[-1]).read_text(), home.folder / "agents", url
+
+    async def start(self, problem, *, key, ended):
+        folder = self.folder / problem.trajectory_id
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "problem.json").write_bytes(msgspec.json.encode(problem))
+        variables = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": key, "LAMINAR_MODEL": str(self.folder.parent)}
+        os.environ.update(variables, LAMINAR_PROBLEM=str(folder / "problem.json"))
+        loop = asyncio.get_running_loop()
+
+        def live():
+            fault = ""
+            try:
+                exec(self.source, {"print": partial(say, folder / "agent.log")})
+            except Exception as error:  # noqa: BLE001 - agents raise anything
+                fault = repr(error)
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                loop.call_soon_threadsafe(ended, fault)
+
+        thread = threading.Thread(target=live, daemon=True)
+        thread.start()
+        return SimpleNamespace(end=lambda: asyncio.to_thread(thread.join, GRACE_S))
+
+
+def say(path, *words, sep=" "):
+    with path.open("a") as log:
+        log.write(sep.join(map(str, words)) + "\n")
+
+
+@contextlib.asynccontextmanager
+async def agent_threads(settings, home, *, url):
+    yield AgentThreads(settings, home, url=url)
+
+
+class Story:
+    """A model that says given texts, and the trajectory that comes of it.
+
+    The agent is a thread, or else a process, as always where it is a function.
+    """
+
+    def __init__(self, folder, agent, *, head=HEAD, is_process=False, **settings):
         template = TEMPLATES["chatml"]
         folder.mkdir(exist_ok=True)
         (folder / "agent.py").write_text(head + agent)
@@ -65,14 +115,10 @@ class Story:
         runs = {"function": f"{folder / 'agent.py'}:run"} if "def run(" in agent else {"command": command(folder)}
         runs = {} if "external" in settings else runs
         self.settings = AgentConfig(**{"timeout_s": 20.0, **runs, **settings})
+        self.starts_agents = kind._own_agents if is_process or "function" in runs else agent_threads
         self.writer = open_writer(made._model_dir, made._settings, self.settings, messages=True)
         self.codec, self.end, self.folder = made.tokenizer, template.end, folder
-        self.turn = ModelTurn(
-            trajectory_id="g0.0",
-            problem=Problem(prompt="2+2=", answer="4", trajectory_id="g0.0"),
-            response_ids=np.empty(0, np.int32),
-            spans=(),
-        )
+        self.turn = first_turn(Problem(prompt="2+2=", answer="4", trajectory_id="g0.0"))
 
     def host_of(self, make):
         """Environments of a process, each of them what `make` gives."""
@@ -86,6 +132,10 @@ class Story:
 
     async def lead(self, says, *, pause_s=0.0, to_the_end=True):
         """Let the model say these, in a new process of environments; all answers of the agent."""
+        with mock.patch.object(kind, "_own_agents", self.starts_agents):
+            return await self._lead(says, pause_s=pause_s, to_the_end=to_the_end)
+
+    async def _lead(self, says, *, pause_s, to_the_end):
         heard = []
         async with open_agents(self.settings, home(self.folder, self.writer)) as make:
             host = self.host_of(make)
@@ -107,25 +157,13 @@ class Story:
     async def say(self, host, ids, *, listens):
         """A turn of the model, which who listens hears token by token."""
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
-        start = len(self.turn.response_ids)
-        for place in range(len(ids) - 1 if listens else 0):
-            part = slice(place, place + 1)
-            host.hear(
-                [
-                    TurnPart(
-                        trajectory_id="g0.0", turn_start=start, place=place, ids=ids[part], logprobs=logprobs[part]
-                    )
-                ]
-            )
-            await asyncio.sleep(0.05)
+        if listens:
+            await hear(host, self.turn, ids, logprobs, pause_s=0.02)
         self.append(ids, 3)
         self.turn = msgspec.structs.replace(self.turn, logprobs=logprobs)
 
     def append(self, ids, version, follows=None, *, limit=None):
-        spans, length = list(self.turn.spans), len(self.turn.response_ids)
-        add_span(spans, Span(version, length, length + len(ids), follows=follows, turn_limit=limit))
-        joined = np.concatenate([self.turn.response_ids, ids])
-        self.turn = msgspec.structs.replace(self.turn, response_ids=joined, spans=tuple(spans))
+        self.turn = appended(self.turn, ids, version, follows, limit=limit)
 
     def log(self):
         return (self.folder / "agents" / "g0.0" / "agent.log").read_text()
@@ -168,21 +206,6 @@ ask()
     assert [path.has_prompt for path in sequences_of(spans)] == [False, False, False]
     own = np.concatenate([path.places[path.own] for path in sequences_of(spans)])
     assert sorted(own.tolist()) == list(range(spans[-1].end)), "each token is of one sequence"
-
-
-async def test_a_request_that_is_sent_again_has_the_same_answer_and_no_second_turn(tmp_path):
-    agent = """
-from concurrent.futures import ThreadPoolExecutor
-with ThreadPoolExecutor(3) as pool:
-    same = [pool.submit(ask, said) for _ in range(2)]
-    other = pool.submit(ask, [{"role": "user", "content": "3+3="}])
-    print(json.dumps([sorted({one.result() for one in same}), other.result() in ("4", "6")]))
-"""
-    story = Story(tmp_path, agent)
-    heard = await story.lead(["4", "6"])
-    assert len(heard) == 3, "two turns for three requests"
-    (same, _) = json.loads(story.log())
-    assert len(same) == 1
 
 
 async def test_an_agent_that_asks_for_more_than_may_wait_is_told_to_try_again(tmp_path):
@@ -243,10 +266,10 @@ reward(1)
 """
 
 
-@pytest.mark.parametrize("dies", [False, True])
-async def test_a_turn_that_a_request_limits_is_cut_and_the_next_request_is_joined_behind_it(tmp_path, dies):
-    story = Story(tmp_path, LIMITED)
-    before = await story.lead(["thirty-seven", "7"][:1], to_the_end=False) if dies else []
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_a_turn_that_a_request_limits_is_cut_and_the_next_request_is_joined_behind_it(tmp_path, crashes):
+    story = Story(tmp_path, LIMITED, is_process=crashes)
+    before = await story.lead(["thirty-seven", "7"][:1], to_the_end=False) if crashes else []
     heard = [*before, *(await story.lead(["thirty-seven", "7", "8, I say"][len(before) :]))]
     assert [answer.max_tokens for answer in heard] == [3, 900, 2, None], heard
     assert [answer.follows for answer in heard] == [ANEW, None, None, None]
@@ -417,12 +440,6 @@ print("".join(event.choices[0].text for event in client.completions.create(
     assert story.codec.decode(heard[1].ids) == " and 3+3="
 
 
-async def test_an_agent_finds_the_tokenizer_of_its_model(tmp_path):
-    story = Story(tmp_path, "print(os.path.isfile(os.environ['LAMINAR_MODEL'] + '/tokenizer.json')); ask()")
-    await story.lead(["4"])
-    assert story.log().strip() == "True"
-
-
 REFUSED = [  # what an agent asks, and the status that it is told
     ("OpenAI(api_key='sk-other').models.list()", 401),
     ("client.chat.completions.create(model='policy', messages=[])", 400),
@@ -474,7 +491,7 @@ for asks in {[asks for asks, _ in REFUSED]}:
     ],
 )
 async def test_an_agent_that_fails_drops_its_trajectory_with_its_last_words(tmp_path, agent, words):
-    heard = await Story(tmp_path, agent).lead(["4"])
+    heard = await Story(tmp_path, agent, is_process=True).lead(["4"])
     assert heard[-1].failure is DropReason.ENVIRONMENT_FAILED
     assert words in heard[-1].detail
 
@@ -567,15 +584,16 @@ def test_settings_that_cannot_be_are_one_line(settings, words):
         AgentConfig(**settings)
 
 
-async def test_commands_have_the_signals_that_shells_expect(tmp_path):
+async def test_commands_have_the_signals_that_shells_expect_and_the_tokenizer(tmp_path):
     agent = """
 import subprocess
 print(subprocess.run("exec 2>&1; yes | head -1", shell=True, stdout=subprocess.PIPE, text=True).stdout)
+print(os.path.isfile(os.environ["LAMINAR_MODEL"] + "/tokenizer.json"))
 ask()
 """
-    story = Story(tmp_path, agent)
+    story = Story(tmp_path, agent, is_process=True)
     await story.lead(["4"])
-    assert story.log().split() == ["y"]
+    assert story.log().split() == ["y", "True"]
 
 
 class Hears:
@@ -593,7 +611,7 @@ class Hears:
     def step(self, action):
         return Observation("and?")
 
-    def hear(self, place, ids, logprobs):
+    def receive_tokens(self, place, ids, logprobs):
         self.places.append(place)
         if place >= self.fails_at:
             raise ValueError("no room")
@@ -603,26 +621,16 @@ class Hears:
 
 
 @pytest.mark.parametrize(("fails_at", "heard"), [(100, [7, 8, 9]), (8, [7, 8])])
-async def test_one_that_fails_over_tokens_has_the_whole_turn_alone(tmp_path, fails_at, heard):
+async def test_tokens_of_the_current_turn_are_heard_until_that_fails(tmp_path, fails_at, heard):
+    listener, ids = Hears(fails_at=fails_at), np.array([5], np.int32)
     story = Story(tmp_path, "")
-    listener = Hears(fails_at=fails_at)
     host = story.host_of(lambda: listener)
     start = len((await host.answer(story.turn)).ids)
-    for place in (7, 8, 9):
-        ids = np.array([5], np.int32)
-        host.hear([TurnPart(trajectory_id="g0.0", turn_start=start, place=place, ids=ids, logprobs=-ids / 1.0)])
+    for turn_start, place in ((start, 7), (0, 1), (start + 1, 2), (start, 8), (start, 9)):
+        host.hear(
+            [TurnPart(trajectory_id="g0.0", turn_start=turn_start, place=place, ids=ids, logprobs=-ids / 1.0)]
+        )
     assert listener.places == heard
-
-
-async def test_tokens_of_a_turn_that_is_over_are_not_those_of_the_next(tmp_path):
-    story = Story(tmp_path, "")
-
-    heard, ids = Hears(), np.array([5], np.int32)
-    host = story.host_of(lambda: heard)
-    answer = await host.answer(story.turn)
-    for start in (len(answer.ids), 0, len(answer.ids) + 1):
-        host.hear([TurnPart(trajectory_id="g0.0", turn_start=start, place=7, ids=ids, logprobs=-ids / 1.0)])
-    assert heard.places == [7]
 
 
 async def test_an_agent_ends_with_its_trajectory_and_all_that_it_started(tmp_path):
@@ -634,7 +642,7 @@ print(os.getpid(), child.pid, flush=True)
 reward(0.5)
 child.wait()
 """
-    story = Story(tmp_path, agent)
+    story = Story(tmp_path, agent, is_process=True)
     heard = await story.lead(["4"])
     assert heard[-1].reward == 0.5
     pids = [int(pid) for pid in story.log().split()]
@@ -707,7 +715,7 @@ reward(1)
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3, 4])
-async def test_an_agent_whose_process_died_is_started_over_and_asks_the_same(tmp_path, turns):
+async def test_an_agent_whose_process_crashed_is_started_over_and_asks_the_same(tmp_path, turns):
     says = ["4", "7", "9", "10"]
     whole = Story(tmp_path / "whole", REWRITES.replace("WORDS", "'in short: 9'"))
     await whole.lead(says)
@@ -721,11 +729,11 @@ async def test_an_agent_whose_process_died_is_started_over_and_asks_the_same(tmp
 
 
 async def test_an_agent_that_asks_otherwise_over_again_is_dropped(tmp_path):
-    story = Story(tmp_path, REWRITES.replace("WORDS", "'in short: 9'").replace('"and 3?"', "str(os.getpid())"))
+    story = Story(tmp_path, REWRITES.replace("WORDS", "'in short: 9'").replace('"and 3?"', "str(os.urandom(4))"))
     await story.lead(["4", "7", "9"], to_the_end=False)
     heard = await story.lead(["10"])
     assert heard[-1].failure is DropReason.ENVIRONMENT_LOST
-    assert "turn 1 was answered otherwise again" in heard[-1].detail
+    assert "the replay answered turn 1 otherwise" in heard[-1].detail
 
 
 async def test_agents_of_a_launcher_that_is_killed_fail_and_others_begin(tmp_path):
@@ -740,7 +748,7 @@ ask()
 """
     story = Story(tmp_path, agent)
     async with open_agents(story.settings, home(tmp_path, story.writer)) as make:
-        for prompt, fault in (("2+2=", "the process that starts agents has died"), ("3+3=", "")):
+        for prompt, fault in (("2+2=", "the process that starts agents has crashed"), ("3+3=", "")):
             environment = make()
             await environment.reset(msgspec.structs.replace(story.turn.problem, prompt=prompt))
             environment.receive_turn(SampledTurn(context=NONE, ids=NONE, logprobs=NONE))
@@ -763,16 +771,16 @@ def test_agents_and_what_they_start_end_with_whoever_had_them_started(tmp_path):
 import asyncio, os, signal
 from pathlib import Path
 from laminar_py.environment.agents.launcher import Program
-from laminar_py.environment.agents.runner import open_runner
+from laminar_py.environment.agents.runner import AgentRunner
 from laminar_py.environment.protocol import Problem
 async def main():
     folder = Path({str(tmp_path)!r})
     program = Program(command=({sys.executable!r}, str(folder / "agent.py")))
-    async with open_runner(program, url="", folder=folder / "agents", model=folder, keeps=True) as runner:
-        await runner.start(Problem(prompt="", answer="", trajectory_id="t"), key="", ended=print)
-        while not (folder / "agents/t/pids").exists() or not (folder / "agents/t/pids").read_text():
-            await asyncio.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
+    runner = AgentRunner(program, url="", folder=folder / "agents", model=folder, keeps=True)
+    await runner.start(Problem(prompt="", answer="", trajectory_id="t"), key="", ended=print)
+    while not (folder / "agents/t/pids").exists() or not (folder / "agents/t/pids").read_text():
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
     assert subprocess.run([sys.executable, "-c", parent], check=False, timeout=60).returncode == -signal.SIGKILL

@@ -11,7 +11,7 @@ from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentHome
 from laminar_py.config.loading import parse_config
 from laminar_py.config.section import ConfigError
-from laminar_py.environment.agents.agent import AgentEnvironment, Keys
+from laminar_py.environment.agents.agent import AgentEnvironment
 from laminar_py.environment.agents.connections import ConnectionBounds
 from laminar_py.environment.agents.endpoint import serve
 from laminar_py.environment.agents.history import AssistantMessages
@@ -91,20 +91,21 @@ class Client:
 @asynccontextmanager
 async def session_of(pool, folder):
     """An agent with a session of a pool, and who asks with its key."""
-    keys, words = Keys(), Story(folder, RUNS_CODE).writer
+    keys, words = {}, Story(folder, RUNS_CODE).writer
     bounds = ConnectionBounds(most=16, max_body_bytes=1000)
     async with (
         asyncio.timeout(60),
         serve(keys, words, host="127.0.0.1", port=0, bounds=bounds) as url,
         aiohttp.ClientSession() as http,
     ):
-        messages = AssistantMessages(HermesCalls(), mark="<tool_call>")
+        messages = AssistantMessages(HermesCalls())
         session = PythonSession(pool)
         agent = AgentEnvironment(
             None, messages, words, keys=keys, deterministic=False, most_bytes=1000, session=session
         )
         try:
-            yield agent, Client(http, url, keys.admit(agent))
+            keys["sk-of-the-agent"] = agent
+            yield agent, Client(http, url, "sk-of-the-agent")
         finally:
             await agent.close()
 

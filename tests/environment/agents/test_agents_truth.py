@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from laminar_py.environment.agents.agent import AgentEnvironment, Keys
+from laminar_py.environment.agents.agent import AgentEnvironment
 from laminar_py.environment.agents.connections import ConnectionBounds
 from laminar_py.environment.agents.endpoint import serve
 from laminar_py.environment.agents.history import AssistantMessages
@@ -23,9 +23,10 @@ from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.tool_calls import HermesCalls
 from laminar_py.environment.writer import open_writer
-from laminar_py.records.environment import ModelTurn, Problem, TurnPart
-from laminar_py.records.spans import ANEW, Span, add_span, context_of, sequences_of
+from laminar_py.records.environment import Problem
+from laminar_py.records.spans import ANEW, context_of, sequences_of
 from tests.data.templates import TEMPLATES, make_chat_encoder
+from tests.environment.turns import appended, first_turn, hear
 
 REQUESTS = int(os.environ.get("LAMINAR_AGENT_REQUESTS", "600"))
 EACH = 20  # requests of an agent, about
@@ -170,12 +171,7 @@ class Model:
 async def lead(host, model, name, seed):
     """A trajectory from its first word to its end, and its log."""
     rng, log = random.Random(-seed - 1), []
-    turn = ModelTurn(
-        trajectory_id=name,
-        problem=Problem(prompt="?", trajectory_id=name, seed=seed),
-        response_ids=np.empty(0, np.int32),
-        spans=(),
-    )
+    turn = first_turn(Problem(prompt="?", trajectory_id=name, seed=seed), name=name)
     while True:
         answer = await host.answer(turn)
         if answer.ids is None:
@@ -186,36 +182,16 @@ async def lead(host, model, name, seed):
         sampled = sampled[: answer.max_tokens]
         logprobs = logprobs[: len(sampled)]
         log.append((turn.response_ids[context_of(turn.spans).places], sampled))
-        start = len(turn.response_ids)
-        for place in range(len(sampled) - 1 if answer.listens else 0):
-            part = slice(place, place + 1)
-            host.hear(
-                [
-                    TurnPart(
-                        trajectory_id=name,
-                        turn_start=start,
-                        place=place,
-                        ids=sampled[part],
-                        logprobs=logprobs[part],
-                    )
-                ]
-            )
-            await asyncio.sleep(0)
+        if answer.listens:
+            await hear(host, turn, sampled, logprobs)
         turn = msgspec.structs.replace(appended(turn, sampled, 3), logprobs=logprobs)
-
-
-def appended(turn, ids, version, follows=None, *, limit=None):
-    spans, length = list(turn.spans), len(turn.response_ids)
-    add_span(spans, Span(version, length, length + len(ids), follows=follows, turn_limit=limit))
-    joined_ids = np.concatenate([turn.response_ids, ids])
-    return msgspec.structs.replace(turn, response_ids=joined_ids, spans=tuple(spans))
 
 
 @asynccontextmanager
 async def hosted(folder, model):
     """A process of environments whose agents are tasks."""
-    settings, keys, runner = AgentConfig(command=["true"], max_turns=1000), Keys(), InThisProcess()
-    messages = AssistantMessages(HermesCalls(), mark="<tool_call>")
+    settings, keys, runner = AgentConfig(command=["true"], max_turns=1000), {}, InThisProcess()
+    messages = AssistantMessages(HermesCalls())
 
     def make():
         return AgentEnvironment(runner, messages, model.writer, keys=keys, deterministic=False, most_bytes=2**20)

@@ -1,10 +1,12 @@
 """Toolboxes for a few tools, and turns of a model that calls them."""
 
+import json
+
 import pytest
 
 from laminar_contrib.tools.kind import ToolSettings
 from laminar_contrib.tools.toolbox import Toolbox
-from laminar_py.environment.tool_calls import CallFamily, HermesCalls, WrittenCall
+from laminar_py.environment.tool_calls import CallFamily
 
 OWN_TOOLS = '''
 import asyncio
@@ -72,4 +74,5 @@ def environment_of(own_tools):
 
 def turn(*calls):
     """A turn of a Hermes model, e.g. `turn(("add", {"a": 2}))`."""
-    return HermesCalls().render([WrittenCall(name, arguments) for name, arguments in calls])
+    texts = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from laminar_contrib.tools.kind import ToolSettings
 from laminar_contrib.tools.toolbox import Toolbox
-from laminar_py.environment.protocol import End, Environment, Observation, Problem, Restorable, Role
+from laminar_py.environment.protocol import End, Environment, Observation, Problem, Role
 from tests.environment.tools.conftest import turn
 
 
@@ -136,16 +136,6 @@ async def test_calls_beyond_the_most_are_not_run(environment_of):
 def test_any_turn_has_an_answer(environment_of, said):
     answer = asyncio.run(environment_of("calculator").step(said))
     assert isinstance(answer, Observation if said.startswith("<tool_call>") else End)
-
-
-async def test_stateless_tools_are_restored_from_nothing(environment_of):
-    environment, other = environment_of(":add"), environment_of(":add")
-    assert environment.deterministic
-    assert isinstance(environment, Restorable)
-    await environment.step(turn(("add", {"a": 1})))
-    other.restore(environment.snapshot())
-    assert (await other.step(turn(("add", {"a": 1})))).messages == ("2",)
-    await environment.close()
 
 
 def test_definitions_are_those_of_the_tools_in_their_order(own_tools):

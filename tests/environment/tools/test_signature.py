@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import pytest
 from pydantic import BaseModel, Field
-from transformers.utils import get_json_schema
 
 from laminar_contrib.tools.signature import ToolError, make_tool
 from laminar_py.config.section import ConfigError
@@ -30,7 +29,10 @@ def odd_names(schema: int, _under: int, model_config: int, self: int = 1) -> lis
     return [schema, _under, model_config, self]
 
 
+@pytest.mark.slow
 def test_a_definition_is_the_one_of_transformers():
+    from transformers.utils import get_json_schema
+
     def pay(
         amount: Annotated[float, Field(description="Sum.")], to: Annotated[list[str], Field(description="To.")]
     ):

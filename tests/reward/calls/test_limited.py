@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 
@@ -29,10 +28,8 @@ def call(function: Callable[[ScoringRequest], object], *responses: str, **settin
     return [limited.call(make_request(response)) for response in responses]
 
 
-async def call_beside(
-    function: Callable, *responses: str, timeout_s: float = 30.0, **settings: int
-) -> list[Outcome]:
-    limited = LimitedFunction(function, timeout_s=timeout_s, **settings)
+async def call_beside(function: Callable, *responses: str, timeout_s: float = 30.0) -> list[Outcome]:
+    limited = LimitedFunction(function, timeout_s=timeout_s)
     return await asyncio.gather(*(limited.call_beside(make_request(response)) for response in responses))
 
 
@@ -271,24 +268,3 @@ async def test_a_time_out_of_the_functions_own_is_a_failure_and_not_the_limit() 
 
     (outcome,) = await call_beside(impatient, "1")
     assert (outcome.failure, outcome.detail[:18]) == (DropReason.REWARD_FAILED, "TimeoutError: mine")
-
-
-async def test_a_function_in_several_threads_is_called_for_as_many_at_once_and_a_hang_is_told_with_its_line() -> (
-    None
-):
-    both, end = threading.Barrier(2), threading.Event()
-
-    def meet(request: ScoringRequest) -> float:
-        if request.response == "hang":
-            end.wait(60)
-        both.wait(60)
-        return 1.0
-
-    try:
-        assert [o.value for o in await call_beside(meet, "a", "b", threads=2)] == [1.0, 1.0]
-        (late,) = await call_beside(meet, "hang", threads=2, timeout_s=0.1)
-    finally:
-        end.set()
-        both.abort()
-    assert late.failure is DropReason.REWARD_TIMEOUT
-    assert re.search(r"\(at .*threading.py:\d+\)", late.detail)

@@ -1,4 +1,4 @@
-"""Deaths below a scorer: whatever is killed while it scores, rewards are those of an undisturbed one."""
+"""Crashes below a scorer: whatever is killed while it scores, rewards are those of an undisturbed one."""
 
 import asyncio
 import json
