@@ -137,7 +137,7 @@ def read_result(progress: RunProgress) -> RunResult:
         raise ConfigError(difference)
     in_summary = None if progress.summary is None else progress.summary.response_length
     reads_ledger = in_summary is None and folder.has_ledger
-    in_ledger = RunReport(read_snapshot(folder.path)).tails.overall.get(Measure.LENGTH) if reads_ledger else None
+    in_ledger = RunReport(read_snapshot(folder.path)).tails.get(Measure.LENGTH) if reads_ledger else None
     lengths = in_summary or in_ledger
     return RunResult(
         run=run,
