@@ -57,7 +57,7 @@ async def test_list_and_sql_write_json_for_other_tools(tmp_path, laminar):
     _, out, _ = laminar("audit", tmp_path, "sql", "SELECT id, digest FROM prompt LIMIT 1", "--json")
     assert len(json.loads(out)["digest"]) == 32
     _, out, _ = laminar("audit", tmp_path, "show", "g1.0")
-    assert "tokens 2 to 5: version 1, replica 0, on a KV cache from version 0 on" in out
+    assert "from token 2 on: version 1, replica 0, on a KV cache from version 0 on" in out
 
 
 async def test_a_list_ends_with_fifty_lines_and_a_count_unless_all_are_asked_for(tmp_path, laminar):

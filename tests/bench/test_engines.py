@@ -18,7 +18,8 @@ TINY = Qwen3Config(
     intermediate_size=16,
     max_position_embeddings=128,
 )
-TRAFFIC = (Traffic(1, 2, median=4, p95=10, cap=12), Traffic(4, 6, median=4, p95=10, cap=12))
+SMALL = {"median": 4, "p95": 10, "cap": 12}
+TRAFFIC = (Traffic(concurrency=1, num_requests=2, **SMALL), Traffic(concurrency=4, num_requests=6, **SMALL))
 
 
 def test_both_sides_have_a_rate_at_each_concurrency(capsys):

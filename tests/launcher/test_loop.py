@@ -8,8 +8,8 @@ import sys
 
 import psutil
 import pytest
-from laminar_py.observe.quality import count_devices
 
+from laminar_lab.curves import count_devices
 from laminar_lab.launcher import loop
 from laminar_lab.launcher.loop import Launcher, Slot, make_slots, module_command, wait_for_earlier_runs
 from laminar_lab.launcher.progress import RunState, last_error, read_progress

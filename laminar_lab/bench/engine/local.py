@@ -46,7 +46,7 @@ class Ask:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """Requests of one round: `num_requests`, `concurrency` of them at a time."""
 
@@ -76,7 +76,9 @@ class Traffic:
         )
 
 
-TRAFFIC = (Traffic(1, 8), Traffic(8, 32), Traffic(32, 96))
+TRAFFIC = tuple(
+    Traffic(concurrency=concurrency, num_requests=number) for concurrency, number in ((1, 8), (8, 32), (32, 96))
+)
 
 
 @contextmanager
