@@ -152,7 +152,7 @@ class Incarnation:
         self.cluster.lose(gone)
         self.alive = [index for index in self.alive if index not in indices]
         await asyncio.gather(*(self.replicas._take_over(index) for index in indices))
-        self.replicas.heed_plan()
+        self.replicas.update_places()
         for index in indices:
             self.fleet.running[index].clear()
         return indices
