@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_lab.launcher.progress import (
@@ -36,14 +36,8 @@ STARTED = b"--- started by laminar launch\n"  # separates the logs of a run's pr
 FINISHED, REFUSED, STOPPED = 0, 2, 130  # exit codes of `laminar train`
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """GPUs for one run at a time, e.g. `Slot(("0", "1"))`; no GPUs if runs need none or join a cluster."""
-
-    gpus: tuple[str, ...] = ()  # as in CUDA_VISIBLE_DEVICES
-
-    def __str__(self) -> str:
-        return f"GPU {','.join(self.gpus)}" if self.gpus else ""
+Slot = tuple[str, ...]
+"""GPUs for one run at a time, as in CUDA_VISIBLE_DEVICES; none if runs need no GPU or join a cluster."""
 
 
 def make_slots(experiment: Experiment) -> list[Slot]:
@@ -70,7 +64,7 @@ def make_slots(experiment: Experiment) -> list[Slot]:
         limit = limit if shared else f"there is room for {room} at a time, each with {each} GPUs"
         raise ConfigError(f"parallel={wanted}: {limit}; lower it to {room}, or leave it out")
     count = min(wanted or (room if each else 1), len(configs))
-    return [Slot(tuple(gpus[index * each : (index + 1) * each])) for index in range(count)]
+    return [tuple(gpus[index * each : (index + 1) * each]) for index in range(count)]
 
 
 def visible_gpus() -> list[str]:
@@ -199,7 +193,7 @@ class Launcher:
         run.write_config()
         resume = [] if run.folder is None or run.folder.is_unbegun else ["--resume"]
         guard = [*module_command("laminar_lab.launcher.guard"), str(os.getpid())]
-        environment = os.environ | ({VISIBLE: ",".join(slot.gpus)} if slot.gpus else {})
+        environment = os.environ | ({VISIBLE: ",".join(slot)} if slot else {})
         with run.log.open("ab") as log:
             log.write(STARTED)
             log.flush()
@@ -214,7 +208,8 @@ class Launcher:
         self._processes[run.name] = process
         if self._stop.is_set():  # the signal came during the start
             self._interrupt()
-        self._log(f"{run.name}: {RunState.RUNNING}{f' ({slot})' if slot.gpus else ''}")
+        where = f" (GPU {','.join(slot)})" if slot else ""
+        self._log(f"{run.name}: {RunState.RUNNING}{where}")
         code = await process.wait()
         del self._processes[run.name]
         if code != FINISHED and not last_error(run.log) and not self._stop.is_set():
