@@ -152,10 +152,10 @@ class Launcher:
         """Pass a signal on: runs stop with a checkpoint at the first signal, and at once at the second."""
         self._stop.set()
         for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):  # the process has just ended
-                process.send_signal(signal.SIGINT)
+            _stop_process(process)
 
     async def _work_off(self, slot: Slot) -> None:
+        """Run waiting runs one after another, until none is left or a signal comes."""
         while self._waiting and not self._stop.is_set():
             run = self._waiting.pop(0)
             try:
@@ -171,16 +171,14 @@ class Launcher:
             raise ConfigError(f"{holder}; end that process, and launch again")
         crashes, step = 0, -1
         while crashes < MOST_CRASHES and not self._stop.is_set():
-            before = read_progress(run)
-            if before.state is RunState.FINISHED:
+            if read_progress(run).state is RunState.FINISHED:
                 return
-            if before.step > step:
-                crashes, step = 0, before.step
             code = await self._run_once(run, slot)
             on_cluster = run.config.cluster.address is not None  # a refusal may mean that others use its GPUs
             if code == FINISHED or self._stop.is_set() or (code == REFUSED and not on_cluster):
                 return
-            crashes += 1
+            done = read_progress(run).step
+            crashes, step = (1, done) if done > step else (crashes + 1, step)
             if crashes < MOST_CRASHES:
                 pause_s = BACK_OFF_S * GROWTH ** (crashes - 1)
                 self._log(f"{run.name}: crashed; next try in {pause_s:g} s: {last_error(run.log)}")
@@ -207,7 +205,7 @@ class Launcher:
             )
         self._processes[run.name] = process
         if self._stop.is_set():  # the signal came during the start
-            self._interrupt()
+            _stop_process(process)
         where = f" (GPU {','.join(slot)})" if slot else ""
         self._log(f"{run.name}: {RunState.RUNNING}{where}")
         code = await process.wait()
@@ -225,3 +223,9 @@ class Launcher:
             for run in [run for run in self._experiment.runs if run.name in self._processes]:
                 progress = replace(read_progress(run), state=RunState.RUNNING)
                 self._log(f"{run.name}: {describe_progress(progress, self._experiment.compared)}")
+
+
+def _stop_process(process: asyncio.subprocess.Process) -> None:
+    """Send SIGINT to a process, unless it has just ended."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import psutil
 import pytest
 
@@ -17,6 +18,7 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import new_run
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
+from tests.analytics.builders import make_step_row
 from tests.launcher.experiments import BASE, make_experiment, program
 
 COUNT = """
@@ -191,6 +193,21 @@ async def test_a_run_that_crashes_or_is_stopped_once_is_resumed_and_finishes(tmp
     assert finished.state is RunState.FINISHED
     assert starts == 2
     assert any(line.startswith("e-base-s0: crashed; next try in 0.01 s: its process ended") for line in lines)
+
+
+async def test_crashes_after_new_steps_do_not_add_up(tmp_path):
+    row = msgspec.json.encode(make_step_row(1, 10.0, trained_tokens=5000)).decode()
+    text = f"""
+tries = len(starts.read_text())
+folder = Path(changes["runs"]) / f"{{changes['name']}}-1"
+folder.mkdir(exist_ok=True)
+with (folder / "metrics.jsonl").open("a") as file:
+    file.write({row!r}.replace('"step":1,', f'"step":{{tries}},') + chr(10))
+if tries <= 6:
+    sys.exit(1)
+"""
+    _, (finished,), starts, _ = await launch(tmp_path, text + FINISH)
+    assert (finished.state, starts) == (RunState.FINISHED, 7)
 
 
 async def test_a_run_with_unreadable_files_fails_alone(tmp_path):
