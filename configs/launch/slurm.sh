@@ -2,7 +2,7 @@
 # An experiment on nodes of Slurm: sbatch --nodes=4 configs/launch/slurm.sh experiments/sweep
 # Submit it in the project's folder, on a file system that all nodes share, with `laminar` in PATH. On more than one
 # node the experiment sets `cluster.address: auto`. Ten minutes before the time limit runs stop with a checkpoint,
-# and the job is queued again, where the same command goes on.
+# and the job is queued again; the same command then continues.
 #SBATCH --job-name=laminar
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

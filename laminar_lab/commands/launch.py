@@ -107,7 +107,7 @@ def _print_plan(experiment: "Experiment") -> None:
 
 def _describe_slots(slots: "list[Slot]", address: str | None) -> str:
     where = "on this machine" if address is None else f"on the Ray cluster {address}"
-    gpus = " and ".join(str(slot) for slot in slots if slot.gpus)
+    gpus = " and ".join(f"GPU {','.join(slot)}" for slot in slots if slot)
     return f"{len(slots)} at a time {where}{f' ({gpus})' if gpus else ''}"
 
 

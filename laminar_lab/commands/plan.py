@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from laminar_py.config import EmulationProfile
 
 SHOWN = 8  # placements
-P50, TAIL = 1500.0, 10.0  # default tokens, and p99 over p50
+P50, TAIL = 1500.0, 10.0  # defaults: tokens, and p99 over p50
 GBIT = 1e9 / 8  # bytes
 app = typer.Typer()
 
@@ -71,7 +71,7 @@ def plan(
         measured=_measured(profile, mfu),
         learner=subject.learner,
     )
-    _print(made := _make(request), as_json=as_json, explain=explain)
+    _print(made := _rank_placements(request), as_json=as_json, explain=explain)
     _write(made, subject, write=write, html=html, quiet=as_json)
 
 
@@ -79,11 +79,11 @@ def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | No
     from laminar_py.config import read_profile
 
     if profile is not None and mfu is not None:
-        raise ConfigError(f"--mfu={mfu:g}: the profile says how fast the learner is; leave out one of the two")
+        raise ConfigError(f"--mfu={mfu:g}: --profile also has the speed of the learner; leave out one of the two")
     return None if profile is None else read_profile(profile, setting="--profile")
 
 
-def _make(request: "PlanRequest") -> "RankedPlan":
+def _rank_placements(request: "PlanRequest") -> "RankedPlan":
     from laminar_lab.plan.judge import judge_in_parallel
     from laminar_lab.plan.planner import make_plan
 
@@ -136,19 +136,21 @@ def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: 
         write_page(plan, html)
     if not quiet:
         if write is None:
-            print_line("--write FILE makes the config of the first choice, --html FILE a page with the trade-offs")
+            print_line(
+                "--write FILE writes the config of the first choice; --html FILE draws a page with the trade-offs"
+            )
         else:
             fleet = plan.request.fleet
             pretend = f"{fleet.nodes}x{fleet.per_node}x{fleet.gpu.name}"
             print_line(f"the config: {write}; check it with laminar doctor {write} --pretend {pretend}")
             if not (subject.folder / "config.json").is_file():
-                print_line(f"before that put the model into {subject.folder}")
+                print_line(f"put the model into {subject.folder} first")
         if html is not None:
             print_line(f"the page: {html}")
 
 
 def _ranking(plan: "RankedPlan") -> Table:
-    table = Table(box=None, pad_edge=False)  # it fits 80 columns
+    table = Table(box=None, pad_edge=False)  # fits 80 columns
     titles = ("", "learner +\nreplicas x TP", "admits", "tokens/s", "step, s", "stale,\nmost", "vers.\nalive")
     for title in (*titles, "binds, by\nformula", "1,000\nsteps"):
         table.add_column(title, no_wrap=True)

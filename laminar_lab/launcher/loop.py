@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_lab.launcher.progress import (
@@ -36,14 +36,8 @@ STARTED = b"--- started by laminar launch\n"  # separates the logs of a run's pr
 FINISHED, REFUSED, STOPPED = 0, 2, 130  # exit codes of `laminar train`
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """GPUs for one run at a time, e.g. `Slot(("0", "1"))`; no GPUs if runs need none or join a cluster."""
-
-    gpus: tuple[str, ...] = ()  # as in CUDA_VISIBLE_DEVICES
-
-    def __str__(self) -> str:
-        return f"GPU {','.join(self.gpus)}" if self.gpus else ""
+Slot = tuple[str, ...]
+"""GPUs for one run at a time, as in CUDA_VISIBLE_DEVICES; none if runs need no GPU or join a cluster."""
 
 
 def make_slots(experiment: Experiment) -> list[Slot]:
@@ -70,7 +64,7 @@ def make_slots(experiment: Experiment) -> list[Slot]:
         limit = limit if shared else f"there is room for {room} at a time, each with {each} GPUs"
         raise ConfigError(f"parallel={wanted}: {limit}; lower it to {room}, or leave it out")
     count = min(wanted or (room if each else 1), len(configs))
-    return [Slot(tuple(gpus[index * each : (index + 1) * each])) for index in range(count)]
+    return [tuple(gpus[index * each : (index + 1) * each]) for index in range(count)]
 
 
 def visible_gpus() -> list[str]:
@@ -158,10 +152,10 @@ class Launcher:
         """Pass a signal on: runs stop with a checkpoint at the first signal, and at once at the second."""
         self._stop.set()
         for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):  # the process has just ended
-                process.send_signal(signal.SIGINT)
+            _stop_process(process)
 
     async def _work_off(self, slot: Slot) -> None:
+        """Run waiting runs one after another, until none is left or a signal comes."""
         while self._waiting and not self._stop.is_set():
             run = self._waiting.pop(0)
             try:
@@ -177,16 +171,14 @@ class Launcher:
             raise ConfigError(f"{holder}; end that process, and launch again")
         crashes, step = 0, -1
         while crashes < MOST_CRASHES and not self._stop.is_set():
-            before = read_progress(run)
-            if before.state is RunState.FINISHED:
+            if read_progress(run).state is RunState.FINISHED:
                 return
-            if before.step > step:
-                crashes, step = 0, before.step
             code = await self._run_once(run, slot)
             on_cluster = run.config.cluster.address is not None  # a refusal may mean that others use its GPUs
             if code == FINISHED or self._stop.is_set() or (code == REFUSED and not on_cluster):
                 return
-            crashes += 1
+            done = read_progress(run).step
+            crashes, step = (1, done) if done > step else (crashes + 1, step)
             if crashes < MOST_CRASHES:
                 pause_s = BACK_OFF_S * GROWTH ** (crashes - 1)
                 self._log(f"{run.name}: crashed; next try in {pause_s:g} s: {last_error(run.log)}")
@@ -199,7 +191,7 @@ class Launcher:
         run.write_config()
         resume = [] if run.folder is None or run.folder.is_unbegun else ["--resume"]
         guard = [*module_command("laminar_lab.launcher.guard"), str(os.getpid())]
-        environment = os.environ | ({VISIBLE: ",".join(slot.gpus)} if slot.gpus else {})
+        environment = os.environ | ({VISIBLE: ",".join(slot)} if slot else {})
         with run.log.open("ab") as log:
             log.write(STARTED)
             log.flush()
@@ -213,8 +205,9 @@ class Launcher:
             )
         self._processes[run.name] = process
         if self._stop.is_set():  # the signal came during the start
-            self._interrupt()
-        self._log(f"{run.name}: {RunState.RUNNING}{f' ({slot})' if slot.gpus else ''}")
+            _stop_process(process)
+        where = f" (GPU {','.join(slot)})" if slot else ""
+        self._log(f"{run.name}: {RunState.RUNNING}{where}")
         code = await process.wait()
         del self._processes[run.name]
         if code != FINISHED and not last_error(run.log) and not self._stop.is_set():
@@ -230,3 +223,9 @@ class Launcher:
             for run in [run for run in self._experiment.runs if run.name in self._processes]:
                 progress = replace(read_progress(run), state=RunState.RUNNING)
                 self._log(f"{run.name}: {describe_progress(progress, self._experiment.compared)}")
+
+
+def _stop_process(process: asyncio.subprocess.Process) -> None:
+    """Send SIGINT to a process, unless it has just ended."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)

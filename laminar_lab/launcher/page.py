@@ -156,8 +156,8 @@ def _tails(results: Results) -> Sheet:
     rows = []
     for variant in results.by_variant:
         runs = results.counted(variant)
-        tails = [one.lengths for one in runs if one.lengths is not None]
-        lengths = [f"{fmean(tail[place] for tail in tails):,.0f}" if tails else NOTHING for place in range(3)]
+        tails = [(one.lengths.p50, one.lengths.p95, one.lengths.p99) for one in runs if one.lengths is not None]
+        lengths = [f"{fmean(column):,.0f}" for column in zip(*tails, strict=True)] or [NOTHING] * 3
         steps = [row for one in runs for row in one.steps]
         mean = f"{fmean(row.staleness_mean for row in steps):.2f}" if steps else NOTHING
         most = str(max(row.staleness_max for row in steps)) if steps else NOTHING
@@ -213,14 +213,14 @@ def _runs(results: Results, progress: list[RunProgress]) -> Sheet:
 
 
 def _figures(one: RunResult, compared: str) -> list[str]:
-    points, last = one.evaluations.get(compared, []), one.last
+    points, last, lengths = one.evaluations.get(compared, []), one.last, one.lengths
     return [
         f"{points[-1].value:.3f}" if points else NOTHING,
         NOTHING if last is None else f"{last.reward:.3f}",
         format_duration(one.costs.rl_s),
         _amount(one.device_hours),
         NOTHING if last is None else f"{last.trained_tokens:,}",
-        NOTHING if one.lengths is None else " / ".join(f"{length:,.0f}" for length in one.lengths),
+        NOTHING if lengths is None else f"{lengths.p50:,.0f} / {lengths.p95:,.0f} / {lengths.p99:,.0f}",
     ]
 
 

@@ -18,7 +18,7 @@ from laminar_lab.curves import Point, read_curves
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_py.config import ConfigError
 from laminar_py.ledger import read_last, read_tail
-from laminar_py.observe import Summary
+from laminar_py.observe import LengthFigures
 from laminar_py.records import StepRow
 from laminar_py.records.host import visible
 
@@ -40,6 +40,13 @@ class RunState(StrEnum):
 STYLES = {RunState.FINISHED: "green", RunState.FAILED: "red"}
 
 
+class RunSummary(msgspec.Struct, frozen=True):
+    """The part of a run's `summary.json` that the launcher reads; summaries of every release have it."""
+
+    finished: bool
+    response_length: LengthFigures | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
     """State of a run at one moment, e.g. `RunProgress(run=run, state=RunState.WAITING)`."""
@@ -49,7 +56,7 @@ class RunProgress:
     reason: str = ""  # of the failure
     row: StepRow | None = None  # the newest step
     stepped_s: float | None = None  # when the row was written, in seconds since the epoch
-    summary: Summary | None = None  # of a run that has finished or stopped
+    lengths: LengthFigures | None = None  # of a finished run's responses
 
     @property
     def step(self) -> int:
@@ -63,7 +70,8 @@ def read_progress(run: PlannedRun) -> RunProgress:
         reason, folder = last_error(run.log), run.folder
         if folder is None:
             return RunProgress(run=run, state=RunState.FAILED if reason else RunState.WAITING, reason=reason)
-        if finished := has_finished(folder.summary):
+        summary = _read_summary(folder.summary)
+        if summary.finished:
             state, reason = RunState.FINISHED, ""
         else:
             state = RunState.FAILED if reason else RunState.UNFINISHED
@@ -74,7 +82,7 @@ def read_progress(run: PlannedRun) -> RunProgress:
             reason=reason,
             row=row,
             stepped_s=None if row is None else folder.metrics.stat().st_mtime,
-            summary=_read_summary(folder.summary) if finished else None,
+            lengths=summary.response_length if summary.finished else None,
         )
     except OSError as error:
         return RunProgress(run=run, state=RunState.FAILED, reason=str(error))
@@ -91,26 +99,12 @@ def unfinished_runs(experiment: Experiment) -> list[PlannedRun]:
     return sorted(ahead, key=lambda run: run.folder is None)
 
 
-class FinishedFlag(msgspec.Struct, frozen=True):
-    """The field of a summary that summaries of every release have."""
-
-    finished: bool
-
-
-def has_finished(summary: Path) -> bool:
-    """Return whether a run has done all of its steps, by its summary."""
+def _read_summary(path: Path) -> RunSummary:
+    """Read the summary of a run; a missing or unreadable summary means that the run has not finished."""
     try:
-        return msgspec.json.decode(summary.read_bytes(), type=FinishedFlag).finished
+        return msgspec.json.decode(path.read_bytes(), type=RunSummary)
     except (FileNotFoundError, msgspec.MsgspecError):
-        return False
-
-
-def _read_summary(path: Path) -> Summary | None:
-    """Read the summary of a run; None for a summary of another release."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary)
-    except msgspec.MsgspecError:
-        return None
+        return RunSummary(finished=False)
 
 
 def last_error(log: Path) -> str:

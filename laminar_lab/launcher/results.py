@@ -12,7 +12,7 @@ from laminar_lab.curves import Costs, Point, count_devices, device_seconds, read
 from laminar_lab.launcher.experiment import Experiment, PlannedRun, find_difference
 from laminar_lab.launcher.progress import RunProgress, RunState
 from laminar_py.config import ConfigError
-from laminar_py.observe import Measure, RunReport, read_snapshot, read_steps
+from laminar_py.observe import LengthFigures, Measure, RunReport, read_snapshot, read_steps
 from laminar_py.records import StepRow
 
 MOST_POINTS = 400  # of a curve
@@ -87,7 +87,7 @@ class RunResult:
     steps: tuple[StepRow, ...]
     evaluations: dict[str, list[Point]]  # by set
     costs: Costs  # of the RL phase so far
-    lengths: tuple[float, float, float] | None  # p50, p95 and p99 of response tokens; None before a response
+    lengths: LengthFigures | None  # of responses; None before the first
 
     @property
     def last(self) -> StepRow | None:
@@ -135,17 +135,17 @@ def read_result(progress: RunProgress) -> RunResult:
     evaluations = read_curves(folder.path) if folder.has_ledger else {}
     if difference := find_difference(run, folder):
         raise ConfigError(difference)
-    in_summary = None if progress.summary is None else progress.summary.response_length
-    reads_ledger = in_summary is None and folder.has_ledger
-    in_ledger = RunReport(read_snapshot(folder.path)).tails.get(Measure.LENGTH) if reads_ledger else None
-    lengths = in_summary or in_ledger
+    lengths = progress.lengths
+    if lengths is None and folder.has_ledger:
+        found = RunReport(read_snapshot(folder.path)).tails.get(Measure.LENGTH)
+        lengths = None if found is None else LengthFigures(round(found.p50), round(found.p95), round(found.p99))
     return RunResult(
         run=run,
         state=progress.state,
         steps=read_steps(folder.path),
         evaluations=evaluations,
         costs=read_costs(folder.path),
-        lengths=None if lengths is None else (lengths.p50, lengths.p95, lengths.p99),
+        lengths=lengths,
     )
 
 

@@ -175,20 +175,22 @@ def describe_plan(plan: RankedPlan) -> Iterator[str]:
     if len(plan.ranked) > 1:
         yield _second(best, plan.ranked[1])
     error = best.estimate.tokens_per_s / best.tokens_per_s - 1
-    shrunk = "all its replicas"
+    yield f"{plan.considered} placements fit, and the planner simulated the likeliest of them"
+    shrunk = "all of its replicas"
     if plan.shrink_error is not None:
-        shrunk = f"{best.judgement.replicas} of its replicas, and on twice as many it has {plan.shrink_error:+.0%}"
+        shrunk = f"{best.judgement.replicas} of its replicas ({plan.shrink_error:+.0%} tokens/s on twice as many)"
     yield (
-        f"{plan.considered} placements fit; the likeliest were simulated, the first on {shrunk}; its formulas say"
-        f" {abs(error):.0%} {'more' if error > 0 else 'less'} than the simulator"
+        f"the first was simulated on {shrunk}; its formulas give {abs(error):.0%}"
+        f" {'more' if error > 0 else 'fewer'} tokens/s than its simulation"
     )
 
 
 def _second(first: Ranked, second: Ranked) -> str:
+    """Describe the second choice, and why it is slower than the first."""
     share = 1.0 - second.tokens_per_s / first.tokens_per_s
     begun = f"second: {_name(second)}; {share:.0%} less"
     if share < TIED:
-        return f"{begun}, which is within what simulations of this size tell apart"
+        return f"{begun}, too little for simulations of this size to separate the two"
     before, now = first.estimate, second.estimate
     if now.schedule is not before.schedule:
         steps = (
@@ -198,11 +200,12 @@ def _second(first: Ranked, second: Ranked) -> str:
     then, later = _seconds(before), _seconds(now)
     wall = max(later, key=lambda one: later[one] - then[one])
     if later[wall] <= then[wall]:
-        return f"{begun}, which the simulator tells and no formula"
+        return f"{begun}; the simulation shows that, and no formula explains it"
     return f"{begun}: {wall.value} takes {later[wall]:.1f} s of a step, and {then[wall]:.1f} s in the first"
 
 
 def _seconds(estimate: PlacementEstimate) -> dict[Wall, float]:
+    """Return the seconds of a step by wall."""
     times = estimate.times
     return {
         Wall.GENERATION: times.generation_s,

@@ -184,8 +184,8 @@ def _generate_async(
         _decode_formula(rates, cycle.running),
         Formula(
             name="a replica",
-            text=f"{rate:,.0f} tokens/s never draining; of {cycle.admitted:.0f} that it admits under a version the"
-            f" last ends after {cycle.seconds:.0f} s: {drained:.0%} of that, {share:.0%} with repacking",
+            text=f"{rate:,.0f} tokens/s without draining; the last of a version's {cycle.admitted:.0f} responses"
+            f" ends after {cycle.seconds:.0f} s: {drained:.0%} of that rate, {share:.0%} with repacking",
             result=f"{rate * share:,.0f} tokens/s",
         ),
         Formula(
@@ -266,7 +266,7 @@ def _wait_for_weights(
     if schedule is Schedule.ONE_STEP:
         two_s = learner_s + request.publish_s + load_s + generation_s
         seconds = max(generation_s + load_s, learner_s, two_s / 2) - max(generation_s, learner_s)
-        text = f"{text}, as far as the longer of generation and learner does not hide it"
+        text = f"{text}, less the part that the longer of generation and learner hides"
     return seconds, (Formula(name="weights", text=text, result=f"{seconds:.2f} s"),)
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from laminar_py.ledger.row_files import read_rows as read_rows
     from laminar_py.ledger.row_files import read_tail as read_tail
     from laminar_py.ledger.rows import decode_event as decode_event
-    from laminar_py.ledger.run_folder import HeldError as HeldError
     from laminar_py.ledger.run_folder import RunFolder as RunFolder
     from laminar_py.ledger.run_folder import new_run as new_run
     from laminar_py.ledger.run_folder import newest_run as newest_run

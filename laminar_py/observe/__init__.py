@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from laminar_py.observe.samples import read_sample as read_sample
     from laminar_py.observe.stats import Stats as Stats
     from laminar_py.observe.stats import Totals as Totals
+    from laminar_py.observe.summary import LengthFigures as LengthFigures
     from laminar_py.observe.summary import Summary as Summary
     from laminar_py.observe.summary import summarise as summarise
     from laminar_py.observe.tails import NAMES as NAMES

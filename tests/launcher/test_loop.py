@@ -6,17 +6,19 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import psutil
 import pytest
 
 from laminar_lab.curves import count_devices
 from laminar_lab.launcher import loop
-from laminar_lab.launcher.loop import Launcher, Slot, make_slots, module_command, wait_for_earlier_runs
+from laminar_lab.launcher.loop import Launcher, make_slots, module_command, wait_for_earlier_runs
 from laminar_lab.launcher.progress import RunState, last_error, read_progress
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import new_run
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
+from tests.analytics.builders import make_step_row
 from tests.launcher.experiments import BASE, make_experiment, program
 
 COUNT = """
@@ -91,7 +93,7 @@ async def launch(folder, text, *, gpus=((),), **settings):
     write_summary(folder)
     lines = []
     train = program(folder, COUNT + text)
-    complete = await Launcher(experiment, [Slot(each) for each in gpus], train=train, log=lines.append).run_all()
+    complete = await Launcher(experiment, gpus, train=train, log=lines.append).run_all()
     starts = len((runs / "starts").read_text()) if (runs / "starts").is_file() else 0
     return complete, [read_progress(run) for run in experiment.runs], starts, lines
 
@@ -101,13 +103,13 @@ async def launch(folder, text, *, gpus=((),), **settings):
 
 def test_runs_side_by_side_have_gpus_of_their_own(tmp_path):
     slots = make_slots(make_experiment(tmp_path, seeds=5, set=GPUS))
-    assert [slot.gpus for slot in slots] == [tuple(map(str, range(8))), tuple(map(str, range(8, 16)))]
+    assert slots == [tuple(map(str, range(8))), tuple(map(str, range(8, 16)))]
     assert len(make_slots(make_experiment(tmp_path, seeds=1, set=GPUS))) == 1, "no more slots than runs"
 
 
 def test_the_largest_variant_decides_how_many_runs_fit(tmp_path):
     experiment = make_experiment(tmp_path, grid={"learner.world_size": [2, 10]}, seeds=5, set=GPUS)
-    assert [len(slot.gpus) for slot in make_slots(experiment)] == [10, 10]
+    assert [len(slot) for slot in make_slots(experiment)] == [10, 10]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_runs_without_gpus_of_this_host_or_with_a_shared_port_run_one_after_anot
 
 
 def test_runs_without_gpus_run_side_by_side_on_request(tmp_path):
-    assert make_slots(make_experiment(tmp_path, seeds=5, parallel=3)) == [Slot()] * 3
+    assert make_slots(make_experiment(tmp_path, seeds=5, parallel=3)) == [()] * 3
 
 
 @pytest.mark.parametrize(
@@ -191,6 +193,21 @@ async def test_a_run_that_crashes_or_is_stopped_once_is_resumed_and_finishes(tmp
     assert finished.state is RunState.FINISHED
     assert starts == 2
     assert any(line.startswith("e-base-s0: crashed; next try in 0.01 s: its process ended") for line in lines)
+
+
+async def test_crashes_after_new_steps_do_not_add_up(tmp_path):
+    row = msgspec.json.encode(make_step_row(1, 10.0, trained_tokens=5000)).decode()
+    text = f"""
+tries = len(starts.read_text())
+folder = Path(changes["runs"]) / f"{{changes['name']}}-1"
+folder.mkdir(exist_ok=True)
+with (folder / "metrics.jsonl").open("a") as file:
+    file.write({row!r}.replace('"step":1,', f'"step":{{tries}},') + chr(10))
+if tries <= 6:
+    sys.exit(1)
+"""
+    _, (finished,), starts, _ = await launch(tmp_path, text + FINISH)
+    assert (finished.state, starts) == (RunState.FINISHED, 7)
 
 
 async def test_a_run_with_unreadable_files_fails_alone(tmp_path):

@@ -217,7 +217,7 @@ def test_a_config_that_was_given_keeps_its_data_and_reward(small, tmp_path):
         ),
         (
             ["7B", "--gpus", "1x8xH100", "--profile", "configs/emulation/h100_7b_tp1.yaml", "--mfu", "0.3"],
-            "--mfu=0.3: the profile says how fast the learner is",
+            "--mfu=0.3: --profile also has the speed of the learner",
         ),
     ],
 )
