@@ -2,7 +2,7 @@
 
 `laminar compare` prints the tables. They compare evaluations of the first set where every run has two or more,
 else the reward in training. A run has reached a level at its first point at or above it; no value between two
-evaluations is interpolated. Runs whose configs differ only in their seeds share a column of the table of sets.
+evaluations is interpolated. Runs whose configs differ only in their seeds share a column in the table of sets.
 """
 
 import json
