@@ -1,4 +1,4 @@
-"""`laminar bench`: measure a part of the system on this machine."""
+"""The command `laminar bench`, which measures a part of the system on this machine."""
 
 from typing import Annotated
 
@@ -14,15 +14,15 @@ bench = typer.Typer()
 
 @bench.command(epilog="Example: laminar bench relay --only hop repeats=5 --json")
 def measure_here(
-    benchmark: Annotated[str | None, typer.Argument(help="What to measure; none: list all there is")] = None,
+    benchmark: Annotated[str | None, typer.Argument(help="Benchmark to run; without one, list all")] = None,
     settings: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. repeats=5")] = None,
     only: Annotated[str | None, typer.Option(help="One measurement of it")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object on stdout")] = False,
 ) -> None:
-    """Measure a part on this machine: most take minutes, `plan` and `repack` hours.
+    """Measure a part of the system on this machine. Most benchmarks take minutes, `plan` and `repack` hours.
 
-    A measurement that this machine cannot make is left out, with a line on stderr. Some need a laboratory: root
-    and iproute2 for hosts with narrow links, SGLang, a GPU, the project's folder.
+    A line on stderr names each measurement that this machine cannot make. Hosts with narrow links need root and
+    iproute2; other measurements need SGLang, a GPU, or the project's folder.
     """
     if benchmark is None:
         Console().print(_list(find()))

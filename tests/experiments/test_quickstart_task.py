@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import random
 import re
 import subprocess
@@ -10,15 +9,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.problems import check_disjoint, read_prompts
-from laminar_py.data.sources import source_at
-from laminar_py.data.tiny_models import SPECIAL, UNKNOWN
+from laminar_py.data.tiny_models import SPECIAL
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.reward.terms import make_exact
@@ -27,13 +21,6 @@ from tests.reward.requests import make_request
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments/quickstart"
 CONFIG = load_config(ROOT / "configs/quickstart.yaml", [])
-MODEL_FILES = (
-    "model/config.json",
-    "model/generation_config.json",
-    "model/tokenizer.json",
-    "model/tokenizer_config.json",
-)
-FILES = ("train.jsonl", "heldout.jsonl", "warm_start.jsonl", *MODEL_FILES)
 
 
 def load_task() -> ModuleType:
@@ -91,12 +78,6 @@ def test_a_careful_solution_follows_the_rules_to_the_answer() -> None:
         assert all(carry_steps(problem.prompt, problem.solution()))
 
 
-def test_no_heldout_prompt_is_trained_on(data: Path) -> None:
-    heldout = {row["prompt"] for row in rows(data / "heldout.jsonl")}
-    for name in ("train.jsonl", "warm_start.jsonl"):
-        assert not heldout & {row["prompt"] for row in rows(data / name)}
-
-
 def test_heldout_prompts_are_300_and_unique(data: Path) -> None:
     prompts = [row["prompt"] for row in rows(data / "heldout.jsonl")]
     assert len(prompts) == len(set(prompts)) == 300
@@ -117,32 +98,8 @@ def test_demonstrations_are_careless_in_carries_and_borrows_only(data: Path) -> 
         assert left == list(range(steps - 1, -1, -1))
 
 
-def test_the_config_takes_the_data_and_every_response_fits(data: Path) -> None:
-    encoder = PromptEncoder(load_tokenizer(data / "model"), data / "model", CONFIG.data.chat)
-    limit = CONFIG.rollout.max_len - CONFIG.rollout.sampling.max_new_tokens
-    sources = (
-        source_at(data / "heldout.jsonl", "eval.sets.heldout"),
-        source_at(data / "train.jsonl", "data.train"),
-    )
-    heldout, train = (read_prompts(s, encoder=encoder, max_prompt_tokens=limit) for s in sources)
-    check_disjoint(heldout, [train])
-    demonstrations = read_demonstrations(
-        source_at(data / "warm_start.jsonl", "warm_start.data"),
-        encoder=encoder,
-        max_tokens=CONFIG.warm_start.tokens_per_step,
-    )
-    assert max(len(row.response_ids) for row in demonstrations) <= CONFIG.rollout.sampling.max_new_tokens
-    assert sum(len(r.prompt_ids) + len(r.response_ids) for r in demonstrations) >= 500_000
-
-
-def test_the_tokenizer_knows_every_token_and_gives_the_text_back(data: Path) -> None:
-    tokenizer = load_tokenizer(data / "model")
-    unknown = SPECIAL.index(UNKNOWN)
-    for row in rows(data / "warm_start.jsonl")[:500]:
-        ids = tokenizer.encode(row["prompt"] + row["response"])
-        assert unknown not in ids
-        assert tokenizer.decode(np.array([*ids, *tokenizer.eos_ids])) == row["prompt"] + row["response"]
-    assert tokenizer.encode("e-2;o*7;1x5?").tolist() == [
+def test_the_tokenizer_has_a_token_for_each_word(data: Path) -> None:
+    assert load_tokenizer(data / "model").encode("e-2;o*7;1x5?").tolist() == [
         len(SPECIAL) + task.WORDS.index(t) for t in ("e-2", ";", "o*7", ";", "1", "x5", "?")
     ]
 
@@ -158,21 +115,3 @@ def test_the_configured_reward_accepts_the_right_answer_alone() -> None:
     assert value(problem.solution()) == 1.0
     assert value(problem.solution(), FinishReason.LENGTH) == 0.0
     assert value(problem.solution()[:-1] + "3") == 0.0
-
-
-def test_the_same_bytes_are_written_every_time(data: Path, tmp_path: Path) -> None:
-    prepare(tmp_path)
-    for name in FILES:
-        assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
-
-
-def test_what_is_complete_is_left_alone_and_what_is_not_is_written_anew(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    os.utime(tmp_path / "heldout.jsonl", (1, 1))
-    whole = (tmp_path / "train.jsonl").read_bytes()
-    (tmp_path / "train.jsonl").write_bytes(whole[:1000])
-    written = prepare(tmp_path)
-    assert (tmp_path / "train.jsonl").read_bytes() == whole
-    assert (tmp_path / "heldout.jsonl").stat().st_mtime == 1
-    assert written.count("wrote ") == 1
-    assert not [path for path in tmp_path.rglob("*") if path.suffix not in {"", ".json", ".jsonl"}]
