@@ -1,9 +1,9 @@
 """The archive holds stored pieces that no rollback needs, in files of the run's folder: `archive/*.segment`.
 
 After a checkpoint each host writes a file of the pieces in its segments that are older than all kept checkpoints
-(`archive_pieces`). A file is a segment that ends with the references to its pieces. The ledger deletes its own
-references when the files are on record; a crash before that leaves equal copies in both places. Readers open an
-archive file only if it is the recorded one (law 11).
+(`archive_pieces`). A file is a segment of compressed pieces that ends with their references. The ledger deletes
+its own references when the files are on record; a crash before that leaves equal copies in both places. Readers
+open an archive file only if it is the recorded one (law 11).
 """
 
 import os
@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from laminar_py.ledger.database import ARCHIVE_NAME, LedgerError, segments_path
 from laminar_py.ledger.pieces import PieceRow, StoredPiece, stored_pieces
@@ -64,8 +65,9 @@ def archive_pieces(request: bytes) -> bytes:
                 continue
             for one in pieces:
                 assert one.piece is not None, "trajectories with unreadable pieces are left out"
-                rows.append(msgspec.structs.replace(one.row, segment=path.stem, offset=file.tell()))
-                file.writelines(make_frame(one.piece).buffers)
+                frame, offset = make_frame(one.piece, packed=True), file.tell()
+                file.writelines(frame.buffers)
+                rows.append(replace(one.row, segment=path.stem, offset=offset, num_bytes=frame.num_bytes))
         end = file.tell()
         file.write(encode(rows) + _END.pack(end))
         file.flush()

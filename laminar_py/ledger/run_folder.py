@@ -12,6 +12,7 @@ import re
 import secrets
 import signal
 import socket
+from hashlib import blake2b
 from pathlib import Path
 from typing import TextIO
 
@@ -90,8 +91,6 @@ class RunFolder:
 
     def _identity(self) -> str:
         """Return a name that differs from runs of the same name in other folders."""
-        from hashlib import blake2b
-
         place = self.path.resolve()
         return f"{place.parent.name}-{self.name}-{blake2b(str(place).encode(), digest_size=4).hexdigest()}"
 

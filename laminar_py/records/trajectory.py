@@ -98,7 +98,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     fields_json: bytes = b"{}"  # other fields of its line, for the reward alone, e.g. `b'{"level": 3}'`
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class BaseTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of a finished sample that do not depend on whether its tokens are at hand."""
 
     id: str
@@ -126,7 +126,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return min(span.version for span in self.spans if span.version is not None)
 
 
-class FinishedTrajectory(Sample, frozen=True, kw_only=True):
+class FinishedTrajectory(BaseTrajectory, frozen=True, kw_only=True):
     """A finished sample by reference, e.g. "g3.1" with 41 response tokens in one piece under version 7:
 
     `FinishedTrajectory(id="g3.1", tokens=(TokensRef(0, 41, at),), num_trained=41, spans=(Span(7, 0, 41),), ...)`.
@@ -149,7 +149,7 @@ class FinishedTrajectory(Sample, frozen=True, kw_only=True):
         return [*(tokens.at for tokens in self.tokens), *(column.at for column in self.columns.values())]
 
 
-class Trajectory(Sample, frozen=True, kw_only=True):
+class Trajectory(BaseTrajectory, frozen=True, kw_only=True):
     """A finished sample with its tokens, e.g. "g3.1" with 41 response tokens under version 7:
 
     `Trajectory(id="g3.1", response_ids=ids, logprobs=logprobs, loss_mask=mask, spans=(Span(7, 0, 41),), ...)`.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import laminar_py.records
 
-BASES = {"VersionSpan", "Sample", "Event"}  # of records with examples
+BASES = {"VersionSpan", "BaseTrajectory", "Event"}  # of records with examples
 SHOWN_BY_ITS_FIELDS = {"MicroBatch"}  # whose example is arrays
 FILES = sorted(Path(laminar_py.records.__file__).parent.glob("*.py"))
 

@@ -17,7 +17,7 @@ from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.ledger.segments.writer import SEGMENT
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
 from laminar_py.records.spans import sampled_mask
-from laminar_py.records.trajectory import FinishedTrajectory, Sample, Trajectory
+from laminar_py.records.trajectory import BaseTrajectory, FinishedTrajectory, Trajectory
 
 OPEN_FILES = 64  # kept open per reader
 
@@ -170,7 +170,7 @@ def complete_one(finished: FinishedTrajectory, loaded: Loaded) -> Trajectory:
     if length != finished.length:
         raise PayloadLostError(f"{length} of its {finished.length} tokens")
     return Trajectory(
-        **{name: getattr(finished, name) for name in Sample.__struct_fields__},
+        **{name: getattr(finished, name) for name in BaseTrajectory.__struct_fields__},
         response_ids=response.ids,
         logprobs=response.logprobs,
         loss_mask=sampled_mask(finished.spans if finished.num_trained else (), length),
