@@ -43,9 +43,9 @@ def pack(value: Any, meet: Callable[[Any], Any] = _nothing) -> Any:
     if isinstance(value, int | float | str):
         return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
     if isinstance(value, tuple):
-        return {"tuple": _packed(value, meet)}
+        return {"tuple": _pack_all(value, meet)}
     if isinstance(value, frozenset):
-        return {"frozenset": _packed(sorted(value, key=repr), meet)}
+        return {"frozenset": _pack_all(sorted(value, key=repr), meet)}
     if isinstance(value, bytes | bytearray):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, complex):
@@ -57,8 +57,8 @@ def pack(value: Any, meet: Callable[[Any], Any] = _nothing) -> Any:
     if isinstance(value, dict):
         return {"dict": [[pack(key, meet), pack(of, meet)] for key, of in value.items()]}
     if isinstance(value, set):
-        return {"set": _packed(sorted(value, key=repr), meet)}
-    return _packed(value, meet)
+        return {"set": _pack_all(sorted(value, key=repr), meet)}
+    return _pack_all(value, meet)
 
 
 def unpack(packed: Any, held: Sequence[Any] = ()) -> Any:
@@ -80,7 +80,7 @@ def unpack(packed: Any, held: Sequence[Any] = ()) -> Any:
     return made(unpack(content, held))
 
 
-def _packed(values: Iterable[Any], meet: Callable[[Any], Any]) -> list[Any]:
+def _pack_all(values: Iterable[Any], meet: Callable[[Any], Any]) -> list[Any]:
     return [pack(each, meet) for each in values]
 
 
@@ -90,28 +90,28 @@ def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[str]:
     A call that raises has `{"raised": ["ValueError", "no"]}`. The second item is null if the arguments are
     unchanged. Else it lists the new content of each list, dict and set among them, with null for unchanged ones.
     """
-    return [_answer(function, call) for call in calls]
+    return [_answer_call(function, call) for call in calls]
 
 
-def _answer(function: Callable[..., Any], call: str) -> str:
+def _answer_call(function: Callable[..., Any], call: str) -> str:
     args, named = given = unpack(json.loads(call))
     held: list[Any] = []
     pack(given, held.append)
-    before = _contents(held)
+    before = _encode_contents(held)
     try:
         outcome = json.dumps({"value": pack(function(*args, **named))})
     except Exception as error:  # noqa: BLE001 - the program's, for the tests to see
         known = next(kind for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind)
         outcome = json.dumps({"raised": [known.__name__, str(error)]})
     try:
-        after = _contents(held)
+        after = _encode_contents(held)
     except Exception:  # noqa: BLE001 - something of the program's without a plain form was left in them
         after = before
     left = ", ".join("null" if new == old else new for old, new in zip(before, after, strict=True))
     return f"[{outcome}, {'null' if after == before else f'[{left}]'}]"
 
 
-def _contents(held: list[Any]) -> list[str]:
+def _encode_contents(held: list[Any]) -> list[str]:
     """Encode the content of each container as JSON; a reference to another container becomes its index."""
     places = {id(each): {"at": place} for place, each in enumerate(held)}
     return [json.dumps(pack(each.copy(), lambda one: places.get(id(one)))) for each in held]
@@ -127,7 +127,9 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
     literal = literal_calls(test, entry)
     if len(literal) > MOST_CALLS:
         return {"broken": f"the test code calls {entry} more than {MOST_CALLS} times"}
-    if foreseen := _first([call for call in literal if call not in answers and None not in answers.values()]):
+    if foreseen := _first_calls(
+        [call for call in literal if call not in answers and None not in answers.values()]
+    ):
         return {"needed": foreseen}
     stops: list[dict[str, Any]] = []  # the first is the verdict, even if the test code catches it and continues
     used: list[str] = []  # calls that had an answer
@@ -145,7 +147,7 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
             raise UnknownValueError
         used.append(call)
         try:
-            return _value(answers[call], held)
+            return _decode_answer(answers[call], held)
         except Exception as error:
             raised.append(error)
             raise
@@ -170,7 +172,7 @@ def _describe_error(error: BaseException, what: str = "") -> str:
     return f"{what or type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
-def _value(answer: str | None, held: list[Any]) -> Any:
+def _decode_answer(answer: str | None, held: list[Any]) -> Any:
     """Decode an answer and update the arguments `held` as the call did.
 
     Raises the error that the function raised.
@@ -205,7 +207,7 @@ def literal_calls(test: str, entry: str) -> list[str]:
     return list(found)
 
 
-def _first(calls: list[str]) -> list[str]:
+def _first_calls(calls: list[str]) -> list[str]:
     """Return the first calls, as many as fit into one answer, but at least one."""
     sizes = accumulate(map(len, calls))
     return [

@@ -81,11 +81,11 @@ class Servers:
         Waits until a server is up. Raises `TryAgainError` if a retry may succeed, else `NoValueError`.
         """
         servers = await self._present()
-        server = min(servers, key=lambda one: (self._rests(one.url), self._calls[one.url]))
+        server = min(servers, key=lambda one: (self._is_resting(one.url), self._calls[one.url]))
         url = f"{server.url.rstrip('/')}/{path}"
         self._calls[server.url] += 1
         try:
-            status, content = await self._post(url, server.key, msgspec.json.encode(body))
+            status, content = await self._post_once(url, server.key, msgspec.json.encode(body))
         except (TimeoutError, aiohttp.ClientError) as error:
             self._failed_s[server.url] = asyncio.get_running_loop().time()
             words = str(error) or type(error).__name__
@@ -103,11 +103,11 @@ class Servers:
         except msgspec.DecodeError as error:
             raise NoValueError(f"{url}: another answer than expected ({error})") from error
 
-    def _rests(self, url: str) -> bool:
+    def _is_resting(self, url: str) -> bool:
         failed_s = self._failed_s.get(url)
         return failed_s is not None and asyncio.get_running_loop().time() - failed_s < REST_S
 
-    async def _post(self, url: str, key: str | None, data: bytes) -> tuple[int, bytes]:
+    async def _post_once(self, url: str, key: str | None, data: bytes) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         async with self._session.post(url, data=data, headers=headers) as reply:
             return reply.status, await reply.read()

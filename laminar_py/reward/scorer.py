@@ -52,8 +52,8 @@ from laminar_py.records.scoring import (
     Unscored,
 )
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.child import CALLS_AT_ONCE
-from laminar_py.reward.calls.pool import CallPool, CallSpec
+from laminar_py.reward.calls.child import CALLS_AT_ONCE, CallSpec
+from laminar_py.reward.calls.pool import CallPool
 from laminar_py.reward.outcome import LARGEST, Outcome, check_reward, one_line, read_reward
 from laminar_py.reward.terms import EnvironmentTerm
 
@@ -343,10 +343,10 @@ class Scorer:
         spec = CallSpec(
             term=key,
             timeout_s=limit_s,
-            folder=self._context.folder,
+            folder=str(self._context.folder),
             columns=[column for column in self._columns if term.gives_columns],
-            env=self._context.env,
-            record=self._record,
+            env=dict(self._context.env),
+            record=None if self._record is None else str(self._record),
         )
         pool = CallPool(spec, name=f"{self._name}.{len(self._calls)}", processes=term.processes)
         await stack.enter_async_context(pool)

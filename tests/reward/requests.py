@@ -1,7 +1,11 @@
-"""Responses to score."""
+"""Responses to score, and a server that terms call."""
+
+from contextlib import asynccontextmanager
 
 import msgspec
 import numpy as np
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.pieces import Piece, TokensRef
@@ -23,6 +27,15 @@ def make_request(response: str, *, index: int = 0, num_tokens: int = 1, **fields
         logprobs=np.zeros(num_tokens, np.float32),
     )
     return msgspec.structs.replace(request, **fields)
+
+
+@asynccontextmanager
+async def serving(path: str, handler):
+    """Base URL of a server that has one path."""
+    app = web.Application()
+    app.router.add_post(path, handler)
+    async with TestServer(app) as server:
+        yield f"http://127.0.0.1:{server.port}"
 
 
 def make_requests(*responses: str) -> list[ScoringRequest]:

@@ -12,7 +12,7 @@ from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
-from tests.reward.requests import make_request
+from tests.reward.requests import make_request, serving
 from tests.reward.test_scorer import score, scorer_of
 
 
@@ -36,20 +36,11 @@ class Server:
 
 @asynccontextmanager
 async def judged_by(server: Server, folder: Path, *, before: tuple = (), **settings: object) -> AsyncIterator:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", server.complete)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
-    judge = {"kind": "judge", "urls": [url], "model": "m"} | settings
-    reward = {"use": [*before, judge]} | ({"env": ["JUDGE_KEY"]} if "key" in settings else {})
-    try:
+    async with serving("/v1/chat/completions", server.complete) as url:
+        judge = {"kind": "judge", "urls": [f"{url}/v1"], "model": "m"} | settings
+        reward = {"use": [*before, judge]} | ({"env": ["JUDGE_KEY"]} if "key" in settings else {})
         async with scorer_of(folder, reward) as scorer:
             yield scorer
-    finally:
-        await runner.cleanup()
 
 
 async def test_only_a_yes_in_both_orders_counts(tmp_path):

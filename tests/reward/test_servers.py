@@ -13,7 +13,7 @@ from laminar_py.config.reward import RewardConfig
 from laminar_py.records.scoring import PoolAddresses, ServerAddress, TryAgainError
 from laminar_py.reward.judge import Servers
 from laminar_py.reward.scorer import LaunchedServers, Scorer
-from tests.reward.requests import make_request
+from tests.reward.requests import make_request, serving
 from tests.reward.test_scorer import score
 
 PATIENCE_S = 60.0
@@ -52,21 +52,6 @@ def test_the_servers_of_a_run_are_those_of_all_pools():
     whole = {"use": [STEPS], "by_task": by_task, "servers": POOL | other}
     reward = RewardConfig.model_validate_json(msgspec.json.encode(whole))
     assert reward.launched == (("prm", 0), ("judge", 0), ("judge", 1))
-
-
-@asynccontextmanager
-async def serving(path: str, handler):
-    """Base URL of a server that has one path."""
-    app = web.Application()
-    app.router.add_post(path, handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager

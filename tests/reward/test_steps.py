@@ -13,7 +13,7 @@ from laminar_py.records.scoring import PartialResponse, Reward
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import steps as steps_module
 from laminar_py.reward.steps import StepsReward, StepsTerm, minimum_rewards, separated, step_ends
-from tests.reward.requests import make_request
+from tests.reward.requests import make_request, serving
 from tests.reward.test_scorer import column, score, scorer_of, with_ids
 
 SEPARATOR = 7
@@ -74,19 +74,10 @@ async def scored_by(answer, folder, **settings):
         sent.append(await request.json())
         return web.json_response(answer(sent[-1]))
 
-    app = web.Application()
-    app.router.add_post("/generate", reply)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    term = {"kind": "steps", "urls": [url], "separator_id": SEPARATOR, "labels": LABELS} | settings
-    try:
+    async with serving("/generate", reply) as url:
+        term = {"kind": "steps", "urls": [url], "separator_id": SEPARATOR, "labels": LABELS} | settings
         async with scorer_of(folder, {"use": [term]}) as scorer:
             yield scorer, sent
-    finally:
-        await runner.cleanup()
 
 
 def good_with(*shares: float):

@@ -9,7 +9,6 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median, quantiles
 
 import msgspec
@@ -115,7 +114,7 @@ def rows(*, verifications: int = 10_000) -> list[Row]:
 async def _verify_all(answers: list[GivenAnswer], term: TermConfig) -> tuple[float, list[float]]:
     """Verify all answers; return the seconds of all, and of each answer that does not hang."""
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-        spec = CallSpec(term=term.model_dump_json(), timeout_s=TIMEOUT_S, folder=Path(folder))
+        spec = CallSpec(term=term.model_dump_json(), timeout_s=TIMEOUT_S, folder=folder)
         async with CallPool(spec, name="math", processes=term.processes) as pool:
             todo, times_s = iter(answers), list[float]()
             began = time.perf_counter()

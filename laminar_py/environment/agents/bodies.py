@@ -96,7 +96,7 @@ class ChatRequest(AnyRequest):
             raise HttpStatusError(400, "messages: the last is the assistant's")
         plain = [msgspec.to_builtins(message) for message in self.messages]
         messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in plain]
-        most = _least(self.max_tokens, self.max_completion_tokens)
+        most = _smallest_limit(self.max_tokens, self.max_completion_tokens)
         return Chat(messages=messages, tools=self.tools or [], max_tokens=most)
 
 
@@ -133,7 +133,7 @@ class TokensRequest(AnyRequest):
         if self.stream:
             raise HttpStatusError(400, "stream: this endpoint does not support it for tokens; leave it out")
         sampled = None if self.sampling_params is None else self.sampling_params.max_tokens
-        return TokenPrompt(np.array(self.token_ids, np.int32), _least(self.max_tokens, sampled))
+        return TokenPrompt(np.array(self.token_ids, np.int32), _smallest_limit(self.max_tokens, sampled))
 
 
 TurnRequest = ChatRequest | CompletionRequest | TokensRequest
@@ -242,5 +242,5 @@ def to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _least(*limits: int | None) -> int | None:
+def _smallest_limit(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)

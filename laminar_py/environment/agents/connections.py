@@ -194,7 +194,7 @@ class AgentConnections:
                 self._idle[one] = None
 
     @contextmanager
-    def reading(self, count: int) -> Iterator[None]:
+    def reserve_reading(self, count: int) -> Iterator[None]:
         """Reserve `count` bytes while a body is read. Raises `HttpStatusError`."""
         if self._reading + count > max(BODIES_BYTES, self.bounds.max_body_bytes):
             raise HttpStatusError(503, BODIES_FULL)

@@ -107,7 +107,7 @@ class AgentEndpoint:
         most = bounds.max_body_bytes if length is None else min(length, bounds.max_body_bytes)
         count = most if request.can_read_body else 0
         with self._connections.admit(request.transport, agent, count):
-            with self._connections.reading(count):
+            with self._connections.reserve_reading(count):
                 try:
                     async with asyncio.timeout(bounds.read_s):
                         await request.read()

@@ -74,7 +74,10 @@ class Chat:
 
     def new_words(self, history: AgentHistory, *, turn: int) -> Observation | Rewrite:
         """Return the messages for the model before its turn `turn`; 1 is the first. Raises `WordsTooLongError`."""
-        self._kind, self._said = _digest(_json(list(self.tools))), b"".join(map(message_digest, self.messages))
+        self._kind, self._said = (
+            _digest(_to_json(list(self.tools))),
+            b"".join(map(message_digest, self.messages)),
+        )
         behind, size = history.longest_prefix(self._kind, self._said)
         words = self._words(behind, self.messages[size // DIGEST_BYTES :], turn=turn)
         if (count := _num_bytes(words)) > history.most_bytes:
@@ -89,9 +92,11 @@ class Chat:
         """Return the messages `rest` after the turn `behind`, or all messages if they cannot follow a turn."""
         roles = {message["role"] for message in rest}
         if not behind or len(roles) != 1 or not roles <= set(Role):
-            return Rewrite(tuple(map(_turn, self.messages)), tuple(self.tools), max_tokens=self.max_tokens)
+            return Rewrite(
+                tuple(map(_template_message, self.messages)), tuple(self.tools), max_tokens=self.max_tokens
+            )
         after = None if behind == turn - 1 else behind
-        texts = tuple(map(_text, rest))
+        texts = tuple(map(_message_text, rest))
         return Observation(texts, role=Role(roles.pop()), after=after, max_tokens=self.max_tokens)
 
 
@@ -168,7 +173,9 @@ def message_digest(message: Message) -> bytes:
     """Hash the fields of a message that count, whatever other fields a client adds or leaves out."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     return _digest(
-        _json([message["role"], _text(message), [[call["name"], _read_arguments(call)] for call in calls]])
+        _to_json(
+            [message["role"], _message_text(message), [[call["name"], _read_arguments(call)] for call in calls]]
+        )
     )
 
 
@@ -183,7 +190,7 @@ def _num_bytes(words: Observation | Rewrite) -> int:
     return sum(len(text.encode(errors="surrogatepass")) for text in words.messages)
 
 
-def _json(value: object) -> bytes:
+def _to_json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True).encode()
 
 
@@ -199,14 +206,14 @@ def _read_arguments(call: Mapping[str, Any]) -> Any:
         return call["arguments"]
 
 
-def _text(message: Message) -> str:
+def _message_text(message: Message) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _turn(message: Message) -> Message:
+def _template_message(message: Message) -> Message:
     """Convert a message for a chat template: one text, and arguments of calls as objects."""
-    turn = {"role": message["role"], "content": _text(message)}
+    turn = {"role": message["role"], "content": _message_text(message)}
     if calls := message.get("tool_calls"):
         turn["tool_calls"] = [
             {

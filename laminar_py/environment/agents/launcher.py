@@ -59,7 +59,7 @@ class Launcher:
         self._control = control
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._numbers: dict[int, int] = {}  # of agents, by process
-        self._function = _imported(program.function) if program.function else None
+        self._function = _import_function(program.function) if program.function else None
 
     def run(self) -> None:
         """Serve calls until the owner closes the socket."""
@@ -76,17 +76,17 @@ class Launcher:
                 if call is None:
                     return
                 number, body, _ = call
-                self._follow(number, body)
+                self._start_or_kill(number, body)
 
     def end_all(self) -> None:
         """End every agent."""
         for pid in self._numbers:
-            _kill(pid)
+            _kill_group(pid)
 
-    def _follow(self, number: int, body: bytes) -> None:
+    def _start_or_kill(self, number: int, body: bytes) -> None:
         if not body:
             for pid in [pid for pid, known in self._numbers.items() if known == number]:
-                _kill(pid)
+                _kill_group(pid)
             return
         order = json.loads(body)
         parent = os.getpid()
@@ -97,7 +97,7 @@ class Launcher:
             self._control.sendall(call_frame(number, b"1"))
             return
         if not pid:
-            self._become(order, parent)
+            self._run_agent(order, parent)
         self._numbers[pid] = number
 
     def _reap(self) -> None:
@@ -109,7 +109,7 @@ class Launcher:
                 return
             if found is None:
                 return
-            _kill(found.si_pid)  # no other process can have its id before we reap it
+            _kill_group(found.si_pid)  # no other process can have its id before we reap it
             _, status = os.waitpid(found.si_pid, 0)
             number = self._numbers.pop(found.si_pid, None)
             if number is not None:
@@ -119,16 +119,16 @@ class Launcher:
 
     # ---- in the process of an agent
 
-    def _become(self, order: dict[str, Any], parent: int) -> None:
+    def _run_agent(self, order: dict[str, Any], parent: int) -> None:
         """Run the agent in this forked process, then exit."""
         code = 1
         try:
-            self._prepare(order, parent)
+            self._prepare_agent(order, parent)
             if self._function is None:
                 for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
                     signal.signal(ignored, signal.SIG_DFL)  # Python ignores them, and a command would inherit that
                 os.execvp(self._program.command[0], self._program.command)
-            _call(self._function)
+            _call_function(self._function)
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -142,7 +142,7 @@ class Launcher:
                 sys.stderr.flush()
             os._exit(code & 0xFF)
 
-    def _prepare(self, order: dict[str, Any], parent: int) -> None:
+    def _prepare_agent(self, order: dict[str, Any], parent: int) -> None:
         kernel.end_with_parent(parent=parent)
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -181,7 +181,7 @@ def main() -> None:
         launcher.end_all()
 
 
-def _imported(function: str) -> Callable[[Any], Any]:
+def _import_function(function: str) -> Callable[[Any], Any]:
     """Import the function of a file. Raises `SystemExit` if there is none."""
     path, _, name = function.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))
@@ -191,10 +191,10 @@ def _imported(function: str) -> Callable[[Any], Any]:
     return found
 
 
-def _call(function: Callable[[Any], Any]) -> None:
+def _call_function(function: Callable[[Any], Any]) -> None:
     """Call an agent function. Post its return value as the reward, or as one for each role, unless it is None."""
     problem = json.loads(Path(os.environ["LAMINAR_PROBLEM"]).read_bytes())
-    _seed(problem["trajectory_id"])
+    _seed_generators(problem["trajectory_id"])
     value = function(problem)
     if inspect.iscoroutine(value):
         value = asyncio.run(value)
@@ -207,7 +207,7 @@ def _call(function: Callable[[Any], Any]) -> None:
         pass
 
 
-def _seed(name: str) -> None:
+def _seed_generators(name: str) -> None:
     """Seed random generators by the trajectory's name; else all forks would draw the same numbers."""
     random.seed(name)
     seed = random.getrandbits(32)
@@ -216,7 +216,7 @@ def _seed(name: str) -> None:
             getattr(sys.modules[library], function)(seed)
 
 
-def _kill(pid: int) -> None:
+def _kill_group(pid: int) -> None:
     """Kill a child that was not reaped yet, and its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)  # directly too: it may not lead its group yet

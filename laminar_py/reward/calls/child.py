@@ -1,6 +1,6 @@
 """A process that calls a reward function: `python -m laminar_py.reward.calls.child`, started by `calls.pool`.
 
-It is a hosted process (`sandbox.hosted`). The owner's first call is a `CallStart`, answered by a `CallStarted`.
+It is a hosted process (`sandbox.hosted`). The owner's first call is a `CallSpec`, answered by a `CallStarted`.
 Each further call is a `ScoringRequest`, answered by a `CallAnswer`. A plain function runs in the main thread for
 one response at a time, because Python delivers the timeout's signal only there. An `async` function runs for many
 responses at a time.
@@ -44,22 +44,31 @@ from laminar_py.sandbox.inside.landlock import forbid_writes
 from laminar_py.sandbox.inside.wire import CALL, call_frame, own_control, receive_call
 
 log = logging.getLogger(__name__)
+GRACE_S = 3.0  # beyond the timeout that a process keeps itself
 LATE_S = 1.0  # a call that overruns its timeout by so much hangs
 CALLS_AT_ONCE = 256  # of an `async` function in one process
 
 
-class CallStart(msgspec.Struct, frozen=True, kw_only=True):
-    """First call to a process: the settings of its term as JSON, and the timeout of a call."""
+class CallSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """First call to a process, with settings of its calls: `CallSpec(term=exact, timeout_s=10, folder=logs)`."""
 
-    term: str
-    timeout_s: float
-    columns: list[Column] = []
+    term: str  # settings of the term, as JSON
+    timeout_s: float  # of a call
+    folder: str  # of the process's logs
+    name: str = ""  # of the process
+    columns: list[Column] = []  # that the algorithm needs besides a value
+    env: dict[str, str] = {}  # variables it sees besides `hosted.INHERITED_VARIABLES`; not sent
     record: str | None = None  # folder of the run, which the function may not write to
-    hang_log: str  # file that takes the stacks of a call which is not over `LATE_S` after its limit
+    grace_s: float = GRACE_S  # after its timeout a call counts as hanging
+
+    @property
+    def hang_log(self) -> Path:
+        """File that takes the stacks of a call which is not over `LATE_S` after its limit."""
+        return Path(self.folder) / f"{self.name}.hangs"
 
 
 class CallStarted(msgspec.Struct, frozen=True):
-    """Answer to `CallStart`: how many responses the function takes at a time, or a fault for the user."""
+    """Answer to `CallSpec`: how many responses the function takes at a time, or a fault for the user."""
 
     at_once: int = 1
     fault: str | None = None
@@ -80,17 +89,17 @@ def main() -> None:
     if first is None:
         return
     number, body, _ = first
-    start = decode(CallStart, body)
-    with open(start.hang_log, "wb", buffering=0) as hangs:
-        if start.record is not None and not forbid_writes(Path(start.record)):
-            log.warning("no Landlock here: functions may write to %s and read our environment", start.record)
+    spec = decode(CallSpec, body)
+    with open(spec.hang_log, "wb", buffering=0) as hangs:
+        if spec.record is not None and not forbid_writes(Path(spec.record)):
+            log.warning("no Landlock here: functions may write to %s and read our environment", spec.record)
         try:
-            function = _load(start)
+            function = _load(spec)
         except ConfigError as error:
             control.sendall(call_frame(number, encode(CallStarted(fault=str(error)))))
             return
         control.sendall(call_frame(number, encode(CallStarted(at_once=function.at_once))))
-        limit_s = start.timeout_s + LATE_S
+        limit_s = spec.timeout_s + LATE_S
         watch = partial(faulthandler.dump_traceback_later, limit_s, file=hangs)  # works while a call holds the GIL
         if function.at_once > 1:
             asyncio.run(_serve_many(function, control, watch, pause_s=limit_s / 2))
@@ -98,15 +107,15 @@ def main() -> None:
             _serve_each(function, control, watch)
 
 
-def _load(start: CallStart) -> "LimitedFunction":
-    term = read_term(start.term)
+def _load(spec: CallSpec) -> "LimitedFunction":
+    term = read_term(spec.term)
     make = REWARDS.get(term.kind).make
     assert make is not None, f"{term.kind} is served by the scorer itself"
     with REWARDS.naming_package(term.kind):
         function = make(term)
     if term.memory_bytes is not None:
         kernel.limit(resource.RLIMIT_AS, term.memory_bytes)
-    return LimitedFunction(function, timeout_s=start.timeout_s, columns=start.columns)
+    return LimitedFunction(function, timeout_s=spec.timeout_s, columns=spec.columns)
 
 
 def _serve_each(function: "LimitedFunction", control: socket.socket, watch: Callable[[], None]) -> None:

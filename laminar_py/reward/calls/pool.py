@@ -7,9 +7,7 @@ calls were in it, the pool repeats each of them with fewer calls beside it, in t
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -17,10 +15,9 @@ import msgspec
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.columns import Column
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.child import CALLS_AT_ONCE, CallAnswer, CallStart, CallStarted
+from laminar_py.reward.calls.child import CALLS_AT_ONCE, CallAnswer, CallSpec, CallStarted
 from laminar_py.reward.outcome import Outcome, one_line
 from laminar_py.sandbox.hosted import HostedProcess, ProcessLostError
 
@@ -31,38 +28,9 @@ SUSPECT_WORKERS = 2  # that repeat suspect calls
 NARROWER = 8  # times fewer suspect calls at a time in a worker
 MOST_CRASHES = 3  # of workers over one response, before it fails
 START_S = 60.0
-GRACE_S = 3.0  # beyond the timeout that a process keeps itself
 OWN_FILES = str(Path(__file__).parent)
 FRAME = re.compile(r'File "(.+)", line (\d+) in ')
 WAIT_S = 0.05  # a call waits so long for a free worker before it starts another
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSpec:
-    """Settings of a process that calls a term, e.g. `CallSpec(term=exact, timeout_s=10, folder=logs)`."""
-
-    term: str  # settings of the term, as JSON
-    timeout_s: float  # of a call
-    folder: Path  # of the process's logs
-    columns: Sequence[Column] = ()  # that the algorithm needs besides a value
-    env: Mapping[str, str] = field(default_factory=dict)  # variables it sees besides `hosted.INHERITED_VARIABLES`
-    record: Path | None = None  # folder of the run, into which the process may not write
-    grace_s: float = GRACE_S
-
-    def start(self, name: str) -> CallStart:
-        """Return the first call to the process `name`."""
-        return CallStart(
-            term=self.term,
-            timeout_s=self.timeout_s,
-            columns=list(self.columns),
-            record=None if self.record is None else str(self.record),
-            hang_log=str(self.folder / f"{name}.hangs"),
-        )
-
-    @property
-    def limit_s(self) -> float:
-        """Seconds after which an unfinished call counts as hanging."""
-        return self.timeout_s + self.grace_s
 
 
 class RewardWorker:
@@ -81,12 +49,14 @@ class RewardWorker:
 
         Raises `ConfigError` if the process does not start, or cannot load the function.
         """
-        start, log_file = spec.start(name), spec.folder / log
+        spec, log_file = msgspec.structs.replace(spec, name=name), Path(spec.folder) / log
         process = await HostedProcess.start_module(
             "laminar_py.reward.calls.child", variables={"PYTHONUNBUFFERED": "1", **spec.env}, log=log_file
         )
         try:
-            started = decode(CallStarted, await process.call(encode(start), limit_s=START_S))
+            started = decode(
+                CallStarted, await process.call(encode(msgspec.structs.replace(spec, env={})), limit_s=START_S)
+            )
             if started.fault is not None:
                 raise ConfigError(started.fault)
         except (TimeoutError, ProcessLostError, msgspec.DecodeError) as error:
@@ -97,7 +67,7 @@ class RewardWorker:
         except BaseException:  # also when the start is cancelled
             await process.end()
             raise
-        return cls(process, at_once=started.at_once, hang_log=Path(start.hang_log))
+        return cls(process, at_once=started.at_once, hang_log=spec.hang_log)
 
     @property
     def is_lost(self) -> bool:
@@ -145,6 +115,7 @@ class CallPool:
 
     def __init__(self, spec: CallSpec, *, name: str, processes: int = 1, lanes: int = CALLS_AT_ONCE) -> None:
         self._spec = spec
+        self._limit_s = spec.timeout_s + spec.grace_s  # after which an unfinished call counts as hanging
         self._name = name
         self._most = processes
         self._lanes = lanes
@@ -185,7 +156,7 @@ class CallPool:
                 return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
             alone = worker.at_once == 1
             try:
-                return await worker.call(request, limit_s=self._spec.limit_s)
+                return await worker.call(request, limit_s=self._limit_s)
             except TimeoutError:
                 if alone:
                     return self._hung(worker)
@@ -231,7 +202,7 @@ class CallPool:
         detail = (
             f"no value within {limit:g} s, by reward.timeout_s or its own limit, nor could it be stopped{where}"
         )
-        return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=self._spec.limit_s)
+        return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=self._limit_s)
 
     async def _acquire_worker(self) -> RewardWorker:
         """Wait for a worker with room and reserve it; calls are served in order.

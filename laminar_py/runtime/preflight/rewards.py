@@ -21,7 +21,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import ProblemSet
 from laminar_py.data.sources import DataSource
 from laminar_py.records.trajectory import Prompt
-from laminar_py.reward.calls.pool import CallPool, CallSpec
+from laminar_py.reward.calls.child import CallSpec
+from laminar_py.reward.calls.pool import CallPool
 from laminar_py.reward.judge import AskingTerm
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
@@ -142,6 +143,6 @@ async def _load(terms: list[TermConfig]) -> None:
 
 async def _start(term: TermConfig, name: str) -> None:
     with log_folder() as folder:
-        async with CallPool(CallSpec(term=term.model_dump_json(), timeout_s=1.0, folder=folder), name=name):
+        async with CallPool(CallSpec(term=term.model_dump_json(), timeout_s=1.0, folder=str(folder)), name=name):
             pass
         shutil.rmtree(folder)

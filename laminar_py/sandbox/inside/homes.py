@@ -38,7 +38,7 @@ class MemoryHome:
 
     def reset(self, file_bytes: int) -> bool:
         """Mount a new file system if a program has changed the last one."""
-        if self._mounted == self._state(file_bytes) and not os.listdir(self.path):
+        if self._mounted == self._mount_state(file_bytes) and not os.listdir(self.path):
             return False
         if self._mounted is not None:
             kernel.unmount(self.path)
@@ -49,14 +49,14 @@ class MemoryHome:
             flags=kernel.MS_NOSUID | kernel.MS_NODEV,
             data=f"size={file_bytes},nr_inodes={MOST_ENTRIES},mode=0700,uid={self._user},gid={self._user}",
         )
-        self._mounted = self._state(file_bytes)
+        self._mounted = self._mount_state(file_bytes)
         return True
 
     def is_full(self, file_bytes: int) -> bool:
         """Return False: the kernel itself refuses writes beyond the size."""
         return False
 
-    def _state(self, file_bytes: int) -> tuple[int, int, int]:
+    def _mount_state(self, file_bytes: int) -> tuple[int, int, int]:
         found = os.stat(self.path)
         return file_bytes, found.st_mode, found.st_ctime_ns
 
@@ -77,8 +77,8 @@ class FolderHome:
         if os.path.exists(self.path):
             if self._changed == os.stat(self.path).st_ctime_ns and not os.listdir(self.path):
                 return False
-            self._run("/bin/chmod", "-R", "u+rwx", self.path)
-            self._run("/bin/rm", "-rf", "--", self.path)
+            self._run_as_user("/bin/chmod", "-R", "u+rwx", self.path)
+            self._run_as_user("/bin/rm", "-rf", "--", self.path)
             if os.path.exists(self.path):  # empty by now, but its user may not remove it from the parent folder
                 os.rmdir(self.path)
         os.mkdir(self.path, 0o700)
@@ -107,13 +107,13 @@ class FolderHome:
         It walks by descriptors, which stay valid while a program renames a folder.
         """
         size = 0
-        for entries, state in enumerate(_below(self.path, None, 0), start=1):
+        for entries, state in enumerate(_walk_entries(self.path, None, 0), start=1):
             size += state.st_blocks * BLOCK
             if size > file_bytes or entries > MOST_ENTRIES:
                 return True
         return False
 
-    def _run(self, *command: str) -> None:
+    def _run_as_user(self, *command: str) -> None:
         """Run a command as the user who owns the files in the folder."""
         child = os.fork()
         if child == 0:
@@ -127,7 +127,7 @@ class FolderHome:
         os.waitpid(child, 0)
 
 
-def _below(name: str, parent: int | None, depth: int) -> Iterator[os.stat_result]:
+def _walk_entries(name: str, parent: int | None, depth: int) -> Iterator[os.stat_result]:
     """Yield the `stat` of each entry below a folder.
 
     Raises `OSError` if one vanishes, is unreadable or too deep.
@@ -141,6 +141,6 @@ def _below(name: str, parent: int | None, depth: int) -> Iterator[os.stat_result
                 state = entry.stat(follow_symlinks=False)
                 yield state
                 if stat.S_ISDIR(state.st_mode):
-                    yield from _below(entry.name, folder, depth + 1)
+                    yield from _walk_entries(entry.name, folder, depth + 1)
     finally:
         os.close(folder)

@@ -53,12 +53,12 @@ def ruleset(rules: Sequence[tuple[str, int]]) -> int:
     """
     known = version()
     size = 24 if known >= 6 else 16 if known >= 4 else 8
-    return _fence(rules, _Ruleset(_known_rights(), BIND_TCP | CONNECT_TCP, ABSTRACT_SOCKETS | SIGNALS), size)
+    return _make_rules(rules, _Ruleset(_known_rights(), BIND_TCP | CONNECT_TCP, ABSTRACT_SOCKETS | SIGNALS), size)
 
 
 def _writes_ruleset(rules: Sequence[tuple[str, int]]) -> int:
     """Make rules that refuse to write except below these paths, and allow all else; return their descriptor."""
-    return _fence(rules, _Ruleset(_known_rights() & WRITES, 0, 0), 8)
+    return _make_rules(rules, _Ruleset(_known_rights() & WRITES, 0, 0), 8)
 
 
 def _known_rights() -> int:
@@ -66,7 +66,7 @@ def _known_rights() -> int:
     return ALL_RIGHTS[max(number for number in ALL_RIGHTS if number <= known)]
 
 
-def _fence(rules: Sequence[tuple[str, int]], wanted: _Ruleset, size: int) -> int:
+def _make_rules(rules: Sequence[tuple[str, int]], wanted: _Ruleset, size: int) -> int:
     fence = kernel.syscall(CREATE_RULESET, ctypes.byref(wanted), ctypes.c_size_t(size), ctypes.c_uint32(0))
     for path, rights in rules:
         try:
@@ -102,7 +102,7 @@ def forbid_writes(folder: Path) -> bool:
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     fenced = bool(version())
     if fenced:
-        fence = _writes_ruleset([(str(path), WRITES) for path in _beside(folder.resolve())])
+        fence = _writes_ruleset([(str(path), WRITES) for path in _writable_paths(folder.resolve())])
         try:
             restrict(fence)
         finally:
@@ -112,7 +112,7 @@ def forbid_writes(folder: Path) -> bool:
     return fenced
 
 
-def _beside(folder: Path) -> Iterator[Path]:
+def _writable_paths(folder: Path) -> Iterator[Path]:
     """Yield the siblings of a folder and of each folder above it: the paths that stay writable."""
     for above in folder.parents:
         inner = folder.relative_to(above).parts[0]

@@ -70,17 +70,17 @@ def run(payload: ProgramPayload, files: dict[str, bytes], *, report: int) -> int
     """Run a program to its end, write the report to the descriptor `report`, and return the exit code."""
     _prepare(files)
     claim, first = Claim(), os.getpid()
-    code = _guarded(claim, lambda: _execute(payload, claim))
+    code = _run_guarded(claim, lambda: _execute(payload, claim))
     _end_threads()
     if os.getpid() == first:  # processes that the program forked reach this line, too
-        _write(report, claim)
+        _write_report(report, claim)
     return code
 
 
 def converse(files: dict[str, bytes], calls: socket.socket, *, cpu_s: int) -> int:
     """Run the pieces of a session in one namespace, and answer each by its report, until the socket closes."""
     _prepare(files)
-    space, first = _module("__main__").__dict__, os.getpid()
+    space, first = _add_module("__main__").__dict__, os.getpid()
     while head := exactly(calls, HEADER):
         text = exactly(calls, int.from_bytes(head, "big"))
         if text is None:
@@ -88,7 +88,7 @@ def converse(files: dict[str, bytes], calls: socket.socket, *, cpu_s: int) -> in
         code, claim, before = text.decode(), Claim(), _cpu_s()
         soft = int(before) + 1 + cpu_s
         resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
-        _guarded(claim, lambda code=code, claim=claim: _piece(code, space, claim))  # type: ignore[misc]
+        _run_guarded(claim, lambda code=code, claim=claim: _run_piece(code, space, claim))  # type: ignore[misc]
         _flush()
         if os.getpid() != first:  # a process that the code forked
             return 0
@@ -99,16 +99,16 @@ def converse(files: dict[str, bytes], calls: socket.socket, *, cpu_s: int) -> in
 
 
 def _execute(payload: ProgramPayload, claim: Claim) -> None:
-    space = _module("solution" if payload.function else "__main__").__dict__
+    space = _add_module("solution" if payload.function else "__main__").__dict__
     _cache_lines(payload.program)
     exec(compile(payload.program, NAME, "exec", dont_inherit=True), space)
     if payload.function:
-        value = _find(space, payload.function)(*json.loads(payload.args_json))
-        claim.value_json = json.dumps(value, default=_plain)
+        value = _find_function(space, payload.function)(*json.loads(payload.args_json))
+        claim.value_json = json.dumps(value, default=_to_json)
     claim.finished = True
 
 
-def _piece(code: str, space: dict[str, object], claim: Claim) -> None:
+def _run_piece(code: str, space: dict[str, object], claim: Claim) -> None:
     """Run a piece of a session. Print the value of an expression at its end, as a Python prompt does."""
     _cache_lines(code)
     tree = ast.parse(code, NAME)
@@ -121,14 +121,14 @@ def _piece(code: str, space: dict[str, object], claim: Claim) -> None:
     claim.finished = True
 
 
-def _guarded(claim: Claim, body: Callable[[], None]) -> int:
+def _run_guarded(claim: Claim, body: Callable[[], None]) -> int:
     """Run `body` and return its exit code. Write an exception to standard error and into the claim."""
     try:
         body()
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
-        _show(str(end.code))
+        _show_error(str(end.code))
         return 1
     except BaseException as error:  # noqa: BLE001 - untrusted code raises anything
         with contextlib.suppress(BaseException):  # also in its texts
@@ -138,7 +138,7 @@ def _guarded(claim: Claim, body: Callable[[], None]) -> int:
             shown = traceback.TracebackException.from_exception(error)
             while shown.stack and shown.stack[0].filename == __file__:
                 del shown.stack[0]
-            _show("".join(shown.format())[-SHOWN_CHARS:])
+            _show_error("".join(shown.format())[-SHOWN_CHARS:])
         return 1
     return 0
 
@@ -201,7 +201,7 @@ def _prepare(files: dict[str, bytes]) -> None:
     sys.path.insert(0, os.getcwd())
 
 
-def _module(name: str) -> types.ModuleType:
+def _add_module(name: str) -> types.ModuleType:
     module = types.ModuleType(name)
     module.__dict__["__builtins__"] = builtins
     module.__dict__["__file__"] = NAME
@@ -214,7 +214,7 @@ def _cache_lines(code: str) -> None:
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
 
 
-def _find(space: dict[str, object], name: str) -> Callable[..., object]:
+def _find_function(space: dict[str, object], name: str) -> Callable[..., object]:
     """Find a function by name, e.g. "solve"; "Solution.solve" makes a `Solution()`.
 
     Raises `NameError`, `TypeError`.
@@ -230,7 +230,7 @@ def _find(space: dict[str, object], name: str) -> Callable[..., object]:
     return found
 
 
-def _plain(value: object) -> object:
+def _to_json(value: object) -> object:
     """Convert a value for JSON: a set to a sorted list, an iterator to a list, others to their `repr`."""
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
@@ -254,7 +254,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _show(text: str) -> None:
+def _show_error(text: str) -> None:
     with contextlib.suppress(BaseException):
         sys.stderr.write(text if text.endswith("\n") else text + "\n")
 
@@ -264,6 +264,6 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _write(descriptor: int, claim: Claim) -> None:
+def _write_report(descriptor: int, claim: Claim) -> None:
     with contextlib.suppress(BaseException):  # e.g. the program closed the descriptor; then there is no report
         os.write(descriptor, json.dumps(asdict(claim)).encode())

@@ -23,7 +23,7 @@ class NamespaceReaper:
     def signal_all(self, number: int, *, leader: int) -> None:
         """Signal all processes by one call, which is atomic in the kernel."""
         assert os.getpid() == 1, "outside of a pid namespace of its own this would signal the whole machine"
-        _send(-1, number)
+        _send_signal(-1, number)
 
 
 class UserReaper:
@@ -44,7 +44,7 @@ class UserReaper:
         if child:
             control.close()
             ours.close()
-            _help(theirs, helper, user)
+            _run_helper(theirs, helper, user)
             os.waitpid(child, 0)
             os._exit(0)
         theirs.close()
@@ -58,7 +58,7 @@ class UserReaper:
             raise OSError("the helper that ends programs is gone")
 
 
-def _help(orders: socket.socket, helper: int, user: int) -> None:
+def _run_helper(orders: socket.socket, helper: int, user: int) -> None:
     """Act as the helper: send each signal number from `orders` to all processes of a user."""
     assert helper > 0 < user, "as root this would signal the whole machine"
     os.setgroups([])
@@ -66,7 +66,7 @@ def _help(orders: socket.socket, helper: int, user: int) -> None:
     os.setresuid(helper, user, helper)
     assert os.getresuid() == (helper, user, helper), "as root this would signal the whole machine"
     while order := orders.recv(1):
-        _send(-1, order[0])
+        _send_signal(-1, order[0])
         orders.sendall(order)
 
 
@@ -79,22 +79,22 @@ class TreeReaper:
 
     def signal_all(self, number: int, *, leader: int) -> None:
         """Stop descendants until no new ones appear, then signal each."""
-        _send(-leader, number)
+        _send_signal(-leader, number)
         found = set[int]()
-        while new := _below(os.getpid()) - found:
+        while new := _descendants(os.getpid()) - found:
             for process in new:
-                _send(process, signal.SIGSTOP)
+                _send_signal(process, signal.SIGSTOP)
             found |= new
         for process in found:
-            _send(process, number)
+            _send_signal(process, number)
 
 
 def end_all(reaper: Reaper, leader: int, status: int | None) -> int:
     """Kill all processes of a run and wait until none is left. Returns the exit status of the first process."""
     if status is None:
-        _send(leader, signal.SIGKILL)  # directly too: it may not have become the slot's user yet
+        _send_signal(leader, signal.SIGKILL)  # directly too: it may not have become the slot's user yet
         status = os.waitpid(leader, 0)[1]
-    while _any_left():
+    while _has_children():
         reaper.signal_all(signal.SIGKILL, leader=leader)
         try:
             os.waitpid(-1, 0)
@@ -103,7 +103,7 @@ def end_all(reaper: Reaper, leader: int, status: int | None) -> int:
     return status
 
 
-def _any_left() -> bool:
+def _has_children() -> bool:
     """Return True if this process still has children, adopted orphans included."""
     try:
         os.waitpid(-1, os.WNOHANG)
@@ -112,7 +112,7 @@ def _any_left() -> bool:
     return True
 
 
-def _below(process: int) -> set[int]:
+def _descendants(process: int) -> set[int]:
     """Return all descendants of a process."""
     found = set[int]()
     for path in glob.glob(f"/proc/{process}/task/*/children"):
@@ -121,10 +121,10 @@ def _below(process: int) -> set[int]:
                 found |= {int(word) for word in file.read().split()}
         except (FileNotFoundError, ProcessLookupError):  # the process ended meanwhile
             continue
-    return found.union(*(_below(child) for child in found))
+    return found.union(*(_descendants(child) for child in found))
 
 
-def _send(target: int, number: int) -> None:
+def _send_signal(target: int, number: int) -> None:
     try:
         os.kill(target, number)
     except ProcessLookupError:  # the process has ended

@@ -117,8 +117,8 @@ def assemble(*, alone: int = 0, shared: bool = False, own_user: bool = True) -> 
         _op(AT_LEAST, NEW_CALLS, 0, 1),
         _refuse(errno.ENOSYS),
     ]
-    bodies = {**_plain(calls), **_conditional(calls), **(_single_process(calls, alone) if alone else {})}
-    bodies |= _metadata(calls, own_user=own_user) if shared else {}
+    bodies = {**_refusals(calls), **_conditional(calls), **(_single_process(calls, alone) if alone else {})}
+    bodies |= _metadata_answers(calls, own_user=own_user) if shared else {}
     for name, body in bodies.items():
         code += _case(calls[name], body)
     return b"".join([*code, _op(RETURN, ALLOW)])
@@ -131,14 +131,14 @@ def apply_filter(code: bytes) -> None:
     kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.byref(program))
 
 
-def _plain(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
+def _refusals(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
     refused = {name: [_refuse(errno.EPERM)] for name in calls if name not in CONDITIONAL}
     return refused | {name: [_refuse(errno.ENETDOWN)] for name in NETWORK}
 
 
 def _conditional(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
     return {
-        "clone": [*_clone(), _op(RETURN, ALLOW)],
+        "clone": [*_clone_checks(), _op(RETURN, ALLOW)],
         "fcntl": _refuse_values(1, OWNERS),
         "ioctl": _refuse_values(1, (*TERMINAL, *FLAGS)),
         "prctl": _refuse_values(0, (kernel.PR_SET_SECCOMP, kernel.PR_SET_PDEATHSIG)),
@@ -157,7 +157,7 @@ def _conditional(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
     }
 
 
-def _clone() -> list[bytes]:
+def _clone_checks() -> list[bytes]:
     """Refuse new namespaces, and a child whose exit would send SIGCONT to its parent."""
     return [
         *_argument(0),
@@ -170,7 +170,7 @@ def _clone() -> list[bytes]:
     ]
 
 
-def _metadata(calls: Mapping[str, int], *, own_user: bool) -> dict[str, list[bytes]]:
+def _metadata_answers(calls: Mapping[str, int], *, own_user: bool) -> dict[str, list[bytes]]:
     answers = dict.fromkeys(TIMES, 0) | dict.fromkeys(ATTRIBUTES, errno.EPERM)
     if not own_user:
         answers |= dict.fromkeys(MODES, 0) | dict.fromkeys(OWNERSHIP, errno.EPERM)
@@ -179,7 +179,7 @@ def _metadata(calls: Mapping[str, int], *, own_user: bool) -> dict[str, list[byt
 
 def _single_process(calls: Mapping[str, int], process: int) -> dict[str, list[bytes]]:
     threads = [
-        *_clone(),
+        *_clone_checks(),
         _op(ANY_BIT, THREAD, 1, 0),
         _refuse(errno.EAGAIN),
         _op(RETURN, ALLOW),

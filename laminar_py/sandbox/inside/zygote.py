@@ -101,13 +101,13 @@ class Zygote:
         before, start = _children_cpu_s(), time.monotonic()
         child = os.fork()
         if child == 0:
-            self._become(order, descriptors)
+            self._run_program(order, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         self._status = None
         ended = ""
         try:
-            ended = self._watch(child, order, start + order.limits.wall_s)
+            ended = self._await_end(child, order, start + order.limits.wall_s)
         finally:
             elapsed_s = time.monotonic() - start
             status = end_all(self._reaper, child, self._status)
@@ -125,10 +125,10 @@ class Zygote:
         if self._home.reset(order.limits.file_bytes):
             self._fences.allow_paths(readable=self._readable, home=self._home.path)
 
-    def _watch(self, child: int, order: SlotOrder, deadline: float) -> str:
+    def _await_end(self, child: int, order: SlotOrder, deadline: float) -> str:
         """Wait until a child ends, or until there is a reason to end it. Returns the reason, or ""."""
         looks = isinstance(self._home, FolderHome)
-        while not self._has_ended(child):
+        while not self._reap_child(child):
             left = None if order.session else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return "wall"
@@ -143,7 +143,7 @@ class Zygote:
                 return "folder"
         return ""
 
-    def _has_ended(self, child: int) -> bool:
+    def _reap_child(self, child: int) -> bool:
         found, status = os.waitpid(child, os.WNOHANG)
         self._status = status if found else None
         return bool(found)
@@ -171,7 +171,7 @@ class Zygote:
     def _answer(self, number: int, news: SlotNews) -> None:
         self._control.sendall(news_frame(number, news))
 
-    def _become(self, order: SlotOrder, descriptors: list[int]) -> NoReturn:
+    def _run_program(self, order: SlotOrder, descriptors: list[int]) -> NoReturn:
         """Run the program in this forked child, then exit."""
         code = 70
         try:
@@ -181,7 +181,7 @@ class Zygote:
             _replace_environment(self._home.path)
             self._control.detach()
             self._fences.apply(order.limits, session=order.session)
-            _arrange(descriptors[1:])
+            _move_descriptors(descriptors[1:])
             if order.session:
                 calls = socket.socket(fileno=STREAMS - 1)
                 code = program.converse(files, calls, cpu_s=math.ceil(order.limits.cpu_s))
@@ -249,7 +249,7 @@ def _set_up(control: socket.socket, setup: SlotSetup, owner: int, map_users: Cal
     return Zygote(control, owner=owner, fences=fences, home=home, reaper=reaper, readable=readable)
 
 
-def _arrange(descriptors: list[int]) -> None:
+def _move_descriptors(descriptors: list[int]) -> None:
     """Move these descriptors to 0, 1, 2 and so on, and close all others. Children inherit only the first three."""
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, NUM_DESCRIPTORS // 2) for descriptor in descriptors]
     for number, descriptor in enumerate(high):

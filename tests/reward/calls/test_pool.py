@@ -13,7 +13,8 @@ import pytest
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.pool import MOST_CRASHES, CallPool, CallSpec
+from laminar_py.reward.calls.child import CallSpec
+from laminar_py.reward.calls.pool import MOST_CRASHES, CallPool
 from laminar_py.reward.outcome import Outcome
 from laminar_py.sandbox.inside import landlock
 from tests.reward.requests import make_request, make_requests
@@ -69,11 +70,11 @@ SPIED = """
 import asyncio, json, sys
 from pathlib import Path
 from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.calls.pool import CallSpec
+from laminar_py.reward.calls.child import CallSpec
 from tests.reward.requests import make_request
 async def main(folder, record):
     term = json.dumps({"kind": "function", "path": f"{folder}/mine.py:score"})
-    spec = CallSpec(term=term, timeout_s=30, folder=Path(folder), record=Path(record) if record else None)
+    spec = CallSpec(term=term, timeout_s=30, folder=folder, record=record or None)
     async with CallPool(spec, name="mine") as pool:
         outcome = await pool.call(make_request("spy"))
         print(outcome.value if outcome.value is not None else outcome.detail)
@@ -87,7 +88,7 @@ async def pool_of(
 ):
     (folder / "mine.py").write_text(REWARDS)
     term = json.dumps({"kind": "function", "path": f"{folder}/mine.py:{function}"})
-    spec = CallSpec(term=term, timeout_s=timeout_s, folder=folder, grace_s=1.5, **settings)
+    spec = CallSpec(term=term, timeout_s=timeout_s, folder=str(folder), grace_s=1.5, **settings)
     async with asyncio.timeout(PATIENCE_S), CallPool(spec, name="mine", processes=processes) as pool:
         yield pool
 
@@ -149,7 +150,7 @@ async def test_a_function_may_write_beside_the_record_of_a_run_and_not_into_it(t
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "ledger").write_text("true")
     (tmp_path / "elsewhere").mkdir()
-    async with pool_of(tmp_path, timeout_s=30.0, record=tmp_path / "run") as pool:
+    async with pool_of(tmp_path, timeout_s=30.0, record=str(tmp_path / "run")) as pool:
         texts = [f"write {tmp_path}/{name}" for name in ("run/ledger", "run/new", "elsewhere/new")]
         forged, made, allowed, setting = await outcomes_of(pool, *texts, "write /proc/self/comm")
     assert [one.detail.partition(":")[0] for one in (forged, made, setting)] == ["PermissionError"] * 3
@@ -224,7 +225,7 @@ async def test_processes_end_with_the_pool_also_one_that_hangs(tmp_path):
 async def test_a_start_that_is_called_off_leaves_no_process(tmp_path):
     (tmp_path / "mine.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
     term = json.dumps({"kind": "function", "path": f"{tmp_path}/mine.py:score"})
-    spec = CallSpec(term=term, timeout_s=1.0, folder=tmp_path)
+    spec = CallSpec(term=term, timeout_s=1.0, folder=str(tmp_path))
     starting = asyncio.create_task(CallPool(spec, name="mine").__aenter__())
     await asyncio.to_thread(wait_for_text, tmp_path / "mine.log", "importing")
     starting.cancel()
@@ -246,11 +247,11 @@ async def test_a_process_ends_with_its_scorer_though_a_call_in_it_hangs(tmp_path
         "import asyncio, json, sys\n"
         "from pathlib import Path\n"
         "from laminar_py.reward.calls.pool import CallPool\n"
-        "from laminar_py.reward.calls.pool import CallSpec\n"
+        "from laminar_py.reward.calls.child import CallSpec\n"
         "from tests.reward.requests import make_request\n"
         "async def main():\n"
         f"    term = json.dumps({{'kind': 'function', 'path': '{tmp_path}/mine.py:score'}})\n"
-        f"    spec = CallSpec(term=term, timeout_s=60, folder=Path('{tmp_path}'))\n"
+        f"    spec = CallSpec(term=term, timeout_s=60, folder='{tmp_path}')\n"
         "    async with CallPool(spec, name='mine') as pool:\n"
         "        print(int((await pool.call(make_request('pid'))).value), flush=True)\n"
         "        await pool.call(make_request('hang'))\n"
