@@ -78,13 +78,24 @@ def rows(model: type[Section], *, beyond: type[Section] = Section) -> str:
 
 
 def of_backends(base: type[Section]) -> list[str]:
-    """What each backend adds to the settings of `rollout.engine`."""
+    """What each backend adds to the settings of `rollout.engine`, and sections that are its own."""
     parts = []
     for name in BACKENDS.names():
         section = BACKENDS.get(name).settings
         if len(section.model_fields) > len(base.model_fields):
             doc = " ".join((section.__doc__ or "").split())
             parts.append(f"### `rollout.engine` with `kind: {name}`\n\n{doc}\n\n{rows(section, beyond=base)}")
+        parts += of_inner(section, "rollout.engine")
+    return parts
+
+
+def of_inner(section: type[Section], name: str) -> list[str]:
+    """Tables of the sections inside a section of a kind."""
+    parts = []
+    for field, info in section.model_fields.items():
+        if (inner := section_of(info)) is not None:
+            doc = " ".join((inner.__doc__ or "").split())
+            parts.append(f"#### `{name}.{field}`\n\n{doc}\n\n{rows(inner)}")
     return parts
 
 
@@ -107,10 +118,7 @@ def of_environments() -> list[str]:
         parts.append(
             f"### `environment` with `kind: {name}`\n\n{doc}\n\n{rows(section, beyond=EnvironmentConfig)}"
         )
-        for field, info in section.model_fields.items():
-            if (inner := section_of(info)) is not None:
-                doc = " ".join((inner.__doc__ or "").split())
-                parts.append(f"#### `environment.{field}`\n\n{doc}\n\n{rows(inner)}")
+        parts += of_inner(section, "environment")
     return parts
 
 

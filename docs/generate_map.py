@@ -21,7 +21,7 @@ ROOMS = {  # in the order in which a run meets them: one line each, and the file
     "data": ("problems, prompts, tokenizer, the stream of problems", "data/stream.py"),
     "control": ("decisions: admission, routing, groups, staleness, consumption", "control/scheduler.py"),
     "rollout": ("a replica: trajectories on an engine, weight loads, reports", "rollout/replica.py"),
-    "engines": ("embedded, SGLang and emulated inference engines", "engines/local/engine.py"),
+    "engines": ("embedded and SGLang inference engines", "engines/local/engine.py"),
     "environment": ("turns of environments, tools and agents", "environment/host.py"),
     "reward": ("scorers, terms, processes that call reward functions", "reward/scorer.py"),
     "sandbox": ("fences around programs that a model wrote", "sandbox/pool.py"),

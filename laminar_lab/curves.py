@@ -97,8 +97,8 @@ def read_costs(folder: Path) -> Costs:
 def count_devices(config: RunConfig) -> tuple[int, str]:
     """Return the number and the kind of a run's devices: "GPU", "emulated GPU" or "process"."""
     rollout, learner = config.rollout, config.learner
-    if config.emulation is not None:
-        return rollout.replicas + config.emulation.learner_devices, "emulated GPU"
+    if rollout.engine.emulates is not None:
+        return rollout.replicas + rollout.engine.emulates.learner_devices, "emulated GPU"
     attached = rollout.replicas * rollout.engine.gpus if rollout.engine.hosts else 0
     if gpus := config.gpus + attached:
         return gpus, "GPU"

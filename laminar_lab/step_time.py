@@ -18,8 +18,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from laminar_lab.emulation.settings import EngineTimes, LearnerTimes, emulation_of
 from laminar_py.config import RunConfig
-from laminar_py.config.emulation import EngineTimes, LearnerTimes
 from laminar_py.learner.packing import attention_share
 from laminar_py.relay import Broadcast, Links, arrivals_s, choose_tree, grow_tree
 from laminar_py.runtime.preflight import BF16_BYTES, Gpu, ModelShape, kv_token_bytes
@@ -118,7 +118,7 @@ def learner_step_s(times: LearnerTimes, *, tokens: float, cost: float, microbatc
     """Return the seconds of a step with equal microbatches. Each runs on one rank, and the ranks take them in
     rounds.
 
-    `laminar_py.learner.packing.emulated_step_s` computes the same for microbatches that are known one by one.
+    `LearnerTimes.step_s` computes the same for microbatches that are known one by one.
     """
     rounds = math.ceil(microbatches / ranks)
     return times.optimizer_s + rounds * tokens / microbatches * cost / times.train_tokens_per_s
@@ -142,9 +142,9 @@ def publish_s(num_bytes: int, *, nodes: int, network_bytes_per_s: float) -> floa
 def host_arrivals_s(config: RunConfig, *, num_parameters: int) -> list[float]:
     """Return the emulated seconds from the learner's host to each replica host [H], by the relay's cost model.
 
-    All are 0 if the config has no `simulation.link_gbit_per_s`.
+    All are 0 if the config has no `rollout.engine.simulation.link_gbit_per_s`.
     """
-    simulation, relay = config.simulation, config.relay
+    simulation, relay = emulation_of(config).simulation, config.relay
     num_hosts = -(-config.rollout.replicas // simulation.replicas_per_host)
     if simulation.link_gbit_per_s is None:
         return [0.0] * num_hosts

@@ -15,7 +15,7 @@ import typer
 from laminar_py.cli.main import app
 from laminar_py.config.loading import load_config, setting_names
 from laminar_py.config.run import RunConfig
-from laminar_py.engines.sglang.attach import MIN_VERSION
+from laminar_py.engines.sglang.launch import MIN_VERSION
 from laminar_py.runtime.preflight.memory import memory_faults
 from laminar_py.runtime.preflight.model_shape import kv_token_bytes, read_shape
 from tests.experiments.test_recipes import QWEN_7B, QWEN_32B, QWEN_MIXTURE

@@ -40,6 +40,7 @@ def laminar_without(package: str, *arguments: str) -> subprocess.CompletedProces
     [
         ("laminar_lab", ["plan", "7B", "--gpus", "8x8xH100"], "laminar plan: laminar_lab cannot be imported"),
         ("laminar_lab", ["bench", "packer"], "laminar bench: laminar_lab cannot be imported"),
+        ("laminar_lab", ["data", "configs/emulation/repack.yaml"], "rollout.engine.kind=emulated: "),
         ("laminar_contrib", ["data", CONFIG, "reward.use=[math]"], "reward.use.kind=math: "),
         (
             "laminar_contrib",

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from laminar_lab.emulation.settings import EmulationConfig
 from laminar_py.config.loading import setting_names
 from laminar_py.config.run import RunConfig
 from laminar_py.relay.tree import Broadcast, Links, fastest_shape, versions_at_peak
@@ -50,6 +51,6 @@ def test_room_for_versions_and_the_pace_of_reports_are_those_of_the_code():
 
 
 def test_settings_exist():
-    named = re.findall(r"`((?:rollout|learner|relay|packer|repack|emulation|simulation)\.[a-z_]+)", PAGE)
+    named = re.findall(r"`((?:rollout|learner|relay|packer|repack)\.[a-z_.]+)", PAGE)
     assert named
-    assert set(named) <= set(setting_names(RunConfig))
+    assert set(named) <= {*setting_names(RunConfig), *setting_names(EmulationConfig, "rollout.engine.")}

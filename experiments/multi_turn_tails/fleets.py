@@ -6,10 +6,11 @@ Used by `experiments/multi_turn_tails/run.py`; `README.md` has the source of eac
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar_lab.emulation.settings import emulation_of, read_profile
 from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.loading import load_config, read_profile
+from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 
 CONFIG = Path(__file__).parent / "fleet.yaml"
@@ -74,7 +75,7 @@ def turns_settings(latency_s: float | None) -> dict[str, object]:
         return {"rollout.sampling.max_new_tokens": RESPONSE_TOKENS}
     return {
         "rollout.sampling.max_new_tokens": RESPONSE_TOKENS + (TURNS - 1) * OBSERVED_TOKENS,
-        "emulation.turns": f"{{count: {TURNS}, median_s: {latency_s}, p95_s: {TAIL * latency_s},"
+        "rollout.engine.turns": f"{{count: {TURNS}, median_s: {latency_s}, p95_s: {TAIL * latency_s},"
         f" observation_tokens: {OBSERVED_TOKENS}}}",
     }
 
@@ -95,17 +96,16 @@ def measure(cell: Cell) -> SimulatedFigures:
             "rollout.prompts_per_step": PROMPTS,
             "rollout.group_size": SAMPLES,
             "rollout.batch_per_replica": -(-PROMPTS // replicas) * SAMPLES,
-            "emulation.learner_devices": learner,
+            "rollout.engine.learner_devices": learner,
             **turns_settings(cell.latency_s),
         }
     )
     if cell.arm == ASYNC:
         return simulate(config).figures
-    assert config.emulation is not None, "it is in the file"
     return simulate_baseline(
         config,
         Baseline(cell.arm),
-        profile=read_profile(config.emulation.profile),
+        profile=read_profile(emulation_of(config).profile),
         sync_s=REFRESH_S if cell.arm == Baseline.SYNC else SYNC_S,
         updates=UPDATES,
         max_staleness=PARTIAL_STALENESS,

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from laminar_lab.emulation.settings import EmulationProfile, read_profile
 from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_lab.simulate.figures import WARM_SHARE, SimulatedRun
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.emulation import EmulationProfile
-from laminar_py.config.loading import load_config, read_profile
+from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 
 HERE = Path(__file__).parent
@@ -220,12 +220,12 @@ def config_of(cell: Cell) -> RunConfig:
     spread_s = lengths["cap"] * base_profile(cell).engine.step_s
     settings: dict[str, object] = {
         "steps": cell.iterations or parameters.iterations[cell.arm],
-        "emulation.learner_devices": 1,
-        "emulation.start_spread_s": spread_s,
-        "emulation.median_tokens": int(lengths["median"]),
-        "emulation.sigma": lengths["sigma"],
-        "simulation.prompt_tokens": parameters.prompt_tokens,
-        "simulation.publish_s": weight_gb(cell) / parameters.relay_gb_per_s,
+        "rollout.engine.learner_devices": 1,
+        "rollout.engine.start_spread_s": spread_s,
+        "rollout.engine.median_tokens": int(lengths["median"]),
+        "rollout.engine.sigma": lengths["sigma"],
+        "rollout.engine.simulation.prompt_tokens": parameters.prompt_tokens,
+        "rollout.engine.simulation.publish_s": weight_gb(cell) / parameters.relay_gb_per_s,
         "rollout.sampling.max_new_tokens": int(lengths["cap"]),
         "rollout.replicas": replicas,
         "rollout.max_batch": parameters.slots,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from laminar_lab.emulation.settings import EngineTimes
 from laminar_lab.step_time import LinearFit, TimedShape, decode_terms, fit
 from laminar_py.config import ConfigError
-from laminar_py.config.emulation import EngineTimes
 from laminar_py.records import InferenceEngine
 from laminar_py.records.host import Clock
 from laminar_py.rollout import LONG_PROMPT, PROMPT, EngineBounds, TimedRequests

@@ -14,10 +14,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from laminar_lab.emulation.settings import LearnerTimes
 from laminar_lab.step_time import LinearFit, TimedShape, fit
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.cluster import Device
-from laminar_py.config.emulation import LearnerTimes
 from laminar_py.engines import served_dtype
 from laminar_py.learner import Learner, join_group, leave_group
 from laminar_py.learner.packing import attention_share, pack, sequence_cost

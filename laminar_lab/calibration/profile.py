@@ -1,7 +1,7 @@
 """A profile of this machine: a run's measured engine and learner as YAML, with a comment on the measurement.
 
 Called by `laminar calibrate`. Parts that compute in this process on CPU are measured in CPU seconds, which other
-load changes least, and other parts in seconds. `emulation.profile` reads the file
+load changes least, and other parts in seconds. `rollout.engine.profile` reads the file
 (`tests/calibration/test_profile.py::test_a_profile_that_is_written_is_the_one_that_is_read`).
 """
 
@@ -20,8 +20,9 @@ import yaml
 
 from laminar_lab.calibration.engine import MeasuredEngine, measure_engine
 from laminar_lab.calibration.learner import MeasuredLearner, check, measure_learner
+from laminar_lab.emulation.settings import EmulationConfig, EmulationProfile
 from laminar_lab.step_time import RESERVE_TOKENS, LinearFit
-from laminar_py.config import ConfigError, EmulationProfile, RunConfig
+from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.cluster import Device
 from laminar_py.config.engine import BACKENDS, EngineLaunch
 from laminar_py.engines import read_sizes
@@ -73,10 +74,11 @@ class Calibration:
 
 def calibrate(config: RunConfig, *, repeats: int, log: Callable[[str], None]) -> Calibration:
     """Measure the learner, then an engine with its weights. Raises `ConfigError`, `EngineLostError`."""
-    if config.emulation is not None:
+    engine_section = config.rollout.engine
+    if isinstance(engine_section, EmulationConfig):
         raise ConfigError(
-            f"emulation.profile={config.emulation.profile}: emulated engines have their times from the profile;"
-            " leave the section emulation out, or name a config without it"
+            f"rollout.engine.profile={engine_section.profile}: emulated engines have their times from the profile;"
+            " set rollout.engine.kind=local, or name another config"
         )
     check(config)
     check_model_folder(config.model)
@@ -130,7 +132,7 @@ def write_profile(found: Calibration, path: Path, *, measured: str) -> None:
     """Write the profile; `measured` names config and machine, e.g. "configs/quickstart.yaml on a CPU"."""
     fits = {"Decode steps": found.engine, "Learner steps": found.learner}
     lines = [
-        f"Measured by `laminar calibrate` on {datetime.now(UTC):%Y-%m-%d} (`emulation.profile`): {measured}",
+        f"Measured by `laminar calibrate` on {datetime.now(UTC):%Y-%m-%d} (`rollout.engine.profile`): {measured}",
         f"laminar-py {version('laminar-py')}, torch {version('torch')}; load average at the end"
         f" {os.getloadavg()[0]:.1f}",
         *(

@@ -17,7 +17,7 @@ app = typer.Typer()
 def calibrate(
     config: Annotated[Path, typer.Argument(help="YAML file of a run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.max_batch=64")] = None,
-    out: Annotated[Path, typer.Option(help="Profile to write, for emulation.profile")] = Path("profile.yaml"),
+    out: Annotated[Path, typer.Option(help="Profile to write, for rollout.engine.profile")] = Path("profile.yaml"),
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians")] = 5,
 ) -> None:
     """Measure the engine and the learner of a run on this machine, each alone, and write a profile of them that
@@ -46,7 +46,9 @@ def calibrate(
     console.print(_errors(found))
     for warning in found.warnings:
         print_line(warning, style="yellow")
-    print_line(f"{out} has the profile; a config with the section emulation uses it with emulation.profile={out}")
+    print_line(
+        f"{out} has the profile; a config with the section emulation uses it with rollout.engine.profile={out}"
+    )
 
 
 def _errors(found: "Calibration") -> Table:

@@ -7,6 +7,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from laminar_lab.emulation.settings import EmulationProfile, read_profile
 from laminar_py.cli import console, print_line
 from laminar_py.config import ConfigError
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from laminar_lab.plan.inputs import Subject
     from laminar_lab.plan.planner import Ranked, RankedPlan
     from laminar_lab.plan.request import Lengths, PlanRequest
-    from laminar_py.config import EmulationProfile
 
 SHOWN = 8  # placements
 P50, TAIL = 1500.0, 10.0  # defaults: tokens, and p99 over p50
@@ -76,7 +76,6 @@ def plan(
 
 
 def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | None":
-    from laminar_py.config import read_profile
 
     if profile is not None and mfu is not None:
         raise ConfigError(f"--mfu={mfu:g}: --profile also has the speed of the learner; leave out one of the two")

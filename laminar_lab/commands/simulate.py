@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from laminar_lab.emulation.settings import emulation_of, read_profile
 from laminar_py.cli import console, print_line
 
 if TYPE_CHECKING:
@@ -36,12 +37,11 @@ def simulate(
     from laminar_lab.simulate.record import new_simulated_run
     from laminar_lab.simulate.run import check
     from laminar_lab.simulate.run import simulate as simulate_run
-    from laminar_py.config import load_config, read_profile
+    from laminar_py.config import load_config
 
     settings = load_config(config, overrides or [])
     check(settings)
-    assert settings.emulation is not None, "`check` refuses a config without it"
-    profile = read_profile(settings.emulation.profile)  # a mistake there leaves no run folder
+    profile = read_profile(emulation_of(settings).profile)  # a mistake there leaves no run folder
     run = new_simulated_run(settings) if record else None
     began = printed = time.monotonic()
 

@@ -54,8 +54,8 @@ def read_subject(model: str) -> Subject:
         return Subject(name=name, shape=shape, folder=folder)
     tree = read_tree(path, [])
     config = parse_config(tree)
-    if config.emulation is not None:
-        raise ConfigError(f"model={model}: its section emulation replaces the model; name a config without one")
+    if config.rollout.engine.emulates is not None:
+        raise ConfigError(f"model={model}: its engines emulate the model; name a config whose engines compute")
     others = config.gpus - config.learner.world_size - config.rollout.replicas * config.rollout.engine.gpus
     if config.learner_device is Device.CUDA and others > 0:
         raise ConfigError(

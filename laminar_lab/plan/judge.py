@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
 
+from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.plan.placements import FleetPlacement
 from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import estimate
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
-from laminar_py.config import EmulationProfile, RunConfig, parse_config
+from laminar_py.config import RunConfig, parse_config
 from laminar_py.config.rollout import Schedule
 
 REPLICAS, FEWEST_REPLICAS = 8, 4  # of a shrunk fleet
@@ -90,29 +91,31 @@ def shrunk_fleet(
     profile = request.profile(placement.tensor_parallel)
     rate = profile.learner.train_tokens_per_s * ratio * placement.learner_gpus / devices
     lengths, is_async = request.lengths, placement.schedule is Schedule.ASYNC
+    emulated = {
+        "kind": "emulated",
+        "profile": "of the plan",
+        "start_spread_s": estimate(request, placement).step_s if is_async else 0,
+        "learner_devices": devices,
+        "median_tokens": max(1, round(lengths.median)),
+        "sigma": lengths.sigma,
+        "prompt_share": lengths.prompt_share,
+        "simulation": {
+            "prompt_tokens": lengths.prompt,
+            "reward_median_s": request.reward_s,
+            "publish_s": request.publish_s,
+        },
+    }
     config = parse_config(
         {
             "name": "plan",
             "seed": seed,
             "steps": _num_steps(_live_steps(request, placement), groups * request.group_size),
             "schedule": str(placement.schedule),
-            "emulation": {
-                "profile": "of the plan",
-                "start_spread_s": estimate(request, placement).step_s if is_async else 0,
-                "learner_devices": devices,
-                "median_tokens": max(1, round(lengths.median)),
-                "sigma": lengths.sigma,
-                "prompt_share": lengths.prompt_share,
-            },
-            "simulation": {
-                "prompt_tokens": lengths.prompt,
-                "reward_median_s": request.reward_s,
-                "publish_s": request.publish_s,
-            },
             "model": {"path": "model", "from_scratch": True},
             "data": {"train": "train.jsonl"},
             "reward": {"use": ["math"]},
             "rollout": {
+                "engine": emulated,
                 "replicas": max(1, round(ratio * placement.replicas)),
                 "max_batch": placement.max_batch,
                 "max_len": lengths.most,

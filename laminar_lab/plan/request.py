@@ -8,8 +8,9 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.step_time import LEARNER_MFU, engine_times, learner_times, publish_s, version_bytes
-from laminar_py.config import ConfigError, EmulationProfile
+from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.runtime.preflight import Gpu, ModelShape
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from laminar_lab.emulation.settings import EngineTimes, LearnerTimes
 from laminar_lab.plan.placements import FleetPlacement
 from laminar_lab.plan.request import Lengths, PlanRequest
 from laminar_lab.step_time import (
@@ -19,7 +20,6 @@ from laminar_lab.step_time import (
     token_cost,
     version_bytes,
 )
-from laminar_py.config.emulation import EngineTimes, LearnerTimes
 from laminar_py.config.rollout import Schedule
 from laminar_py.observe import StageTimes, StepStage, Wall, compose
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 
+from laminar_lab.emulation.settings import EmulationProfile, LearnerTimes, emulation_of
 from laminar_lab.simulate.figures import SimulatedRun
 from laminar_lab.simulate.learner import LearnerParts, SimulatedLearner
 from laminar_lab.simulate.run import LearnerMaker, simulate
-from laminar_py.config import ConfigError, EmulationProfile, RunConfig
-from laminar_py.config.emulation import LearnerTimes
+from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalenessConfig
 from laminar_py.control import StepBatch
 from laminar_py.records import StepRow
@@ -151,18 +151,17 @@ def _baseline_config(
     config: RunConfig, baseline: Baseline, *, sync_s: float, max_staleness: int | None
 ) -> RunConfig:
     """Return the config with the schedule of a baseline, on the same fleet and data."""
-    assert config.emulation is not None, "a baseline has emulated engines"
-    is_partial = baseline is Baseline.PARTIAL
-    publish_s = sync_s / config.emulation.compression if baseline is Baseline.SYNC else 0.0
+    emulation, is_partial = emulation_of(config), baseline is Baseline.PARTIAL
+    publish_s = sync_s / emulation.compression if baseline is Baseline.SYNC else 0.0
     policy = OnNewWeights.RESUME if is_partial else OnNewWeights.DRAIN
+    simulation = emulation.simulation.model_copy(update={"publish_s": publish_s, "link_gbit_per_s": None})
+    engine = emulation.model_copy(update={"start_spread_s": 0.0, "simulation": simulation})
     return config.model_copy(
         update={
             "schedule": SCHEDULES[baseline],
-            "rollout": config.rollout.model_copy(update={"on_new_weights": policy}),
+            "rollout": config.rollout.model_copy(update={"on_new_weights": policy, "engine": engine}),
             "repack": config.repack.model_copy(update={"planner": NO_PLANNER}),
             "staleness": StalenessConfig(max_staleness=max_staleness if is_partial else None),
-            "emulation": config.emulation.model_copy(update={"start_spread_s": 0.0}),
-            "simulation": config.simulation.model_copy(update={"publish_s": publish_s, "link_gbit_per_s": None}),
         }
     )
 

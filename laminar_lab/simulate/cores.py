@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laminar_py.engines.emulated import EmulatedEngine
+from laminar_lab.emulation.engine import EmulatedEngine
 
 FIRST, NICED = 1024.0, 110.0  # Linux's weights of niceness 0 and 10
 ROUNDING_S = 1e-9

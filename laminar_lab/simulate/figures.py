@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from laminar_lab.emulation.settings import emulation_of
 from laminar_py.config import RunConfig
 from laminar_py.records import StepRow
 
@@ -65,7 +66,7 @@ class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """Outcome of a simulated run, in virtual seconds; one has `emulation.compression` emulated seconds."""
+    """Outcome of a simulated run, in virtual seconds; one has `rollout.engine.compression` emulated seconds."""
 
     config: RunConfig
     rows: Sequence[StepRow]
@@ -117,8 +118,7 @@ class SimulatedRun:
 
     @property
     def _compression(self) -> float:
-        assert self.config.emulation is not None, "a simulated run has emulated engines"
-        return self.config.emulation.compression
+        return emulation_of(self.config).compression
 
 
 def _rate(samples: Sequence[FleetSample]) -> float:

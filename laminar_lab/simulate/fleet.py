@@ -4,7 +4,7 @@ Each replica is a `rollout.Replica` on an emulated engine, in this process and o
 orders, surveys and their answers take the time of the link (`OneWay`). States of a replica:
 
     LIVES -> DEAD   the replica crashes: the scheduler learns of the loss as in a run, with the journal's tokens
-    DEAD  -> LIVES  `simulation.restart_s` later a new replica has the same index
+    DEAD  -> LIVES  `rollout.engine.simulation.restart_s` later a new replica has the same index
 
 A dead replica sends and receives no message.
 """
@@ -20,13 +20,14 @@ from typing import TypeVar
 
 import numpy as np
 
+from laminar_lab.emulation.engine import EmulatedEngine
+from laminar_lab.emulation.responses import Responses, environments_of
+from laminar_lab.emulation.settings import EngineTimes, emulation_of
 from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.figures import FleetSample
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_py.config import RunConfig
-from laminar_py.config.emulation import EngineTimes
 from laminar_py.control import DISPATCH_S, REPLICA_DIED, Tick, TrajectoryScheduler
-from laminar_py.engines.emulated import EmulatedEngine, Responses, environments_of
 from laminar_py.ledger.segments import Known, Payload, Salvaged, continuations, salvaged
 from laminar_py.observe import Stats
 from laminar_py.records import GenerateRequest
@@ -148,8 +149,7 @@ class SimulatedFleet:
         clock: Clock,
         cores: SharedCores,
     ) -> None:
-        assert config.emulation is not None, "a simulation has emulated engines"
-        self._config, self._emulation, self._times = config, config.emulation, times
+        self._config, self._emulation, self._times = config, emulation_of(config), times
         self._scheduler = scheduler
         self._weights = weights
         self._stats = stats
@@ -161,12 +161,10 @@ class SimulatedFleet:
         self.samples: list[FleetSample] = []
         self.num_reports = 0  # that the scheduler has received
         self.failures: list[tuple[float, int]] = []  # seconds of RL, and the replica
-        self._responses = Responses.from_config(
-            config.emulation, VOCAB, max_len=config.rollout.max_len, seed=config.seed
-        )
+        self._responses = Responses.from_config(config, VOCAB)
         self._environments = environments_of(config)  # they keep their state when a replica crashes
-        self._reports = OneWay(config.simulation.hop_s)
-        self._orders = OneWay(config.simulation.order_s)
+        self._reports = OneWay(self._emulation.simulation.hop_s)
+        self._orders = OneWay(self._emulation.simulation.order_s)
         self._opened, self._rl = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
@@ -287,7 +285,7 @@ class SimulatedFleet:
     async def _keep_replica(self, index: int) -> None:
         """Run a replica, and start a new one after each crash."""
         draw = random.Random(f"{self._config.seed}/failures/{index}")
-        down_s = self._config.simulation.restart_s - self._times.load_s / self._emulation.compression
+        down_s = self._emulation.simulation.restart_s - self._times.load_s / self._emulation.compression
         while True:
             life = self._lives[index]
             serving = self._tasks.create_task(self._serve(life), name=f"replica-{index}")
@@ -311,7 +309,10 @@ class SimulatedFleet:
 
     async def _until_failure(self, life: ReplicaLife, draw: random.Random) -> None:
         """Wait until the replica crashes; write its journal at the last regular time before the crash."""
-        mtbf_s, interval_s = self._config.simulation.replica_mtbf_s, self._config.rollout.partial_interval_s
+        mtbf_s, interval_s = (
+            self._emulation.simulation.replica_mtbf_s,
+            self._config.rollout.partial_interval_s,
+        )
         await self._rl.wait()
         lives_s = NEVER_S if mtbf_s is None else draw.expovariate(1.0 / mtbf_s)
         noted_s = math.floor(lives_s / interval_s) * interval_s

@@ -7,14 +7,13 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from laminar_lab.emulation.settings import LearnerTimes, emulation_of
 from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.record import INCARNATION, HeardRecorder
 from laminar_lab.simulate.weights import ModelledWeights, weights_digest
 from laminar_lab.step_time import attention_share_of, version_bytes
 from laminar_py.config import ConfigError, RunConfig
-from laminar_py.config.emulation import LearnerTimes
 from laminar_py.control import RefillWatch, StepBatch, TrajectoryScheduler, pack_step, step_events
-from laminar_py.learner.packing import emulated_step_s
 from laminar_py.observe import Stats
 from laminar_py.records import StepRow
 from laminar_py.records.events import VersionPublished
@@ -37,8 +36,7 @@ class SimulatedLearner:
     """A learner that takes `config.steps` steps; `version` is the newest published version."""
 
     def __init__(self, config: RunConfig, times: LearnerTimes, parts: LearnerParts) -> None:
-        assert config.emulation is not None, "a simulation has an emulated learner"
-        self._config, self._emulation, self._times = config, config.emulation, times
+        self._config, self._emulation, self._times = config, emulation_of(config), times
         self._scheduler = parts.scheduler
         self._recorder = parts.recorder
         self._weights = parts.weights
@@ -48,18 +46,19 @@ class SimulatedLearner:
         self._attention_share = attention_share_of(times)
         self._groups_at_once = config.rollout.prompts_per_step
         self.step, self.version = 0, -1
+        solved = self._emulation.simulation.solved
         self._refill = RefillWatch(
             max_refill=config.rollout.max_refill,
             record=self._recorder.append,
             end=self._raise_fault,
-            remedy=f"set simulation.solved={config.simulation.solved:g} nearer to one half",
+            remedy=f"set rollout.engine.simulation.solved={solved:g} nearer to one half",
         )
 
     def publish_version(self) -> None:
         """Publish the present weights; they travel to the hosts while the learner continues."""
         parent, self.version = self.version, self.version + 1
         self._scheduler.published(self.version)
-        self._weights.publish_version(self.version, after_s=self._config.simulation.publish_s)
+        self._weights.publish_version(self.version, after_s=self._emulation.simulation.publish_s)
         self._recorder.append(
             VersionPublished(
                 version=self.version,
@@ -130,7 +129,7 @@ class SimulatedLearner:
     async def _learn(self, batch: StepBatch) -> StepMetrics:
         packed = pack_step(self._config, batch, stand_ins=batch.reweighted, attention_share=self._attention_share)
         lengths = [[one.num_tokens for one in bundle] for rank in packed.bundles for bundle in rank]
-        emulated_s = emulated_step_s(self._times, lengths, devices=self._emulation.learner_devices)
+        emulated_s = self._times.step_s(lengths, devices=self._emulation.learner_devices)
         elapsed_s = emulated_s / self._emulation.compression
         self._stats.begin_step()
         await self._cores.compute(elapsed_s)

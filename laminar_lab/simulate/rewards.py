@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from laminar_lab.emulation.settings import emulation_of
 from laminar_lab.simulate.figures import EndedResponse
 from laminar_py.config import RunConfig
 from laminar_py.control import TrajectoryScheduler
@@ -34,11 +35,11 @@ class SimulatedRewards:
         self.num_events = 0
         self.num_open = 0  # responses without a score yet
         self._closed = False
-        self._settings, self._stats = config.simulation, stats
+        self._settings, self._stats = emulation_of(config).simulation, stats
         self._random = random.Random(config.seed)
         self._loop = asyncio.get_running_loop()
         self._issued: dict[str, float] = {}  # when, on the loop's clock
-        scorers = config.simulation.scorers
+        scorers = emulation_of(config).simulation.scorers
         # without a limit, a scorer for each live response; the record divides the scorers among reward workers
         self._scorers_per_worker = (config.capacity if scorers is None else scorers) / config.reward.workers
         self._free = math.inf if scorers is None else scorers

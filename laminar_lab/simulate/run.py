@@ -11,6 +11,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from laminar_lab.emulation.settings import (
+    EmulationConfig,
+    EmulationProfile,
+    LearnerTimes,
+    emulation_of,
+    read_profile,
+)
 from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.figures import ControlTraffic, SimulatedRun
 from laminar_lab.simulate.fleet import END, SimulatedFleet
@@ -20,8 +27,7 @@ from laminar_lab.simulate.rewards import SimulatedRewards
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_lab.step_time import host_arrivals_s
-from laminar_py.config import ConfigError, EmulationProfile, RunConfig, read_profile
-from laminar_py.config.emulation import EmulationConfig, LearnerTimes
+from laminar_py.config import ConfigError, RunConfig
 from laminar_py.control import HOUSEKEEPING_S, Credit, Stages, TrajectoryScheduler, control_settings, packing
 from laminar_py.learner.losses import group_advantages, overlong_cost
 from laminar_py.ledger import RunFolder
@@ -51,8 +57,7 @@ def simulate(
     `learner` replaces the learner of the production schedule.
     """
     check(config)
-    assert config.emulation is not None, "`check` has looked"
-    times = profile or read_profile(config.emulation.profile)
+    times = profile or read_profile(emulation_of(config).profile)
 
     async def run_to_end() -> SimulatedRun:
         return await _Simulation(config, times, run=run, learner=learner, show=show).run_to_end()
@@ -84,10 +89,11 @@ def simulate(
 
 def check(config: RunConfig) -> None:
     """Raise `ConfigError` for a config that cannot be simulated."""
-    if config.emulation is None:
+    engine = config.rollout.engine
+    if not isinstance(engine, EmulationConfig):
         raise ConfigError(
-            "emulation=null: nothing says how fast GPUs and model are; add the section, with a profile such as"
-            " configs/emulation/h100_7b_tp1.yaml"
+            f"rollout.engine.kind={engine.kind}: nothing says how fast GPUs and model are; set it to emulated, and"
+            " rollout.engine.profile to a profile such as configs/emulation/h100_7b_tp1.yaml"
         )
     if config.eval.sets:
         names = ",".join(config.eval.sets)
@@ -98,27 +104,27 @@ def check(config: RunConfig) -> None:
         )
     if config.steps < MIN_STEPS:
         raise ConfigError(f"steps={config.steps}: figures need {MIN_STEPS} steps; raise it")
-    _check_lengths(config, config.emulation)
+    _check_lengths(config, engine)
 
 
 def _check_lengths(config: RunConfig, emulation: EmulationConfig) -> None:
     """Raise `ConfigError` for lengths at which most responses would be cut."""
     most = emulation.most_sampled(config.rollout.sampling.max_new_tokens)
     prompt, cap, max_len = (
-        config.simulation.prompt_tokens,
+        emulation.simulation.prompt_tokens,
         config.rollout.sampling.max_new_tokens,
         config.rollout.max_len,
     )
     if prompt + cap > max_len:
         raise ConfigError(
-            f"simulation.prompt_tokens={prompt}: with rollout.sampling.max_new_tokens={cap} above rollout.max_len="
-            f"{max_len}; lower one of the first two, or raise max_len"
+            f"rollout.engine.simulation.prompt_tokens={prompt}: with rollout.sampling.max_new_tokens={cap} above"
+            f" rollout.max_len={max_len}; lower one of the first two, or raise max_len"
         )
     if emulation.median_tokens > most:
         raise ConfigError(
-            f"emulation.median_tokens={emulation.median_tokens}: above the {most} tokens that the model has of"
-            f" rollout.sampling.max_new_tokens={cap}, which would cut most responses; lower it, or raise the"
-            " cap"
+            f"rollout.engine.median_tokens={emulation.median_tokens}: above the {most} tokens that the model has"
+            f" of rollout.sampling.max_new_tokens={cap}, which would cut most responses; lower it, or raise"
+            " the cap"
         )
 
 
@@ -126,9 +132,8 @@ class StallWatch:
     """Ends a simulation that makes no further step."""
 
     def __init__(self, config: RunConfig) -> None:
-        assert config.emulation is not None, "a simulation has emulated engines"
         rollout = config.rollout
-        self._stalled_s = STALLED_S / config.emulation.compression
+        self._stalled_s = STALLED_S / emulation_of(config).compression
         groups = (VAIN_BATCHES + rollout.max_refill) * rollout.prompts_per_step + VAIN_GROUPS
         self._most_ended = groups * rollout.group_size
         self._batch = f"rollout.prompts_per_step={rollout.prompts_per_step}"
@@ -182,7 +187,7 @@ class _Simulation:
         )
         self._scheduler = scheduler = self._make_scheduler(clock)
         self._weights = weights = _weights(config, profile)
-        self._cores = cores = SharedCores(config.simulation.cores)
+        self._cores = cores = SharedCores(emulation_of(config).simulation.cores)
         self._fleet = SimulatedFleet(
             config, profile.engine, scheduler=scheduler, weights=weights, stats=stats, clock=clock, cores=cores
         )
@@ -208,7 +213,7 @@ class _Simulation:
 
     def _make_scheduler(self, clock: LoopClock) -> TrajectoryScheduler:
         algorithm, cap = self._config.algorithm, self._config.rollout.sampling.max_new_tokens
-        ids = np.zeros(self._config.simulation.prompt_tokens, np.int32)
+        ids = np.zeros(emulation_of(self._config).simulation.prompt_tokens, np.int32)
         scheduler = TrajectoryScheduler(
             control_settings(self._config, stop_ids=(END,)),
             prompt_at=lambda index: Prompt(id="p", index=index, text="", ids=ids),
@@ -278,7 +283,7 @@ class _Simulation:
     def _on_response(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Receive an ended response, and start to score it."""
         self._migration.finished(trajectory)
-        self._cores.spend(self._config.simulation.trajectory_cpu_s)
+        self._cores.spend(emulation_of(self._config).simulation.trajectory_cpu_s)
         self._rewards.score_response(trajectory, version=self._learner.version)
 
     async def _keep_house(self) -> None:
@@ -307,10 +312,9 @@ class _Simulation:
 
 def _weights(config: RunConfig, profile: EmulationProfile) -> ModelledWeights:
     """Make the weights, which travel by the relay tree of the config, in virtual seconds."""
-    assert config.emulation is not None, "`check` has looked"
     arrivals_s = host_arrivals_s(config, num_parameters=profile.learner.num_parameters)
     return ModelledWeights(
-        [arrival_s / config.emulation.compression for arrival_s in arrivals_s],
-        replicas_per_host=config.simulation.replicas_per_host,
+        [arrival_s / emulation_of(config).compression for arrival_s in arrivals_s],
+        replicas_per_host=emulation_of(config).simulation.replicas_per_host,
         keep_versions=config.relay.keep_versions,
     )

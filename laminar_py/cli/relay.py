@@ -1,4 +1,4 @@
-"""`laminar relay`: plan the relay tree, or run its nodes by hand, without a run."""
+"""`laminar relay`: run nodes of the relay tree by hand, without a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,9 +7,7 @@ import typer
 
 from laminar_py.cli.main import print_line
 
-relay = typer.Typer(
-    help="Plan the relay tree that carries weights, or run its nodes by hand.", no_args_is_help=True
-)
+relay = typer.Typer(help="Run nodes of the relay tree, which carries weights, by hand.", no_args_is_help=True)
 
 
 @relay.command("keys", epilog="Example: laminar relay keys relay.keys")
@@ -60,15 +58,3 @@ def relay_serve(
         emit=lambda event: print_line(event_line(event)),
     )
     run_node(node, print_line=print_line)
-
-
-@relay.command("plan", epilog="Example: laminar relay plan configs/relay/rack.yaml parameters=70B shm_gib=2048")
-def relay_plan(
-    config: Annotated[Path, typer.Argument(help="YAML file of hosts and links, e.g. configs/relay/rack.yaml")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. parameters=70B")] = None,
-) -> None:
-    """Predict times and memory of a fleet's relay tree; refuse versions that do not fit into memory."""
-    from laminar_py.relay.plan import make_relay_plan, plan_lines, read_spec
-
-    for line in plan_lines(make_relay_plan(read_spec(config, overrides or []))):
-        print_line(line)

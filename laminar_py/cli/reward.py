@@ -216,7 +216,7 @@ async def _score(
 async def open_pools(reward: RewardConfig, logs: Path) -> AsyncIterator["LaunchedServers"]:
     """Launch one server of each pool on GPUs of its own, and end them. Raises `ConfigError` if one does not
     start."""
-    from laminar_py.engines.sglang.pools import PoolServerSpec, check_pool
+    from laminar_py.engines.sglang.launch import check_pool, pool_server
     from laminar_py.engines.sglang.server import SGLangServer
     from laminar_py.records.engine import EngineLostError
     from laminar_py.reward.scorer import LaunchedServers
@@ -228,7 +228,7 @@ async def open_pools(reward: RewardConfig, logs: Path) -> AsyncIterator["Launche
             check_pool(reward, pool)
             print_line(f"starting reward.servers.{pool}")
             log = logs / f"sglang-{server_name(pool, 0)}.log"
-            spec = PoolServerSpec(pool=pool, settings=settings, log=log, first_gpu=first_gpu)
+            spec = pool_server(pool, settings, log, first_gpu=first_gpu)
             try:
                 server = await stack.enter_async_context(SGLangServer(spec))
             except EngineLostError as error:

@@ -8,14 +8,12 @@ if TYPE_CHECKING:
     from laminar_py.config.algorithm import Advantage as Advantage
     from laminar_py.config.algorithm import AlgorithmConfig as AlgorithmConfig
     from laminar_py.config.cluster import SandboxConfig as SandboxConfig
-    from laminar_py.config.emulation import EmulationProfile as EmulationProfile
     from laminar_py.config.engine import EngineConfig as EngineConfig
     from laminar_py.config.environment import EnvironmentConfig as EnvironmentConfig
     from laminar_py.config.environment import EnvironmentHome as EnvironmentHome
     from laminar_py.config.environment import EnvironmentKind as EnvironmentKind
     from laminar_py.config.loading import load_config as load_config
     from laminar_py.config.loading import parse_config as parse_config
-    from laminar_py.config.loading import read_profile as read_profile
     from laminar_py.config.registry import load_from_file as load_from_file
     from laminar_py.config.reward import RewardKind as RewardKind
     from laminar_py.config.reward import TermConfig as TermConfig

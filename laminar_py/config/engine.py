@@ -8,16 +8,32 @@ imports neither torch nor an HTTP client; only `open`, in the replica's process,
 """
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema
 
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.section import Section
 from laminar_py.records.engine import InferenceEngine
+from laminar_py.records.environment import Environments
+from laminar_py.records.metrics import LearnerStarted, StepMetrics
+from laminar_py.records.trajectory import MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedFleet:
+    """A backend's account of GPUs whose time passes while nothing computes.
+
+    E.g. `EmulatedFleet(learner_devices=8, compression=20.0, has_turns=False)`.
+    """
+
+    learner_devices: int
+    compression: float  # seconds of the GPUs in one second of the run
+    has_turns: bool  # the backend's environments answer the turns of each trajectory
 
 
 class EngineConfig(Section):
@@ -25,14 +41,14 @@ class EngineConfig(Section):
 
     kind: str = "local"
     """`local`: the embedded engine, in the replica's process. `sglang`: one SGLang server per replica. Or a
-    backend of an installed package. The section `emulation` chooses `emulated`."""
+    backend of an installed package, such as `emulated` of laminar_lab."""
     verify_every: Annotated[int, Field(ge=0)] = 20
     """Hash the engine's own tensors after its first load and after every `verify_every` versions; hashes of one
     version must agree among replicas. 0: never."""
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of one engine."""
+        """GPUs that one engine needs."""
         return 0
 
     @property
@@ -46,14 +62,19 @@ class EngineConfig(Section):
         return self.gpus == 0
 
     @property
+    def emulates(self) -> EmulatedFleet | None:
+        """The GPUs that a backend emulates; None: its engines generate and the run's own learner trains."""
+        return None
+
+    @property
     def servers(self) -> tuple[str, ...]:
         """Addresses of running servers to attach to, one for each replica; empty: the run starts its engines."""
         return ()
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Hosts of running servers to attach to, one for each replica; empty: the run starts its engines."""
-        return ()
+        """Hosts of `servers`."""
+        return tuple(urlsplit(url).hostname or "" for url in self.servers)
 
     @property
     def placed_by(self) -> str:
@@ -93,11 +114,39 @@ class EngineLaunch:
     server: str = ""  # the server of this replica, from `EngineConfig.servers`
 
 
+class LearnerStandIn(Protocol):
+    """A learner that a backend brings in place of `learner.step.Learner`; one process makes its calls."""
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
+        """Make an optimizer step on `microbatches`."""
+        ...
+
+    def named_tensors(self, *, dtype: Any) -> Iterator[tuple[str, Any]]:
+        """Yield name and tensor of the weights after the last step, in a torch `dtype`."""
+        ...
+
+    def begin_save(self, folder: Path) -> None:
+        """Begin a checkpoint in `folder`. Returns when the next step may begin."""
+        ...
+
+    def finish_save(self) -> None:
+        """Return when the checkpoint is complete on disk."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint. Raises `ConfigError` if it is incomplete."""
+        ...
+
+
 Check: TypeAlias = Callable[[Any], None]  # of a `RunConfig`
 
 
 def accept(config: object) -> None:
     """Check that accepts everything."""
+
+
+def _nothing(config: object) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +163,12 @@ class Backend:
     check_start: Check = accept
     """Refuse a run whose engines lack something, as far as the controller's host can see; called before the run
     starts."""
+    open_learner: Callable[[Any], tuple[LearnerStandIn, LearnerStarted]] | None = None
+    """Make the learner of a `RunConfig` in the learner's process; None: the run's own learner trains."""
+    open_environments: Callable[[Any], Environments | None] = _nothing
+    """Make the environments of a replica whose run has no section `environment`; None: a response is one turn."""
+    known_speed: Callable[[Any], Any] = _nothing
+    """The `EngineSpeed` for a `RunConfig`; None: the replica measures it."""
 
 
 BACKENDS = Registry(
@@ -123,7 +178,6 @@ BACKENDS = Registry(
     built_in={
         "local": "laminar_py.engines.local.backend:LOCAL",
         "sglang": "laminar_py.engines.sglang.backend:SGLANG",
-        "emulated": "laminar_py.engines.emulated.backend:EMULATED",
     },
 )
 AnyEngineConfig: TypeAlias = Annotated[

@@ -133,12 +133,11 @@ def check_environment(
     environment: EnvironmentConfig | None,
     terms: Iterable[str],
     *,
-    emulated: bool,
     in_flight: int,
     sandbox: SandboxConfig,
 ) -> None:
-    """Raise `ConfigError` for a reward of environments without one, an environment with emulated engines, and
-    processes without room for `in_flight` trajectories.
+    """Raise `ConfigError` for a reward of environments without one, and processes without room for `in_flight`
+    trajectories.
 
     `terms` are the kinds of the reward's terms.
     """
@@ -152,11 +151,6 @@ def check_environment(
         uneven = UNEVEN * math.sqrt(mean) if environment.workers > 1 else 0.0
         _check_room(environment, each=math.ceil(mean + uneven), sandbox=sandbox)
         _check_code(environment, sandbox)
-    if environment is not None and emulated:
-        raise ConfigError(
-            f"environment.kind={environment.kind}: emulated engines generate no text; leave it out, or the section"
-            " emulation, whose emulation.turns has turns without text"
-        )
 
 
 def _check_code(environment: EnvironmentConfig, sandbox: SandboxConfig) -> None:

@@ -40,9 +40,7 @@ class LoraConfig(Section):
         return self
 
 
-def check_lora(
-    lora: LoraConfig | None, model: ModelConfig, warm_start: WarmStartConfig | None, *, emulated: bool
-) -> None:
+def check_lora(lora: LoraConfig | None, model: ModelConfig, warm_start: WarmStartConfig | None) -> None:
     """Raise `ConfigError` for adapters without a base. A backend checks which adapters its engines serve."""
     if lora is None:
         return
@@ -51,8 +49,6 @@ def check_lora(
             "model.from_scratch=true: with learner.lora only adapters are published, so engines need the base"
             " in a folder; name a folder with weights, or a warm_start"
         )
-    if emulated:
-        raise ConfigError("learner.lora: an emulated learner has no weights to adapt; leave learner.lora out")
 
 
 class Decay(StrEnum):

@@ -15,7 +15,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from laminar_py.config.emulation import EmulationProfile, choose_engine
 from laminar_py.config.engine import BACKENDS, EngineConfig
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
@@ -45,17 +44,7 @@ def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, hel
 
 def parse_config(tree: object) -> RunConfig:
     """Config of a run from plain data, as YAML gives it. Raises `ConfigError`."""
-    return _check(RunConfig, choose_engine(tree), help_at="docs/config.md")
-
-
-def read_profile(path: Path, *, setting: str = "emulation.profile") -> EmulationProfile:
-    """Profile from a YAML file that `setting` names. Raises `ConfigError`."""
-    if not path.is_file():
-        raise ConfigError(f"{setting}={path}: no such file; name one such as configs/emulation/h100_7b.yaml")
-    try:
-        return load_settings(EmulationProfile, path, [], help_at="laminar_py/config/emulation.py")
-    except ConfigError as error:
-        raise ConfigError(f"{setting}={path}: {error}") from None
+    return _check(RunConfig, tree, help_at="docs/config.md")
 
 
 def read_tree(path: Path, overrides: list[str]) -> dict[str, object]:

@@ -19,7 +19,6 @@ from laminar_py.config.algorithm import (
 )
 from laminar_py.config.cluster import ClusterConfig, Device, RelayConfig, SandboxConfig, SupervisorConfig
 from laminar_py.config.data import DataConfig, ModelConfig, WarmStartConfig
-from laminar_py.config.emulation import EmulationConfig, SimulationConfig, check_emulation, check_turns
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.environment import AnyEnvironmentConfig, check_environment
 from laminar_py.config.evaluation import EvalConfig, check_evaluation
@@ -121,10 +120,6 @@ class RunConfig(Section):
     """Trackers of metrics."""
     supervisor: SupervisorConfig = SupervisorConfig()
     """Restarts of dead parts."""
-    emulation: EmulationConfig | None = None
-    """Emulated engines and learner, which wait instead of computing; none: real ones."""
-    simulation: SimulationConfig = SimulationConfig()
-    """Times of simulated parts, for `laminar simulate` alone."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -135,7 +130,7 @@ class RunConfig(Section):
         check_buffer(self.capacity, self.trajectories_per_step)
         check_reference(algorithm, model, warm_start)
         check_teaching(algorithm, rollout, self.reward)
-        check_lora(self.learner.lora, model, warm_start, emulated=self.emulation is not None)
+        check_lora(self.learner.lora, model, warm_start)
         check_schedule(self.schedule, self.staleness, publish_every=self.learner.publish_every)
         check_planner(self.repack, self.schedule, rollout)
         check_evaluation(self.eval, rollout)
@@ -144,29 +139,18 @@ class RunConfig(Section):
         check_environment(
             self.environment,
             kinds,
-            emulated=self.emulation is not None,
             in_flight=self._in_flight,
             sandbox=self.sandbox,
         )
-        if self.emulation is not None:
-            check_emulation(rollout.engine.kind, algorithm, self.learner, self.cluster, warm_start)
-            check_turns(self.emulation, self._caps)
         with BACKENDS.naming_package(rollout.engine.kind):
             BACKENDS.get(rollout.engine.kind).check(self)
         return self
 
     @property
-    def _caps(self) -> list[int]:
-        """Caps on response tokens, of training and of each set."""
-        sampling = self.rollout.sampling.params()
-        sets = (settings.sampling(sampling) for settings in self.eval.sets.values())
-        return [sampling.max_new_tokens, *(one.max_new_tokens for one in sets)]
-
-    @property
     def has_environment(self) -> bool:
         """True where an environment answers the turns of each trajectory."""
-        emulated = self.emulation is not None and self.emulation.turns is not None
-        return emulated or self.environment is not None
+        emulated = self.rollout.engine.emulates
+        return self.environment is not None or (emulated is not None and emulated.has_turns)
 
     @property
     def repacks(self) -> bool:

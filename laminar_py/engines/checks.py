@@ -33,6 +33,14 @@ def response_limit(request: GenerateRequest, *, max_len: int) -> int:
     return min(request.sampling.max_new_tokens, max_len - len(request.prompt_ids))
 
 
+def check_load(version: int, *, served: int, num_running: int) -> None:
+    """Raise `RuntimeError` if requests run unpaused, `ValueError` for a version older than the `served` one."""
+    if num_running:
+        raise RuntimeError(f"version {version} cannot load while {num_running} requests run; pause first")
+    if version < served:
+        raise ValueError(f"version {version} is older than {served}; versions never go back")
+
+
 def _is_outside(ids: IntArray, vocab: int) -> bool:
     """True if an id is negative or at least `vocab`.
 

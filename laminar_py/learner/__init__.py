@@ -9,9 +9,11 @@ if TYPE_CHECKING:
     from laminar_py.learner.distributed import join_group as join_group
     from laminar_py.learner.distributed import leave_group as leave_group
     from laminar_py.learner.export import named_tensors as named_tensors
+    from laminar_py.learner.marker import Architecture as Architecture
+    from laminar_py.learner.marker import complete_checkpoint as complete_checkpoint
+    from laminar_py.learner.marker import read_marker as read_marker
     from laminar_py.learner.model import check_model_folder as check_model_folder
     from laminar_py.learner.model import policy_logprobs as policy_logprobs
-    from laminar_py.learner.packing.balance import emulated_step_s as emulated_step_s
     from laminar_py.learner.step import Learner as Learner
 else:
     __getattr__ = public_names(__name__)

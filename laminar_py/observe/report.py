@@ -40,7 +40,8 @@ class RunReport:
         if not any(started.simulated for started in starts):
             return ""
         config = self.snapshot.config
-        speed = 1.0 if config is None or config.emulation is None else config.emulation.compression
+        emulated = None if config is None else config.rollout.engine.emulates
+        speed = 1.0 if emulated is None else emulated.compression
         return f"nothing was generated or trained; a second of its virtual clock is {speed:g} s of the GPUs"
 
     @cached_property

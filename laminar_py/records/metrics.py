@@ -189,6 +189,15 @@ class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.replicas or list(range(len(self.running)))
 
 
+class LearnerStarted(msgspec.Struct, frozen=True):
+    """The learner is ready, e.g. `LearnerStarted(7_600_000_000, "sdpa", 3584, 28)`; sizes are of the model."""
+
+    num_parameters: int
+    attention: str  # the attention function in use
+    hidden_size: int
+    num_layers: int
+
+
 class LearnerProgress(msgspec.Struct, frozen=True):
     """Progress of a starting learner, e.g. `LearnerProgress("warm start", 120, 500, 0.41)`."""
 

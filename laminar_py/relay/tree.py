@@ -1,9 +1,9 @@
 """The relay tree: who is whose parent, how long a version takes through it, and which tree is fastest. Pure.
 
-`runtime/workers/relays.py` chooses a tree when a run starts; `laminar relay plan` and the simulator use the same
-model. Node 0 is the root and every other node is below it. All shapes over the same zones agree on one order of
-nodes (zones by their first node, nodes of a zone by number) in which parents come first, so nodes that were
-started under different shapes never form a cycle
+`runtime/workers/relays.py` chooses a tree when a run starts; the simulator uses the same model. Node 0 is the root
+and every other node is below it. All shapes over the same zones agree on one order of nodes (zones by their first
+node, nodes of a zone by number) in which parents come first, so nodes that were started under different shapes
+never form a cycle
 (`tests/relay/test_topology.py::test_nodes_started_under_different_shapes_form_no_cycle`).
 
 The model of time: a node sends one chunk at a time, to its children in turn, each as soon as it has arrived. A

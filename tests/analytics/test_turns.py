@@ -124,7 +124,7 @@ async def test_a_browser_offers_no_turns_where_there_are_none(tmp_path):
 
 async def test_emulated_environments_have_no_room_that_could_be_raised(tmp_path):
     found = (await write_turns(tmp_path, WITH_ENVIRONMENT)).diagnosis
-    turns = "emulation.turns={count: 8, median_s: 2.0, p95_s: 10.0}"
+    turns = "rollout.engine.turns={count: 8, median_s: 2.0, p95_s: 10.0}"
     config = load_config(REPO / "configs/emulation/paper_7b.yaml", [turns])
     told = [remedy.key for remedy in remedies(Wall.ENVIRONMENT, config, found.mean_step)]
     assert told[0] == "rollout.batch_per_replica"

@@ -23,10 +23,10 @@ from laminar_lab.bench.plan.facts import (
 )
 from laminar_lab.bench.plan.quickstart import Compared
 from laminar_lab.bench.plan.regret import MOST_PLACEMENTS, draw_case
+from laminar_lab.emulation.settings import LearnerTimes, read_profile
 from laminar_lab.plan.placements import placements
 from laminar_lab.simulate.run import check
-from laminar_py.config.emulation import LearnerTimes
-from laminar_py.config.loading import load_config, read_profile
+from laminar_py.config.loading import load_config
 from tests.analytics.builders import make_fleet_row
 from tests.bench.figures import figures
 from tests.runs.runs import REPO
@@ -96,7 +96,12 @@ def test_errors_are_of_medians_and_a_setting_that_scatters_may_be_off_by_twice_i
 
 
 def test_each_setting_is_one_that_runs_and_one_that_is_simulated():
-    emulated = ["emulation.profile=configs/emulation/h100_7b.yaml", "warm_start=null", *FACTS.settings]
+    emulated = [
+        "rollout.engine.kind=emulated",
+        "rollout.engine.profile=configs/emulation/h100_7b.yaml",
+        "warm_start=null",
+        *FACTS.settings,
+    ]
     for one in quickstart.SETTINGS:
         load_config(quickstart.CONFIG, [*quickstart.BASE, *one.settings])
         check(load_config(quickstart.CONFIG, [*quickstart.BASE, *emulated, *(one.simulated or one.settings)]))

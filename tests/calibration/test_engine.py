@@ -3,11 +3,11 @@
 import pytest
 
 from laminar_lab.calibration.engine import choose_shapes, measure_engine
+from laminar_lab.emulation.engine import EmulatedEngine
+from laminar_lab.emulation.responses import Responses
+from laminar_lab.emulation.settings import EngineTimes
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
-from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.emulated.engine import EmulatedEngine
-from laminar_py.engines.emulated.responses import Responses
 from laminar_py.records.engine import SamplingParams
 from laminar_py.rollout.calibration import EngineBounds
 

@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 from laminar_lab.bench.workplace import write_model
 from laminar_lab.calibration.learner import choose_steps
 from laminar_lab.calibration.profile import Calibration, calibrate, write_profile
+from laminar_lab.emulation.settings import read_profile
 from laminar_lab.step_time import TimedShape, fit
 from laminar_py.cli import app
-from laminar_py.config.loading import load_config, parse_config, read_profile
+from laminar_py.config.loading import load_config, parse_config
 from laminar_py.config.section import ConfigError
 from tests.bench.test_engines import TINY
 

@@ -25,6 +25,7 @@ MINIMAL = {
 }
 
 SGLANG = {"kind": "sglang"}
+EMULATED = {"engine": {"kind": "emulated", "profile": "p"}}
 URLS = {**SGLANG, "urls": ["http://a"]}
 SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
 
@@ -60,7 +61,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ),
         (
             {"rollout": {"engine": {"kind": "emulated"}}},
-            "rollout.engine.kind=emulated: the section emulation is missing",
+            "rollout.engine.profile: missing; add it",
         ),
         ({"rollout": {"engine": "sglang"}}, "rollout.engine='sglang': not a section with a `kind`"),
         ({"repack": {"planner": "best"}}, "repack.planner=best: unknown; choose one of paper, predictive"),
@@ -81,7 +82,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
             {**SERVED, "rollout": {"engine": SGLANG, "on_new_weights": "retract"}},
             "rollout.on_new_weights=retract: a",
         ),
-        ({"learner": {"lora": {}}, "emulation": {"profile": "p"}}, "learner.lora: an emulated learner has no"),
+        ({"learner": {"lora": {}}, "rollout": EMULATED}, "learner.lora: an emulated learner has no"),
         (
             {"eval": {"sets": {"aime": {"path": "a", "samples": 32}}}},
             "eval.sets.aime.temperature=0: all samples=32 answers are equal",
@@ -129,7 +130,7 @@ def test_a_dumped_config_reads_back_the_same():
     "change",
     [
         {"rollout": {"engine": {**SGLANG, "tensor_parallel": 2, "flags": {"a": [1, 2]}}}},
-        {"emulation": {"profile": "p.yaml"}, "rollout": {"engine": {"verify_every": 3}}},
+        {"rollout": {"engine": {**EMULATED["engine"], "verify_every": 3}}},
         {},
     ],
     ids=["sglang", "emulated", "local"],
@@ -213,7 +214,7 @@ SURE = {"without_signal": "train"}
             "set top_k",
         ),
         (
-            {"rollout": {"record": ["routed_experts"]}, "emulation": {"profile": "p"}},
+            {"rollout": {"record": ["routed_experts"], **EMULATED}},
             "emulated engines have no experts",
         ),
         ({"algorithm": {"name": "tba"}, "rollout": {"without_signal": "refill"}}, "set it to train"),
@@ -224,7 +225,7 @@ SURE = {"without_signal": "train"}
         ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none leaves a loss without gradient"),
         ({"algorithm": {"reference_pass": "stage"}}, "there is no reference model with algorithm.kl_coef=0"),
         (
-            {"algorithm": {"kl_coef": 0.1, "reference_pass": "stage"}, "emulation": {"profile": "p.yaml"}},
+            {"algorithm": {"kl_coef": 0.1, "reference_pass": "stage"}, "rollout": EMULATED},
             "an emulated learner has no reference model",
         ),
         ({"algorithm": {"name": ["a"]}}, "algorithm.name=['a']: unknown"),

@@ -502,7 +502,7 @@ async def versions_never_go_back(make: Factory) -> None:
         assert rig.engine.status().version == 5
 
 
-async def a_dead_engine_says_so_in_every_method(make: Factory, kill: Callable[[InferenceEngine], None]) -> None:
+async def a_lost_engine_says_so_in_every_method(make: Factory, kill: Callable[[InferenceEngine], None]) -> None:
     """`kill` breaks what computes, as a crash would. Not among `LAWS`, since a server that it kills stays dead."""
     async with make() as rig:
         engine = rig.engine

@@ -33,11 +33,13 @@ def test_every_schedule_has_all_devices_of_a_quarter_of_the_fleet(arm, fleet):
 @pytest.mark.parametrize("latency_s", [LATENCY_S, SLOW_S])
 def test_with_turns_the_model_may_have_as_many_tokens_as_in_one(latency_s):
     one, many = (config_of(turns_settings(given)) for given in (None, latency_s))
-    assert many.emulation.turns.p95_s == 5 * latency_s
-    assert one.emulation.most_sampled(one.rollout.sampling.max_new_tokens) == many.emulation.most_sampled(
-        many.rollout.sampling.max_new_tokens
+    assert many.rollout.engine.turns.p95_s == 5 * latency_s
+    assert one.rollout.engine.most_sampled(
+        one.rollout.sampling.max_new_tokens
+    ) == many.rollout.engine.most_sampled(many.rollout.sampling.max_new_tokens)
+    assert (
+        many.rollout.sampling.max_new_tokens + many.rollout.engine.simulation.prompt_tokens <= many.rollout.max_len
     )
-    assert many.rollout.sampling.max_new_tokens + many.simulation.prompt_tokens <= many.rollout.max_len
 
 
 def figures(cell):

@@ -101,7 +101,11 @@ def test_a_run_that_never_rises_above_the_others_start_has_no_common_level():
     ("config", "settings", "expected"),
     [
         ("configs/quickstart", [], (3, "process")),
-        ("configs/emulation/repack", ["emulation.learner_devices=4", "rollout.replicas=3"], (7, "emulated GPU")),
+        (
+            "configs/emulation/repack",
+            ["rollout.engine.learner_devices=4", "rollout.replicas=3"],
+            (7, "emulated GPU"),
+        ),
         ("experiments/math_long_cot/7b_8gpu", ["rollout.replicas=5", "learner.world_size=3"], (8, "GPU")),
     ],
 )

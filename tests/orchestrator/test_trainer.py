@@ -20,7 +20,7 @@ from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.events import RunStarted
 from laminar_py.records.host import SystemClock
-from laminar_py.records.metrics import OrderFigures, StepMetrics
+from laminar_py.records.metrics import LearnerStarted, OrderFigures, StepMetrics
 from laminar_py.records.scoring import Score
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.errors import PartCrashedError
@@ -29,7 +29,7 @@ from laminar_py.runtime.orchestrator.evaluator import Evaluator
 from laminar_py.runtime.orchestrator.trainer import StopRequest, Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Supervisor
-from laminar_py.runtime.workers.specs import LearnerStarted, StepOutcome
+from laminar_py.runtime.workers.specs import StepOutcome
 from tests.control.fleet import Fleet, settle
 from tests.ledger.runs import archive, open_ledger
 from tests.orchestrator.test_checkpoints import write_checkpoint

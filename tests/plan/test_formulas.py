@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from laminar_lab.emulation.settings import EngineTimes
 from laminar_lab.plan.placements import placements
 from laminar_lab.plan.request import Lengths
 from laminar_lab.plan.stages import ReplicaRates, estimate
-from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.rollout import Schedule
 from laminar_py.observe.diagnosis import Wall
 from tests.plan.builders import LENGTHS, make_request

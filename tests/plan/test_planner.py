@@ -8,6 +8,7 @@ from statistics import mean
 import pytest
 from typer.testing import CliRunner
 
+from laminar_lab.emulation.settings import emulation_of, read_profile
 from laminar_lab.plan.inputs import lengths_by_task, read_subject
 from laminar_lab.plan.judge import judge, shrunk_fleet
 from laminar_lab.plan.placements import learner_bytes, placements
@@ -17,7 +18,7 @@ from laminar_lab.plan.stages import estimate
 from laminar_lab.plan.writing import write_config
 from laminar_lab.step_time import learner_times
 from laminar_py.cli.main import app
-from laminar_py.config.loading import load_config, read_profile, read_tree
+from laminar_py.config.loading import load_config, read_tree
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.section import ConfigError
 from laminar_py.runtime.preflight.memory import memory_faults
@@ -144,7 +145,7 @@ def test_a_shrunk_fleet_keeps_the_learners_speed_for_each_replica():
     one = placements(request)[0]
     config, profile = shrunk_fleet(request, one, replicas=4, seed=0)
     rate = profile.learner.train_tokens_per_s
-    shrunk = rate * config.emulation.learner_devices / config.trajectories_per_step
+    shrunk = rate * emulation_of(config).learner_devices / config.trajectories_per_step
     whole = (
         learner_times(request.shape, request.fleet.gpu).train_tokens_per_s
         * one.learner_gpus

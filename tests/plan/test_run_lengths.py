@@ -32,6 +32,6 @@ def test_what_a_run_tells_of_lengths_is_what_the_simulator_is_given():
     lengths = lengths_of_run(measured, cap=16_384, prompt=300)
     request = make_request(lengths=lengths, prompts_per_step=8, group_size=8)
     config, _ = shrunk_fleet(request, placements(request)[0], replicas=4, seed=0)
-    emulation = config.emulation
+    emulation = config.rollout.engine
     assert (emulation.median_tokens, emulation.prompt_share) == (800, 0.6)
     assert emulation.sigma == pytest.approx(lengths.sigma)

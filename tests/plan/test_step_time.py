@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_lab.emulation.settings import read_profile
 from laminar_lab.plan.known_models import KNOWN_MODELS, model_named
 from laminar_lab.step_time import (
     TimedShape,
@@ -20,8 +21,6 @@ from laminar_lab.step_time import (
     token_cost,
     version_bytes,
 )
-from laminar_py.config.loading import read_profile
-from laminar_py.learner.packing import emulated_step_s
 from laminar_py.runtime.preflight.gpus import gpu_named
 from tests.runs.runs import REPO
 
@@ -36,8 +35,8 @@ def test_rules_meet_published_decode_steps_within_seven_percent(size, gpus, room
     for running in (1, 16, 64):
         for context in (500, 4000):
             kv = running * context
-            expected = table.steps.seconds(1, running=running, kv_used=kv)
-            assert ruled.steps.seconds(1, running=running, kv_used=kv) == pytest.approx(expected, rel=0.07)
+            expected = table.seconds(1, running=running, kv_used=kv)
+            assert ruled.seconds(1, running=running, kv_used=kv) == pytest.approx(expected, rel=0.07)
     assert ruled.prefill_tokens_per_s == pytest.approx(table.prefill_tokens_per_s, rel=0.12)
     assert kv_tokens(shape, gpu_named("H100"), tensor_parallel=gpus, static_share=0.85) == pytest.approx(
         room, rel=0.02
@@ -80,7 +79,7 @@ def test_the_learner_takes_six_flops_a_parameter_and_token():
 
 def test_the_planner_and_the_emulated_engine_take_the_same_time_for_a_decode_step():
     times = read_profile(Path(REPO / "configs/emulation/h100_7b_tp1.yaml")).engine
-    expected = times.steps.seconds(1, running=64, kv_used=64 * 4000)
+    expected = times.seconds(1, running=64, kv_used=64 * 4000)
     assert decode_step_s(times, 64, 4000) == pytest.approx(expected)
     coefficients = (times.step_s, times.sequence_s, times.kv_token_s)
     assert np.dot(coefficients, decode_terms(64, 64 * 4000)) == pytest.approx(expected)
@@ -93,7 +92,7 @@ def test_the_planner_and_the_emulated_learner_take_the_same_time_for_equal_micro
     seconds = learner_step_s(
         times, tokens=6 * 10_000, cost=token_cost(times, lengths), microbatches=6, ranks=ranks
     )
-    assert seconds == pytest.approx(emulated_step_s(times, [[400, 8000, 1600]] * 6, devices=ranks))
+    assert seconds == pytest.approx(times.step_s([[400, 8000, 1600]] * 6, devices=ranks))
 
 
 # ---- the fit

@@ -1,4 +1,4 @@
-"""Room for versions: laptop, cluster and `laminar relay plan` reckon alike."""
+"""Room for versions: laptop and cluster reckon alike."""
 
 import os
 
@@ -8,7 +8,6 @@ from laminar_py.config.loading import load_config, parse_config
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tiny_models import tiny_model, write_data
 from laminar_py.ledger import live
-from laminar_py.relay.plan import TreeSpec, make_relay_plan
 from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.placement import Needs, Placement
 from laminar_py.runtime.preflight import inputs
@@ -19,7 +18,6 @@ from laminar_py.runtime.preflight.inputs import (
     room_fault,
     store_field,
     version_bytes,
-    weights_bytes,
 )
 from laminar_py.runtime.preflight.survey import faults
 from laminar_py.sandbox.inside import kernel
@@ -69,16 +67,6 @@ def test_a_host_needs_what_its_relays_keep_take_in_and_pass_on_and_what_is_held(
         )
         assert " on node 10.0.0.4" in fault
         assert fault.endswith("; enlarge it, or lower one of these")
-
-
-def test_a_host_of_a_run_needs_what_the_plan_of_its_tree_says(tmp_path):
-    plan = make_relay_plan(
-        TreeSpec(hosts=2, link_gbit_per_s=1, parameters=SIZE // 2, shm_gib=1, keep_versions=4, replicas_per_host=3)
-    )
-    config, share = make_config(tmp_path, keep=4), MemoryShare(1, 3, has_root=False)
-    assert weights_bytes(tmp_path) == plan.spec.full.num_bytes
-    assert memory_fault(config, share, free=plan.peak_bytes) is None
-    assert memory_fault(config, share, free=plan.peak_bytes - 1) is not None
 
 
 def with_adapters(folder):

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
+from laminar_lab.emulation.engine import EmulatedEngine
+from laminar_lab.emulation.responses import Responses
+from laminar_lab.emulation.settings import EngineTimes
 from laminar_py.config.algorithm import Advantage
-from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.rollout import OnNewWeights, Schedule, WithoutSignal
 from laminar_py.control.closing import Stages
 from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
-from laminar_py.engines.emulated.engine import EmulatedEngine
-from laminar_py.engines.emulated.responses import Responses
 from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, segments_path
 from laminar_py.ledger.ledger import Ledger

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from laminar_lab.emulation.engine import EmulatedEngine
+from laminar_lab.emulation.responses import Responses
+from laminar_lab.emulation.settings import EngineTimes
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_lab.simulate.weights import ModelledRelay, PulledWeights
-from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.engines.emulated.engine import EmulatedEngine
-from laminar_py.engines.emulated.responses import Responses
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.pieces import COUNTED, TokensRef
 from laminar_py.records.replica import Assignment

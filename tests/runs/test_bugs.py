@@ -14,8 +14,11 @@ from laminar_py.cli import main
 from laminar_py.ledger.audit.queries import accounting
 from laminar_py.runtime.cluster.forked import SHARED
 from laminar_py.runtime.preflight import doctor as preflight
-from tests.runs.runs import ALONE, TrainProcess, forget_versions, wait_until_gone
+from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
+
+QUICKSTART = REPO / "configs/quickstart.yaml"
+FROM_SCRATCH = ("warm_start=null", "model.from_scratch=true", "eval.sets={}")
 
 PLANT = '''
 import importlib.util, os, sys
@@ -51,20 +54,20 @@ sys.meta_path.insert(0, Planter())
 
 
 @pytest.mark.parametrize(
-    "place",
+    ("place", "config", "settings"),
     [
-        "laminar_py.observe.stats:Stats.step_row",
-        "laminar_py.engines.emulated.scheduler:EmulatedScheduler.flush",
-        "laminar_py.data.tokenizer:Tokenizer.decode",
+        ("laminar_py.observe.stats:Stats.row", CONFIG, SETTINGS),
+        ("laminar_py.engines.local.scheduler:Scheduler._dispatch", QUICKSTART, FROM_SCRATCH),
+        ("laminar_py.data.tokenizer:Tokenizer.decode", CONFIG, SETTINGS),
     ],
     ids=["controller", "engine", "scorer"],
 )
-def test_a_bug_ends_the_run_with_one_line_and_drops_nothing(tmp_path, monkeypatch, place):
+def test_a_bug_ends_the_run_with_one_line_and_drops_nothing(tmp_path, monkeypatch, place, config, settings):
     (tmp_path / "sitecustomize.py").write_text(PLANT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("PLANTED", place)
     monkeypatch.delenv(SHARED)  # the run has a fork server of its own, in which the bug is planted
-    with TrainProcess(tmp_path, *SETTINGS, *ALONE, "repack.planner=none", config=CONFIG) as train:
+    with TrainProcess(tmp_path, *settings, *ALONE, "repack.planner=none", config=config) as train:
         family = train.family()
         code, output = train.finish()
         assert wait_until_gone(family) == []

@@ -26,10 +26,10 @@ SETTINGS = (
     "rollout.max_len=1424",
     "rollout.sampling.max_new_tokens=1024",
     "rollout.partial_interval_s=0.5",
-    "emulation.median_tokens=300",
-    "emulation.sigma=0.3",  # a long tail would leave replicas half empty, however many there are
-    "emulation.compression=4",
-    "emulation.learner_devices=64",  # generation bounds the run
+    "rollout.engine.median_tokens=300",
+    "rollout.engine.sigma=0.3",  # a long tail would leave replicas half empty, however many there are
+    "rollout.engine.compression=4",
+    "rollout.engine.learner_devices=64",  # generation bounds the run
     "learner.checkpoint_every=1000",
 )
 FOLLOWS_S = 10.0  # of an engine's being ready

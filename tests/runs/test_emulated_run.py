@@ -25,8 +25,8 @@ SETTINGS = (
     "rollout.max_len=1424",
     "rollout.sampling.max_new_tokens=1024",
     "rollout.partial_interval_s=0.5",
-    "emulation.median_tokens=300",
-    "emulation.learner_devices=1",
+    "rollout.engine.median_tokens=300",
+    "rollout.engine.learner_devices=1",
 )
 
 
@@ -73,9 +73,11 @@ def test_relays_that_hang_are_replaced_while_the_run_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("emulation.profile=nowhere.yaml", "emulation.profile=nowhere.yaml: no such file"),
-        ("emulation.compression=21", "emulation.compression=21: input should be less than or equal to 20"),
-        ("rollout.engine.kind=sglang", "rollout.engine.kind=sglang: emulation replaces the engines"),
+        ("rollout.engine.profile=nowhere.yaml", "rollout.engine.profile=nowhere.yaml: no such file"),
+        (
+            "rollout.engine.compression=21",
+            "rollout.engine.compression=21: input should be less than or equal to 20",
+        ),
         ("learner.world_size=2", "learner.world_size=2 cluster.learner_device=None: an emulated learner"),
         ("warm_start.data=w.jsonl", "warm_start.data=w.jsonl: an emulated learner has no model"),
     ],

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow  # each run starts a Ray cluster of two hosts
 
 SLOW = (
     *SETTINGS,
-    "emulation.compression=4",
+    "rollout.engine.compression=4",
     "repack.planner=none",
     "rollout.replicas=2",
     "learner.checkpoint_every=2",

@@ -18,7 +18,7 @@ TOKENS = (25, 300)  # of a response of replica 0, and of replica 1; 20 ms each
 BACKEND = f"""
 from pathlib import Path
 
-from laminar_py.config.loading import read_profile
+from laminar_lab.emulation.settings import read_profile
 from laminar_py.config.engine import Backend, EngineConfig
 
 
@@ -29,8 +29,8 @@ class GpuEngineConfig(EngineConfig):
 
 
 async def open_engine(config, launch):
-    from laminar_py.engines.emulated.engine import EmulatedEngine
-    from laminar_py.engines.emulated.responses import Responses
+    from laminar_lab.emulation.engine import EmulatedEngine
+    from laminar_lab.emulation.responses import Responses
     from laminar_py.engines.model_sizes import read_sizes
 
     vocab, rollout = read_sizes(launch.model_dir).vocab_size, config.rollout

@@ -15,7 +15,7 @@ from tests.runs.test_emulated_run import CONFIG, SETTINGS
 from tests.runs.test_lost_node import interrupted
 from tests.runs.test_train import starts_of
 
-SLOW = (*SETTINGS, "emulation.compression=4", "repack.planner=none", "learner.checkpoint_every=2")
+SLOW = (*SETTINGS, "rollout.engine.compression=4", "repack.planner=none", "learner.checkpoint_every=2")
 FEW_BYTES = 4096
 
 

@@ -28,9 +28,9 @@ SETTINGS = (
     "rollout.partial_interval_s=0.5",
     "repack.planner=none",
     "relay.nodes=1",
-    "emulation.learner_devices=1",
-    "emulation.median_tokens=100",
-    "emulation.compression=3",
+    "rollout.engine.learner_devices=1",
+    "rollout.engine.median_tokens=100",
+    "rollout.engine.compression=3",
 )
 
 
@@ -72,7 +72,7 @@ def assigned(run, begin, end):
 
 
 def test_trajectories_of_a_stopped_run_are_shared_by_all_replicas_that_start(tmp_path, profile):
-    chosen = (*SETTINGS, f"emulation.profile={profile}")
+    chosen = (*SETTINGS, f"rollout.engine.profile={profile}")
     with TrainProcess(tmp_path, *chosen, small=(), config=CONFIG) as train:
         train.wait_until(lambda: is_at_many_versions(train.run))
         train.send(signal.SIGINT)

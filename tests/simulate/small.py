@@ -12,9 +12,9 @@ SMALL = (
     "rollout.replicas=4",
     "rollout.batch_per_replica=96",
     "rollout.prompts_per_step=48",
-    "emulation.start_spread_s=200",
+    "rollout.engine.start_spread_s=200",
 )
-FAILING = ("simulation.replica_mtbf_s=20", "simulation.restart_s=3")
+FAILING = ("rollout.engine.simulation.replica_mtbf_s=20", "rollout.engine.simulation.restart_s=3")
 
 
 def small(*settings):

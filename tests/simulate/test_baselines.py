@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.emulation.settings import read_profile
 from laminar_lab.simulate.baselines import Baseline, simulate_baseline
-from laminar_py.config.loading import load_config, read_profile
+from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import Consumption
-from laminar_py.learner.packing.balance import emulated_step_s
 from laminar_py.records.spans import versions_of
 
 CONFIG = Path("configs/emulation/repack.yaml")
@@ -17,8 +17,8 @@ PROFILE = read_profile(Path("configs/emulation/h100_7b.yaml"))
 STEPS, GROUPS, SAMPLES = 4, 48, 8
 SMALL = (
     f"steps={STEPS}",
-    "emulation.compression=1",
-    "emulation.learner_devices=1",  # else microbatches of a part are dealt less evenly than those of the whole
+    "rollout.engine.compression=1",
+    "rollout.engine.learner_devices=1",  # else microbatches of a part are dealt less evenly than of the whole
     "rollout.replicas=4",
     "rollout.batch_per_replica=96",
     f"rollout.prompts_per_step={GROUPS}",
@@ -64,19 +64,19 @@ def test_a_colocated_step_is_generation_and_training_and_refresh_one_after_anoth
     tokens, prompt, per_replica = 1000, 400, 16 * SAMPLES // 4
     done = run(
         Baseline.SYNC,
-        "emulation.sigma=0",
-        f"emulation.median_tokens={tokens}",
-        "emulation.learner_devices=4",
+        "rollout.engine.sigma=0",
+        f"rollout.engine.median_tokens={tokens}",
+        "rollout.engine.learner_devices=4",
         "rollout.prompts_per_step=16",
-        "simulation.reward_median_s=0",
+        "rollout.engine.simulation.reward_median_s=0",
         sync_s=7.0,
     )
     engine, group_prompts = PROFILE.engine, 16 // 4 * prompt
-    generation_s = group_prompts / engine.prefill_tokens_per_s + engine.steps.seconds(
+    generation_s = group_prompts / engine.prefill_tokens_per_s + engine.seconds(
         tokens, running=per_replica, kv_used=per_replica * prompt
     )
     packed = [[tokens + prompt] * 23] * 5 + [[tokens + prompt] * 13]  # 23 fit into 32,768 tokens
-    training_s = emulated_step_s(PROFILE.learner, packed, devices=4)
+    training_s = PROFILE.learner.step_s(packed, devices=4)
     control_s = done.figures.step_s - generation_s - training_s - 7.0
     assert 0 < control_s < 0.5, "reports and orders take their time on the link"
 

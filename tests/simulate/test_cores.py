@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_lab.emulation.engine import EmulatedEngine
+from laminar_lab.emulation.responses import Responses
+from laminar_lab.emulation.settings import EngineTimes
 from laminar_lab.simulate.cores import SharedCores, divide_cores
 from laminar_lab.simulate.run import simulate
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
-from laminar_py.config.emulation import EngineTimes
 from laminar_py.config.loading import load_config
-from laminar_py.engines.emulated.engine import EmulatedEngine
-from laminar_py.engines.emulated.responses import Responses
 from laminar_py.records.engine import SamplingParams
 from laminar_py.rollout.calibration import EngineBounds, TimedRequests
 from tests.simulate.small import CONFIG, SMALL
@@ -99,8 +99,8 @@ def test_a_run_on_few_cores_is_slower_and_one_on_many_is_as_without_a_bound():
         settings = [*SMALL, "repack.planner=none", *settings]
         return simulate(load_config(CONFIG, settings)).figures.trained_tokens_per_s
 
-    free, many, few = rate(), rate("simulation.cores=64"), rate("simulation.cores=1")
+    free, many, few = rate(), rate("rollout.engine.simulation.cores=64"), rate("rollout.engine.simulation.cores=1")
     assert many == pytest.approx(free, rel=0.01), "but for the order of what happens at one moment"
     assert few < free / 2
-    busy = rate("simulation.cores=2", "simulation.trajectory_cpu_s=0.01")
-    assert busy < rate("simulation.cores=2")
+    busy = rate("rollout.engine.simulation.cores=2", "rollout.engine.simulation.trajectory_cpu_s=0.01")
+    assert busy < rate("rollout.engine.simulation.cores=2")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from laminar_lab.emulation.responses import Responses
 from laminar_lab.simulate.fleet import CountedTokens
-from laminar_py.engines.emulated.responses import Responses
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.segments.salvage import Known
 from laminar_py.records.pieces import Piece
@@ -63,6 +63,6 @@ def test_a_journal_gives_back_what_was_not_told_and_nothing_of_another_epoch():
 
 @pytest.mark.parametrize("settings", [("schedule=sync",), ("schedule=one_step",)])
 def test_schedules_that_wait_for_a_batch_wait_for_what_failed_as_well(settings):
-    done = run(*FAILING, *settings, "repack.planner=none", "emulation.start_spread_s=0")
+    done = run(*FAILING, *settings, "repack.planner=none", "rollout.engine.start_spread_s=0")
     assert [row.trajectories for row in done.rows] == [384] * 6
     assert done.figures.failures > 0

@@ -32,8 +32,8 @@ CASES = {
         *FAILING,
         "rollout.on_new_weights=in_place",
         "repack.planner=none",
-        "simulation.link_gbit_per_s=100",
-        "simulation.scorers=1",
+        "rollout.engine.simulation.link_gbit_per_s=100",
+        "rollout.engine.simulation.scorers=1",
     ),
 }
 
@@ -143,10 +143,10 @@ def test_a_record_is_kept_where_it_is_asked_for(tmp_path, monkeypatch, capsys, w
 
 
 def test_a_profile_that_is_not_there_leaves_no_folder(tmp_path, monkeypatch, capsys):
-    settings = ["emulation.profile=none.yaml", f"runs={tmp_path / 'new'}"]
+    settings = ["rollout.engine.profile=none.yaml", f"runs={tmp_path / 'new'}"]
     monkeypatch.setattr(sys, "argv", ["laminar", "simulate", str(CONFIG), *settings, "--record"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    assert "emulation.profile=none.yaml: no such file" in capsys.readouterr().err
+    assert "rollout.engine.profile=none.yaml: no such file" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

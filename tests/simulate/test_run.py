@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.emulation.settings import EngineTimes, emulation_of, read_profile
 from laminar_lab.simulate import run as simulate_run
 from laminar_lab.simulate.fleet import OneWay
 from laminar_lab.simulate.run import STALLED_S, StallWatch, simulate
 from laminar_lab.simulate.virtual_loop import virtually
-from laminar_py.config.emulation import EngineTimes
-from laminar_py.config.loading import read_profile
 from laminar_py.config.section import ConfigError
 from laminar_py.observe.stats import Stats
 from laminar_py.rollout.replica import Replica
@@ -56,13 +55,13 @@ def test_repacking_fills_caches_that_the_tail_left_empty_and_draining_costs_what
 
 
 def test_under_sync_nothing_is_stale_and_one_step_is_one_step_behind():
-    by_batch = ("repack.planner=none", "emulation.start_spread_s=0")
+    by_batch = ("repack.planner=none", "rollout.engine.start_spread_s=0")
     assert {row.staleness_max for row in run("schedule=sync", *by_batch).rows} == {0}
     assert [row.staleness_max for row in run("schedule=one_step", *by_batch).rows] == [0, 1, 1, 1, 1, 1]
 
 
 def test_the_last_score_of_a_batch_has_the_next_one_handed_out(monkeypatch):
-    by_batch = ("schedule=one_step", "repack.planner=none", "emulation.start_spread_s=0")
+    by_batch = ("schedule=one_step", "repack.planner=none", "rollout.engine.start_spread_s=0")
     expected_s = run(*by_batch).rows[-1].rl_s
     monkeypatch.setattr(simulate_run, "HOUSEKEEPING_S", 1000.0)
     assert run(*by_batch).rows[-1].rl_s == pytest.approx(expected_s, rel=0.01)
@@ -72,9 +71,15 @@ def test_a_run_in_which_no_response_ends_while_steps_count_has_no_figures(tmp_pa
     profile = tmp_path / "quick.yaml"
     profile.write_text(PROFILE.read_text().replace("optimizer_s: 2.0", "optimizer_s: 0.001"))
     few = ("rollout.replicas=1", "rollout.batch_per_replica=16", "rollout.prompts_per_step=1", "steps=2")
-    quick = (f"emulation.profile={profile}", "emulation.learner_devices=100000", "repack.planner=none")
+    quick = (f"rollout.engine.profile={profile}", "rollout.engine.learner_devices=100000", "repack.planner=none")
     with pytest.raises(ConfigError, match="steps=2: no response ends in those that count; raise it"):
-        run(*few, *quick, "emulation.compression=1", "emulation.start_spread_s=0", "emulation.sigma=0")
+        run(
+            *few,
+            *quick,
+            "rollout.engine.compression=1",
+            "rollout.engine.start_spread_s=0",
+            "rollout.engine.sigma=0",
+        )
 
 
 def test_one_step_in_two_publishes_where_that_is_asked_for():
@@ -82,10 +87,10 @@ def test_one_step_in_two_publishes_where_that_is_asked_for():
 
 
 def test_no_more_responses_are_scored_at_a_time_than_there_are_scorers():
-    scorers = ("simulation.scorers=2", "simulation.reward_median_s=0.1")
+    scorers = ("rollout.engine.simulation.scorers=2", "rollout.engine.simulation.reward_median_s=0.1")
     rows = run(*scorers).rows
     assert rows[-1].step * rows[0].trajectories <= 2 * rows[-1].rl_s / 0.1
-    assert rows[-1].rl_s < run("simulation.scorers=1", *scorers[1:]).rows[-1].rl_s
+    assert rows[-1].rl_s < run("rollout.engine.simulation.scorers=1", *scorers[1:]).rows[-1].rl_s
 
 
 def test_a_bound_on_staleness_holds():
@@ -98,13 +103,19 @@ def test_a_bound_on_staleness_holds():
 def test_time_is_up_also_where_the_next_batch_is_there_already(tmp_path):
     slow = tmp_path / "slow.yaml"
     slow.write_text(PROFILE.read_text().replace("train_tokens_per_s: 8675", "train_tokens_per_s: 200"))
-    late = run(f"emulation.profile={slow}", "emulation.learner_devices=1", "steps=40", "max_rl_seconds=400")
+    late = run(
+        f"rollout.engine.profile={slow}", "rollout.engine.learner_devices=1", "steps=40", "max_rl_seconds=400"
+    )
     assert 2 <= len(late.rows) < 40
     assert late.rows[-2].rl_s < 400, "the step in hand is the last"
 
 
 def test_compressed_time_gives_the_same_figures_but_for_what_the_link_takes(repacked):
-    settings = [f"repack.interval_s={0.25 * 20}", f"repack.max_stall_s={0.25 * 20}", "emulation.compression=1"]
+    settings = [
+        f"repack.interval_s={0.25 * 20}",
+        f"repack.max_stall_s={0.25 * 20}",
+        "rollout.engine.compression=1",
+    ]
     figures = run(*settings).figures
     assert figures.generated_tokens_per_s == pytest.approx(repacked.figures.generated_tokens_per_s, rel=0.1)
 
@@ -132,20 +143,26 @@ def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (["emulation=null"], "emulation=null: .* add the section"),
+        (["rollout.engine.kind=local"], "rollout.engine.kind=local: .* set it to emulated, and"),
         (["steps=1"], "steps=1: figures need 2 steps; raise it"),
-        (["emulation.profile=none.yaml"], "emulation.profile=none.yaml: no such file"),
+        (["rollout.engine.profile=none.yaml"], "rollout.engine.profile=none.yaml: no such file"),
         (["rollout.max_seconds=4"], "rollout.max_seconds=4: a cap on time is not simulated; leave it out"),
         (
-            ["emulation.median_tokens=50000"],
-            "emulation.median_tokens=50000: above the 16384 tokens that the model has of rollout.sampling",
+            ["rollout.engine.median_tokens=50000"],
+            "rollout.engine.median_tokens=50000: above the 16384 tokens that the model has of rollout.sampling",
         ),
-        (["simulation.prompt_tokens=20000"], "simulation.prompt_tokens=20000: .* above rollout.max_len=16784"),
-        (["simulation.publish_s=1e9"], "simulation.publish_s=1000000000.0: .* less than or equal to 86400"),
+        (
+            ["rollout.engine.simulation.prompt_tokens=20000"],
+            "rollout.engine.simulation.prompt_tokens=20000: .* above rollout.max_len=16784",
+        ),
+        (
+            ["rollout.engine.simulation.publish_s=1e9"],
+            "rollout.engine.simulation.publish_s=1000000000.0: .* less than or equal to 86400",
+        ),
         (["max_rl_seconds=1"], "max_rl_seconds=1.0: ends the run after 0 steps, and figures need 2; raise it"),
         (
-            ["rollout.without_signal=refill", "simulation.solved=1.0"],
-            "times in a row at rollout.max_refill=4: .* nothing to learn from, set simulation.solved=1 nearer to",
+            ["rollout.without_signal=refill", "rollout.engine.simulation.solved=1.0"],
+            "times in a row at rollout.max_refill=4: .* nothing to learn from, set .*simulation.solved=1 nearer",
         ),
     ],
 )
@@ -159,7 +176,7 @@ def test_what_engines_compute_for_a_token_is_what_their_profile_says():
         step_s=1e-9, sequence_s=1e-3, kv_token_s=0.0, prefill_tokens_per_s=1e12, load_s=0.1, reserve_tokens=1
     )
     config = small("repack.planner=none")
-    profile = read_profile(config.emulation.profile).model_copy(update={"engine": times})
+    profile = read_profile(emulation_of(config).profile).model_copy(update={"engine": times})
     assert simulate(config, profile=profile).figures.engine_s_per_token == pytest.approx(1e-3, rel=1e-3)
 
 

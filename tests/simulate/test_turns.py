@@ -2,16 +2,16 @@
 
 import pytest
 
+from laminar_lab.emulation.settings import emulation_of, read_profile
 from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_lab.simulate.run import simulate
-from laminar_py.config.loading import read_profile
 from laminar_py.config.section import ConfigError
 from laminar_py.records.spans import num_sampled, num_turns
 from tests.simulate.small import FAILING, run, small
 
 GAP, COUNT = 40, 4
 TURNS = (
-    f"emulation.turns={{count: {COUNT}, median_s: 2.0, p95_s: 10.0, observation_tokens: {GAP}}}",
+    f"rollout.engine.turns={{count: {COUNT}, median_s: 2.0, p95_s: 10.0, observation_tokens: {GAP}}}",
     f"rollout.sampling.max_new_tokens={4096 + (COUNT - 1) * GAP}",
 )
 ONE = ("rollout.sampling.max_new_tokens=4096",)
@@ -61,7 +61,7 @@ def test_a_seed_gives_one_run_of_turns():
 @pytest.mark.parametrize("baseline", Baseline)
 def test_schedules_of_others_lead_turns_too(baseline):
     config = small(*TURNS, "buffer.capacity=2000")
-    profile = read_profile(config.emulation.profile)
+    profile = read_profile(emulation_of(config).profile)
     done = simulate_baseline(config, baseline, profile=profile, sync_s=1.0, updates=4, max_staleness=2)
     trained = [row.trajectories for row in done.rows]
     assert len(trained) == 6
@@ -74,8 +74,8 @@ def test_schedules_of_others_lead_turns_too(baseline):
     ("setting", "line"),
     [
         ("rollout.sampling.max_new_tokens=130", "leaves the model fewer than 16 tokens of max_new_tokens=130"),
-        ("emulation.median_tokens=4200", "above the 4096 tokens that the model has"),
-        ("environment=task.py:Tool", "emulation.turns has turns without text"),
+        ("rollout.engine.median_tokens=4200", "above the 4096 tokens that the model has"),
+        ("environment=task.py:Tool", "rollout.engine.turns has turns without text"),
     ],
 )
 def test_turns_that_cannot_be_are_refused_in_one_line(setting, line):

@@ -15,7 +15,9 @@ WIRE_S = 2 * SEVEN_B / (100e9 / 8)
 
 
 def arrivals(*settings):
-    config = small("simulation.replicas_per_host=1", "simulation.link_gbit_per_s=100", *settings)
+    config = small(
+        "rollout.engine.simulation.replicas_per_host=1", "rollout.engine.simulation.link_gbit_per_s=100", *settings
+    )
     return host_arrivals_s(config, num_parameters=SEVEN_B)
 
 
@@ -71,5 +73,5 @@ def test_a_version_is_kept_while_it_is_new_or_a_replica_of_the_host_holds_it():
 
 
 def test_slow_links_make_data_older():
-    slow = run("simulation.link_gbit_per_s=0.5", "rollout.batch_per_replica=48")
+    slow = run("rollout.engine.simulation.link_gbit_per_s=0.5", "rollout.batch_per_replica=48")
     assert slow.figures.staleness_mean > run("rollout.batch_per_replica=48").figures.staleness_mean

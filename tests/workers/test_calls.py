@@ -12,6 +12,7 @@ from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import Dtype
 from laminar_py.records.host import SystemClock
+from laminar_py.records.metrics import LearnerStarted
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.scoring import Score, Unscored
 from laminar_py.records.weights import Published
@@ -24,7 +25,6 @@ from laminar_py.runtime.workers.scorers import Scorers
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
     LearnerSpec,
-    LearnerStarted,
     ReferenceAnswer,
     ReferenceRequest,
 )

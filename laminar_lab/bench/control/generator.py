@@ -14,11 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
 
+from laminar_lab.emulation.backend import open_engine
+from laminar_lab.emulation.engine import hash_weights
 from laminar_py.config import RunConfig
 from laminar_py.config.engine import EngineLaunch
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines import read_sizes
-from laminar_py.engines.emulated import hash_weights, open_engine
 from laminar_py.ledger.segments import PayloadReader
 from laminar_py.records import DropReason
 from laminar_py.records.codec import decode, encode

@@ -11,7 +11,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from laminar_lab.bench.report import Ratio, Row, log_line, spread
 from laminar_lab.bench.workplace import write_model
 from laminar_py.config import ConfigError
 from laminar_py.config.cluster import Device
-from laminar_py.engines.sglang import NO_FLAGS, Flag, Served, ServerSpec, SGLangEngine, SGLangServer
+from laminar_py.engines.sglang import Flags, Served, SGLangEngine, SGLangServer, replica_server
 from laminar_py.records import FinishReason, GenerateRequest, PauseMode, Recording, SamplingParams
 
 ROWS = (
@@ -80,13 +80,13 @@ def cpu_server(
     slots: int,
     max_len: int,
     record: tuple[Recording, ...] = (),
-    flags: Mapping[str, Flag] = NO_FLAGS,
+    flags: Flags | None = None,
 ) -> SGLangServer:
     """Make a server of that model on this machine's CPU, not started; its log is beside the model."""
-    spec = ServerSpec(
-        python=python,
-        model_dir=model,
-        log=model / "sglang.log",
+    spec = replica_server(
+        python,
+        model,
+        model / "sglang.log",
         max_batch=slots,
         max_len=max_len,
         kv_capacity=slots * max_len,
@@ -136,9 +136,7 @@ def _config(*, hidden: int, layers: int, intermediate: int) -> Qwen3Config:
 
 
 @asynccontextmanager
-async def _serving(
-    python: Path, model: Path, *, flags: Mapping[str, Flag] = NO_FLAGS
-) -> AsyncIterator[ServedModel]:
+async def _serving(python: Path, model: Path, *, flags: Flags | None = None) -> AsyncIterator[ServedModel]:
     async with (
         cpu_server(python, model, slots=STREAMS, max_len=MAX_LEN, flags=flags) as server,
         connected(server, Served(vocab=VOCAB, max_len=MAX_LEN)) as engine,

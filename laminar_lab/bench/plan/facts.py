@@ -16,10 +16,9 @@ import numpy as np
 import psutil
 
 from laminar_lab.bench.runs import FinishedRun
+from laminar_lab.emulation.settings import SHORTEST, LearnerTimes
 from laminar_lab.plan.inputs import prompt_share
 from laminar_lab.simulate.figures import WARM_SHARE
-from laminar_py.config.emulation import SHORTEST, LearnerTimes
-from laminar_py.learner import emulated_step_s
 from laminar_py.ledger import decode_event, reading
 from laminar_py.records.events import Stepped, VersionLoaded
 from laminar_py.records.metrics import FleetRow
@@ -111,15 +110,15 @@ class RunFacts:
     def settings(self) -> list[str]:
         """Return the overrides of a config. Figures of learner and replicas belong into a profile instead."""
         return [
-            f"emulation.median_tokens={self.median_tokens}",
-            f"emulation.sigma={self.sigma}",
-            f"emulation.prompt_share={self.prompt_share}",
-            f"simulation.prompt_tokens={self.prompt_tokens}",
-            f"simulation.solved={self.solved}",
-            f"simulation.reward_median_s={self.reward_s}",
-            f"simulation.publish_s={self.publish_s}",
-            f"simulation.trajectory_cpu_s={self.trajectory_cpu_s}",
-            f"simulation.cores={self.cores}",
+            f"rollout.engine.median_tokens={self.median_tokens}",
+            f"rollout.engine.sigma={self.sigma}",
+            f"rollout.engine.prompt_share={self.prompt_share}",
+            f"rollout.engine.simulation.prompt_tokens={self.prompt_tokens}",
+            f"rollout.engine.simulation.solved={self.solved}",
+            f"rollout.engine.simulation.reward_median_s={self.reward_s}",
+            f"rollout.engine.simulation.publish_s={self.publish_s}",
+            f"rollout.engine.simulation.trajectory_cpu_s={self.trajectory_cpu_s}",
+            f"rollout.engine.simulation.cores={self.cores}",
         ]
 
 
@@ -175,7 +174,7 @@ def sigma_of(mean: float, *, middle: int, cap: int) -> float:
 
 def modelled_s(lengths: Sequence[int], times: LearnerTimes, *, steps: int) -> float:
     """Return the seconds that a profile gives so many steps on sequences of these lengths."""
-    return emulated_step_s(times, [lengths], devices=1) + (steps - 1) * times.optimizer_s
+    return times.step_s([lengths], devices=1) + (steps - 1) * times.optimizer_s
 
 
 def cores_left(rows: Sequence[FleetRow]) -> float:

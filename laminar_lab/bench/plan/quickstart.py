@@ -21,9 +21,10 @@ from laminar_lab.bench.plan.facts import (
 from laminar_lab.bench.report import Row, log_line, spread
 from laminar_lab.bench.runs import require_project_file, train
 from laminar_lab.calibration.profile import calibrate
+from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
-from laminar_py.config import EmulationProfile, RunConfig, load_config
+from laminar_py.config import RunConfig, load_config
 
 ROWS = "plan_error_median plan_within"
 CONFIG = Path("configs/quickstart.yaml")
@@ -79,7 +80,11 @@ SETTINGS = (
     Setting("half_batch", ("rollout.prompts_per_step=16",)),
     Setting("double_batch", ("rollout.prompts_per_step=64",)),
     Setting("stale_0", ("staleness.max_staleness=0",)),
-    Setting("slow_reward", (SLOW_REWARD,), ("simulation.reward_median_s=0.5", "simulation.reward_sigma=1.4")),
+    Setting(
+        "slow_reward",
+        (SLOW_REWARD,),
+        ("rollout.engine.simulation.reward_median_s=0.5", "rollout.engine.simulation.reward_sigma=1.4"),
+    ),
 )
 WITHIN, SPREADS = 0.15, 2.0  # the largest error that counts as within, or times the spread of the runs
 
@@ -120,7 +125,7 @@ class KnownBase:
     def predict(self, one: Setting) -> SimulatedFigures:
         """Simulate a setting with several seeds and return the figures of the median speed."""
         settings = one.settings if one.simulated is None else one.simulated
-        given = ["emulation.profile=calibrated", "warm_start=null", *self.facts.settings, *settings]
+        given = ["rollout.engine.profile=calibrated", "warm_start=null", *self.facts.settings, *settings]
         found = [
             simulate(load_config(CONFIG, [*BASE, *given, f"seed={seed}"]), profile=self.profile).figures
             for seed in range(SEEDS)

@@ -13,9 +13,10 @@ from statistics import median
 from laminar_lab.bench.repack.arms import ARMS, FULL, arm_settings, compare_arms
 from laminar_lab.bench.report import Row, log_line
 from laminar_lab.bench.runs import require_project_file
+from laminar_lab.emulation.settings import EmulationProfile, read_profile
 from laminar_lab.simulate.figures import SimulatedRun
 from laminar_lab.simulate.run import simulate
-from laminar_py.config import ConfigError, EmulationProfile, RunConfig, load_config, read_profile
+from laminar_py.config import ConfigError, RunConfig, load_config
 from laminar_py.config.rollout import DEFAULT_PLANNER
 
 ROWS = (
@@ -94,11 +95,11 @@ def arm_config(
     settings = {
         "seed": seed,
         "steps": STEPS,
-        "emulation.profile": CONFIG.with_name(f"{model.table}.yaml"),
-        "emulation.compression": 1,
-        "emulation.start_spread_s": model.spread_s,
-        "emulation.learner_devices": learner,
-        "simulation.prompt_tokens": 400,
+        "rollout.engine.profile": CONFIG.with_name(f"{model.table}.yaml"),
+        "rollout.engine.compression": 1,
+        "rollout.engine.start_spread_s": model.spread_s,
+        "rollout.engine.learner_devices": learner,
+        "rollout.engine.simulation.prompt_tokens": 400,
         "rollout.replicas": replicas,
         "rollout.max_batch": SLOTS,
         "rollout.kv_capacity": model.kv_capacity,

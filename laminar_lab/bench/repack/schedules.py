@@ -23,6 +23,7 @@ from laminar_lab.bench.repack.workload import (
 )
 from laminar_lab.bench.report import Row, log_line
 from laminar_lab.bench.runs import FinishedRun, require_project_file, train
+from laminar_lab.emulation.settings import emulation_of
 from laminar_py.config import load_config
 from laminar_py.config.rollout import DEFAULT_PLANNER, NO_PLANNER
 
@@ -138,9 +139,7 @@ def _pilot(sigma: float, folder: Path) -> tuple[PilotRun, Path]:
 
 
 def _profile() -> Path:
-    emulation = load_config(CONFIG, []).emulation
-    assert emulation is not None, f"{CONFIG} is of an emulation"
-    return emulation.profile
+    return emulation_of(load_config(CONFIG, [])).profile
 
 
 def _run(
@@ -159,10 +158,10 @@ def _run(
         *settings_of(contender.arm or NO_PLANNER, seed=SEED, replicas=replicas),
         f"schedule={contender.schedule}",
         f"rollout.batch_per_replica={batch}",
-        f"emulation.profile={profile}",
-        f"emulation.learner_devices={DEVICES if contender is SYNC else DEVICES - replicas}",
-        f"emulation.sigma={sigma}",
-        f"emulation.start_spread_s={SPREAD_S if contender.schedule == 'async' else 0.0}",
+        f"rollout.engine.profile={profile}",
+        f"rollout.engine.learner_devices={DEVICES if contender is SYNC else DEVICES - replicas}",
+        f"rollout.engine.sigma={sigma}",
+        f"rollout.engine.start_spread_s={SPREAD_S if contender.schedule == 'async' else 0.0}",
         f"steps={steps}",
     ]
     return train(CONFIG, settings)

@@ -61,7 +61,7 @@ def settings_of(arm: str, *, seed: int, replicas: int = 16) -> list[str]:
         f"repack.interval_s={INTERVAL_S / COMPRESSION}",
         f"repack.max_stall_s={MAX_STALL_S / COMPRESSION}",
         f"repack.roofline_batch={SPEED.roofline_batch}",
-        f"emulation.compression={COMPRESSION}",
+        f"rollout.engine.compression={COMPRESSION}",
         f"rollout.replicas={replicas}",
         "steps=100000",
     ]
@@ -85,9 +85,9 @@ def run_arm(arm: str, *, seed: int, folder: Path, window: Window, sigma: float =
         f"name=repack-{arm}",
         f"runs={folder}",
         *settings_of(arm, seed=seed),
-        f"emulation.start_spread_s={SPREAD_S}",
+        f"rollout.engine.start_spread_s={SPREAD_S}",
         f"max_rl_seconds={(window.warm_s + window.counted_s) / COMPRESSION + 1}",
-        f"emulation.sigma={sigma}",
+        f"rollout.engine.sigma={sigma}",
     ]
     return read_figures(train(CONFIG, settings), window)
 

@@ -19,7 +19,7 @@ import torch
 
 from laminar_py.config import RunConfig
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.engines.local import LocalEngine, ModelSpec, Scheduler
+from laminar_py.engines.local import Job, LocalEngine, ModelSpec, Scheduler
 from laminar_py.records import Delta, EngineLostError, FinishReason, GenerateRequest
 from laminar_py.records.codec import IntArray, decode, encode
 from laminar_py.records.host import SystemClock
@@ -80,8 +80,8 @@ class TimedRound(msgspec.Struct, frozen=True, kw_only=True):
 class FixedTurnScheduler(Scheduler):
     """Scheduler whose turns end at a given length as if by a stop token, so that their KV cache is kept."""
 
-    def _end(self, slot: int, finish_reason: FinishReason) -> None:
-        super()._end(slot, FinishReason.STOP if finish_reason is FinishReason.LENGTH else finish_reason)
+    def _end(self, job: Job, finish_reason: FinishReason) -> None:
+        super()._end(job, FinishReason.STOP if finish_reason is FinishReason.LENGTH else finish_reason)
 
 
 class ReplayEngine(LocalEngine):
@@ -95,7 +95,6 @@ class ReplayEngine(LocalEngine):
             max_len=max_len,
             kv_capacity=kv_capacity,
             stream_interval=STREAM_INTERVAL,
-            device=torch.device("cpu"),
         )
 
     def begin(self, play: PlayRound) -> None:

@@ -32,14 +32,14 @@ class _Pair:
 class Adapter:
     """The adapters of one version.
 
-    E.g. `Adapter.read(Path("/dev/shm/run/node-1/v7"), spec=spec, device=device)`.
+    E.g. `Adapter.read(Path("/dev/shm/run/node-1/v7"), spec=spec)`.
     """
 
     config: AdapterConfig
     pairs: tuple[_Pair, ...]
 
     @classmethod
-    def read(cls, folder: Path, *, spec: ModelSpec, device: torch.device) -> Self:
+    def read(cls, folder: Path, *, spec: ModelSpec) -> Self:
         """Read the adapters in `folder`.
 
         `RefusedError` names a tensor that is missing, unknown or has another shape.
@@ -48,7 +48,7 @@ class Adapter:
         unknown = ",".join(sorted(set(config.target_modules) - set(places)))
         if unknown:
             raise RefusedError(f"weights={folder}: adapters of {unknown}; adapt only {', '.join(places)}")
-        tensors = _read_tensors(folder, device)
+        tensors = _read_tensors(folder)
         pairs = []
         for layer in range(spec.num_layers):
             for target in sorted(config.target_modules):
@@ -65,16 +65,16 @@ class Adapter:
 
 
 class AdapterBase:
-    """The base weights in fp32 that adapters change, e.g. `AdapterBase(adapter.config, spec=spec, device=device)`.
+    """The base weights in fp32 that adapters change, e.g. `AdapterBase(adapter.config, spec=spec)`.
 
     Raises `RefusedError` if the folder holds weights of another model, or not the base that the learner trains on.
     """
 
-    def __init__(self, config: AdapterConfig, *, spec: ModelSpec, device: torch.device) -> None:
-        self._folder, self._spec, self._device = Path(config.base_model_name_or_path), spec, device
+    def __init__(self, config: AdapterConfig, *, spec: ModelSpec) -> None:
+        self._folder, self._spec = Path(config.base_model_name_or_path), spec
         self._config = config
         check_base(self._folder, config)
-        exact = load_weights(self._folder, spec=replace(spec, dtype=torch.float32), device=device)
+        exact = load_weights(self._folder, spec=replace(spec, dtype=torch.float32))
         fields = {place.field for name, place in projections(spec).items() if name in config.target_modules}
         self._exact = [{field: getattr(layer, field) for field in fields} for layer in exact.layers]
 
@@ -85,7 +85,7 @@ class AdapterBase:
 
     def weights(self) -> Weights:
         """A new copy of the base weights in the dtype of the model, for `merge` to change."""
-        return load_weights(self._folder, spec=self._spec, device=self._device)
+        return load_weights(self._folder, spec=self._spec)
 
     def merge(self, adapter: Adapter, weights: Weights) -> None:
         """Overwrite the adapted matrices of `weights` with base plus `adapter`.
@@ -100,10 +100,10 @@ class AdapterBase:
             getattr(weights.layers[pair.layer], pair.place.field)[:, columns].copy_(merged)
 
 
-def _read_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            return {name: file.get_tensor(name).to(device, torch.float32, copy=True) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name).to(torch.float32, copy=True) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise RefusedError(f"weights={folder}: {ADAPTER_WEIGHTS}: {error}; write the version again") from error
 

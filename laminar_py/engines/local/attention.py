@@ -35,7 +35,7 @@ class DecodePlan(NamedTuple):
 
 def plan_decode(pool: BlockPool, *, slots: Indices, positions: Indices, num_heads: int) -> DecodePlan:
     """Plan a decoding step with one query in each of `slots [B]`, at `positions [B]`."""
-    device, num_blocks = pool.keys.device, pool.num_blocks
+    num_blocks = pool.num_blocks
     row_of_slot = np.zeros(len(pool.table), np.int64)
     visible = np.zeros(len(pool.table), np.int64)  # visible tokens by slot; 0 for a slot that does not decode
     row_of_slot[slots], visible[slots] = np.arange(len(slots)), positions + 1
@@ -44,12 +44,12 @@ def plan_decode(pool: BlockPool, *, slots: Indices, positions: Indices, num_head
     return DecodePlan(
         keys=pool.keys[:, :num_blocks],
         values=pool.values[:, :num_blocks],
-        write_blocks=torch.from_numpy(pool.table[slots, positions // BLOCK]).to(device),
-        write_offsets=torch.from_numpy(positions % BLOCK).to(device),
-        rows=torch.from_numpy(row_of_slot[owner]).to(device),
-        mask=pool.masks.index_select(0, torch.from_numpy(remaining).to(device))[:, None],
-        lowest=torch.full((len(slots), num_heads), -torch.inf, device=device),
-        zeros=torch.zeros(len(slots), num_heads * pool.values.shape[-1], device=device),
+        write_blocks=torch.from_numpy(pool.table[slots, positions // BLOCK]),
+        write_offsets=torch.from_numpy(positions % BLOCK),
+        rows=torch.from_numpy(row_of_slot[owner]),
+        mask=pool.masks.index_select(0, torch.from_numpy(remaining))[:, None],
+        lowest=torch.full((len(slots), num_heads), -torch.inf),
+        zeros=torch.zeros(len(slots), num_heads * pool.values.shape[-1]),
     )
 
 
@@ -94,19 +94,18 @@ class PrefillAttention:
 
     def __init__(self, pool: BlockPool, *, slots: Indices, starts: Indices, lengths: Indices) -> None:
         """Sequence i computes `lengths[i]` tokens from position `starts[i]` on; all arrays are `[n]`."""
-        device = pool.keys.device
         self._pool, self._keys, self._values = pool, pool.keys, pool.values
         num_sequences, width = len(slots), int(lengths.max())
         positions = starts[:, None] + np.arange(width)  # [n, S]
         real = np.arange(width) < lengths[:, None]
-        self._real = torch.from_numpy(np.flatnonzero(real)).to(device)  # tokens that are not padding
+        self._real = torch.from_numpy(np.flatnonzero(real))  # tokens that are not padding
         blocks = pool.table[slots[:, None], np.minimum(positions // BLOCK, pool.table.shape[1] - 1)]
-        self._write_blocks = torch.from_numpy(blocks[real]).to(device)
-        self._write_offsets = torch.from_numpy(positions[real] % BLOCK).to(device)
+        self._write_blocks = torch.from_numpy(blocks[real])
+        self._write_offsets = torch.from_numpy(positions[real] % BLOCK)
         num_places = -(-int((starts + lengths).max()) // BLOCK)
-        self._context = torch.from_numpy(pool.table[slots, :num_places]).to(device)  # [n, places]
+        self._context = torch.from_numpy(pool.table[slots, :num_places])  # [n, places]
         seen = np.arange(num_places * BLOCK) <= positions[..., None]
-        self._seen = torch.from_numpy(seen[:, None]).to(device)  # [n, 1, S, places * BLOCK]
+        self._seen = torch.from_numpy(seen[:, None])  # [n, 1, S, places * BLOCK]
         self._shape = (num_sequences, width)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:

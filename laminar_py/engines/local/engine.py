@@ -7,10 +7,9 @@ engine's thread changes objects of the scheduler. When the thread ends, the engi
 """
 
 import asyncio
-import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -20,16 +19,16 @@ import msgspec
 import torch
 
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.checks import check_request
+from laminar_py.engines.base import StreamingEngine
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
-from laminar_py.records.engine import Delta, EngineLostError, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.records.engine import EngineLostError, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.pieces import Recording
 
 log = logging.getLogger(__name__)
 
 
-class LocalEngine:
+class LocalEngine(StreamingEngine[Scheduler]):
     """Serves the model in `model_dir` once `load_weights` has given it weights.
 
     It decodes up to `max_batch` requests at a time in a KV cache of `kv_capacity` tokens. Prompt and response have
@@ -51,31 +50,28 @@ class LocalEngine:
         stream_interval: int = 32,
         record: tuple[Recording, ...] = (),
         router_noise: torch.Tensor | None = None,
-        device: str = "cpu",
     ) -> None:
-        self._max_len = max_len
-        self._spec = ModelSpec.read(model_dir)
-        _check(self._spec, model_dir, max_len=max_len, kv_capacity=kv_capacity, record=record)
-        self._scheduler = Scheduler(
-            self._spec,
+        spec = ModelSpec.read(model_dir)
+        if Recording.ROUTED_EXPERTS in record and spec.mixture is None:
+            raise ConfigError(
+                f"rollout.record=routed_experts: the model in model.path={model_dir} has no experts; leave it out"
+            )
+        scheduler = Scheduler(
+            spec,
             num_slots=max_batch,
             max_len=max_len,
             kv_capacity=kv_capacity,
             stream_interval=stream_interval,
             record=record,
             router_noise=router_noise,
-            device=torch.device(device),
         )
+        super().__init__("embedded engine", scheduler, vocab=spec.vocab, max_len=max_len, kv_capacity=kv_capacity)
         self._changed = threading.Condition()
         self._posted: list[Callable[[], None]] = []  # commands of this loop iteration
         self._commands: list[Callable[[], None]] = []  # guarded by _changed
         self._closing = False  # guarded by _changed
         self._num_posted = self._num_taken = 0  # requests sent to the thread, and received by it
-        self._tickets = itertools.count()
-        self._ticket_by_rid: dict[str, int] = {}
-        self._streams: dict[int, Callable[[Delta | EngineLostError], None]] = {}  # callbacks by ticket
         self._pending: set[asyncio.Future[None]] = set()
-        self._loss: EngineLostError | None = None  # set once the thread has ended
 
     async def start(self) -> None:
         """Start the engine's thread, which runs until `close` or the end of the process."""
@@ -94,56 +90,15 @@ class LocalEngine:
             self._changed.notify()
         await asyncio.wait([self._thread])
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """See `InferenceEngine.generate`. `RefusedError` names what cannot be served."""
-        # A stream holds at most max_len deltas, so it needs no bound of its own.
-        stream = asyncio.Queue[Delta | EngineLostError]()
-        ticket = self._open(request, stream.put_nowait)
-        try:
-            while True:
-                delta = await stream.get()
-                if isinstance(delta, EngineLostError):
-                    raise delta
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-        finally:
-            if self._forget(ticket, request.rid) and self._loss is None:
-                self._post(partial(self._scheduler.abort, ticket))
-
-    def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
-        """See `PushEngine.follow`. `RefusedError` names what cannot be served."""
-        self._open(request, hear)
-
-    async def abort(self, rid: str) -> None:
-        """See `InferenceEngine.abort`. Its stream has ended when this returns. Ignores an unknown `rid`."""
-        self._raise_if_lost()
-        ticket = self._ticket_by_rid.get(rid)
-        if ticket is not None:
-            await self._command(partial(self._scheduler.abort, ticket))
-
-    async def pause(self, mode: PauseMode) -> None:
-        """See `InferenceEngine.pause`. Every token generated so far is in its stream when this returns."""
-        await self._command(partial(self._scheduler.pause, mode))
-
-    async def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
-        await self._command(self._scheduler.resume)
-
     async def load_weights(self, path: Path, version: int) -> None:
         """See `InferenceEngine.load_weights`. `RuntimeError` while requests run, `RefusedError` for bad files."""
-        await self._command(partial(self._scheduler.load_weights, path, version))
+        await self._run(partial(self._scheduler.load_weights, path, version))
 
     async def checksum(self) -> str:
         """See `InferenceEngine.checksum`."""
         answer: list[str] = []
-        await self._command(lambda: answer.append(self._scheduler.checksum()))
+        await self._run(lambda: answer.append(self._scheduler.checksum()))
         return answer[0]
-
-    async def watch(self) -> None:
-        """See `InferenceEngine.watch`. Raises `EngineLostError` when the thread has ended."""
-        await asyncio.wait([self._thread])
-        self._raise_if_lost()
 
     def status(self) -> EngineStatus:
         """See `InferenceEngine.status`. Requests on their way to the thread count as waiting."""
@@ -154,27 +109,22 @@ class LocalEngine:
 
     # ---- the event loop's side
 
-    def _open(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> int:
-        """Check a request and post it to the thread. Returns its ticket; `hear` receives its deltas."""
-        self._raise_if_lost()
-        if request.rid in self._ticket_by_rid:
-            raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
-        check_request(request, max_len=self._max_len, vocab=self._spec.vocab)
-        ticket = next(self._tickets)
-        self._streams[ticket] = hear
-        self._ticket_by_rid[request.rid] = ticket
-        self._num_posted += 1
-        self._post(partial(self._submit, ticket, request))
-        return ticket
+    def _add_request(self, ticket: int, request: GenerateRequest) -> None:
+        def add() -> None:
+            self._scheduler.add_request(ticket, request)
+            self._num_taken += 1
 
-    def _post(self, command: Callable[[], None]) -> None:
+        self._num_posted += 1
+        self._post(add)
+
+    def _post(self, action: Callable[[], None]) -> None:
         self._raise_if_lost()
         if not self._posted:
-            self._loop.call_soon(self._send)
-        self._posted.append(command)
+            self._loop.call_soon(self._pass_on)
+        self._posted.append(action)
 
-    def _send(self) -> None:
-        """Hand all commands of this loop iteration to the thread at once.
+    def _pass_on(self) -> None:
+        """Pass all commands of this loop iteration to the thread at once.
 
         Requests that arrive together then share every step, whatever the thread switches do, so runs repeat.
         """
@@ -183,28 +133,12 @@ class LocalEngine:
             self._changed.notify()
         self._posted = []
 
-    async def _command(self, action: Callable[[], None]) -> None:
-        """Run `action` between two steps; its deltas are in their streams before this returns."""
+    async def _run(self, action: Callable[[], None]) -> None:
         done: asyncio.Future[None] = self._loop.create_future()
         self._post(partial(self._execute, action, done))
         self._pending.add(done)
         done.add_done_callback(self._pending.discard)
         await done
-
-    def _deliver(self, deltas: list[tuple[int, Delta]]) -> None:
-        for ticket, delta in deltas:
-            hear = self._streams.get(ticket)
-            if hear is not None:
-                if delta.finish_reason is not None:
-                    self._forget(ticket, delta.rid)
-                hear(delta)
-
-    def _forget(self, ticket: int, rid: str) -> bool:
-        """Remove a stream, so that its rid is free again. Returns False if it was removed before."""
-        if self._streams.pop(ticket, None) is None:
-            return False
-        del self._ticket_by_rid[rid]
-        return True
 
     def _on_stopped(self, thread: asyncio.Future[None]) -> None:
         """Fail all waiting commands and streams, since the thread answers none of them any more."""
@@ -214,36 +148,26 @@ class LocalEngine:
         elif error is not None:
             log.error("the embedded engine's thread failed", exc_info=error)
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-        self._loss = EngineLostError(f"embedded engine: {reason}")
-        self._loss.__cause__ = error
+        loss = self._lose(reason, error)
         for done in list(self._pending):
-            _resolve(done, self._loss)
-        for hear in list(self._streams.values()):
-            hear(self._loss)
-
-    def _raise_if_lost(self) -> None:
-        if self._loss is not None:
-            raise self._loss
+            _resolve(done, loss)
 
     # ---- the engine's thread
 
     def _live(self, ended: Future[None]) -> None:
         try:
-            self._run()
+            torch.set_flush_denormal(True)  # in this thread: products with denormal weights are 100 times slower
+            with torch.inference_mode():
+                while not self._closing:
+                    for command in self._next_commands():
+                        command()
+                    if self._scheduler.has_work:
+                        self._scheduler.step()
+                    self._pass_deltas()
         except BaseException as error:  # noqa: BLE001 - `_on_stopped` passes it to every waiting caller
             ended.set_exception(error)
         else:
             ended.set_result(None)
-
-    def _run(self) -> None:
-        torch.set_flush_denormal(True)  # in this thread: products with denormal weights are 100 times slower
-        with torch.inference_mode():
-            while not self._closing:
-                for command in self._next_commands():
-                    command()
-                if self._scheduler.has_work:
-                    self._scheduler.step()
-                self._hand_over()
 
     def _next_commands(self) -> list[Callable[[], None]]:
         """Take the commands since the last call. Waits for a command while there is nothing to generate."""
@@ -252,20 +176,16 @@ class LocalEngine:
             commands, self._commands = self._commands, []
         return commands
 
-    def _submit(self, ticket: int, request: GenerateRequest) -> None:
-        self._scheduler.add_request(ticket, request)
-        self._num_taken += 1
-
     def _execute(self, action: Callable[[], None], done: asyncio.Future[None]) -> None:
         refusal: Exception | None = None
         try:
             action()
         except (ValueError, RuntimeError, OSError) as error:
             refusal = error
-        self._hand_over()
+        self._pass_deltas()
         self._loop.call_soon_threadsafe(_resolve, done, refusal)
 
-    def _hand_over(self) -> None:
+    def _pass_deltas(self) -> None:
         deltas = self._scheduler.take_deltas()
         if deltas:
             self._loop.call_soon_threadsafe(self._deliver, deltas)
@@ -278,17 +198,3 @@ def _resolve(done: asyncio.Future[None], error: BaseException | None) -> None:
         done.set_result(None)
     else:
         done.set_exception(error)
-
-
-def _check(
-    spec: ModelSpec, model_dir: Path, *, max_len: int, kv_capacity: int, record: Collection[Recording]
-) -> None:
-    if kv_capacity < max_len:
-        raise ConfigError(
-            f"rollout.kv_capacity={kv_capacity} cannot hold one trajectory of rollout.max_len={max_len};"
-            " raise kv_capacity"
-        )
-    if Recording.ROUTED_EXPERTS in record and spec.mixture is None:
-        raise ConfigError(
-            f"rollout.record=routed_experts: the model in model.path={model_dir} has no experts; leave it out"
-        )

@@ -38,38 +38,6 @@ class Kept:
     blocks: npt.NDArray[np.int64]  # [ceil(n / BLOCK)]
 
 
-class KeptCaches:
-    """Caches of finished turns, at most one per request.
-
-    Each has a negative number that owns its blocks in the pool.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, Kept] = {}  # by number, the oldest first
-        self._numbers: dict[str, int] = {}  # by rid
-        self._next = count(_FIRST_NUMBER, -1)
-
-    def add(self, kept: Kept) -> int:
-        """Add a cache and return its number."""
-        assert kept.rid not in self._numbers, f"{kept.rid}: a turn ended before the one before was asked for"
-        number = next(self._next)
-        self._kept[number], self._numbers[kept.rid] = kept, number
-        return number
-
-    def remove(self, rid: str) -> Kept | None:
-        """Remove and return the cache of `rid`; None if there is none."""
-        number = self._numbers.pop(rid, None)
-        return None if number is None else self._kept.pop(number)
-
-    def remove_oldest(self) -> Kept | None:
-        """Remove and return the oldest cache; None if there is none."""
-        return self.remove(next(iter(self._kept.values())).rid) if self._kept else None
-
-    def move_block(self, number: int, place: int, block: int) -> None:
-        """Record that the block at index `place` of cache `number` is now `block`."""
-        self._kept[number].blocks[place] = block
-
-
 class BlockPool:
     """KV cache of `kv_capacity` tokens for `num_slots` sequences; L layers, K key heads of D, N blocks."""
 
@@ -81,14 +49,12 @@ class BlockPool:
         max_len: int,
         kv_capacity: int,
         records_experts: bool = False,
-        device: torch.device,
     ) -> None:
         # Each sequence has at most one block that is not full.
         capacity = kv_capacity // BLOCK + num_slots
         self._cache = torch.empty(
             (spec.num_layers, 2, capacity, spec.num_kv_heads, spec.head_dim * BLOCK),
             dtype=spec.dtype,
-            device=device,
         )
         shape = (spec.num_layers, capacity, spec.num_kv_heads)
         self.keys = self._cache[:, 0].view(*shape, spec.head_dim, BLOCK)  # [L, N, K, D, BLOCK]
@@ -97,14 +63,15 @@ class BlockPool:
         if records_experts and spec.mixture is not None:
             wide = spec.mixture.num_experts > 256
             size = (capacity, BLOCK, spec.num_layers, spec.mixture.top_k)
-            self._experts = torch.zeros(size, dtype=torch.int16 if wide else torch.uint8, device=device)
+            self._experts = torch.zeros(size, dtype=torch.int16 if wide else torch.uint8)
         # Row i hides all but the first i tokens of a block.
-        self.masks = torch.full((BLOCK + 1, BLOCK), -torch.inf, device=device).triu()  # [BLOCK + 1, BLOCK]
+        self.masks = torch.full((BLOCK + 1, BLOCK), -torch.inf).triu()  # [BLOCK + 1, BLOCK]
         self.table: Indices = np.zeros((num_slots, -(-max_len // BLOCK)), np.int64)  # [slot, place] -> block
         self.owner: Indices = np.full(capacity, _FREE, np.int64)  # [N] slot of a block in use
         self.place: Indices = np.zeros(capacity, np.int64)  # [N] index of the block in its slot or kept cache
         self._held: Indices = np.zeros(num_slots, np.int64)  # blocks of each slot
-        self._kept = KeptCaches()
+        self._kept: dict[int, Kept] = {}  # by number, the oldest first; the number owns its blocks
+        self._numbers = count(_FIRST_NUMBER, -1)
         self._holes: list[int] = []  # heap of the free blocks below _num_touched
         self._num_touched = 0  # the first blocks, which were in use at some time
         self._moves: list[tuple[int, int]] = []  # copies that `compact` will make: source, target
@@ -134,17 +101,19 @@ class BlockPool:
 
     def keep(self, slot: int, rid: str, ids: IntArray) -> None:
         """Move the blocks of `slot`, which hold `ids [n]`, to a kept cache for the next turn of `rid`."""
-        blocks = self._take_blocks_from(slot)
-        self.owner[blocks] = self._kept.add(Kept(rid, ids, blocks))
+        number, blocks = next(self._numbers), self._take_blocks_from(slot)
+        self._kept[number] = Kept(rid, ids, blocks)
+        self.owner[blocks] = number
 
     def restore(self, slot: int, rid: str, ids: IntArray) -> int:
         """Move the kept cache of `rid` to the empty `slot`, if it holds a prefix of `ids`.
 
         Returns the number of tokens that `slot` then holds; 0 if there is no such cache.
         """
-        kept = self._kept.remove(rid)
-        if kept is None:
+        number = next((number for number, kept in self._kept.items() if kept.rid == rid), None)
+        if number is None:
             return 0
+        kept = self._kept.pop(number)
         if not np.array_equal(kept.ids, ids[: len(kept.ids)]):
             self._free(kept.blocks)
             return 0
@@ -173,7 +142,7 @@ class BlockPool:
     def recorded(self, slot: int, start: int, end: int) -> RoutedExperts:
         """The recorded experts at positions `[start, end)` of `slot`."""
         assert self._experts is not None, "experts are not recorded"
-        blocks = torch.from_numpy(self.table[slot, start // BLOCK : -(-end // BLOCK)]).to(self._experts.device)
+        blocks = torch.from_numpy(self.table[slot, start // BLOCK : -(-end // BLOCK)])
         first = start % BLOCK
         rows = self._experts[blocks].flatten(0, 1)[first : first + end - start].cpu().numpy()
         return RoutedExperts(
@@ -234,10 +203,10 @@ class BlockPool:
 
     def _drop_oldest(self) -> bool:
         """Free the oldest kept cache. Returns False if there is none."""
-        oldest = self._kept.remove_oldest()
-        if oldest is not None:
-            self._free(oldest.blocks)
-        return oldest is not None
+        if not self._kept:
+            return False
+        self._free(self._kept.pop(next(iter(self._kept))).blocks)
+        return True
 
     def _move_to_front(self, strays: Indices, targets: Indices) -> None:
         """Move the blocks in use at `strays` to `targets`, and kept blocks at `targets` to `strays`."""
@@ -248,13 +217,13 @@ class BlockPool:
             values[strays], values[targets] = values[targets], values[strays]
         self.table[self.owner[targets], self.place[targets]] = targets
         for block in strays[kept].tolist():
-            self._kept.move_block(int(self.owner[block]), int(self.place[block]), block)
+            self._kept[int(self.owner[block])].blocks[self.place[block]] = block
         if not kept.all():
             self._holes = np.flatnonzero(self.owner[: self._num_touched] == _FREE).tolist()
 
     def _copy(self, moves: Iterable[tuple[int, int]]) -> None:
         if pairs := list(moves):
-            source, target = torch.tensor(pairs, device=self._cache.device).t().contiguous()
+            source, target = torch.tensor(pairs).t().contiguous()
             self._cache.index_copy_(2, target, self._cache.index_select(2, source))
             if self._experts is not None:
                 self._experts.index_copy_(0, target, self._experts.index_select(0, source))

@@ -59,7 +59,7 @@ def mix_experts(x: Tensor, layer: LayerWeights, routing: Routing) -> Tensor:
     experts, weights = routing.choose(x @ layer.router)
     experts_in_order, order = experts.flatten().sort()
     tokens = order.div(experts.shape[1], rounding_mode="floor")
-    every = torch.arange(num_experts, device=x.device)
+    every = torch.arange(num_experts)
     ends = torch.searchsorted(experts_in_order, every, right=True, out_int32=True)
     up_gate = F.grouped_mm(x.index_select(0, tokens), layer.up_gate, offs=ends)
     inner = F.glu(up_gate) * up_gate[:, intermediate:]  # as in `LocalModel`
@@ -71,18 +71,15 @@ def mix_experts(x: Tensor, layer: LayerWeights, routing: Routing) -> Tensor:
 class LocalModel:
     """Weights and forward of one model. Call `load` before the first forward."""
 
-    def __init__(
-        self, spec: ModelSpec, *, max_len: int, router_noise: Tensor | None = None, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, *, max_len: int, router_noise: Tensor | None = None) -> None:
         """`router_noise` as in `LocalEngine`."""
-        self._spec, self._device = spec, device
-        self._router_noise = None if router_noise is None else router_noise.to(device)
+        self._spec, self._router_noise = spec, router_noise
         self._weights: Weights | None = None
         self._base: AdapterBase | None = None  # of the adapters in the weights
         self._step: Callable[..., tuple[Tensor, ...]] | None = None
         frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)[:, None]
-        self._rotations = torch.polar(torch.ones_like(angles), angles).to(device)  # [max_len, 1, D / 2]
+        self._rotations = torch.polar(torch.ones_like(angles), angles)  # [max_len, 1, D / 2]
 
     def load(self, folder: Path) -> None:
         """Load the weights in `folder`, or merge its adapters into their base.
@@ -90,16 +87,16 @@ class LocalModel:
         Raises `RefusedError` for bad files; the old weights then stay.
         """
         if holds_adapter(folder):
-            self._merge(Adapter.read(folder, spec=self._spec, device=self._device))
+            self._merge(Adapter.read(folder, spec=self._spec))
         else:
-            self._serve(load_weights(folder, spec=self._spec, device=self._device))
+            self._serve(load_weights(folder, spec=self._spec))
             self._base = None
 
     def _merge(self, adapter: Adapter) -> None:
         if self._base is not None and self._base.fits(adapter.config):
             self._base.merge(adapter, self._loaded())
             return
-        base = AdapterBase(adapter.config, spec=self._spec, device=self._device)
+        base = AdapterBase(adapter.config, spec=self._spec)
         weights = base.weights()
         base.merge(adapter, weights)
         self._serve(weights)
@@ -121,9 +118,7 @@ class LocalModel:
         Returns the logits `[B, V]` in fp32, and in a mixture the chosen experts `[B, layers, k]`, else None.
         """
         if self._step is None:
-            # On CUDA the tracer's fuser would compile again for every batch size.
-            on_cpu = self._device.type == "cpu"
-            self._step = _traced(self._decode, (ids, positions, *plan)) if on_cpu else self._decode
+            self._step = _traced(self._decode, (ids, positions, *plan))
         logits, *experts = self._step(ids, positions, *plan)
         return logits, experts[0] if experts else None
 

@@ -5,19 +5,18 @@ batch has at most `PREFILL_TOKENS` tokens, padding included, so a prefill delays
 (`tests/engines/local/test_scheduler.py`). A long prompt takes several batches.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from laminar_py.engines.base import EngineJob
 from laminar_py.engines.local.attention import PrefillAttention
 from laminar_py.engines.local.kv import BlockPool, Indices
 from laminar_py.engines.local.model import LocalModel
 from laminar_py.records.codec import IntArray
-from laminar_py.records.engine import GenerateRequest
-from laminar_py.records.pieces import RoutedExperts
 
 PREFILL_TOKENS = 512
 
@@ -42,8 +41,8 @@ class Prefill:
 class PrefillQueue:
     """Prefills in the order of their arrival. Computes them in batches."""
 
-    def __init__(self, model: LocalModel, pool: BlockPool, *, max_len: int, device: torch.device) -> None:
-        self._model, self._pool, self._max_len, self._device = model, pool, max_len, device
+    def __init__(self, model: LocalModel, pool: BlockPool, *, max_len: int) -> None:
+        self._model, self._pool, self._max_len = model, pool, max_len
         self._queue: deque[Prefill] = deque()
 
     def add(self, slot: int, ids: IntArray, *, done: int = 0, version: int = -1) -> Prefill:
@@ -107,19 +106,16 @@ class PrefillQueue:
         # Padding may run past the last position. Nothing reads its results.
         positions = np.minimum(starts[:, None] + np.arange(ids.shape[1]), self._max_len - 1)
         attention = PrefillAttention(self._pool, slots=slots, starts=starts, lengths=lengths)
-        tokens, places = (torch.from_numpy(values.ravel()).to(self._device) for values in (ids, positions))
+        tokens, places = (torch.from_numpy(values.ravel()) for values in (ids, positions))
         self._model.prefill(tokens, places, attention=attention)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
+class Job(EngineJob):
     """A request in the engine, e.g. a waiting request: `Job(ticket=7, request=request, response=prefix_ids)`."""
 
-    ticket: int  # names the stream of its deltas
-    request: GenerateRequest
     response: IntArray  # [L] its tokens when it last joined the waiting queue
-    experts: RoutedExperts | None = None  # recorded before that, from `request.routed` on
-    version: int = -1  # the oldest weights in its KV cache, once that is complete
+    slot: int = -1  # while it runs
     prefill: Prefill | None = None
 
     @property
@@ -130,40 +126,12 @@ class Job:
     def can_lend_to(self, other: "Job", version: int) -> bool:
         """True if this job's cache has, or will have, the prompt of `other` by the weights of `version`.
 
-        `other` has no response yet.
+        Both are of one group. A job with response tokens computes its own cache.
         """
+        if len(other.response) or self.request.group_id != other.request.group_id:
+            return False
         if self.prefill is None:
             usable = self.version == version
         else:
             usable = self.prefill.computed_by(version) and not len(self.response)
         return usable and np.array_equal(self.request.prompt_ids, other.request.prompt_ids)
-
-
-class Siblings:
-    """Running jobs by group, to share the KV cache of a prompt."""
-
-    def __init__(self) -> None:
-        self._groups: defaultdict[str, dict[int, Job]] = defaultdict(dict)
-
-    def join(self, slot: int, job: Job) -> None:
-        """Add `job`, which runs in `slot`."""
-        self._groups[job.request.group_id][slot] = job
-
-    def leave(self, slot: int, job: Job) -> None:
-        """Remove `job`, which ran in `slot`."""
-        members = self._groups[job.request.group_id]
-        del members[slot]
-        if not members:
-            del self._groups[job.request.group_id]
-
-    def find_lender(self, job: Job, *, version: int) -> tuple[int, Job] | None:
-        """Find a slot and its job whose cache begins with the prompt of `job`, computed by `version`.
-
-        None if none.
-
-        The cache may still be in prefill. A job with response tokens computes its own cache.
-        """
-        if len(job.response):
-            return None
-        members = self._groups.get(job.request.group_id, {})
-        return next(((slot, other) for slot, other in members.items() if other.can_lend_to(job, version)), None)

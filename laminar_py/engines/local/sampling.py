@@ -23,19 +23,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FRACTION_BITS = 23  # so that u times a sum in fp32 stays below the sum
 
 
-def hash_seeds(seeds: Seeds) -> Seeds:
-    """Hash seeds, so that neighbouring seeds give unrelated numbers."""
-    return _splitmix(seeds)
-
-
 def uniforms(seeds: Seeds, positions: npt.NDArray[np.int64]) -> FloatArray:
     """Uniform numbers in [0, 1) for tokens at `positions [B]` of responses with hashed `seeds [B]`, as `[B]`."""
-    bits = _splitmix(seeds + positions.astype(np.uint64) * _GOLDEN)
+    bits = hash_seeds(seeds + positions.astype(np.uint64) * _GOLDEN)
     return (bits >> np.uint64(64 - _FRACTION_BITS)).astype(np.float32) * np.float32(2.0**-_FRACTION_BITS)
 
 
-def _splitmix(x: Seeds) -> Seeds:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014)."""
+def hash_seeds(x: Seeds) -> Seeds:
+    """Hash integers, so that neighbours give unrelated numbers: SplitMix64 (Steele, Lea, Flood 2014)."""
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -61,22 +56,20 @@ class Sampler:
 
     @classmethod
     def build(
-        cls,
-        temperatures: FloatArray,
-        *,
-        top_k: npt.NDArray[np.int64],
-        top_p: FloatArray,
-        min_p: FloatArray,
-        device: torch.device,
+        cls, temperatures: FloatArray, *, top_k: npt.NDArray[np.int64], top_p: FloatArray, min_p: FloatArray
     ) -> Self:
         """Build from the settings of each row, `[B]`, with the meaning of `SamplingParams`."""
         greedy: BoolArray = temperatures == 0
         divisors = torch.from_numpy(np.where(greedy, np.float32(1), temperatures))
-        rows = np.flatnonzero((top_k > 0) | (top_p < 1) | (min_p > 0))
+        rows, cut = np.flatnonzero((top_k > 0) | (top_p < 1) | (min_p > 0)), None
+        if rows.size:
+            bounds = np.where(top_k > 0, top_k, np.iinfo(np.int64).max)
+            columns = (bounds[rows, None], top_p[rows, None], min_p[rows, None])
+            cut = _Cut(torch.from_numpy(rows), *map(torch.from_numpy, columns))
         return cls(
-            temperatures=divisors[:, None].to(device),
-            greedy=torch.from_numpy(greedy).to(device) if greedy.any() else None,
-            cut=_Cut.build(rows, top_k[rows], top_p[rows], min_p[rows], device=device) if rows.size else None,
+            temperatures=divisors[:, None],
+            greedy=torch.from_numpy(greedy) if greedy.any() else None,
+            cut=cut,
         )
 
     def draw(self, logits: Tensor, uniform: Tensor, *, recorded: bool = False) -> Drawn:
@@ -94,9 +87,8 @@ class Sampler:
         cumulated = probabilities.cumsum_(-1)
         # The first entry above the target has a positive probability, even after a cut.
         ids = torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True)
-        ids.clamp_(
-            max=logits.shape[-1] - 1
-        )  # for NaN logits, which the scheduler finds by their log-probabilities
+        # clamp for NaN logits, which the scheduler finds by their log-probabilities
+        ids.clamp_(max=logits.shape[-1] - 1)
         if self.greedy is not None:
             ids[self.greedy] = logprobs[self.greedy].argmax(-1, keepdim=True)
         chosen = logprobs.gather(1, ids)[:, 0]
@@ -112,20 +104,6 @@ class _Cut:
     top_p: Tensor  # [C, 1]
     min_p: Tensor  # [C, 1]
 
-    @classmethod
-    def build(
-        cls,
-        rows: npt.NDArray[np.int64],
-        top_k: npt.NDArray[np.int64],
-        top_p: FloatArray,
-        min_p: FloatArray,
-        *,
-        device: torch.device,
-    ) -> Self:
-        bounds = np.where(top_k > 0, top_k, np.iinfo(np.int64).max)
-        columns = (rows, bounds[:, None], top_p[:, None], min_p[:, None])
-        return cls(*(torch.from_numpy(values).to(device) for values in columns))
-
     def apply(self, probabilities: Tensor) -> None:
         """Set `probabilities [B, V]` to zero in place outside each row's cut.
 
@@ -134,7 +112,7 @@ class _Cut:
         """
         ordered, order = probabilities[self.rows].sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        rank = torch.arange(ordered.shape[-1], device=ordered.device)
+        rank = torch.arange(ordered.shape[-1])
         likely = ordered >= self.min_p * ordered[:, :1]
         kept = ordered * ((rank < self.top_k) & (before < self.top_p) & likely)
         probabilities[self.rows] = torch.zeros_like(kept).scatter_(-1, order, kept)

@@ -7,32 +7,28 @@ scheduler retracts the newest request, so the oldest request always makes progre
 """
 
 import heapq
-from collections import deque
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from laminar_py.engines.checks import response_limit
+from laminar_py.engines.base import RequestScheduler
 from laminar_py.engines.local.attention import plan_decode
 from laminar_py.engines.local.kv import BLOCK, BlockPool, Indices
 from laminar_py.engines.local.model import LocalModel
-from laminar_py.engines.local.prefill import Job, PrefillQueue, Siblings
+from laminar_py.engines.local.prefill import Job, PrefillQueue
 from laminar_py.engines.local.sampling import uniforms
 from laminar_py.engines.local.slots import Rows, Slots, State
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.engine import Delta, EngineLostError, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.records.engine import EngineLostError, GenerateRequest
 from laminar_py.records.pieces import Recording, RoutedExperts, SamplingMask, join_experts
 from laminar_py.records.trajectory import FinishReason
 
 ADMISSION_HEADROOM = 16  # steps that all running requests can grow after an admission, against thrashing
 
-_NO_IDS = np.zeros(0, np.int32)
-_NO_LOGPROBS = np.zeros(0, np.float32)
 
-
-class Scheduler:
+class Scheduler(RequestScheduler[Job]):
     """Continuous batching over `num_slots` slots and `kv_capacity` tokens of KV cache."""
 
     def __init__(
@@ -45,97 +41,38 @@ class Scheduler:
         stream_interval: int,
         record: tuple[Recording, ...] = (),
         router_noise: torch.Tensor | None = None,
-        device: torch.device,
     ) -> None:
         """`router_noise` as in `LocalEngine`."""
-        self._spec, self._device = spec, device
-        self._max_len, self._kv_capacity, self._stream_interval = max_len, kv_capacity, stream_interval
+        super().__init__(max_len=max_len, kv_capacity=kv_capacity)  # `_running` is by slot
+        self._spec, self._stream_interval = spec, stream_interval
         self._records_masks = Recording.SAMPLING_MASK in record
-        self._model = LocalModel(spec, max_len=max_len, router_noise=router_noise, device=device)
+        self._model = LocalModel(spec, max_len=max_len, router_noise=router_noise)
         self._pool = BlockPool(
             spec,
             num_slots=num_slots,
             max_len=max_len,
             kv_capacity=kv_capacity,
             records_experts=Recording.ROUTED_EXPERTS in record,
-            device=device,
         )
         self._slots = Slots(num_slots, max_len=max_len)
         # A heap gives the lowest slot first, so an engine that is empty again repeats a new engine bit by bit.
         self._free = list(range(num_slots))
-        self._running: dict[int, Job] = {}  # by slot, the oldest admission first
-        self._siblings = Siblings()
-        self._waiting: deque[Job] = deque()
-        self._prefills = PrefillQueue(self._model, self._pool, max_len=max_len, device=device)
+        self._prefills = PrefillQueue(self._model, self._pool, max_len=max_len)
         self._rows: Rows | None = None  # None: the decoding slots have changed
-        self._deltas: list[tuple[int, Delta]] = []
-        self._paused = False
-        self._version = -1
 
     @property
     def has_work(self) -> bool:
         """True if a step would compute anything."""
         return self._version >= 0 and not self._paused and bool(self._running or self._waiting)
 
-    def status(self) -> EngineStatus:
-        """The engine's load and version. Safe to call from any thread."""
-        return EngineStatus(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            kv_used=self._slots.kv_used,
-            kv_capacity=self._kv_capacity,
-            version=self._version,
-        )
-
-    def take_deltas(self) -> list[tuple[int, Delta]]:
-        """Remove and return the deltas since the last call, each with its ticket, in order."""
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    def add_request(self, ticket: int, request: GenerateRequest) -> None:
-        """Queue a checked request. Ends it at once with LENGTH if its prefix reaches the response limit."""
-        if len(request.prefix_ids) >= response_limit(request, max_len=self._max_len):
-            self._send_empty(Job(ticket=ticket, request=request, response=request.prefix_ids), FinishReason.LENGTH)
-        else:
-            self._waiting.append(Job(ticket=ticket, request=request, response=request.prefix_ids))
-
-    def abort(self, ticket: int) -> None:
-        """End the request of `ticket` with ABORT, whether it runs or waits. Ignores a request that has ended."""
-        for slot, job in self._running.items():
-            if job.ticket == ticket:
-                return self._end(slot, FinishReason.ABORT)
-        for job in self._waiting:
-            if job.ticket == ticket:
-                self._waiting.remove(job)
-                return self._send_empty(job, FinishReason.ABORT)
-        return None
-
-    def pause(self, mode: PauseMode) -> None:
-        """Stop making steps. Sends every token generated so far, then ends or retracts requests by `mode`."""
-        self._paused = True
-        for slot in reversed(list(self._running)):
-            match mode:
-                case PauseMode.ABORT:
-                    self._end(slot, FinishReason.ABORT)
-                case PauseMode.RETRACT:
-                    self._retract(slot)
-                case PauseMode.IN_PLACE:
-                    self._send(slot)
-        while mode is PauseMode.ABORT and self._waiting:
-            self._send_empty(self._waiting.popleft(), FinishReason.ABORT)
-
-    def resume(self) -> None:
-        """Make steps again after `pause`."""
-        self._paused = False
+    @property
+    def kv_used(self) -> int:
+        """Tokens that the slots hold in the KV cache, or will hold after their prefill."""
+        return self._slots.kv_used
 
     def load_weights(self, folder: Path, version: int) -> None:
         """Load the weights in `folder` as `version`. Raises the errors of `InferenceEngine.load_weights`."""
-        if self._running and not self._paused:
-            raise RuntimeError(
-                f"version {version} cannot load while {len(self._running)} requests run; pause first"
-            )
-        if version < self._version:
-            raise ValueError(f"version {version} is older than {self._version}; versions never go back")
+        self.check_load(version)
         self._model.load(folder)
         self._version = version
         self._pool.drop_kept()  # the next turn must not continue over KV of older weights
@@ -151,7 +88,7 @@ class Scheduler:
         self._make_room()
         self._admit()
         self._prefill()
-        rows = self._rows = self._rows or self._slots.decoding(self._device)
+        rows = self._rows = self._rows or self._slots.decoding()
         positions = self._slots.num_prompt[rows.slots] + self._slots.num_response[rows.slots] - 1
         self._reserve(rows.slots, positions)
         if rows.slots.size:
@@ -161,15 +98,15 @@ class Scheduler:
 
     def _make_room(self) -> None:
         while self._slots.kv_used + len(self._running) > self._kv_capacity:
-            self._retract(next(reversed(self._running)))
+            self._retract(next(reversed(self._running.values())))
 
     def _admit(self) -> None:
         while self._waiting and self._free and self._has_room(self._waiting[0]):
             job, slot = self._waiting.popleft(), heapq.heappop(self._free)
+            job.slot = slot
             self._slots.occupy(slot, job.request, response=job.response)
             self._fill_cache(slot, job)
             self._running[slot] = job
-            self._siblings.join(slot, job)
 
     def _has_room(self, job: Job) -> bool:
         """True if `job` can be admitted.
@@ -188,18 +125,18 @@ class Scheduler:
         """
         ids = job.cached_ids
         num_kept = self._pool.restore(slot, job.request.rid, ids)
-        lender = self._siblings.find_lender(job, version=self._version)
+        siblings = (other for other in self._running.values() if other.can_lend_to(job, self._version))
+        lender = next(siblings, None)
         if num_kept == len(ids):
             self._start(slot, job, version=self._version)
         elif num_kept or lender is None:
             job.prefill = self._prefills.add(slot, ids, done=num_kept, version=self._version)
-        elif (prefill := lender[1].prefill) is not None:
-            prefill.slots.append(slot)
-            job.prefill = prefill
+        elif lender.prefill is not None:
+            lender.prefill.slots.append(slot)
+            job.prefill = lender.prefill
         else:
-            source, sibling = lender
-            self._pool.share(source, slot, len(ids))
-            self._start(slot, job, version=sibling.version)
+            self._pool.share(lender.slot, slot, len(ids))
+            self._start(slot, job, version=lender.version)
 
     def _prefill(self) -> None:
         for prefill in self._prefills.run(self._version):
@@ -228,11 +165,11 @@ class Scheduler:
         """
         num_response = self._slots.num_response[rows.slots]
         plan = plan_decode(self._pool, slots=rows.slots, positions=positions, num_heads=self._spec.num_heads)
-        last_ids = self._tensor(self._slots.last_ids[rows.slots])
-        logits, experts = self._model.decode(last_ids, self._tensor(positions), plan=plan)
+        last_ids = torch.from_numpy(self._slots.last_ids[rows.slots])
+        logits, experts = self._model.decode(last_ids, torch.from_numpy(positions), plan=plan)
         if experts is not None:
             self._pool.record(plan.write_blocks, plan.write_offsets, experts)
-        uniform = torch.from_numpy(uniforms(rows.seeds, num_response)).to(self._device)
+        uniform = torch.from_numpy(uniforms(rows.seeds, num_response))
         drawn = rows.sampler.draw(logits, uniform, recorded=self._records_masks)
         values = drawn.logprobs.cpu().numpy()
         if not np.isfinite(values).all():
@@ -249,81 +186,58 @@ class Scheduler:
         ended = stopped | (num_response >= rows.limits)
         due = self._slots.one_by_one[slots] | (num_response - self._slots.num_sent[slots] >= self._stream_interval)
         for slot in slots[due & ~ended].tolist():
-            self._send(slot)
+            self._send(self._running[slot])
         for slot, is_stop in zip(slots[ended].tolist(), stopped[ended].tolist(), strict=True):
-            self._end(slot, FinishReason.STOP if is_stop else FinishReason.LENGTH)
+            self._end(self._running[slot], FinishReason.STOP if is_stop else FinishReason.LENGTH)
 
-    def _send(self, slot: int, finish_reason: FinishReason | None = None) -> None:
-        job = self._running[slot]
-        ids, logprobs = self._slots.take_unsent(slot)
+    def _make_job(self, ticket: int, request: GenerateRequest) -> Job:
+        return Job(ticket=ticket, request=request, response=request.prefix_ids)
+
+    def _send(self, job: Job, finish_reason: FinishReason | None = None) -> None:
+        ids, logprobs = self._slots.take_unsent(job.slot)
         if len(ids) or finish_reason:
-            kv_version = job.version if len(ids) and job.version < self._version else None
-            delta = Delta(
-                rid=job.request.rid,
-                ids=ids,
-                logprobs=logprobs,
-                version=self._version,
-                finish_reason=finish_reason,
-                kv_version=kv_version,
-                sampling_mask=self._slots.take_unsent_mask(slot) if self._records_masks else None,
-                routed_experts=self._recorded(slot, job) if finish_reason else None,
+            self._add_delta(
+                job,
+                ids,
+                logprobs,
+                finish_reason,
+                sampling_mask=self._slots.take_unsent_mask(job.slot) if self._records_masks else None,
+                routed_experts=self._recorded(job) if finish_reason else None,
             )
-            self._deltas.append((job.ticket, delta))
 
-    def _recorded(self, slot: int, job: Job) -> RoutedExperts | None:
+    def _recorded(self, job: Job) -> RoutedExperts | None:
         """The recorded experts of all positions but the last, from `request.routed` on, as they were first chosen.
 
         A prefill after a retraction may choose other experts, which did not produce the existing tokens.
         """
         before = job.experts
         start = job.request.routed if before is None else before.start + before.positions
-        end = len(job.request.prompt_ids) + int(self._slots.num_response[slot]) - 1
+        end = len(job.request.prompt_ids) + int(self._slots.num_response[job.slot]) - 1
         if not self._pool.records_experts or job.prefill is not None or start >= end:
             return before
-        since = self._pool.recorded(slot, start, end)
+        since = self._pool.recorded(job.slot, start, end)
         return since if before is None else join_experts([before, since])
 
-    def _send_empty(self, job: Job, finish_reason: FinishReason) -> None:
-        delta = Delta(
-            rid=job.request.rid,
-            ids=_NO_IDS,
-            logprobs=_NO_LOGPROBS,
-            version=self._version,
-            finish_reason=finish_reason,
-            routed_experts=job.experts,
-        )
-        self._deltas.append((job.ticket, delta))
+    def _end(self, job: Job, finish_reason: FinishReason) -> None:
+        self._send(job, finish_reason)
+        # keep the cache of a finished turn for the next turn, unless older weights computed part of it
+        if finish_reason is FinishReason.STOP and job.request.has_turns and job.version == self._version:
+            ids = np.concatenate([job.request.prompt_ids, self._slots.response(job.slot)])[:-1]
+            self._pool.keep(job.slot, job.request.rid, ids)
+        self._vacate(job)
 
-    def _end(self, slot: int, finish_reason: FinishReason) -> None:
-        self._send(slot, finish_reason)
-        if finish_reason is FinishReason.STOP and self._running[slot].request.has_turns:
-            self._keep(slot)
-        self._vacate(slot)
-
-    def _keep(self, slot: int) -> None:
-        """Keep the cache of a finished turn for the next turn, unless older weights computed part of it."""
-        job = self._running[slot]
-        if job.version == self._version:
-            ids = np.concatenate([job.request.prompt_ids, self._slots.response(slot)])[:-1]
-            self._pool.keep(slot, job.request.rid, ids)
-
-    def _retract(self, slot: int) -> None:
-        """Move a request to the head of the waiting queue with all its tokens. Its KV is computed again later."""
-        self._send(slot)
-        response, experts = self._slots.response(slot), self._recorded(slot, self._running[slot])
-        job = self._vacate(slot)
+    def _retract(self, job: Job) -> None:
+        self._send(job)  # the KV cache of its tokens is computed again later
+        response, experts = self._slots.response(job.slot), self._recorded(job)
+        self._vacate(job)
         self._waiting.appendleft(Job(ticket=job.ticket, request=job.request, response=response, experts=experts))
 
-    def _vacate(self, slot: int) -> Job:
-        job = self._running.pop(slot)
+    def _vacate(self, job: Job) -> None:
+        slot = job.slot
+        del self._running[slot]
         self._pool.release(slot)
         self._slots.vacate(slot)
         heapq.heappush(self._free, slot)
         self._rows = None
-        self._siblings.leave(slot, job)
         if job.prefill is not None:
             self._prefills.leave(slot, job.prefill)
-        return job
-
-    def _tensor(self, values: Indices) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)

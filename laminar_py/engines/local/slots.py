@@ -9,7 +9,6 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from laminar_py.engines.checks import response_limit
 from laminar_py.engines.local.kv import Indices
@@ -88,7 +87,7 @@ class Slots:
         self.num_prompt[slot] = self.num_response[slot] = 0
         self.state[slot] = State.FREE  # last, so that `kv_used` is never too high in another thread's eyes
 
-    def decoding(self, device: torch.device) -> Rows:
+    def decoding(self) -> Rows:
         """Collect the decoding slots and their sampler, for steps until a slot changes."""
         rows = np.flatnonzero(self.state == State.DECODING)
         sampler = PLAIN
@@ -98,7 +97,6 @@ class Slots:
                 top_k=self.top_k[rows],
                 top_p=self.top_p[rows],
                 min_p=self.min_p[rows],
-                device=device,
             )
         return Rows(
             slots=rows,

@@ -135,10 +135,10 @@ def projections(spec: ModelSpec) -> dict[str, Projection]:
     return found
 
 
-def load_weights(folder: Path, *, spec: ModelSpec, device: torch.device) -> Weights:
+def load_weights(folder: Path, *, spec: ModelSpec) -> Weights:
     """Load the weights in all `*.safetensors` of `folder`. `RefusedError` names a missing or misshapen tensor."""
     with ExitStack() as stack:
-        files = _Folder(folder, stack, dtype=spec.dtype, device=device)
+        files = _Folder(folder, stack, dtype=spec.dtype)
         embedding = files.read("model.embed_tokens.weight", spec.vocab, spec.hidden)
         head = embedding if spec.tied else files.read("lm_head.weight", spec.vocab, spec.hidden)
         return Weights(
@@ -150,10 +150,10 @@ def load_weights(folder: Path, *, spec: ModelSpec, device: torch.device) -> Weig
 
 
 class _Folder:
-    """The tensors of a folder's safetensors files, memory-mapped if `dtype` and `device` allow."""
+    """The tensors of a folder's safetensors files, memory-mapped if `dtype` allows."""
 
-    def __init__(self, folder: Path, stack: ExitStack, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._folder, self._dtype, self._device = folder, dtype, device
+    def __init__(self, folder: Path, stack: ExitStack, *, dtype: torch.dtype) -> None:
+        self._folder, self._dtype = folder, dtype
         try:
             files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
         except SafetensorError as error:
@@ -172,7 +172,7 @@ class _Folder:
             raise RefusedError(
                 f"weights={self._folder}: {name} has shape {tuple(tensor.shape)}, the model {shape}"
             )
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._dtype)
 
 
 def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights:

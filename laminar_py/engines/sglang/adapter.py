@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.engines.checks import WeightsLayout, weights_layout
-from laminar_py.engines.sglang.http import Connection
+from laminar_py.engines.sglang.http import ServerConnection
 from laminar_py.engines.sglang.stream import Stream
 from laminar_py.records.engine import RefusedError
 from laminar_py.records.weights import check_base, read_adapter_config
@@ -33,7 +33,7 @@ class ServerAdapters:
     takes more than `limit_s` seconds, the server counts as lost.
     """
 
-    def __init__(self, server: Connection, *, client: str, base: Path | None, limit_s: float) -> None:
+    def __init__(self, server: ServerConnection, *, client: str, base: Path | None, limit_s: float) -> None:
         self.current: str | None = None  # adapter that new requests name
         self._server = server
         self._limit_s = limit_s

@@ -7,35 +7,27 @@ loads a version before the first prompt.
 
 import ipaddress
 import logging
-import re
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from laminar_py.config.rollout import OnNewWeights, RolloutConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import ModelSizes, read_sizes
-from laminar_py.engines.sglang.http import headers
-from laminar_py.engines.sglang.server import SPARE_TOKENS
+from laminar_py.engines.sglang.http import ServerConnection
+from laminar_py.engines.sglang.launch import MIN_VERSION, SPARE_TOKENS, version_numbers
 from laminar_py.engines.sglang.settings import KEY_ENV
+from laminar_py.records.engine import EngineLostError, RefusedError
 from laminar_py.records.pieces import Recording
 
 log = logging.getLogger(__name__)
 
-MIN_VERSION = (0, 5, 23)  # the oldest that the client was tested with
 ANSWER_S = 15.0
-OUT_OF_VOCABULARY = {
-    "input_ids": [0],
-    "sampling_params": {"max_new_tokens": 1},
-    "return_logprob": True,
-    "token_ids_logprob": [-1],
-}
 # two models are the same if these fields agree; a server may serve fewer positions
 SHAPE = tuple(name for name in ModelSizes.__struct_fields__ if name != "max_position_embeddings")
-_VOCABULARY = re.compile(r"valid range is \[0, (\d+)\)")
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,41 +51,41 @@ class ModelInfo(msgspec.Struct, frozen=True):
     architectures: list[str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
+class Answers(NamedTuple):
     """All answers of one server to the check."""
 
     server: ServerInfo
     model: ModelInfo
-    vocab: int | None  # None if unknown
     sizes: ModelSizes | None  # of its model folder, if this host sees the folder
 
 
 async def check_server(url: str, api_key: str | None, *, model_dir: Path, rollout: RolloutConfig) -> None:
     """Check the server at `url`, and continue it if it is paused. Raises `ConfigError` if it cannot serve the run.
 
-    Logs a warning for each setting that makes the server slower or less checked than it could be.
+    Logs a warning if the server is slower than it could be.
     """
     if not is_loopback(url) and not api_key:
         raise _unusable(url, f"is beyond loopback and {KEY_ENV} has no key; set it to the server's --api-key")
     sizes = read_sizes(model_dir)
-    answers = await _ask(url, api_key)
+    answers = await _request_answers(url, api_key)
     fault = find_fault(answers, sizes=sizes, rollout=rollout, api_key=api_key)
     if fault is not None:
         raise _unusable(url, fault)
-    for warning in find_warnings(answers):
-        log.warning("rollout.engine.urls=%s: %s", url, warning)
+    if not answers.server.incremental_streaming_output:
+        log.warning(
+            "rollout.engine.urls=%s: repeats a whole response with every message, which costs the square of its"
+            " length; start it with --incremental-streaming-output",
+            url,
+        )
 
 
 def is_loopback(url: str) -> bool:
-    """True if only this machine can reach `url`. Raises `ConfigError` if `url` is no address of a server."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise _unusable(url, "is no address of a server; write for example http://10.0.0.5:30000")
+    """True if only this machine can reach `url`."""
+    host = urlsplit(url).hostname or ""
     try:
-        return ipaddress.ip_address(parts.hostname).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return parts.hostname == "localhost"
+        return host == "localhost"
 
 
 def find_fault(answers: Answers, *, sizes: ModelSizes, rollout: RolloutConfig, api_key: str | None) -> str | None:
@@ -113,22 +105,18 @@ def find_fault(answers: Answers, *, sizes: ModelSizes, rollout: RolloutConfig, a
 
 
 def _model_fault(answers: Answers, sizes: ModelSizes) -> str | None:
-    remedy = "start it with the model of model.path"
     theirs, ours = (answers.model.architectures or [])[:1], (sizes.architectures or [])[:1]
     if not theirs or not ours:
         theirs, ours = [answers.model.model_type or "nothing"], [sizes.model_type or "nothing"]
-    if not answers.model.is_generation or theirs != ours:
-        return f"serves another model ({theirs[0]}, but model.path has {ours[0]}); {remedy}"
-    if answers.vocab not in (None, sizes.vocab_size):
-        return (
-            f"serves another model (vocabulary of {answers.vocab}, but model.path has {sizes.vocab_size});"
-            f" {remedy}"
-        )
+    differing = [(theirs[0], ours[0])] if not answers.model.is_generation or theirs != ours else []
     for name in SHAPE if answers.sizes else ():
         served, wanted = getattr(answers.sizes, name), getattr(sizes, name)
         if served != wanted:
-            return f"serves another model ({name}={served}, but model.path has {wanted}); {remedy}"
-    return None
+            differing.append((f"{name}={served}", wanted))
+    if not differing:
+        return None
+    served, wanted = differing[0]
+    return f"serves another model ({served}, but model.path has {wanted}); start it with that of model.path"
 
 
 def _room_fault(server: ServerInfo, max_len: int) -> str | None:
@@ -161,72 +149,22 @@ def _record_fault(server: ServerInfo, rollout: RolloutConfig) -> str | None:
     return None
 
 
-def find_warnings(answers: Answers) -> list[str]:
-    """Find settings that make a usable server slower or less checked than it could be, with remedies."""
-    warnings = []
-    if not answers.server.incremental_streaming_output:
-        warnings.append(
-            "repeats a whole response with every message, which costs the square of its length; start it with"
-            " --incremental-streaming-output"
-        )
-    if answers.vocab is None:
-        warnings.append("does not say its vocabulary, which stays unchecked until weights are loaded")
-    return warnings
-
-
-async def _ask(url: str, api_key: str | None) -> Answers:
-    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-    base = url.rstrip("/")
+async def _request_answers(url: str, api_key: str | None) -> Answers:
+    connection = ServerConnection(url, api_key=api_key, timeout_s=ANSWER_S)
     try:
-        async with aiohttp.ClientSession(headers=headers(api_key), timeout=timeout) as session:
-            status, data = await _call(session, "GET", f"{base}/server_info")
-            if status == 401:
-                what = "does not take the key" if api_key else "wants a key, and there is none"
-                raise _unusable(url, f"{what} in {KEY_ENV}; set it to the server's --api-key")
-            if status != 200:
-                raise _unusable(url, f"answers {status} to /server_info; start an SGLang server there")
-            server = msgspec.json.decode(data, type=ServerInfo)
-            _, data = await _call(session, "GET", f"{base}/model_info")
-            model = msgspec.json.decode(data, type=ModelInfo)
-            # an earlier client may have left the server paused, and it would then not answer `/generate`
-            await _call(session, "POST", f"{base}/continue_generation", {})
-            # the server refuses this request before it generates, and the refusal names its vocabulary
-            _, data = await _call(session, "POST", f"{base}/generate", OUT_OF_VOCABULARY)
-    except TimeoutError:
-        raise _unusable(url, f"does not answer within {ANSWER_S:g} s; restart it or correct the address") from None
-    except (aiohttp.ClientError, OSError) as error:
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise _unusable(url, f"does not answer ({words}); start it or correct the address") from None
-    except msgspec.DecodeError as error:
-        raise _unusable(url, f"answers as no SGLang server does ({error}); correct the address") from None
-    said = _VOCABULARY.search(data.decode(errors="replace"))
-    return Answers(server, model, int(said[1]) if said else None, _visible_sizes(model.model_path))
-
-
-async def _call(session: aiohttp.ClientSession, method: str, url: str, body: object = None) -> tuple[int, bytes]:
-    content = None if body is None else msgspec.json.encode(body)
-    # no redirects, so that the key goes to no other server
-    async with session.request(method, url, data=content, allow_redirects=False) as response:
-        return response.status, await response.read()
-
-
-def _visible_sizes(model_path: str) -> ModelSizes | None:
-    config = Path(model_path) / "config.json"
-    if not config.is_file():
-        return None
-    try:
-        return msgspec.json.decode(config.read_bytes(), type=ModelSizes)
-    except (
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-    ):  # another kind of model, which the check of architectures refuses
-        return None
-
-
-def version_numbers(version: str) -> tuple[int, ...]:
-    """Parse a release number, e.g. (0, 5, 23); zeros if `version` has another form."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else (0, 0, 0)
+        server = await connection.get("server_info", ServerInfo)
+        model = await connection.get("model_info", ModelInfo)
+        await connection.post("continue_generation")  # an earlier client may have left the server paused
+    except (RefusedError, EngineLostError) as error:
+        words = " ".join(str(error).split())
+        remedy = f"start an SGLang server there, correct the address, or set {KEY_ENV} to the server's --api-key"
+        raise _unusable(url, f"does not answer as it should ({words}); {remedy}") from None
+    finally:
+        await connection.close()
+    sizes = None
+    with suppress(ConfigError):  # this host does not see the folder, or it holds another kind of model
+        sizes = read_sizes(Path(model.model_path))
+    return Answers(server, model, sizes)
 
 
 def _unusable(url: str, words: str) -> ConfigError:

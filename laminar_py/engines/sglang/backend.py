@@ -5,24 +5,21 @@ Owns all checks of such a run: of its config, of a host that launches servers, a
 
 import asyncio
 import socket
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
+from laminar_py.config.cluster import Device
 from laminar_py.config.engine import Backend, EngineLaunch
 from laminar_py.config.learner import LoraConfig, LoraTarget
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.engines.sglang.settings import SGLangConfig, section_of
+from laminar_py.engines.model_sizes import read_sizes, served_dtype
+from laminar_py.engines.sglang.launch import ServerSpec, check_interpreter, replica_server
+from laminar_py.engines.sglang.settings import Flag, SGLangConfig, section_of
 from laminar_py.records.engine import EngineLostError, InferenceEngine
-
-_VERSION = "from importlib.metadata import version; print(version('sglang'))"
-
 
 # ---- limits of SGLang
 
@@ -97,25 +94,6 @@ def check_node(config: RunConfig) -> None:
     check_interpreter(section.interpreter, field="rollout.engine.python")
 
 
-def check_interpreter(python: Path, *, field: str) -> None:
-    """Raise `ConfigError` if the interpreter `python` of this host has no SGLang or an old version."""
-    from laminar_py.engines.sglang.attach import MIN_VERSION, version_numbers
-
-    remedy = "name the interpreter of an environment with SGLang (for a CPU `make test-sglang` makes .venv-sglang)"
-    try:
-        asked = subprocess.run(
-            [str(python), "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{field}={python}: does not run ({error}); {remedy}") from None
-    if asked.returncode:
-        raise ConfigError(f"{field}={python}: has no SGLang; {remedy}")
-    version = asked.stdout.strip()
-    if version_numbers(version) < MIN_VERSION:
-        oldest = ".".join(map(str, MIN_VERSION))
-        raise ConfigError(f"{field}={python}: has SGLang {version}; install {oldest} or newer")
-
-
 async def _check_servers(config: RunConfig, section: SGLangConfig) -> None:
     from laminar_py.engines.sglang.attach import check_server
 
@@ -148,7 +126,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
     """
     from laminar_py.engines.sglang.attach import check_server
     from laminar_py.engines.sglang.engine import SGLangEngine
-    from laminar_py.engines.sglang.server import ServerSpec, SGLangServer
+    from laminar_py.engines.sglang.server import SGLangServer
     from laminar_py.engines.sglang.stream import Served
 
     section, rollout, model_dir = section_of(config), config.rollout, launch.model_dir
@@ -159,8 +137,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
         except ConfigError as error:  # it passed the check before the run
             raise EngineLostError(str(error)) from None
     else:
-        log = launch.logs / f"sglang-{launch.index}.log"
-        server = SGLangServer(ServerSpec.for_replica(config, section, model_dir=model_dir, log=log))
+        server = SGLangServer(_server_of(config, launch))
         await server.start()
         url, api_key, watch_server = server.url, server.api_key, server.watch
     sizes = read_sizes(model_dir)
@@ -181,6 +158,32 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
     )
     await engine.start()
     return engine
+
+
+def _server_of(config: RunConfig, launch: EngineLaunch) -> ServerSpec:
+    """Describe the server that a run launches for one replica."""
+    section, rollout = section_of(config), config.rollout
+    chosen = rollout.kv_capacity or section.device is Device.CPU
+    # with overlap a token is in the pipeline during an in-place load, and gets the new version
+    in_place = rollout.on_new_weights is OnNewWeights.IN_PLACE
+    exact: dict[str, Flag] = {"disable-overlap-schedule": True} if in_place else {}
+    return replica_server(
+        section.interpreter,
+        launch.model_dir,
+        launch.logs / f"sglang-{launch.index}.log",
+        max_batch=rollout.max_batch,
+        max_len=rollout.max_len,
+        kv_capacity=rollout.kv_tokens if chosen else None,
+        device=section.device,
+        dtype=served_dtype(launch.model_dir),
+        tensor_parallel=section.tensor_parallel,
+        stream_interval=section.stream_interval,
+        record=rollout.record,
+        lora=config.learner.lora,
+        mask_tokens=rollout.sampling.top_k,
+        flags={**exact, **section.flags},
+        start_timeout_s=section.start_timeout_s,
+    )
 
 
 SGLANG = Backend(

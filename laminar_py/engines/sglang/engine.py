@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_py.engines.checks import WeightsLayout, check_request, response_limit, weights_layout
+from laminar_py.engines.checks import WeightsLayout, check_load, check_request, response_limit, weights_layout
 from laminar_py.engines.sglang.adapter import ServerAdapters
-from laminar_py.engines.sglang.http import Connection, CutOffError
+from laminar_py.engines.sglang.http import CutOffError, ServerConnection
 from laminar_py.engines.sglang.stream import Served, Stream
 from laminar_py.engines.sglang.wire import RankUse, RankUses, UpdateAnswer, WeightsChecksums, WireError, WireFault
 from laminar_py.records.engine import (
@@ -62,7 +62,7 @@ class SGLangEngine:
         load_timeout_s: float = LOAD_S,
         watch_server: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        self._server = Connection(url, api_key=api_key, timeout_s=stall_timeout_s)
+        self._server = ServerConnection(url, api_key=api_key, timeout_s=stall_timeout_s)
         self._served = served
         self._load_timeout_s = load_timeout_s
         self._watch_server = watch_server
@@ -255,10 +255,7 @@ class SGLangEngine:
         """See `InferenceEngine.load_weights`. `RuntimeError` while requests run, `RefusedError` for bad files."""
         self._server.raise_if_lost()
         running = [stream for stream in self._streams if stream.submitted]
-        if running and self._paused is None:
-            raise RuntimeError(f"version {version} cannot load while {len(running)} requests run; pause first")
-        if version < self._version:
-            raise ValueError(f"version {version} is older than {self._version}; versions never go back")
+        check_load(version, served=self._version, num_running=len(running) if self._paused is None else 0)
         adapted = holds_adapter(path)
         if self._layout is not None if adapted else self._adapters.current is not None:
             kind = "an adapter" if adapted else "whole weights"

@@ -1,10 +1,10 @@
-"""Ends one SGLang server with all its processes on request, when its owner dies, or when the server has ended.
+"""Ends one SGLang server with all its processes on request, when its owner ends, or when the server has ended.
 
 `SGLangServer` runs this file as a script. Standard input brings one line, an `Order` as JSON, and stays open; its
 end means stop. After the guard has ended, no process of the server is left, inside or outside its process group,
 and no file of it in shared memory or the folder for temporary files (`tests/engines/sglang/test_guard.py`).
 
-    starting --order--> watching --input closed | owner, stand-in or server dead--> ending --no child--> ended
+    starting --order--> watching --input closed | owner, stand-in or server ended--> ending --no child--> ended
 
 The guard is a grandchild of the owner: Ray kills the children of an ending process, and a killed child has no time
 to clean up. The child is a stand-in that waits for the guard and returns its exit code. Both import few modules,
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _run(order: Order, scratch: Path, *reasons: int) -> int:
-    """Start the server. End it when standard input closes, or a process in `reasons` or the server dies.
+    """Start the server. End it when standard input closes, or a process in `reasons` or the server ends.
 
     Returns the server's exit code.
     """
@@ -91,7 +91,7 @@ def _watch(*processes: int) -> set[str]:
         return set()
     found: set[str] = set()
     while not poll.poll(None if found else LOOK_MS):
-        found = _left_behind()  # read it early, since a dead server has no memory maps
+        found = _left_behind()  # read it early, since a server that has ended has no memory maps
     return found | _left_behind()
 
 

@@ -30,10 +30,10 @@ class CutOffError(Exception):
     """A stream broke after the server had begun its answer."""
 
 
-class Connection:
-    """A connection to the server at `url`.
+class ServerConnection:
+    """A connection to the server at `url`. It follows no redirects, so that the key goes to no other server.
 
-    E.g. `Connection("http://127.0.0.1:30000", api_key=key, timeout_s=60)`.
+    E.g. `ServerConnection("http://127.0.0.1:30000", api_key=key, timeout_s=60)`.
     """
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
@@ -123,7 +123,9 @@ class Connection:
             try:
                 async with (
                     asyncio.timeout(limit_s),
-                    self._session.request(method, f"{self._url}/{name}", data=content) as response,
+                    self._session.request(
+                        method, f"{self._url}/{name}", data=content, allow_redirects=False
+                    ) as response,
                 ):
                     data, status = await response.read(), response.status
             except TimeoutError:
@@ -170,7 +172,9 @@ class Connection:
         Raises `EngineLostError` as soon as the server is lost.
         """
         content = msgspec.json.encode(body)
-        opening = asyncio.ensure_future(self._session.post(f"{self._url}/generate", data=content))
+        opening = asyncio.ensure_future(
+            self._session.post(f"{self._url}/generate", data=content, allow_redirects=False)
+        )
         ending = asyncio.ensure_future(self.ended.wait())
         try:
             await asyncio.wait((opening, ending), return_when=asyncio.FIRST_COMPLETED)

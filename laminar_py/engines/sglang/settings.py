@@ -1,13 +1,9 @@
-"""Settings of `rollout.engine` for `kind: sglang`, and the flags and environment of each launched server. Pure.
+"""Settings of `rollout.engine` for `kind: sglang`. The controller, every node and the backend read them."""
 
-The backend reads the settings of a run. The launches in `server` and `pools` build commands from the flags.
-"""
-
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -18,34 +14,8 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError, Count, Seconds
 
 KEY_ENV = "SGLANG_API_KEY"
-LOOPBACK = "127.0.0.1"
 Flag = str | int | float | bool | Sequence[str | int | float]
-NO_FLAGS: Mapping[str, Flag] = {}
-_ALONE = "a server is one replica on one node; set rollout.replicas or rollout.engine.tensor_parallel"
-RESERVED = {  # every spelling of a flag -> remedy
-    **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config"), "the run chooses it; leave it out"),
-    **dict.fromkeys(("model-path", "model"), "set model.path"),
-    **dict.fromkeys(("tp-size", "tensor-parallel-size"), "set rollout.engine.tensor_parallel"),
-    **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size"), _ALONE),
-    **dict.fromkeys(("nnodes", "node-rank"), _ALONE),
-    **dict.fromkeys(("base-gpu-id", "gpu-id-step"), "the cluster chooses the GPUs; leave it out"),
-    "device": "set rollout.engine.device",
-    "dtype": "set dtype in the config.json of model.path",
-}
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the spare positions may lie beyond the model's last
-}
-_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-CPU_FLAGS: dict[str, Flag] = {
-    "sleep-on-idle": True,  # else an idle server keeps a core busy
-    "attention-backend": "torch_native",
-    "lora-backend": "torch_native",
-    "cuda-graph-backend-decode": "disabled",
-    "cuda-graph-backend-prefill": "disabled",
-}
+Flags: TypeAlias = Mapping[str, Flag]  # by name, without dashes
 
 
 class SGLangConfig(EngineConfig):
@@ -117,11 +87,6 @@ class SGLangConfig(EngineConfig):
         return self.urls
 
     @property
-    def hosts(self) -> tuple[str, ...]:
-        """See `EngineConfig.hosts`."""
-        return tuple(urlsplit(url).hostname or "" for url in self.urls)
-
-    @property
     def placed_by(self) -> str:
         """See `EngineConfig.placed_by`."""
         return "rollout.engine.urls" if self.urls else "rollout.engine.tensor_parallel"
@@ -160,37 +125,3 @@ def is_address(url: str) -> bool:
     except ValueError:
         return False
     return named and parts.scheme in ("http", "https")
-
-
-def check_flags(flags: Mapping[str, Flag], *, field: str, reserved: Mapping[str, str]) -> None:
-    """Raise `ConfigError`, with its remedy, for a flag in `reserved`, since the run sets it itself."""
-    for name, value in flags.items():
-        for one, remedy in reserved.items():
-            if one.startswith(flag_name(name)):  # the server accepts prefixes of flag names
-                raise ConfigError(f"{field}.{name}={value}: {remedy}")
-
-
-def launch_command(python: Path, flags: Mapping[str, Flag], given: Mapping[str, Flag]) -> list[str]:
-    """Build the command with `flags`, overridden by the user's flags `given`; False removes a flag."""
-    command = [str(python), "-m", "sglang.launch_server"]
-    for name, value in {**flags, **{flag_name(name): value for name, value in given.items()}}.items():
-        if value is not False:
-            command += [f"--{name}", *_words_of(value)]
-    return command
-
-
-def server_environment(device: Device) -> dict[str, str]:
-    """Environment variables of this process and of a server on `device`."""
-    special = _CPU_ENVIRONMENT if device is Device.CPU else {}
-    return {**os.environ, **_ENVIRONMENT, **special}
-
-
-def flag_name(name: str) -> str:
-    """Name of a flag as the server spells it, e.g. "max-total-tokens"."""
-    return name.lstrip("-").replace("_", "-")
-
-
-def _words_of(value: Flag) -> list[str]:
-    if value is True:
-        return []
-    return [str(value)] if isinstance(value, str | int | float) else [str(item) for item in value]

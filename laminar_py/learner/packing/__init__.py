@@ -7,7 +7,6 @@ from laminar_py._lazy import public_names
 if TYPE_CHECKING:
     from laminar_py.learner.packing.balance import PackedT as PackedT
     from laminar_py.learner.packing.balance import attention_share as attention_share
-    from laminar_py.learner.packing.balance import emulated_step_s as emulated_step_s
     from laminar_py.learner.packing.balance import sequence_cost as sequence_cost
     from laminar_py.learner.packing.buffer import StreamPacker as StreamPacker
     from laminar_py.learner.packing.buffer import choose_groups as choose_groups

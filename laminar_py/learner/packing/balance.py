@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from laminar_py.config.emulation import LearnerTimes
 from laminar_py.records.trajectory import Packable
 
 PackedT = TypeVar("PackedT", bound=Packable)
@@ -25,21 +24,6 @@ def sequence_cost(length: int, *, attention_share: float) -> float:
 def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int) -> float:
     """Ratio of a token pair's causal attention (2 * layers * hidden) to a token's linear layers (2 * N)."""
     return num_layers * hidden_size / num_parameters
-
-
-def emulated_step_s(times: LearnerTimes, lengths: Sequence[Sequence[int]], *, devices: int) -> float:
-    """Seconds of an optimizer step on emulated GPUs: each microbatch runs on one device, the busiest one counts.
-
-    `lengths` has each microbatch's sequence lengths. The emulated learner and the simulator call it.
-    """
-    share = attention_share(
-        hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
-    )
-    costs = [sum(sequence_cost(length, attention_share=share) for length in batch) for batch in lengths]
-    busy = [0.0] * devices
-    for cost in sorted(costs, reverse=True):
-        heapq.heapreplace(busy, busy[0] + cost)  # on the least busy device
-    return times.optimizer_s + max(busy) / times.train_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -73,8 +73,11 @@ def settings_of(request: EvalRequest) -> RunConfig:
     else:
         path = run_of(request.source).config
     config = load_config(path, list(request.overrides))
-    if config.emulation is not None:
-        raise ConfigError("emulation: what is emulated says nothing; evaluate a run without it")
+    engine = config.rollout.engine
+    if engine.emulates is not None:
+        raise ConfigError(
+            f"rollout.engine.kind={engine.kind}: emulated responses say nothing of a model; evaluate another run"
+        )
     sets = _chosen(config, request.sets)
     tree = config.model_dump(mode="json")
     tree |= {"name": f"eval-{config.name}", "warm_start": None, "algorithm": {}, "learner": {}, "tracking": {}}

@@ -292,6 +292,6 @@ def pretended_cluster(texts: Sequence[str]) -> PretendedCluster:
 def model_fault(config: RunConfig) -> str | None:
     """Return an error line if a model's config.json is missing, so that its memory is unknown, else None."""
     path = config.model.path
-    if (path / "config.json").is_file() or config.data.prepare is not None or config.emulation is not None:
+    if (path / "config.json").is_file() or config.data.prepare is not None or config.rollout.engine.emulates:
         return None
     return f"model.path={path}: no config.json in it, which tells what its GPUs hold; put the model's there"

@@ -28,7 +28,7 @@ from laminar_py.data.stream import PromptStream
 from laminar_py.data.survey import UnknownWords, unknown_words
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.engines.sglang.pools import check_pool
+from laminar_py.engines.sglang.launch import check_pool
 from laminar_py.ledger.live import ledger_disk
 from laminar_py.ledger.segments.local import LEAST_FREE
 from laminar_py.observe.trackers import check_trackers

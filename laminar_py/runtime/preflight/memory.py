@@ -47,7 +47,7 @@ def gpu_memory(
 ) -> list[GpuMemory]:
     """Return columns for learner and engine, if they have GPUs; none if no formula knows the model's shape."""
     shape = read_shape(config.model.path)
-    if shape is None or config.emulation is not None:
+    if shape is None:
         return []
     columns, engine = [], config.rollout.engine
     if config.learner_device is Device.CUDA:

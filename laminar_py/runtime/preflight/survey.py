@@ -15,7 +15,7 @@ from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.sglang.pools import check_pool
+from laminar_py.engines.sglang.launch import check_pool
 from laminar_py.records.codec import decode, encode
 from laminar_py.runtime.cluster.backend import nodes, on_node
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, RemoteCallError

@@ -16,7 +16,7 @@ from typing import TypeVar
 from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepTerms
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.metrics import LearnerProgress
+from laminar_py.records.metrics import LearnerProgress, LearnerStarted
 from laminar_py.records.trajectory import FinishedTrajectory
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.backend import free_port, on_node
@@ -30,7 +30,6 @@ from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
     LearnerSpec,
-    LearnerStarted,
     ReferenceAnswer,
     ReferenceRequest,
     ReferenceSpec,

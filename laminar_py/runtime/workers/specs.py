@@ -86,15 +86,6 @@ class WeightsSpec(PartStart, frozen=True, kw_only=True):
     chunk_bytes: int
 
 
-class LearnerStarted(msgspec.Struct, frozen=True):
-    """The learner is ready; sizes as in the model's config."""
-
-    num_parameters: int
-    attention: str  # the attention function in use
-    hidden_size: int
-    num_layers: int
-
-
 class FetchRequest(msgspec.Struct, frozen=True):
     """Trajectories of a rank's next step, whose tokens it reads; its answer has the lost ones with reasons."""
 

@@ -36,7 +36,7 @@ from tests.engines.engine_conformance import (
     PATIENCE_S,
     Response,
     Rig,
-    a_dead_engine_says_so_in_every_method,
+    a_lost_engine_says_so_in_every_method,
     caught,
     collect,
     make_request,
@@ -155,11 +155,11 @@ async def test_the_embedded_engine_keeps_the_law(law, kind, folders, mixtures):
     await law(factory(folders if kind == "dense" else mixtures))
 
 
-async def test_a_dead_engine_says_so_in_every_method(folders):
+async def test_a_lost_engine_says_so_in_every_method(folders):
     def kill(engine):
         engine._scheduler.step = lambda: 1 / 0
 
-    await a_dead_engine_says_so_in_every_method(factory(folders), kill)
+    await a_lost_engine_says_so_in_every_method(factory(folders), kill)
 
 
 @pytest.mark.parametrize("law", RECORDING_LAWS, ids=lambda law: law.__name__)

@@ -49,7 +49,6 @@ def make_scheduler(folder, *, num_slots=4, max_len=2048, kv_capacity=None):
         max_len=max_len,
         kv_capacity=kv_capacity or num_slots * max_len,
         stream_interval=1,
-        device=torch.device("cpu"),
     )
     scheduler.load_weights(folder, 1)
     return scheduler
@@ -226,7 +225,7 @@ class Pool:
 @settings(max_examples=examples(200), deadline=None)
 @given(actions)
 def test_blocks_in_use_stay_dense_and_what_is_held_or_kept_has_its_tokens(actions):
-    pool = BlockPool(SPEC, num_slots=4, max_len=3 * BLOCK, kv_capacity=8 * BLOCK, device=torch.device("cpu"))
+    pool = BlockPool(SPEC, num_slots=4, max_len=3 * BLOCK, kv_capacity=8 * BLOCK)
     model = Pool(pool, {slot: [] for slot in range(4)})
     for step, (action, slot, value) in enumerate(actions):
         getattr(model, action)(slot, value, step)
@@ -251,7 +250,6 @@ def draw(logits, uniform, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, rec
         top_k=np.full(rows, top_k),
         top_p=np.full(rows, top_p, np.float32),
         min_p=np.full(rows, min_p, np.float32),
-        device=torch.device("cpu"),
     )
     return sampler.draw(logits, uniform, recorded=recorded)
 

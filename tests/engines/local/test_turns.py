@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -247,7 +246,6 @@ def recording(folder, what):
         kv_capacity=1024,
         stream_interval=8,
         record=(what,),
-        device=torch.device("cpu"),
     )
     scheduler.load_weights(folder, 1)
     return scheduler

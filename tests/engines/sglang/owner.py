@@ -14,13 +14,14 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from laminar_py.config.cluster import Device
-from laminar_py.engines.sglang.server import ServerSpec, SGLangServer
+from laminar_py.engines.sglang.launch import replica_server
+from laminar_py.engines.sglang.server import SGLangServer
 
 PATIENCE_S = 20
 
 
 async def own(python: Path, model: Path, log: Path) -> None:
-    spec = ServerSpec(
+    spec = replica_server(
         python=python,
         model_dir=model,
         log=log,

@@ -10,7 +10,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from laminar_py.config.cluster import Device
-from laminar_py.engines.sglang.server import ServerSpec, SGLangServer
+from laminar_py.engines.sglang.launch import ServerSpec, replica_server
+from laminar_py.engines.sglang.server import SGLangServer
 
 ROOT = Path(__file__).parents[3]
 
@@ -64,7 +65,7 @@ def make_model(
 
 @asynccontextmanager
 async def running_server(model_dir: Path, log_dir: Path, **spec: object) -> AsyncIterator[SGLangServer]:
-    """A real server with random weights in the model's shape; `spec` are fields of `ServerSpec` to change."""
+    """A real server with random weights in the model's shape; `spec` are arguments of `replica_server`."""
     async with SGLangServer(make_spec(model_dir, log_dir, **spec)) as server:
         yield server
 
@@ -82,4 +83,4 @@ def make_spec(model_dir: Path, log_dir: Path, **changes: object) -> ServerSpec:
         "kv_capacity": 32768,
         "start_timeout_s": 400.0,
     }
-    return ServerSpec(**(fields | changes))
+    return replica_server(**(fields | changes))

@@ -175,7 +175,7 @@ async def test_a_cut_vocabulary_comes_with_its_mask_and_renormalised_log_probabi
 
 async def test_a_server_that_is_killed_is_lost_to_every_call_and_stream(servers):
     async with asyncio.timeout(LAW_S):
-        await laws.a_dead_engine_says_so_in_every_method(
+        await laws.a_lost_engine_says_so_in_every_method(
             factory(servers.exact, servers.weights), lambda _: kill_server(servers.exact)
         )
 

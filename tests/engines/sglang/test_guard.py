@@ -14,7 +14,8 @@ import pytest
 
 from laminar_py.config.cluster import Device
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.sglang.server import EPHEMERAL_PORTS, ServerSpec, SGLangServer, _free_port, last_words
+from laminar_py.engines.sglang.launch import ServerSpec, replica_server
+from laminar_py.engines.sglang.server import EPHEMERAL_PORTS, SGLangServer, _free_port, last_words
 from laminar_py.records.engine import EngineLostError
 from laminar_py.records.pieces import Recording
 from tests.engines.sglang.owner import owned_server, wait_until_gone
@@ -61,7 +62,7 @@ def program(folder: Path, code: str) -> Path:
 def spec(folder: Path, code: str = STUBBORN, **changes) -> ServerSpec:
     fields = {"python": program(folder, code), "model_dir": folder, "log": folder / "logs/0.log", "max_batch": 4}
     fields |= {"max_len": 64, "kv_capacity": 256, "device": Device.CPU}
-    return ServerSpec(**(fields | changes))
+    return replica_server(**(fields | changes))
 
 
 @asynccontextmanager

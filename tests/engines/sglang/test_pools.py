@@ -10,8 +10,7 @@ import pytest
 
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.sglang.pools import PoolServerSpec, check_pool
-from laminar_py.engines.sglang.settings import LOOPBACK
+from laminar_py.engines.sglang.launch import LOOPBACK, ServerSpec, check_pool, pool_server
 
 TERM = {"kind": "steps", "servers": "prm", "separator_id": 7, "labels": [5, 6]}
 
@@ -27,8 +26,8 @@ def reward_of(model: Path, **settings) -> RewardConfig:
     return RewardConfig.model_validate_json(msgspec.json.encode({"use": [TERM], "servers": {"prm": pool}}))
 
 
-def spec_of(model: Path, **settings) -> PoolServerSpec:
-    return PoolServerSpec(pool="prm", settings=reward_of(model, **settings).servers["prm"], log=Path())
+def spec_of(model: Path, **settings) -> ServerSpec:
+    return pool_server("prm", reward_of(model, **settings).servers["prm"], Path())
 
 
 def test_a_server_has_the_weights_of_its_model_on_its_gpus_and_the_users_flags(model):

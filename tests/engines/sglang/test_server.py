@@ -16,7 +16,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang.attach import check_server
 from laminar_py.records.engine import EngineLostError
 from tests.engines.sglang.owner import owned_server, wait_until_gone
-from tests.engines.sglang.rig import make_model, make_spec, running_server, sglang_python
+from tests.engines.sglang.rig import make_model, running_server, sglang_python
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module")]
 PATIENCE_S = 400
@@ -122,7 +122,7 @@ async def test_overlapped_steps_are_no_place_for_new_weights(server):
 
 
 @pytest.mark.parametrize(
-    ("model", "words"), [({"vocab": 352}, "vocabulary of 320"), ({"hidden": 96}, "hidden_size=64")]
+    ("model", "words"), [({"vocab": 352}, "vocab_size=320"), ({"hidden": 96}, "hidden_size=64")]
 )
 async def test_a_server_with_another_model_is_refused(model, words, server, tmp_path):
     other = make_model(tmp_path, seed=0, max_len=MAX_LEN, **model)
@@ -159,7 +159,6 @@ async def test_a_model_that_cannot_be_served_is_named_in_one_line(folder, tmp_pa
 
 
 async def test_a_flag_that_sglang_does_not_know_is_named_in_one_line(weights, tmp_path):
-    spec = make_spec(weights, tmp_path, flags={"no-such-flag": 1})
     with pytest.raises(EngineLostError, match="unrecognized arguments: --no-such-flag 1"):
-        async with running_server(weights, tmp_path, flags=spec.flags):
+        async with running_server(weights, tmp_path, flags={"no-such-flag": 1}):
             pass

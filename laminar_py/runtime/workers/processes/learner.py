@@ -13,8 +13,7 @@ import torch
 from safetensors import safe_open
 
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.emulation import EmulationConfig
-from laminar_py.config.loading import read_profile
+from laminar_py.config.engine import BACKENDS, LearnerStandIn
 from laminar_py.config.run import RunConfig
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
@@ -23,14 +22,13 @@ from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes, served_dtype
 from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group
-from laminar_py.learner.emulated import EmulatedLearner
 from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.reference import ReferenceModel
 from laminar_py.learner.step import Learner
 from laminar_py.learner.warm_start import Example, cache_key, warm_start
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
-from laminar_py.records.metrics import LearnerProgress
+from laminar_py.records.metrics import LearnerProgress, LearnerStarted
 from laminar_py.records.pieces import ColumnPiece, ColumnRef
 from laminar_py.records.weights import Published
 from laminar_py.relay.messages import Manifest
@@ -50,7 +48,6 @@ from laminar_py.runtime.workers.processes.base import (
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
     LearnerSpec,
-    LearnerStarted,
     ReferenceAnswer,
     ReferenceRequest,
     ReferenceSpec,
@@ -69,7 +66,7 @@ class LearnerActor(ComputingActor):
         super().__init__()
         self._progress = LearnerProgress("loading", 0, 1, 0.0)
         self._bundles: list[Bundle] = []  # of the next step
-        self._learner: Learner | EmulatedLearner
+        self._learner: Learner | LearnerStandIn
         self._publisher: Publisher | None = None
 
     def progress(self) -> LearnerProgress:
@@ -87,15 +84,18 @@ class LearnerActor(ComputingActor):
     def load(self, config: RunConfig, spec: LearnerSpec, reader: PayloadReader) -> LearnerStarted:
         """Make the learner and the publisher; `reader` reads the tokens of its steps."""
         self._reader = reader
-        if config.emulation is None:
+        kind = config.rollout.engine.kind
+        stand_in = BACKENDS.get(kind).open_learner
+        if stand_in is None:
             self._learner, started = _real_learner(config, spec, self._note)
         else:
-            self._learner, started = _emulated_learner(config.emulation)
+            with BACKENDS.naming_package(kind):
+                self._learner, started = stand_in(config)
         if spec.checkpoint is not None:
             self._learner.load(Path(spec.checkpoint))
         self._dtype: torch.dtype = getattr(torch, served_dtype(config.model.path))
         if spec.rank == 0:
-            adapter = None if isinstance(self._learner, EmulatedLearner) else self._learner.adapter_config()
+            adapter = self._learner.adapter_config() if isinstance(self._learner, Learner) else None
             self._publisher = Publisher(Path(spec.store), chunk_bytes=spec.chunk_bytes, adapter_config=adapter)
         return started
 
@@ -179,12 +179,6 @@ def start_model(config: RunConfig) -> ModelConfig:
         return config.model
     key = cache_key(config.model, config.warm_start, chat=config.data.chat, seed=config.seed)
     return ModelConfig(path=config.warm_start.cache / key)
-
-
-def _emulated_learner(emulation: EmulationConfig) -> tuple[EmulatedLearner, LearnerStarted]:
-    times = read_profile(emulation.profile).learner
-    learner = EmulatedLearner(times, devices=emulation.learner_devices, compression=emulation.compression)
-    return learner, LearnerStarted(times.num_parameters, "emulated", times.hidden_size, times.num_layers)
 
 
 def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> None:

@@ -16,10 +16,8 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.config.engine import BACKENDS, EngineLaunch
-from laminar_py.config.loading import read_profile
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
-from laminar_py.engines.emulated.turns import environments_of
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.records.engine import EngineLostError
 from laminar_py.records.environment import Environments
@@ -111,9 +109,9 @@ class ReplicaActor(PartActor):
 
 
 def _environments(config: RunConfig, spec: ReplicaSpec, wire: SocketFactory) -> Environments | None:
-    """Return the environments of this replica: in processes of their own, or an emulation in this process."""
+    """Return the environments of this replica: in processes of their own, or the backend's in this process."""
     if config.environment is None:
-        return environments_of(config)
+        return BACKENDS.get(config.rollout.engine.kind).open_environments(config)
     return RemoteEnvironments(Path(spec.run_dir), config.environment.workers, wire, spec.label)
 
 
@@ -142,24 +140,13 @@ class Measured:
 
 
 async def engine_speed(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:
-    """Return the speed of an engine on this host: emulated, stored, or measured now.
+    """Return the speed of an engine on this host: known to its backend, stored, or measured now.
 
     `repack.roofline_batch` overrides the measured batch.
     """
-    speed = _emulated(config) if config.emulation is not None else await _measured(config, measure)
+    known: EngineSpeed | None = BACKENDS.get(config.rollout.engine.kind).known_speed(config)
+    speed = known or await _measured(config, measure)
     return speed.with_roofline(config.repack.roofline_batch)
-
-
-def _emulated(config: RunConfig) -> EngineSpeed:
-    assert config.emulation is not None, "there is a profile"
-    times, fast = read_profile(config.emulation.profile).engine, config.emulation.compression
-    return EngineSpeed(
-        step_s=times.step_s / fast,
-        step_s_per_sequence=0.0,
-        step_s_per_token=times.kv_token_s / fast,
-        prefill_tokens_per_s=times.prefill_tokens_per_s * fast,
-        roofline_batch=config.rollout.max_batch,
-    )
 
 
 async def _measured(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:

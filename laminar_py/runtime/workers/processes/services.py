@@ -39,14 +39,13 @@ class ServerActor(PartActor):
 
     async def start(self, spec: ServerStart) -> ServerAddress:
         """Launch the server; return its address once it is ready."""
-        from laminar_py.engines.sglang.pools import PoolServerSpec
+        from laminar_py.engines.sglang.launch import pool_server
         from laminar_py.engines.sglang.server import SGLangServer
 
         name = server_name(spec.pool, spec.index)
         settings = open_part(spec, name).reward.servers[spec.pool]
         log = Path(spec.run_dir) / "logs" / f"sglang-{name}.log"
-        launch = PoolServerSpec(pool=spec.pool, settings=settings, log=log, host=spec.host)
-        self._server = SGLangServer(launch)
+        self._server = SGLangServer(pool_server(spec.pool, settings, log, host=spec.host))
         await self._server.start()
         return ServerAddress(self._server.url, self._server.api_key)
 

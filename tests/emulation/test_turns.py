@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_lab.emulation.engine import EmulatedEngine
+from laminar_lab.emulation.responses import EmulatedEnvironments, Responses, lay_out
+from laminar_lab.emulation.scheduler import PrefixCache
+from laminar_lab.emulation.settings import EngineTimes, TurnsConfig
 from laminar_lab.simulate.fleet import CountedTokens
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
-from laminar_py.config.emulation import EngineTimes, TurnsConfig
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.engines.emulated.batch import PrefixCache
-from laminar_py.engines.emulated.engine import EmulatedEngine
-from laminar_py.engines.emulated.responses import Responses
-from laminar_py.engines.emulated.turns import EmulatedEnvironments, lay_out
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.environment import ModelTurn, Problem
 from laminar_py.records.pieces import COUNTED, TokensRef
@@ -26,7 +25,7 @@ from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, num_sampled, num_turns
 from laminar_py.records.trajectory import FinishReason, Kind
 from laminar_py.rollout.replica import Replica
-from tests.engines.emulated.test_engine import make_scheduler
+from tests.emulation.test_engine import TICKETS, make_scheduler
 from tests.engines.engine_conformance import make_request
 from tests.rollout.folders import Folders
 
@@ -129,11 +128,12 @@ def test_a_turn_that_is_asked_for_again_is_not_worked_on_anew():
 def prefilled_s(scheduler, now, rid, *, prefix):
     """Seconds until a request of one more token has it, on an engine whose steps take next to nothing."""
     request = make_request(rid, prompt=[3] * 1000, prefix=[4] * prefix, length=prefix + 1)
-    scheduler.add_request(now, request, ONE.respond(request))
+    scheduler.begin_call(now)
+    scheduler.add_request(next(TICKETS), request)
     ends = {}
     while (due := scheduler.next_event_s) is not None:
         scheduler.advance(due)
-        ends |= {delta.rid: due for delta in scheduler.take_deltas() if delta.finish_reason is not None}
+        ends |= {delta.rid: due for _, delta in scheduler.take_deltas() if delta.finish_reason is not None}
     return ends[rid] - now
 
 
@@ -149,8 +149,9 @@ def test_a_turn_that_comes_back_prefills_what_is_new_unless_its_prefix_had_to_go
     prefilled_s(scheduler, 40.0, "c", prefix=0)
     assert prefilled_s(scheduler, 50.0, "a", prefix=10) == pytest.approx(0.0, abs=1e-6), "b was used longest ago"
     assert prefilled_s(scheduler, 60.0, "b", prefix=1) == pytest.approx(1.001)
-    scheduler.begin_load(70.0, 2)
-    scheduler.end_load(70.0, 2)
+    scheduler.begin_call(70.0)
+    scheduler.begin_load(2)
+    scheduler.end_load(2)
     assert prefilled_s(scheduler, 70.0, "b", prefix=2) == pytest.approx(1.002)
 
 

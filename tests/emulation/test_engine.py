@@ -4,6 +4,7 @@ Everything runs in virtual time: a loop with nothing to do skips to its next tim
 """
 
 import asyncio
+import itertools
 import math
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -15,20 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from laminar_lab.emulation.engine import EmulatedEngine
+from laminar_lab.emulation.responses import Responses
+from laminar_lab.emulation.scheduler import EmulatedScheduler
+from laminar_lab.emulation.settings import EngineTimes, read_profile
 from laminar_lab.simulate.virtual_loop import virtually
-from laminar_py.config.emulation import EngineTimes
-from laminar_py.config.loading import read_profile
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.emulated.engine import EmulatedEngine
-from laminar_py.engines.emulated.responses import Responses
-from laminar_py.engines.emulated.scheduler import EmulatedScheduler
 from laminar_py.records.engine import EngineLostError, PauseMode
 from laminar_py.records.trajectory import FinishReason
 from tests.depth import examples
 from tests.engines import engine_conformance as conformance
 from tests.engines.engine_conformance import Rig, caught, collect, make_request, until
 
-PROFILE = Path(__file__).parents[3] / "configs/emulation/h100_7b.yaml"
+PROFILE = Path(__file__).parents[2] / "configs/emulation/h100_7b.yaml"
 VOCAB = 123
 TIMES = EngineTimes(step_s=0.020, kv_token_s=8e-8, prefill_tokens_per_s=25_000.0, load_s=0.5, reserve_tokens=600)
 QUICK = TIMES.model_copy(update={"load_s": 0.01})  # twenty loads while a stream of 1900 tokens runs
@@ -73,18 +73,21 @@ async def serving(folder: Path, times=TIMES, **room):
 
 def make_scheduler(times=TIMES, *, max_batch=8, kv_capacity=100_000) -> EmulatedScheduler:
     """It serves version 1 from time 0 on."""
-    scheduler = EmulatedScheduler(times, max_batch=max_batch, max_len=20_000, kv_capacity=kv_capacity)
-    scheduler.begin_load(0.0, 1)
-    scheduler.end_load(0.0, 1)
+    room = {"max_batch": max_batch, "max_len": 20_000, "kv_capacity": kv_capacity}
+    scheduler = EmulatedScheduler(times, RESPONSES, **room)
+    scheduler.begin_call(0.0)
+    scheduler.begin_load(1)
+    scheduler.end_load(1)
     return scheduler
 
 
 RESPONSES = Responses(VOCAB, max_len=20_000, median=300.0, sigma=0.9)
+TICKETS = itertools.count()
 
 
 def submit(scheduler, now, rid, **request):
-    request = make_request(rid, **request)
-    scheduler.add_request(now, request, RESPONSES.respond(request))
+    scheduler.begin_call(now)
+    scheduler.add_request(next(TICKETS), make_request(rid, **request))
 
 
 def run_out(scheduler) -> dict[str, float]:
@@ -94,7 +97,7 @@ def run_out(scheduler) -> dict[str, float]:
         scheduler.advance(due)
         status = scheduler.status()
         assert status.kv_used <= status.kv_capacity
-        ends |= {delta.rid: due for delta in scheduler.take_deltas() if delta.finish_reason is not None}
+        ends |= {delta.rid: due for _, delta in scheduler.take_deltas() if delta.finish_reason is not None}
     return ends
 
 
@@ -116,7 +119,7 @@ def test_the_emulated_engine_keeps_the_law(law, folders):
     virtually(law(make))
 
 
-def test_a_dead_engine_says_so_in_every_method(folders):
+def test_a_lost_engine_says_so_in_every_method(folders):
     @asynccontextmanager
     async def make():
         async with serving(folders[0], QUICK) as engine:
@@ -125,7 +128,7 @@ def test_a_dead_engine_says_so_in_every_method(folders):
     def kill(engine):
         engine._scheduler.advance = lambda now: 1 / 0
 
-    virtually(conformance.a_dead_engine_says_so_in_every_method(make, kill))
+    virtually(conformance.a_lost_engine_says_so_in_every_method(make, kill))
 
 
 def test_versions_of_tokens_and_of_their_kv_cache_are_told(folders):
@@ -171,11 +174,11 @@ def test_the_formula_is_the_sum_of_its_steps_and_its_inverse_agrees(
     times = TIMES.model_copy(update={"kv_token_s": kv_token_s, "sequence_s": sequence_s})
     first_s = times.step_s + sequence_s * running
     each = [first_s + kv_token_s * (kv_used + running * step) for step in range(steps + 1)]
-    total = times.steps.seconds(steps, running=running, kv_used=kv_used)
+    total = times.seconds(steps, running=running, kv_used=kv_used)
     assert total == pytest.approx(math.fsum(each[:steps]), rel=1e-9)
-    assert times.steps.within(total, running=running, kv_used=kv_used) == steps
+    assert times.steps_within(total, running=running, kv_used=kv_used) == steps
     almost = total + 0.999 * each[steps]
-    assert times.steps.within(almost, running=running, kv_used=kv_used) == steps
+    assert times.steps_within(almost, running=running, kv_used=kv_used) == steps
 
 
 @given(
@@ -193,7 +196,7 @@ def test_looking_at_it_changes_nothing(lengths, looks, kv_capacity):
     for look in sorted(looks):
         watched.advance(look)
         assert watched.status().kv_used <= kv_capacity
-        ends |= {delta.rid: look for delta in watched.take_deltas() if delta.finish_reason is not None}
+        ends |= {delta.rid: look for _, delta in watched.take_deltas() if delta.finish_reason is not None}
     expected, rest = run_out(alone), run_out(watched)
     assert rest == pytest.approx({rid: expected[rid] for rid in rest}, rel=1e-9)
     for rid, seen in ends.items():
@@ -308,7 +311,7 @@ def test_a_full_cache_retracts_the_youngest_which_goes_on_first():
     while (due := scheduler.next_event_s) is not None:
         scheduler.advance(due)
         lowest = min(lowest, scheduler.status().running)
-        ends |= {delta.rid: due for delta in scheduler.take_deltas() if delta.finish_reason is not None}
+        ends |= {delta.rid: due for _, delta in scheduler.take_deltas() if delta.finish_reason is not None}
     assert lowest < 3, "some were retracted"
     assert list(ends)[:3] == ["late", "r0", "r1"]
     assert ends["r2"] > ends["r1"]
@@ -326,7 +329,7 @@ def test_the_cache_and_the_batch_are_never_overfull_and_everything_ends(requests
         submit(scheduler, now, f"r{index}", group=f"g{group}", length=length, prefix=[4] * prefix)
         assert scheduler.status().running <= 5
         assert scheduler.status().kv_used <= 1_500
-    ended = {delta.rid for delta in scheduler.take_deltas() if delta.finish_reason is not None}
+    ended = {delta.rid for _, delta in scheduler.take_deltas() if delta.finish_reason is not None}
     assert len(ended | set(run_out(scheduler))) == len(requests)
     assert scheduler.status().kv_used == scheduler.status().running == scheduler.status().waiting == 0
 
@@ -439,7 +442,7 @@ def test_a_closed_engine_is_lost(folders):
 def test_a_bad_profile_is_refused_in_one_line(text, line, tmp_path):
     path = tmp_path / "profile.yaml"
     path.write_text(text or "{}")
-    with pytest.raises(ConfigError, match=rf"^emulation\.profile={path}: .*{line}") as caught_error:
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine\.profile={path}: .*{line}") as caught_error:
         read_profile(path)
     assert "\n" not in str(caught_error.value)
 
@@ -459,10 +462,10 @@ def test_a_bad_profile_is_refused_in_one_line(text, line, tmp_path):
 def test_profiles_of_published_tables_decode_at_their_speed(name, gpus, batch, tokens_per_s):
     """Tokens/s of a GPU at contexts of 4,096 tokens, from the tables that the profiles were fitted to."""
     times = read_profile(Path(f"configs/emulation/h100_{name}.yaml")).engine
-    step_s = times.steps.seconds(1, running=batch, kv_used=4096 * batch)
+    step_s = times.seconds(1, running=batch, kv_used=4096 * batch)
     assert batch / step_s / gpus == pytest.approx(tokens_per_s, rel=0.05)
 
 
 def test_a_missing_profile_is_named():
-    with pytest.raises(ConfigError, match=r"emulation\.profile=nowhere\.yaml: no such file"):
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.profile=nowhere\.yaml: no such file"):
         read_profile(Path("nowhere.yaml"))

@@ -1,7 +1,7 @@
 """A learner that takes the time of GPUs and computes nothing, to measure schedules with the real runtime.
 
-`workers.processes.learner` uses it in place of `step.Learner`. Its state is the number of steps taken. Its
-weights are a few small tensors that depend on this number, so that versions differ and relays have bytes to carry.
+The backend puts it in the place of the run's own learner. Its state is the number of steps taken. Its weights are
+a few small tensors that depend on this number, so that versions differ and relays have bytes to carry.
 """
 
 import time
@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from laminar_py.config.emulation import LearnerTimes
-from laminar_py.learner.marker import Architecture, complete_checkpoint, read_marker
-from laminar_py.learner.packing.balance import emulated_step_s
+from laminar_lab.emulation.settings import LearnerTimes
+from laminar_py.learner import Architecture, complete_checkpoint, read_marker
 from laminar_py.records.metrics import StepMetrics, Work
 from laminar_py.records.trajectory import MicroBatch
 
@@ -45,7 +44,7 @@ class EmulatedLearner:
         """Make an optimizer step: sleep for as long as GPUs would take, less the time to read `microbatches`."""
         began = self._now()
         lengths = [batch.lengths for batch in microbatches]
-        elapsed_s = emulated_step_s(self._times, lengths, devices=self._devices) / self._compression
+        elapsed_s = self._times.step_s(lengths, devices=self._devices) / self._compression
         self._sleep(max(0.0, began + elapsed_s - self._now()))
         self.num_steps += 1
         return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))
@@ -56,15 +55,11 @@ class EmulatedLearner:
         for index in range(NUM_TENSORS):
             yield f"emulated.{index}.weight", torch.randn(SHAPE, generator=generator).to(dtype)
 
-    def save(self, folder: Path) -> None:
+    def begin_save(self, folder: Path) -> None:
         """Write a checkpoint, which is the number of steps. Replaces an older `folder`."""
         partial = folder.with_name(f"{folder.name}.tmp")
         partial.mkdir(parents=True, exist_ok=True)
         complete_checkpoint(partial, folder, step=self.num_steps, world_size=1, model=MODEL)
-
-    def begin_save(self, folder: Path) -> None:
-        """Write a checkpoint, which is complete at once."""
-        self.save(folder)
 
     def finish_save(self) -> None:
         """Do nothing: `begin_save` has written everything."""

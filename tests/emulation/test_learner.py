@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from laminar_py.config.emulation import LearnerTimes
-from laminar_py.learner.emulated import EmulatedLearner
+from laminar_lab.emulation.learner import EmulatedLearner
+from laminar_lab.emulation.settings import LearnerTimes
 from laminar_py.learner.marker import MARKER
-from laminar_py.learner.packing.balance import emulated_step_s
 
 TIMES = LearnerTimes(
     train_tokens_per_s=1000.0, num_parameters=10**12, hidden_size=1, num_layers=1, optimizer_s=2.0
@@ -56,13 +55,13 @@ def test_a_step_takes_the_time_of_its_tokens_and_the_optimizers():
 
 def test_devices_share_whole_microbatches():
     batches = [[length] for length in (4000, 3000, 2000, 1000)]
-    assert emulated_step_s(TIMES, batches, devices=2) == pytest.approx(2 + 5)
-    assert emulated_step_s(TIMES, batches, devices=8) == pytest.approx(2 + 4)
+    assert TIMES.step_s(batches, devices=2) == pytest.approx(2 + 5)
+    assert TIMES.step_s(batches, devices=8) == pytest.approx(2 + 4)
 
 
 def test_a_long_sequence_costs_more_than_short_ones_of_as_many_tokens():
     times = TIMES.model_copy(update={"num_parameters": 7_600_000_000, "hidden_size": 3584, "num_layers": 28})
-    long, short = (emulated_step_s(times, batch, devices=1) for batch in ([[16_000]], [[400] * 40]))
+    long, short = (times.step_s(batch, devices=1) for batch in ([[16_000]], [[400] * 40]))
     assert long > 1.1 * short
 
 
@@ -82,11 +81,11 @@ def test_every_step_makes_other_weights_and_a_checkpoint_brings_them_back(tmp_pa
     learner = make_learner()
     first = tensors(learner)
     learner.step([Packed([10])])
-    learner.save(tmp_path / "step-1")
+    learner.begin_save(tmp_path / "step-1")
     second = tensors(learner)
     assert not equal(first, second)
     learner.step([Packed([10])])
-    learner.save(tmp_path / "step-1")  # again
+    learner.begin_save(tmp_path / "step-1")  # again
     restored = make_learner()
     restored.load(tmp_path / "step-1")
     assert restored.num_steps == 2
@@ -95,7 +94,7 @@ def test_every_step_makes_other_weights_and_a_checkpoint_brings_them_back(tmp_pa
 
 
 def test_a_torn_checkpoint_is_refused(tmp_path):
-    make_learner().save(tmp_path / "torn")
+    make_learner().begin_save(tmp_path / "torn")
     (tmp_path / "torn" / MARKER).unlink()
     with pytest.raises(ValueError, match="half written"):
         make_learner().load(tmp_path / "torn")

@@ -1,0 +1,249 @@
+"""Settings of `rollout.engine` with `kind: emulated`, and the profile: times of a GPU and a model.
+
+`laminar_py.config.engine` validates the settings through the backend. The profile is read before a run and in each
+emulated process.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from laminar_py.config import ConfigError, Count, EngineConfig, RunConfig, Seconds, Section
+from laminar_py.config.engine import EmulatedFleet
+from laminar_py.config.loading import load_settings
+from laminar_py.learner.packing import attention_share, sequence_cost
+
+Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Extra = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Size = Annotated[int, Field(ge=1)]
+
+
+class EngineTimes(Section):
+    """Times of an engine. A decoding step of N sequences over T tokens of KV takes
+    `step_s + sequence_s * N + kv_token_s * T`."""
+
+    step_s: Time
+    """Seconds of a step on an empty cache, which reads the weights."""
+    sequence_s: Extra = 0.0
+    """Seconds that each sequence of a batch adds."""
+    kv_token_s: Extra
+    """Seconds to read the keys and values of one token."""
+    prefill_tokens_per_s: Time
+    """Tokens prefilled in a second; no decoding step runs meanwhile."""
+    load_s: Extra
+    """Seconds to load new weights from this host's memory."""
+    reserve_tokens: Size
+    """Tokens that must be free for the growth of a request when it is admitted."""
+    gpus: Size = 1
+    """GPUs of the measured replica; only `laminar plan` reads it."""
+
+    def seconds(self, steps: int, *, running: int, kv_used: int) -> float:
+        """Seconds of `steps` decoding steps that begin with `kv_used` tokens.
+
+        Each step adds one token for each running sequence.
+        """
+        first_s = self.step_s + self.sequence_s * running + self.kv_token_s * kv_used
+        grown = running * steps * (steps - 1) / 2
+        return steps * first_s + self.kv_token_s * grown
+
+    def steps_within(self, seconds: float, *, running: int, kv_used: int) -> int:
+        """Largest number of decoding steps that takes at most `seconds`: the inverse of `seconds`."""
+        first_s, half = self.seconds(1, running=running, kv_used=kv_used), self.kv_token_s * running / 2
+        if first_s > seconds:
+            return 0
+        slope = first_s - half
+        divisor = slope + math.sqrt(slope * slope + 4 * half * seconds)
+        steps = int(2 * seconds / divisor) if divisor > 0 else 0
+        while self.seconds(steps + 1, running=running, kv_used=kv_used) <= seconds:
+            steps += 1
+        while steps and self.seconds(steps, running=running, kv_used=kv_used) > seconds:
+            steps -= 1
+        return steps
+
+    def slower(self, times: float) -> "EngineTimes":
+        """Times of an engine whose computation takes `times` as long, e.g. 1.5; loads stay as fast."""
+        return self.model_copy(
+            update={
+                "step_s": self.step_s * times,
+                "sequence_s": self.sequence_s * times,
+                "kv_token_s": self.kv_token_s * times,
+                "prefill_tokens_per_s": self.prefill_tokens_per_s / times,
+            }
+        )
+
+
+class LearnerTimes(Section):
+    """Times of a learner, on devices that divide the microbatches of a step among them."""
+
+    train_tokens_per_s: Time
+    """Tokens of short sequences that one device trains on in a second, recomputation included."""
+    num_parameters: Size
+    """Of the model; with the next two it gives the extra cost of attention in long sequences."""
+    hidden_size: Size
+    """Of the model."""
+    num_layers: Size
+    """Of the model."""
+    optimizer_s: Extra
+    """Seconds of a step that do not depend on its size: optimizer, collectives, copy of the weights."""
+
+    def step_s(self, lengths: Sequence[Sequence[int]], *, devices: int) -> float:
+        """Seconds of an optimizer step: each microbatch runs on one device, and the busiest device counts.
+
+        `lengths` has each microbatch's sequence lengths.
+        """
+        share = attention_share(
+            hidden_size=self.hidden_size, num_layers=self.num_layers, num_parameters=self.num_parameters
+        )
+        costs = [sum(sequence_cost(length, attention_share=share) for length in batch) for batch in lengths]
+        busy = [0.0] * devices
+        for cost in sorted(costs, reverse=True):
+            heapq.heapreplace(busy, busy[0] + cost)  # on the least busy device
+        return self.optimizer_s + max(busy) / self.train_tokens_per_s
+
+
+class EmulationProfile(Section):
+    """A GPU and a model, e.g. `configs/emulation/h100_7b.yaml`."""
+
+    engine: EngineTimes
+    """Of each replica."""
+    learner: LearnerTimes
+    """Of the learner."""
+
+
+def read_profile(path: Path, *, setting: str = "rollout.engine.profile") -> EmulationProfile:
+    """Read the profile in a YAML file that `setting` names. Raises `ConfigError`."""
+    if not path.is_file():
+        raise ConfigError(f"{setting}={path}: no such file; name one such as configs/emulation/h100_7b.yaml")
+    try:
+        return load_settings(EmulationProfile, path, [], help_at="laminar_lab/emulation/settings.py")
+    except ConfigError as error:
+        raise ConfigError(f"{setting}={path}: {error}") from None
+
+
+SHORTEST = 16  # tokens that the model has in any response
+
+
+class TurnsConfig(Section):
+    """Turns of emulated trajectories. Between two turns of the model an emulated environment works and writes
+    tokens. The model's tokens are as many in all as in one turn."""
+
+    count: Annotated[int, Field(ge=2, le=SHORTEST)]
+    """Turns of the model in each trajectory; their lengths are random."""
+    median_s: Seconds
+    """Median of the log-normal time that an environment works between two turns, in emulated seconds."""
+    p95_s: Seconds
+    """Its 95th percentile, in emulated seconds."""
+    observation_tokens: Count = 64
+    """Tokens that an environment writes between two turns; they count for `rollout.sampling.max_new_tokens`."""
+
+    @property
+    def observed_tokens(self) -> int:
+        """Most tokens that environments write in a trajectory."""
+        return (self.count - 1) * self.observation_tokens
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.p95_s < self.median_s:
+            raise ConfigError(
+                f"rollout.engine.turns.p95_s={self.p95_s:g}: below median_s={self.median_s:g}; raise it"
+            )
+        return self
+
+
+Portion = Annotated[float, Field(ge=0, le=1)]
+Delay = Annotated[float, Field(ge=0, le=86_400)]  # a simulation steps through each second
+
+
+class SimulationConfig(Section):
+    """Times of simulated parts other than engines and learner; `laminar simulate` alone reads them. All are real
+    seconds of the run."""
+
+    prompt_tokens: Count = 400
+    """Tokens of a prompt."""
+    solved: Portion = 0.5
+    """Share of responses with reward 1; the others have reward 0."""
+    reward_median_s: Delay = 0.05
+    """Median of the log-normal time that scoring a response takes."""
+    reward_sigma: Delay = 0.0
+    """Standard deviation of its logarithm."""
+    scorers: Count | None = None
+    """Responses that are scored at a time; others wait in a queue. `null`: no limit."""
+    publish_s: Delay = 0.5
+    """Seconds from a learner's step until the new version is in the memory of every replica's host, or, with
+    `link_gbit_per_s`, of the learner's host, from where it goes down the tree."""
+    link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Bandwidth between two hosts, in emulated seconds. A version, with 2 bytes for each parameter of the profile,
+    goes down the tree of `relay.topology`; a replica loads it when its host has all of it. `null`: every host has
+    it after `publish_s`."""
+    replicas_per_host: Count = 8
+    """Replicas that share a host and its relay, e.g. 2 if each has four of eight GPUs."""
+    replica_mtbf_s: Seconds | None = None
+    """Mean of the exponential time between two crashes of a replica's process. Its trajectories continue
+    elsewhere, from the end of its journal (`rollout.partial_interval_s`). `null`: no replica crashes."""
+    restart_s: Delay = 60.0
+    """Seconds from a replica's crash until it serves the newest weights again."""
+    hop_s: Delay = 0.02
+    """Seconds from sending a report until the controller reads it: an assumption, not a measurement."""
+    order_s: Delay = 0.01
+    """Seconds from the controller to its replica for an order: an assumption, too."""
+    cores: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Cores that engines, learner and other parts share when they compute on CPUs. Each uses one at most, and
+    engines get the rest; 1.5: other work takes half of a core. Times in the profile are then CPU seconds. None:
+    every part has a core."""
+    trajectory_cpu_s: Delay = 0.0
+    """With `cores`: CPU seconds of a trajectory outside engines and learner."""
+
+
+class EmulationConfig(EngineConfig):
+    """Engines and a learner that wait for the time that GPUs would take, and compute nothing. They measure
+    schedules with the real controller, processes, relays and ledger."""
+
+    kind: str = "emulated"
+    """See `rollout.engine`."""
+    profile: Path
+    """YAML with the times of a GPU and a model, e.g. `configs/emulation/h100_7b.yaml`. `rollout.kv_capacity` and
+    `rollout.max_batch` limit the emulated engine too."""
+    compression: Annotated[float, Field(ge=1, le=20)] = 1.0
+    """Emulated seconds in one second; all other settings are in real seconds."""
+    start_spread_s: Annotated[float, Field(ge=0)] = 0.0
+    """Emulated seconds over which replicas start one after another; 0: all start at once."""
+    learner_devices: Count = 1
+    """GPUs that share a learner step."""
+    median_tokens: Count = 1500
+    """Median of response lengths, which are log-normal and cut at `rollout.sampling.max_new_tokens`."""
+    sigma: Annotated[float, Field(ge=0)] = 0.99
+    """Standard deviation of their logarithm; 0.99 makes p99 10 times the median."""
+    prompt_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the variance between prompts, in the logarithm of lengths; 0: responses to one prompt differ as
+    much as responses to different prompts."""
+    turns: TurnsConfig | None = None
+    """Turns that environments answer, or none: a response is one turn."""
+    simulation: SimulationConfig = SimulationConfig()
+    """Times of simulated parts, for `laminar simulate` alone."""
+
+    def most_sampled(self, cap: int) -> int:
+        """Most tokens that the model samples in a response of `cap` tokens."""
+        return cap if self.turns is None else cap - self.turns.observed_tokens
+
+    @property
+    def yields_cpus(self) -> bool:
+        """False, since its timers must fire on time."""
+        return False
+
+    @property
+    def emulates(self) -> EmulatedFleet:
+        """See `EngineConfig.emulates`."""
+        return EmulatedFleet(
+            learner_devices=self.learner_devices, compression=self.compression, has_turns=self.turns is not None
+        )
+
+
+def emulation_of(config: RunConfig) -> EmulationConfig:
+    """Return the section `rollout.engine` of a run with emulated engines."""
+    section = config.rollout.engine
+    assert isinstance(section, EmulationConfig), section
+    return section

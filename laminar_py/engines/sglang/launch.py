@@ -1,0 +1,234 @@
+"""Launches of SGLang servers: flags, command line, environment, and the checks before a launch.
+
+`replica_server` describes the server of a replica, `pool_server` a server of `reward.servers`; `SGLangServer` runs
+either.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar_py.config.cluster import Device
+from laminar_py.config.learner import LoraConfig
+from laminar_py.config.reward import RewardConfig, ServerPoolConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.model_sizes import served_dtype
+from laminar_py.engines.sglang.settings import Flag, Flags
+from laminar_py.records.pieces import Recording
+
+LOOPBACK = "127.0.0.1"
+MIN_VERSION = (0, 5, 23)  # the oldest that the client was tested with
+# SGLang reserves the last positions of its context: 6 for a prompt, 2 for a response
+SPARE_TOKENS = 8
+MAX_LORAS = 2  # in one batch: the adapter of new requests, and the adapter of older requests
+MASK_TOKENS = 4096  # tokens of a recorded mask by default
+_ALONE = "a server is one replica on one node; set rollout.replicas or rollout.engine.tensor_parallel"
+_CHOSEN = "the run chooses it; leave it out"
+_RESERVED = {  # every spelling of a flag -> remedy
+    **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config"), _CHOSEN),
+    **dict.fromkeys(("model-path", "model"), "set model.path"),
+    **dict.fromkeys(("tp-size", "tensor-parallel-size"), "set rollout.engine.tensor_parallel"),
+    **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size"), _ALONE),
+    **dict.fromkeys(("nnodes", "node-rank"), _ALONE),
+    **dict.fromkeys(("base-gpu-id", "gpu-id-step"), "the cluster chooses the GPUs; leave it out"),
+    "device": "set rollout.engine.device",
+    "dtype": "set dtype in the config.json of model.path",
+}
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the spare positions may lie beyond the model's last
+}
+_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+_CPU_FLAGS: dict[str, Flag] = {
+    "sleep-on-idle": True,  # else an idle server keeps a core busy
+    "attention-backend": "torch_native",
+    "lora-backend": "torch_native",
+    "cuda-graph-backend-decode": "disabled",
+    "cuda-graph-backend-prefill": "disabled",
+}
+_VERSION = "from importlib.metadata import version; print(version('sglang'))"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """A server to launch, e.g. `replica_server(python, folder, log, max_batch=64, max_len=8192)`."""
+
+    python: Path  # interpreter of the environment that has SGLang
+    model_dir: Path
+    log: Path  # the server's output is appended
+    device: Device
+    flags: Flags
+    start_limit: tuple[str, float]  # the setting that limits its start, and the seconds
+    host: str = LOOPBACK
+
+    def command(self, port: int) -> list[str]:
+        """Command line of the server on `port`, without the key. False removes a flag."""
+        command = [str(self.python), "-m", "sglang.launch_server"]
+        for name, value in {**self.flags, "host": self.host, "port": port}.items():
+            if value is True:
+                command.append(f"--{name}")
+            elif value is not False:
+                values = [value] if isinstance(value, str | int | float) else value
+                command += [f"--{name}", *map(str, values)]
+        return command
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the server: the variables of this process and SGLang's own."""
+        special = _CPU_ENVIRONMENT if self.device is Device.CPU else {}
+        return {**os.environ, **_ENVIRONMENT, **special}
+
+
+def replica_server(
+    python: Path,
+    model_dir: Path,
+    log: Path,
+    *,
+    max_batch: int,
+    max_len: int,
+    kv_capacity: int | None = None,
+    device: Device = Device.CUDA,
+    dtype: str = "bfloat16",
+    tensor_parallel: int = 1,
+    stream_interval: int = 1,
+    record: tuple[Recording, ...] = (),
+    lora: LoraConfig | None = None,
+    mask_tokens: int = 0,
+    flags: Flags | None = None,
+    start_timeout_s: float = 900.0,
+) -> ServerSpec:
+    """Describe a server of one replica, for trajectories of `max_len` tokens.
+
+    The server reads only the model's `config.json`; weights come by `/update_weights_from_disk` before any prompt.
+    With `lora` it also loads the weights in the folder, the base of later adapters. `kv_capacity=None` fills the
+    GPU's memory. A message of a stream has `stream_interval` tokens; `mask_tokens` is the top-k of recorded masks.
+    The user's `flags` override ours. Raises `ConfigError` for settings that can never start.
+    """
+    if device is Device.CPU and kv_capacity is None:
+        raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set it")
+    own: dict[str, Flag] = {
+        "model-path": str(model_dir),
+        "load-format": "dummy",
+        "dtype": dtype,
+        "tp-size": tensor_parallel,
+        "max-running-requests": max_batch,
+        "context-length": max_len + SPARE_TOKENS,
+        "max-total-tokens": max(kv_capacity, max_len + SPARE_TOKENS) if kv_capacity is not None else False,
+        "stream-interval": stream_interval,
+        "incremental-streaming-output": True,
+        "skip-tokenizer-init": True,
+    }
+    own |= _feature_flags(record, lora, mask_tokens)
+    return ServerSpec(
+        python=python,
+        model_dir=model_dir,
+        log=log,
+        device=device,
+        flags=_with_users_flags(own, flags or {}, device, field="rollout.engine.flags", reserved=_RESERVED),
+        start_limit=("rollout.engine.start_timeout_s", start_timeout_s),
+    )
+
+
+def _feature_flags(record: tuple[Recording, ...], lora: LoraConfig | None, mask_tokens: int) -> dict[str, Flag]:
+    """Flags of a server that records, or serves adapters."""
+    flags: dict[str, Flag] = {"enable-return-routed-experts": Recording.ROUTED_EXPERTS in record}
+    # ties with the last token of top_k make a longer mask, and the server ends a request with a longer mask
+    if Recording.SAMPLING_MASK in record and 2 * mask_tokens > MASK_TOKENS:
+        flags["sampling-mask-max-tokens"] = 2 * mask_tokens
+    if lora is not None:
+        flags |= {
+            "load-format": "auto",
+            "enable-lora": True,
+            "lora-strict-loading": True,
+            "max-lora-rank": lora.rank,
+            "lora-target-modules": [target.value for target in lora.targets],
+            "max-loras-per-batch": MAX_LORAS,
+        }
+    return flags
+
+
+def pool_server(
+    pool: str, settings: ServerPoolConfig, log: Path, *, host: str = LOOPBACK, first_gpu: int = 0
+) -> ServerSpec:
+    """Describe a server of a pool, with the weights and tokenizer in the model's folder.
+
+    `first_gpu` is its index among the GPUs that its process sees. Raises `ConfigError` for settings that can never
+    start.
+    """
+    field, device = f"reward.servers.{pool}", Device.CUDA if settings.gpus else Device.CPU
+    if device is Device.CPU and "max-total-tokens" not in map(_flag_name, settings.flags):
+        raise ConfigError(f"{field}.flags.max-total-tokens=None: on a CPU it would take all memory; set it")
+    reserved = dict.fromkeys([*_RESERVED, "served-model-name"], _CHOSEN)
+    reserved |= dict.fromkeys(("model-path", "model"), f"set {field}.model")
+    reserved |= dict.fromkeys(("tp-size", "tensor-parallel-size", "device"), f"set {field}.gpus")
+    del reserved["dtype"]
+    own: dict[str, Flag] = {
+        "model-path": str(settings.model),
+        "served-model-name": pool,
+        "dtype": served_dtype(settings.model, field=f"{field}.model"),
+        "tp-size": max(1, settings.gpus),
+        "base-gpu-id": first_gpu or False,
+    }
+    return ServerSpec(
+        python=settings.interpreter,
+        model_dir=settings.model,
+        log=log,
+        device=device,
+        flags=_with_users_flags(own, settings.flags, device, field=f"{field}.flags", reserved=reserved),
+        start_limit=(f"{field}.start_timeout_s", settings.start_timeout_s),
+        host=host,
+    )
+
+
+def _with_users_flags(
+    own: dict[str, Flag], given: Flags, device: Device, *, field: str, reserved: Mapping[str, str]
+) -> Flags:
+    """Add common flags, the device's and the user's. `ConfigError` for a `reserved` flag, with its remedy."""
+    for name, value in given.items():
+        for spelling, remedy in reserved.items():
+            if spelling.startswith(_flag_name(name)):  # the server accepts prefixes of flag names
+                raise ConfigError(f"{field}.{name}={value}: {remedy}")
+    of_device = _CPU_FLAGS if device is Device.CPU else {}
+    common = {"device": device.value, "skip-server-warmup": True, "log-level-http": "warning"}
+    return {**own, **common, **of_device, **{_flag_name(name): value for name, value in given.items()}}
+
+
+def _flag_name(name: str) -> str:
+    """Name of a flag as the server spells it, e.g. "max-total-tokens"."""
+    return name.lstrip("-").replace("_", "-")
+
+
+def check_pool(reward: RewardConfig, pool: str) -> None:
+    """Raise `ConfigError` if this host cannot start the servers of `pool`."""
+    settings, field = reward.servers[pool], f"reward.servers.{pool}"
+    if not (settings.model / "config.json").is_file():
+        raise ConfigError(f"{field}.model={settings.model}: no config.json in it; name a Hugging Face folder")
+    pool_server(pool, settings, Path())
+    check_interpreter(settings.interpreter, field=f"{field}.python")
+
+
+def check_interpreter(python: Path, *, field: str) -> None:
+    """Raise `ConfigError` if the interpreter `python` of this host has no SGLang or an old version."""
+    remedy = "name the interpreter of an environment with SGLang (for a CPU `make test-sglang` makes .venv-sglang)"
+    try:
+        asked = subprocess.run(
+            [str(python), "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{field}={python}: does not run ({error}); {remedy}") from None
+    if asked.returncode:
+        raise ConfigError(f"{field}={python}: has no SGLang; {remedy}")
+    version = asked.stdout.strip()
+    if version_numbers(version) < MIN_VERSION:
+        oldest = ".".join(map(str, MIN_VERSION))
+        raise ConfigError(f"{field}={python}: has SGLang {version}; install {oldest} or newer")
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Parse a release number, e.g. (0, 5, 23); zeros if `version` has another form."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else (0, 0, 0)
