@@ -8,7 +8,7 @@ import pytest
 from laminar_py.ledger.archive import archive_files, file_pieces
 from laminar_py.ledger.audit.checks import Rule
 from laminar_py.ledger.audit.export import export
-from laminar_py.ledger.audit.stories import story
+from laminar_py.ledger.audit.stories import read_story
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import LedgerError, reading, segments_path
 from laminar_py.ledger.recovery import recover
@@ -118,7 +118,7 @@ async def test_a_lost_response_is_refused_told_in_its_story_and_empty_in_an_expo
         assert await ledger.settled_pieces(9) == []
     with pytest.raises(LedgerError, match=r"trajectory=g1\.0: its tokens cannot be read \(on record as lost\)"):
         read_response(tmp_path, "g1.0")
-    assert "on record as lost" in story(tmp_path, "g1.0").lost
+    assert "on record as lost" in read_story(tmp_path, "g1.0").lost
     export(tmp_path, tmp_path / "out.jsonl", responses=True)
     found = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert {one["id"]: len(one["response_ids"]) for one in found} == {"g0.0": 5, "g1.0": 0, "g2.0": 4}

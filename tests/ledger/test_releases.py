@@ -4,7 +4,7 @@ import sqlite3
 
 import pytest
 
-from laminar_py.ledger.audit.stories import story
+from laminar_py.ledger.audit.stories import read_story
 from laminar_py.ledger.audit.verify import prove
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, LedgerError, open_writer
 from laminar_py.ledger.recovery import recover
@@ -39,7 +39,7 @@ async def test_an_event_of_a_later_release_is_passed_over_and_said(tmp_path):
         append_unknown(connection, "praised", "g0.0")
         connection.execute("UPDATE trajectory SET last_seq = last_seq + 1")
     connection.close()
-    assert story(tmp_path, "g0.0").events[-1].event == "praised"
+    assert read_story(tmp_path, "g0.0").events[-1].event == "praised"
     verdict = prove(tmp_path)
     assert "skipped events of a later release: 1 praised" in verdict.notes
     assert {found.rule for found in verdict.violations} == {"rows"}, "its last event is one that nobody knows"
